@@ -1,0 +1,1 @@
+"""Advantages, losses, KL estimators, aggregation, batching: pure functions."""

@@ -1,0 +1,1 @@
+"""The Buffer: the only owner of datasets, sample groups, pools and the ledger."""

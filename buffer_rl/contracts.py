@@ -1,0 +1,467 @@
+"""What a plugin of each kind receives and returns: one Protocol a kind, and the table of kinds.
+
+``KINDS`` is the single list of plugin kinds: the flag, the entry-point group and the signature of each
+are derived from it. ``buffer_rl.plugins.check_contract(kind, obj)`` is the checker for authors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from buffer_rl.errors import ConfigError
+from buffer_rl.types import Column, FilterDecision, RolloutOutput, Sample, SampleGroup, Ticket, TrainBatch
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class RolloutBuffer(Protocol):
+    """What a rollout function receives as ``buffer``. Every method has an ``a``-prefixed asynchronous twin.
+
+    A group that ``get_samples`` leased ends in one of four ways: ``finish`` (it will be trained on or
+    evaluated), ``reject`` (it is dropped, with a reason), ``add_samples`` (it goes back to the queue), or it
+    is never mentioned again, and is then rejected as ``unreported``.
+    """
+
+    @property
+    def ticket(self) -> Ticket:
+        """The rollout that this buffer works for."""
+        ...
+
+    def get_samples(self, num_samples: int) -> list[SampleGroup]:
+        """Lease up to ``num_samples`` **groups**: first from the queue, then from the data source.
+
+        Training never runs out (the next epoch follows); an evaluation returns fewer, then none."""
+        ...
+
+    def add_samples(self, groups: Sequence[SampleGroup]) -> None:
+        """Give leased groups back to the queue."""
+        ...
+
+    def finish(self, group: SampleGroup) -> None:
+        """Report a finished group; its rewards must be set and finite."""
+        ...
+
+    def reject(self, group: SampleGroup, reason: str) -> None:
+        """Drop a leased group; the reason is counted and shown."""
+        ...
+
+    def get_buffer_length(self) -> int:
+        """Number of groups in the queue."""
+        ...
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The user's notes that are saved with the Buffer."""
+        ...
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Merge ``metadata`` (JSON values) into the notes."""
+        ...
+
+    async def aget_samples(self, num_samples: int) -> list[SampleGroup]: ...
+    async def aadd_samples(self, groups: Sequence[SampleGroup]) -> None: ...
+    async def afinish(self, group: SampleGroup) -> None: ...
+    async def areject(self, group: SampleGroup, reason: str) -> None: ...
+    async def aget_buffer_length(self) -> int: ...
+    async def aget_metadata(self) -> dict[str, Any]: ...
+    async def aupdate_metadata(self, metadata: Mapping[str, Any]) -> None: ...
+
+
+class RolloutFunction(Protocol):
+    """Produces one rollout: leases groups, generates, scores, reports. May be async.
+
+    A class is accepted too: it is constructed once a worker as ``cls(args)``, and the instance is called.
+    Set ``uses_engine = False`` on it if it never asks the engine (supervised fine-tuning): the weights are
+    then published only where an evaluation needs them.
+    """
+
+    def __call__(
+        self, args: Any, rollout_id: int, buffer: RolloutBuffer, evaluation: bool = False
+    ) -> RolloutOutput | list[SampleGroup] | Awaitable[RolloutOutput | list[SampleGroup]]: ...
+
+
+class GenerateFunction(Protocol):
+    """Fills one sample's response; may return several samples (parts) of one prompt. May be sync."""
+
+    def __call__(
+        self, args: Any, sample: Sample, sampling_params: dict[str, Any]
+    ) -> Sample | list[Sample] | Awaitable[Sample | list[Sample]]: ...
+
+
+class RewardModel(Protocol):
+    """Scores one sample: a finite number, or a mapping of which ``--reward-key`` names the one to train on."""
+
+    def __call__(
+        self, args: Any, sample: Sample
+    ) -> float | Mapping[str, Any] | Awaitable[float | Mapping[str, Any]]: ...
+
+
+class GroupRewardModel(Protocol):
+    """Scores all samples of a prompt together: one finite number a sample, in order."""
+
+    def __call__(self, args: Any, group: SampleGroup) -> Sequence[float] | Awaitable[Sequence[float]]: ...
+
+
+class DynamicSamplingFilter(Protocol):
+    """Decides whether a finished, scored group is trained on."""
+
+    def __call__(self, args: Any, group: SampleGroup) -> FilterDecision | bool: ...
+
+
+class SampleFilter(Protocol):
+    """Marks samples of a whole rollout with ``sample.remove_sample = True``."""
+
+    def __call__(self, args: Any, groups: list[SampleGroup]) -> None: ...
+
+
+class BufferFilter(Protocol):
+    """Chooses which queued groups to lease next; ``buffer`` is the list of the queue's headers."""
+
+    def __call__(self, args: Any, rollout_id: int, buffer: list[Any], num_samples: int) -> list[Any]: ...
+
+
+class RewardPostProcess(Protocol):
+    """Turns the rewards of one group's samples into ``(raw_rewards, rewards)``, one number a sample each."""
+
+    def __call__(self, args: Any, samples: list[Sample]) -> tuple[Sequence[float], Sequence[float]]: ...
+
+
+class SamplesToTrainData(Protocol):
+    """Turns one group's samples into training columns (see ``TrainBatch.columns``), one row a sample."""
+
+    def __call__(self, args: Any, samples: list[Sample]) -> dict[str, Column]: ...
+
+
+class AdvantageEstimator(Protocol):
+    """Sets ``batch.columns["advantages"]`` and ``["returns"]``: per row ``[response_length]`` float32."""
+
+    def __call__(self, args: Any, batch: TrainBatch) -> None: ...
+
+
+@dataclass(kw_only=True)
+class LossInputs:
+    """What a policy loss sees: response tokens of one micro-batch, padded to ``[num_rows, max_response]``.
+
+    All tensors are torch float32. ``log_probs`` carries the gradient. ``loss_mask`` is 0 on padding.
+    total_rows and total_tokens are those of the whole step over all ranks (the denominators).
+    """
+
+    log_probs: Any
+    old_log_probs: Any
+    rollout_log_probs: Any
+    ref_log_probs: Any
+    advantages: Any
+    loss_mask: Any
+    entropy: Any
+    total_rows: int
+    total_tokens: int
+
+
+@dataclass(kw_only=True)
+class LossOutputs:
+    """What a policy loss returns.
+
+    loss: scalar tensor; this micro-batch's **share** of the step's loss (already divided by the totals), so
+        that the shares of all micro-batches and ranks add up to the loss of the whole batch.
+    metrics: scalar tensors, detached; shares in the same sense (they are summed).
+    """
+
+    loss: Any
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+class PolicyLoss(Protocol):
+    """Computes the loss of one micro-batch."""
+
+    def __call__(self, args: Any, inputs: LossInputs) -> LossOutputs: ...
+
+
+@runtime_checkable
+class DataSource(Protocol):
+    """Hands out prompt groups in a reproducible order. Constructed as ``cls(args)``."""
+
+    def get_samples(self, num_samples: int) -> list[SampleGroup]: ...
+    def add_samples(self, groups: list[SampleGroup]) -> None: ...
+    def save(self, path: str) -> None: ...
+    def load(self, path: str) -> None: ...
+    def __len__(self) -> int: ...
+
+
+class ModelConverter(Protocol):
+    """Maps Hugging Face names and tensors to the trainer's and back."""
+
+    def to_trainer(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]: ...
+    def to_hf(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]: ...
+
+
+class ModelProvider(Protocol):
+    """Builds the trainer's model."""
+
+    def __call__(self, args: Any) -> Any: ...
+
+
+class Trainer(Protocol):
+    """One rank of a trainer backend. Constructed as ``cls(args, rank, world_size)`` in the rank's process.
+
+    Fine-grained on purpose: the driver decides what overlaps with what.
+    """
+
+    def log_probs(self, role: str, batch: TrainBatch) -> list[np.ndarray]:
+        """Log-probabilities of the response tokens under ``role`` ("actor" or "ref"): per row
+        ``[response_length]`` float32, in nats, without gradient."""
+        ...
+
+    def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
+        """Accumulate this rank's gradient of the step's loss; metrics are shares that add up over ranks."""
+        ...
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Reduce over ranks, clip, step, zero the gradients. Metrics: ``grad_norm``, ``lr``."""
+        ...
+
+    def export_buckets(self) -> Iterator[dict[str, Any]]:
+        """The actor's weights under Hugging Face names, in buckets of bounded size, on every rank."""
+        ...
+
+    def save_hf(self, path: str) -> None:
+        """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads, tokenizer included."""
+        ...
+
+    def save(self, path: str) -> None:
+        """Write this rank's weights, optimizer, schedule and random state into the folder ``path``."""
+        ...
+
+    def load(self, path: str) -> None:
+        """The inverse of ``save``. Raises CheckpointError if something is missing or does not fit."""
+        ...
+
+    def sleep(self) -> None:
+        """Give accelerator memory back while others use it."""
+        ...
+
+    def wake_up(self) -> None:
+        """The inverse of ``sleep``."""
+        ...
+
+
+class EngineProcess(Protocol):
+    """A rollout engine that was started: a server that speaks SGLang's HTTP protocol at ``url``."""
+
+    @property
+    def url(self) -> str: ...
+    def wait_ready(self, timeout_s: float) -> None: ...
+    def stop(self) -> None: ...
+
+
+class EngineLauncher(Protocol):
+    """Starts one rollout engine."""
+
+    def __call__(self, args: Any, index: int, log_path: str) -> EngineProcess: ...
+
+
+class WeightTransport(Protocol):
+    """Moves one version of the weights from the trainer to the engines. Constructed as ``cls(args)``."""
+
+    def publish(self, trainer: Any, engine_urls: Sequence[str], version: int) -> dict[str, float]: ...
+
+
+class MetricLogger(Protocol):
+    """Receives flat metrics. Constructed as ``cls(args, run_dir)``."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginKind:
+    """One row of the table of plugin kinds.
+
+    positional: names of the positional arguments that a function of this kind is called with.
+    methods: for kinds that are classes, the methods an object must have.
+    constructed: the reference names a class (or factory) that is called with ``positional`` first.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    protocol: type
+    signature: str
+    positional: tuple[str, ...]
+    methods: tuple[str, ...] = ()
+    constructed: bool = False
+    may_be_async: bool = False
+
+    @property
+    def entry_point_group(self) -> str:
+        """The entry-point group of this kind, for example ``buffer_rl.reward``."""
+        return f"buffer_rl.{self.name}"
+
+
+_TRAINER_METHODS = (
+    "log_probs",
+    "forward_backward",
+    "optimizer_step",
+    "export_buckets",
+    "save_hf",
+    "save",
+    "load",
+    "sleep",
+    "wake_up",
+)
+
+_KIND_ROWS: tuple[PluginKind, ...] = (
+    PluginKind(
+        name="rollout",
+        flags=("--rollout-function-path", "--eval-function-path"),
+        protocol=RolloutFunction,
+        signature="(args, rollout_id, buffer, evaluation=False) -> RolloutOutput | list[SampleGroup]",
+        positional=("args", "rollout_id", "buffer", "evaluation"),
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="generate",
+        flags=("--custom-generate-function-path",),
+        protocol=GenerateFunction,
+        signature="async (args, sample, sampling_params) -> Sample | list[Sample]",
+        positional=("args", "sample", "sampling_params"),
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="reward",
+        flags=("--rm-type", "--custom-rm-path"),
+        protocol=RewardModel,
+        signature="(args, sample) -> float | dict",
+        positional=("args", "sample"),
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="group_reward",
+        flags=("--custom-group-rm-path",),
+        protocol=GroupRewardModel,
+        signature="(args, group) -> list[float]",
+        positional=("args", "group"),
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="filter",
+        flags=("--dynamic-sampling-filter-path",),
+        protocol=DynamicSamplingFilter,
+        signature="(args, group) -> FilterDecision | bool",
+        positional=("args", "group"),
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="sample_filter",
+        flags=("--rollout-sample-filter-path",),
+        protocol=SampleFilter,
+        signature="(args, groups) -> None",
+        positional=("args", "groups"),
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="buffer_filter",
+        flags=("--buffer-filter-path",),
+        protocol=BufferFilter,
+        signature="(args, rollout_id, buffer, num_samples) -> chosen headers",
+        positional=("args", "rollout_id", "buffer", "num_samples"),
+    ),
+    PluginKind(
+        name="reward_post_process",
+        flags=("--custom-reward-post-process-path",),
+        protocol=RewardPostProcess,
+        signature="(args, samples) -> (raw_rewards, rewards)",
+        positional=("args", "samples"),
+    ),
+    PluginKind(
+        name="samples_to_train_data",
+        flags=("--custom-convert-samples-to-train-data-path",),
+        protocol=SamplesToTrainData,
+        signature="(args, samples) -> dict of columns",
+        positional=("args", "samples"),
+    ),
+    PluginKind(
+        name="advantage",
+        flags=("--advantage-estimator", "--custom-advantage-function-path"),
+        protocol=AdvantageEstimator,
+        signature="(args, batch) -> None",
+        positional=("args", "batch"),
+    ),
+    PluginKind(
+        name="loss",
+        flags=("--loss-type", "--custom-loss-function-path"),
+        protocol=PolicyLoss,
+        signature="(args, inputs) -> LossOutputs",
+        positional=("args", "inputs"),
+    ),
+    PluginKind(
+        name="data_source",
+        flags=("--data-source-path",),
+        protocol=DataSource,
+        signature="class (args) with get_samples, add_samples, save, load, __len__",
+        positional=("args",),
+        methods=("get_samples", "add_samples", "save", "load", "__len__"),
+        constructed=True,
+    ),
+    PluginKind(
+        name="converter",
+        flags=("--model-converter-path",),
+        protocol=ModelConverter,
+        signature="class (args) with to_trainer, to_hf",
+        positional=("args",),
+        methods=("to_trainer", "to_hf"),
+        constructed=True,
+    ),
+    PluginKind(
+        name="model_provider",
+        flags=("--custom-model-provider-path",),
+        protocol=ModelProvider,
+        signature="(args) -> model",
+        positional=("args",),
+    ),
+    PluginKind(
+        name="trainer",
+        flags=("--train-backend",),
+        protocol=Trainer,
+        signature="class (args, rank, world_size) with the methods of buffer_rl.contracts.Trainer",
+        positional=("args", "rank", "world_size"),
+        methods=_TRAINER_METHODS,
+        constructed=True,
+    ),
+    PluginKind(
+        name="engine",
+        flags=("--rollout-engine",),
+        protocol=EngineLauncher,
+        signature="(args, index, log_path) -> EngineProcess",
+        positional=("args", "index", "log_path"),
+    ),
+    PluginKind(
+        name="weight_transport",
+        flags=("--weight-sync-mode",),
+        protocol=WeightTransport,
+        signature="class (args) with publish",
+        positional=("args",),
+        methods=("publish",),
+        constructed=True,
+    ),
+    PluginKind(
+        name="logger",
+        flags=("--logger",),
+        protocol=MetricLogger,
+        signature="class (args, run_dir) with log, close",
+        positional=("args", "run_dir"),
+        methods=("log", "close"),
+        constructed=True,
+    ),
+)
+
+KINDS: Mapping[str, PluginKind] = {row.name: row for row in _KIND_ROWS}
+
+
+def kind_named(name: str) -> PluginKind:
+    """The plugin kind called ``name``. Raises ConfigError listing the known kinds."""
+    if name not in KINDS:
+        raise ConfigError(f"there is no plugin kind {name!r}", expected=f"one of {', '.join(KINDS)}")
+    return KINDS[name]
+
+

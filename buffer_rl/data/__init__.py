@@ -1,0 +1,1 @@
+"""Data files: reading, validation, epoch order."""

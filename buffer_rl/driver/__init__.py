@@ -1,0 +1,1 @@
+"""The one loop, and the schedule that shapes it."""

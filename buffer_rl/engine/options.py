@@ -1,0 +1,26 @@
+"""Options of the rollout engines and of the router in front of them."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from buffer_rl.config import Section, option
+
+
+class EngineOptions(Section):
+    """Rollout engines."""
+
+    heading: ClassVar[str] = "Engine"
+
+    rollout_engine: str = option("embedded", "which engine to start", kind="engine")
+    rollout_num_engines: int = option(1, "engines behind the router", ge=1)
+    engine_device: Literal["auto", "cpu", "cuda"] = option("auto", "where the embedded engine runs")
+    engine_dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "number format of the engine")
+    engine_num_threads: int = option(1, "torch threads an engine", ge=1)
+    engine_max_running_requests: int = option(64, "sequences that decode together", ge=1)
+    engine_context_length: int | None = option(None, "most tokens of a sequence; the model's own limit where absent")
+    engine_start_timeout_s: float = option(300.0, "deadline for an engine or the router to answer, in seconds", gt=0)
+    router_url: str | None = option(
+        None, "the URL that every generation request goes to; set by the run where absent", metavar="URL"
+    )
+    engine_urls: list[str] = option([], "the engines behind the router; set by the run where absent", metavar="URL")

@@ -1,0 +1,70 @@
+"""Every error that buffer_rl raises on purpose, in one style: what, where, expected, what to do.
+
+A subclass that also derives from ``ValueError`` is something that the user can mend.
+"""
+
+from __future__ import annotations
+
+
+class BufferRLError(Exception):
+    """Base of all errors raised on purpose.
+
+    ``what`` says what is wrong; ``where`` names the file, line, flag or actor; ``expected`` says what
+    would have been right; ``hint`` says what to do next. The object survives pickling, so that an error
+    raised in a Ray worker reads the same in the driver.
+    """
+
+    def __init__(self, what: str, *, where: str = "", expected: str = "", hint: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.expected = expected
+        self.hint = hint
+
+    def __str__(self) -> str:
+        parts = [f"{self.where}: {self.what}" if self.where else self.what]
+        if self.expected:
+            parts.append(f"  expected: {self.expected}")
+        if self.hint:
+            parts.append(f"  hint: {self.hint}")
+        return "\n".join(parts)
+
+
+class ConfigError(BufferRLError, ValueError):
+    """An option, flag, environment variable or YAML key is wrong, or two options contradict each other."""
+
+
+class PluginError(BufferRLError, ValueError):
+    """A plugin reference does not resolve, or what it names does not meet its contract."""
+
+
+class DataError(BufferRLError, ValueError):
+    """A data file or a row of it is wrong; ``where`` is ``file:line``."""
+
+
+class BufferStateError(BufferRLError):
+    """A request that the Buffer must refuse: a late report, an unknown uid, a double commit."""
+
+
+class RolloutError(BufferRLError):
+    """A rollout function failed or returned something that cannot be trained on."""
+
+
+class RewardError(BufferRLError):
+    """A reward could not be computed: it raised, ran out of time or returned something unusable."""
+
+
+class EngineError(BufferRLError):
+    """A rollout engine or the router failed, or answered something that breaks the protocol."""
+
+
+class TrainError(BufferRLError):
+    """A trainer failed, or its loss or gradient is not finite."""
+
+
+class CheckpointError(BufferRLError, ValueError):
+    """A checkpoint is missing, damaged or of another run."""
+
+
+class DeadlineError(BufferRLError, TimeoutError):
+    """A wait reached its deadline; ``where`` names who was waited for."""

@@ -1,0 +1,1 @@
+"""What one sees: progress, metrics, sample dumps, reports."""

@@ -1,0 +1,17 @@
+"""Options of what one sees: progress, metrics, sample dumps."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from buffer_rl.config import Section, option
+
+
+class ObserveOptions(Section):
+    """What one sees."""
+
+    heading: ClassVar[str] = "Observation"
+
+    logger: list[str] = option(["tensorboard"], "metric loggers besides the JSONL file", kind="logger")
+    progress: Literal["auto", "rich", "plain", "none"] = option("auto", "progress display")
+    dump_samples: int = option(4, "groups a rollout that are written to samples.jsonl", ge=0)

@@ -1,0 +1,1 @@
+"""Rollouts: generation, scoring, filtering, evaluation; where user code runs."""

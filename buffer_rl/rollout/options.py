@@ -1,0 +1,70 @@
+"""Options of rollouts, rewards, filters and evaluation."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from buffer_rl.config import Section, option
+
+
+class RolloutOptions(Section):
+    """How rollouts are generated and scored."""
+
+    heading: ClassVar[str] = "Rollout"
+
+    rollout_function_path: str = option(
+        "buffer_rl.rollout.default:DefaultRollout", "the function that produces a rollout", kind="rollout"
+    )
+    custom_generate_function_path: str | None = option(
+        None, "a function that fills one sample's response, in place of the built-in one", kind="generate"
+    )
+    rollout_batch_size: int = option(32, "prompt groups a training step", ge=1)
+    n_samples_per_prompt: int = option(8, "samples a prompt group", ge=1)
+    rollout_temperature: float = option(1.0, "sampling temperature; 0 is greedy", ge=0)
+    rollout_top_p: float = option(1.0, "nucleus sampling: keep the most probable tokens up to this mass", gt=0, le=1)
+    rollout_top_k: int = option(-1, "keep this many of the most probable tokens; -1 keeps all", ge=-1)
+    rollout_max_response_len: int = option(1024, "most response tokens of a sample", ge=1)
+    rollout_max_context_len: int | None = option(None, "most tokens of prompt and response together", ge=2)
+    rollout_stop: list[str] = option([], "stop strings")
+    rollout_stop_token_ids: list[int] = option([], "stop token ids, besides the tokenizer's end token")
+    rollout_skip_special_tokens: bool = option(True, "leave special tokens out of the response text")
+    rollout_concurrency: int = option(512, "most requests in flight from one rollout worker", ge=1)
+    rollout_timeout_s: float = option(3600.0, "deadline of one whole rollout, in seconds", gt=0)
+    generate_timeout_s: float = option(600.0, "deadline of one generation request, in seconds", gt=0)
+    dynamic_sampling_filter_path: str | None = option(
+        None, "decides whether a finished group is trained on; dropped groups are replaced", kind="filter"
+    )
+    dynamic_sampling_max_drops: int = option(
+        1000, "give up a rollout after this many dropped groups for each wanted one", ge=1
+    )
+
+
+class RewardOptions(Section):
+    """How samples are scored."""
+
+    heading: ClassVar[str] = "Reward"
+
+    rm_type: str | None = option(None, "a registered reward model; a row's metadata may override it", kind="reward")
+    custom_rm_path: str | None = option(None, "your reward function, module:fn or ./file.py:fn", kind="reward")
+    reward_key: str | None = option(None, "which entry to train on where a reward is a mapping")
+    rm_timeout_s: float = option(30.0, "deadline of one reward, in seconds", gt=0)
+    rm_workers: int = option(1, "processes that compute synchronous rewards off the event loop", ge=1)
+    grpo_std_normalization: bool = option(True, "divide a group's centred rewards by their standard deviation")
+
+
+class EvalOptions(Section):
+    """Evaluation on held-out prompts."""
+
+    heading: ClassVar[str] = "Evaluation"
+
+    eval_function_path: str | None = option(
+        None, "the function that evaluates; the rollout function where absent", kind="rollout"
+    )
+    eval_prompt_data: list[str] = option([], "evaluation sets, as NAME=PATH", metavar="NAME=PATH")
+    eval_interval: int | None = option(None, "evaluate every this many training steps (and at the end)", ge=1)
+    skip_eval_before_train: bool = option(False, "do not evaluate the initial weights")
+    n_samples_per_eval_prompt: int = option(1, "samples an evaluation prompt", ge=1)
+    eval_temperature: float | None = option(None, "as --rollout-temperature, for evaluation", ge=0)
+    eval_top_p: float | None = option(None, "as --rollout-top-p, for evaluation", gt=0, le=1)
+    eval_top_k: int | None = option(None, "as --rollout-top-k, for evaluation", ge=-1)
+    eval_max_response_len: int | None = option(None, "as --rollout-max-response-len, for evaluation", ge=1)

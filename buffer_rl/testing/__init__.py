@@ -1,0 +1,1 @@
+"""Fakes that ship with the library, for tests of plugins and of the library itself."""

@@ -1,0 +1,1 @@
+"""Trainers: the torch backend and the group of ranks as Ray actors."""

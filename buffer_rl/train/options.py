@@ -1,0 +1,61 @@
+"""Options of the trainer, the optimizer and the loss."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from buffer_rl.config import Section, option
+
+
+class TrainOptions(Section):
+    """The trainer."""
+
+    heading: ClassVar[str] = "Training"
+
+    train_backend: str = option("torch", "trainer backend", kind="trainer")
+    hf_checkpoint: str | None = option(
+        None, "the initial model and tokenizer: a Hugging Face folder", metavar="PATH"
+    )
+    ref_load: str | None = option(None, "the reference model; --hf-checkpoint where absent", metavar="PATH")
+    num_rollout: int | None = option(None, "training steps (rollouts) of the run", ge=0)
+    num_epoch: int | None = option(None, "length of the run in epochs, in place of --num-rollout", ge=1)
+    num_train_ranks: int = option(1, "data-parallel trainer ranks", ge=1)
+    num_train_threads: int = option(1, "torch threads a trainer rank", ge=1)
+    train_device: Literal["auto", "cpu", "cuda"] = option("auto", "where the trainer runs")
+    max_tokens_per_gpu: int = option(16384, "token budget of one micro-batch, padding included", ge=1)
+    train_timeout_s: float = option(3600.0, "deadline of one trainer call, in seconds", gt=0)
+
+
+class OptimizerOptions(Section):
+    """AdamW and its learning-rate schedule."""
+
+    heading: ClassVar[str] = "Optimizer"
+
+    lr: float = option(1e-6, "peak learning rate", ge=0)
+    lr_warmup_iters: int = option(0, "steps of linear warm-up", ge=0)
+    weight_decay: float = option(0.0, "AdamW weight decay", ge=0)
+    adam_beta1: float = option(0.9, "AdamW beta 1", ge=0, lt=1)
+    adam_beta2: float = option(0.95, "AdamW beta 2", ge=0, lt=1)
+    adam_eps: float = option(1e-8, "AdamW epsilon", gt=0)
+    clip_grad: float = option(1.0, "largest global gradient norm; 0 does not clip", ge=0)
+
+
+class LossOptions(Section):
+    """The objective."""
+
+    heading: ClassVar[str] = "Loss"
+
+    loss_type: str = option("policy_loss", "loss: policy_loss or sft_loss", kind="loss")
+    custom_loss_function_path: str | None = option(None, "your loss, in place of --loss-type", kind="loss")
+    advantage_estimator: str = option("grpo", "advantage estimator", kind="advantage")
+    custom_advantage_function_path: str | None = option(None, "your advantage estimator", kind="advantage")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = option(
+        "token-mean", "how token losses become one number"
+    )
+    eps_clip: float = option(0.2, "lower clip range of the probability ratio", ge=0, lt=1)
+    eps_clip_high: float | None = option(None, "upper clip range; --eps-clip where absent", ge=0)
+    use_rollout_logprobs: bool = option(False, "use the engine's log-probabilities as the old ones")
+    use_kl_loss: bool = option(False, "add a KL penalty to the reference to the loss")
+    kl_loss_coef: float = option(0.0, "weight of the KL penalty", ge=0)
+    kl_loss_type: Literal["k1", "k2", "k3"] = option("k3", "estimator of the KL penalty")
+    entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)

@@ -1,0 +1,291 @@
+"""The records that travel between the parts of buffer_rl (standard library and numpy only).
+
+``Sample`` keeps slime's field names where the meaning is the same, so that functions written for it
+read the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, overload
+
+import numpy as np
+
+Prompt = str | list[dict[str, Any]]
+"""Plain text, or chat messages (``[{"role": ..., "content": ...}, ...]``)."""
+
+Column = np.ndarray | list[np.ndarray]
+"""One field of several rows: an array ``[num_rows]``, or one array ``[num_tokens]`` per row."""
+
+
+class Status(StrEnum):
+    """What became of one sample."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupUid:
+    """Identity of one prompt group: which data source, which of its rows, in which epoch."""
+
+    source: str
+    row: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.row}:{self.epoch}"
+
+    @classmethod
+    def parse(cls, text: str) -> GroupUid:
+        """The inverse of ``str(uid)``. Raises ``ValueError`` for anything else."""
+        source, row, epoch = text.rsplit(":", 2)
+        return cls(source, int(row), int(epoch))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RowId:
+    """Identity of one training row: the group, which of its samples, which part of a sample that fanned out."""
+
+    uid: GroupUid
+    sample_index: int
+    part: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.uid}/{self.sample_index}.{self.part}"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Response tokens ``start`` to ``end`` (exclusive, counted from the first response token) were sampled
+    by weights of ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One prompt with one response.
+
+    tokens: prompt and response token ids, ``[prompt_length + response_length]``.
+    rollout_log_probs: the engine's log-probability of each response token, ``[response_length]``, in nats.
+    loss_mask: 1 for each response token that is trained on, ``[response_length]``; None means all of them.
+    reward: a finite number, or a mapping of names to numbers with the one to train on under ``--reward-key``.
+    remove_sample: set by a sample filter: keep the row, but with a loss mask of zeros.
+    """
+
+    uid: GroupUid | None = None
+    sample_index: int = 0
+    part: int = 0
+    group_index: int | None = None
+    index: int | None = None
+    prompt: Prompt = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[VersionSpan] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    remove_sample: bool = False
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+
+    Status = Status  # slime's functions write ``Sample.Status.COMPLETED``
+
+    @property
+    def row_id(self) -> RowId:
+        """Raises ``ValueError`` for a sample that no data source gave a uid."""
+        if self.uid is None:
+            raise ValueError("this sample has no uid: it did not come from Buffer.get_samples")
+        return RowId(self.uid, self.sample_index, self.part)
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.tokens) - self.response_length
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weight version that any response token was sampled from; None without a response."""
+        return min((span.version for span in self.weight_versions), default=None)
+
+    def get_reward_value(self, args: Any) -> float:
+        """The number to train on: ``reward``, or ``reward[args.reward_key]`` where it is a mapping."""
+        if isinstance(self.reward, dict):
+            key = getattr(args, "reward_key", None)
+            if key not in self.reward:
+                raise ValueError(
+                    f"{self.row_id}: the reward is a mapping with keys {sorted(self.reward)}; "
+                    f"name the one to train on with --reward-key (now {key!r})"
+                )
+            return float(self.reward[key])
+        if self.reward is None:
+            raise ValueError(f"{self.row_id}: no reward was set")
+        return float(self.reward)
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleGroup(Sequence[Sample]):
+    """The samples of one prompt, leased together. Iterates, indexes and counts as the list of its samples.
+
+    attempt and incarnation identify the lease: the Buffer refuses a report whose lease is not the live one.
+    data_set names the evaluation set that the group comes from; it is empty for training groups.
+    """
+
+    uid: GroupUid
+    samples: list[Sample]
+    attempt: int = 1
+    incarnation: str = ""
+    data_set: str = ""
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        return self.samples[index]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
+    def as_prompts(self) -> SampleGroup:
+        """A copy with the prompts alone: responses, rewards and versions are gone."""
+        fresh = [
+            Sample(
+                uid=s.uid,
+                sample_index=s.sample_index,
+                group_index=s.group_index,
+                index=s.index,
+                prompt=s.prompt,
+                multimodal_inputs=s.multimodal_inputs,
+                label=s.label,
+                metadata=dict(s.metadata),
+                session_id=s.session_id,
+            )
+            for s in self.samples
+            if s.part == 0
+        ]
+        return replace(self, samples=fresh)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """What ``Buffer.generate`` hands to the driver, and the driver to a rollout worker: one rollout to produce.
+
+    num_groups: how many groups the step trains on (for an evaluation: how many prompts there are).
+    version: the weights that the rollout starts from.
+    """
+
+    rollout_id: int
+    evaluation: bool
+    num_groups: int
+    version: int
+    incarnation: str
+
+    @property
+    def task(self) -> str:
+        """Name of the pool that the rollout fills: ``train_{rollout_id}`` or ``eval_{rollout_id}``."""
+        return f"{'eval' if self.evaluation else 'train'}_{self.rollout_id}"
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutOutput:
+    """What a rollout function returns. A bare list of groups is accepted in its place.
+
+    groups: finished groups that were not yet reported with ``buffer.finish``; may be empty.
+    metrics: flat numbers, logged under ``rollout/``.
+    """
+
+    groups: list[SampleGroup] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilterDecision:
+    """A dynamic sampling filter's answer; ``reason`` is counted and shown for dropped groups."""
+
+    keep: bool
+    reason: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainBatch:
+    """The rows of one task that one data-parallel rank trains on.
+
+    columns: per row, in the order of ``row_ids``:
+        ``tokens`` list of ``[num_tokens]`` int32 (prompt and response);
+        ``response_length`` ``[num_rows]`` int32;
+        ``loss_mask`` list of ``[response_length]`` float32;
+        ``reward`` ``[num_rows]`` float32 after post-processing, ``raw_reward`` before it;
+        ``rollout_log_probs``, ``ref_log_probs``, ``old_log_probs``, ``advantages``, ``returns``
+        lists of ``[response_length]`` float32, where they exist.
+    total_rows, total_tokens: rows and unmasked response tokens of the **whole** task over all ranks; the
+        denominators of losses, so that every rank scales its gradient alike.
+    """
+
+    rollout_id: int
+    task: str
+    row_ids: list[RowId]
+    columns: dict[str, Column]
+    total_rows: int
+    total_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each row."""
+        return [len(tokens) for tokens in self.columns["tokens"]]
+
+    def select(self, indices: Iterable[int]) -> TrainBatch:
+        """The rows at ``indices``, with the totals of the whole task unchanged."""
+        chosen = list(indices)
+        return replace(
+            self,
+            row_ids=[self.row_ids[i] for i in chosen],
+            columns={name: take_rows(column, chosen) for name, column in self.columns.items()},
+        )
+
+
+def take_rows(column: Column, indices: Sequence[int]) -> Column:
+    """The rows of ``column`` at ``indices``, in that order."""
+    if isinstance(column, np.ndarray):
+        return column[np.asarray(indices, dtype=np.int64)]
+    return [column[i] for i in indices]
+
+
+def concat_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """Rows of several blocks one after another. Every block must have the same fields.
+
+    Raises ``ValueError`` naming the fields that differ.
+    """
+    if not parts:
+        return {}
+    names = set(parts[0])
+    for part in parts:
+        if set(part) != names:
+            raise ValueError(f"blocks have different fields: {sorted(names)} and {sorted(part)}")
+    joined: dict[str, Column] = {}
+    for name in parts[0]:
+        blocks = [part[name] for part in parts]
+        if all(isinstance(block, np.ndarray) for block in blocks):
+            joined[name] = np.concatenate(blocks)
+        else:
+            joined[name] = [row for block in blocks for row in block]
+    return joined

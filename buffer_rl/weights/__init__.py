@@ -1,0 +1,1 @@
+"""Weight publication: from the trainer to the engines, version by version."""

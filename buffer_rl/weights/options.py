@@ -1,0 +1,16 @@
+"""Options of weight publication."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from buffer_rl.config import Section, option
+
+
+class WeightOptions(Section):
+    """How new weights reach the engines."""
+
+    heading: ClassVar[str] = "Weights"
+
+    weight_sync_mode: str = option("disk", "weight transport", kind="weight_transport")
+    update_weights_timeout_s: float = option(600.0, "deadline of one publication, in seconds", gt=0)
