@@ -4,20 +4,43 @@ A section is a frozen pydantic model that stands beside its owner (``buffer_rl/r
 makes one flat class of all of them. ``args`` everywhere is an instance of that class, so a component's
 signature can ask for its own section. Across processes options travel as JSON plus the references of their
 sections (``dump_args``, ``load_args``), because a class composed at run time cannot be pickled by name.
+
+Reading them from flags, environment and files is in ``config_sources``; the help text is in ``config_help``.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import difflib
+import functools
+import importlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from buffer_rl.errors import ConfigError
+
+ENV_PREFIX = "BUFFER_RL_"
 
 
 class Section(BaseModel):
     """Base of all option sections. ``heading`` is the group that ``--help`` shows the options under."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
     heading: ClassVar[str] = ""
+
+
+class Options(Section):
+    """Base of the classes that ``compose`` makes: ``args`` is an ``Options`` and each of its sections.
+
+    section_references: ``module:Class`` of every section, from which another process builds the same class.
+    """
+
+    section_references: ClassVar[tuple[str, ...]] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load_args, (dump_args(self),)
 
 
 def option(default: Any, help: str, *, kind: str = "", metavar: str = "", **constraints: Any) -> Any:
@@ -26,5 +49,99 @@ def option(default: Any, help: str, *, kind: str = "", metavar: str = "", **cons
     help: one sentence, with the unit where there is one. ``kind``: the option's value is a plugin reference (or a
     list of them) of this plugin kind, checked before anything starts. ``constraints`` go to ``pydantic.Field``.
     """
-    extra = {"kind": kind, "metavar": metavar}
+    extra: dict[str, Any] = {"kind": kind, "metavar": metavar}
     return Field(default, description=help, json_schema_extra=extra, **constraints)
+
+
+def compose(sections: Sequence[str | type[Section]]) -> type[Options]:
+    """One flat frozen class that derives from every section; equal sections give the same class.
+
+    sections: classes, or their references ``module:Class``. Raises ConfigError for a reference that does not
+    resolve and for a name that two sections declare (naming both).
+    """
+    return _compose(tuple(load_section(s) if isinstance(s, str) else s for s in sections))
+
+
+@functools.cache
+def _compose(sections: tuple[type[Section], ...]) -> type[Options]:
+    owners: dict[str, type[Section]] = {}
+    for section in sections:
+        for name in section.model_fields:
+            if name in owners:
+                raise ConfigError(
+                    f"the option {name!r} is declared twice",
+                    where=f"{section_reference(owners[name])} and {section_reference(section)}",
+                    hint="rename one of them; a plugin's options carry the plugin's name as a prefix",
+                )
+            owners[name] = section
+    # pydantic collects fields from the last base to the first; reversed, they keep the order of the sections.
+    make: Any = create_model  # typed for one base; there are several here
+    made = make("Options", __base__=(*reversed(sections), Options))
+    made.section_references = tuple(section_reference(section) for section in sections)
+    return cast("type[Options]", made)
+
+
+def section_reference(section: type[Section]) -> str:
+    """``module:Class`` of a section."""
+    return f"{section.__module__}:{section.__qualname__}"
+
+
+def load_section(reference: str) -> type[Section]:
+    """The section class that ``module:Class`` names. Raises ConfigError if there is none."""
+    module_name, _, class_name = reference.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in class_name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"there is no option section {reference!r}: {error}", expected="module:Class") from error
+    if not (isinstance(found, type) and issubclass(found, Section)):
+        raise ConfigError(f"{reference!r} is not a subclass of buffer_rl.config.Section")
+    return found
+
+
+def dump_args(args: Options) -> str:
+    """Options as JSON text, with the references of their sections. The inverse of ``load_args``.
+
+    Raises ConfigError for a section that another process could not import."""
+    for reference in args.section_references:
+        if "<locals>" in reference:
+            raise ConfigError(
+                f"the section {reference!r} is defined inside a function and cannot be sent to another process"
+            )
+    return json.dumps({"sections": args.section_references, "options": args.model_dump(mode="json")})
+
+
+def load_args(text: str) -> Options:
+    """Options from the text of ``dump_args``: the same class and the same values. Raises ConfigError."""
+    try:
+        stored = json.loads(text)
+        references, values = stored["sections"], stored["options"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"these are no options written by dump_args: {error}") from error
+    try:
+        return compose(references).model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"these options do not fit their sections: {error}") from error
+
+
+def flag_of(name: str) -> str:
+    """The flag of an option, for example ``--rollout-batch-size``."""
+    return "--" + name.replace("_", "-")
+
+
+def env_of(name: str) -> str:
+    """The environment variable of an option, for example ``BUFFER_RL_ROLLOUT_BATCH_SIZE``."""
+    return ENV_PREFIX + name.upper()
+
+
+def plugin_kind_of(args_class: type[Section], name: str) -> str:
+    """The plugin kind that the option ``name`` refers to; empty for options that are no references."""
+    extra = args_class.model_fields[name].json_schema_extra
+    return str(extra.get("kind", "")) if isinstance(extra, dict) else ""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``did you mean …?`` with the nearest of the known names, or an empty text if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else ""

@@ -213,6 +213,10 @@ class Trainer(Protocol):
         ``[response_length]`` float32, in nats, without gradient."""
         ...
 
+    def compute_advantages(self, batch: TrainBatch) -> None:
+        """Set ``advantages`` and ``returns`` by the advantage estimator; for ``sft_loss`` there is nothing to do."""
+        ...
+
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
         """Accumulate this rank's gradient of the step's loss; metrics are shares that add up over ranks."""
         ...
@@ -262,9 +266,22 @@ class EngineLauncher(Protocol):
 
 
 class WeightTransport(Protocol):
-    """Moves one version of the weights from the trainer to the engines. Constructed as ``cls(args)``."""
+    """Moves one version of the weights from the trainer to the engines. Constructed as ``cls(args)``.
 
-    def publish(self, trainer: Any, engine_urls: Sequence[str], version: int) -> dict[str, float]: ...
+    ``source`` and ``engines`` are those of ``buffer_rl.weights``: what writes weights, and the control of all engines.
+    """
+
+    def prepare(self, source: Any, version: int) -> Any:
+        """Bring the version to where the engines can take it, while they still generate."""
+        ...
+
+    def load(self, engines: Any, prepared: Any, version: int) -> None:
+        """Have the engines, which are paused, take it. Raises EngineError if one refuses."""
+        ...
+
+    def cleanup(self, prepared: Any) -> None:
+        """All engines have it: free what older versions hold."""
+        ...
 
 
 class MetricLogger(Protocol):
@@ -300,6 +317,7 @@ class PluginKind:
 
 _TRAINER_METHODS = (
     "log_probs",
+    "compute_advantages",
     "forward_backward",
     "optimizer_step",
     "export_buckets",
@@ -439,9 +457,9 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         name="weight_transport",
         flags=("--weight-sync-mode",),
         protocol=WeightTransport,
-        signature="class (args) with publish",
+        signature="class (args) with prepare, load, cleanup",
         positional=("args",),
-        methods=("publish",),
+        methods=("prepare", "load", "cleanup"),
         constructed=True,
     ),
     PluginKind(
@@ -463,5 +481,3 @@ def kind_named(name: str) -> PluginKind:
     if name not in KINDS:
         raise ConfigError(f"there is no plugin kind {name!r}", expected=f"one of {', '.join(KINDS)}")
     return KINDS[name]
-
-

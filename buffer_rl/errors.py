@@ -68,3 +68,7 @@ class CheckpointError(BufferRLError, ValueError):
 
 class DeadlineError(BufferRLError, TimeoutError):
     """A wait reached its deadline; ``where`` names who was waited for."""
+
+
+class WorkerError(BufferRLError):
+    """A worker process died or raised something unexpected; ``where`` names its role."""

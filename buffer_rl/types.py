@@ -203,6 +203,22 @@ class Ticket:
         return f"{'eval' if self.evaluation else 'train'}_{self.rollout_id}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutReport:
+    """How a rollout ended, counted by the Buffer when it was closed.
+
+    num_groups, num_rows: what the step trains on (or what was evaluated).
+    drops: rejected groups by reason; ``unreported`` counts leased groups that nobody mentioned again.
+    surplus: finished groups that the step does not need; they went back to the queue as prompts.
+    """
+
+    ticket: Ticket
+    num_groups: int
+    num_rows: int
+    drops: dict[str, int]
+    surplus: int
+
+
 @dataclass(slots=True, kw_only=True)
 class RolloutOutput:
     """What a rollout function returns. A bare list of groups is accepted in its place.

@@ -13,9 +13,7 @@ class TrainOptions(Section):
     heading: ClassVar[str] = "Training"
 
     train_backend: str = option("torch", "trainer backend", kind="trainer")
-    hf_checkpoint: str | None = option(
-        None, "the initial model and tokenizer: a Hugging Face folder", metavar="PATH"
-    )
+    hf_checkpoint: str | None = option(None, "the initial model and tokenizer: a Hugging Face folder", metavar="PATH")
     ref_load: str | None = option(None, "the reference model; --hf-checkpoint where absent", metavar="PATH")
     num_rollout: int | None = option(None, "training steps (rollouts) of the run", ge=0)
     num_epoch: int | None = option(None, "length of the run in epochs, in place of --num-rollout", ge=1)

@@ -1,0 +1,36 @@
+"""Advantage estimators: functions that set the columns ``advantages`` and ``returns`` of a batch (numpy only).
+
+Each column holds one array ``[response_length]`` float32 for each row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from buffer_rl.errors import DataError
+from buffer_rl.types import TrainBatch
+
+
+def grpo(args: Any, batch: TrainBatch) -> None:
+    """Group-relative advantages: each response token gets its sample's normalised reward.
+
+    DeepSeekMath (arXiv 2402.03300) section 4.1.2, outcome supervision. The normalisation over the samples of a
+    prompt was done when the rewards were post-processed (``buffer_rl.algo.group_rewards``), because a rank
+    may see only some of a prompt's samples. Returns equal advantages: there is no value function.
+
+    Raises DataError if the batch has no ``reward`` column or a reward is not finite.
+    """
+    if "reward" not in batch.columns:
+        raise DataError(
+            "the batch has no rewards", where=batch.task, expected="a column reward", hint="score the samples first"
+        )
+    rewards = np.asarray(batch.columns["reward"], dtype=np.float32)
+    if not np.isfinite(rewards).all():
+        row = int(np.flatnonzero(~np.isfinite(rewards))[0])
+        raise DataError(f"the reward is {rewards[row]}", where=str(batch.row_ids[row]), expected="a finite number")
+    lengths = np.asarray(batch.columns["response_length"]).tolist()
+    pairs = list(zip(rewards, lengths, strict=True))
+    batch.columns["advantages"] = [np.full(length, reward, dtype=np.float32) for reward, length in pairs]
+    batch.columns["returns"] = [np.full(length, reward, dtype=np.float32) for reward, length in pairs]

@@ -1,0 +1,111 @@
+"""Options as argparse flags: one help group a section, both spellings, nearest names for what is unknown."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from pydantic.fields import FieldInfo
+
+from buffer_rl.config import Section, did_you_mean, flag_of, load_section
+from buffer_rl.config_values import OptionType, Raw, option_type
+from buffer_rl.errors import ConfigError
+
+_DEST = "option "  # an option may have the name of a command's own flag, so its destination needs a prefix
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Flags on the left, sentences from a fixed column on."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=38, width=118)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An ArgumentParser that raises ConfigError instead of ending the process, and takes no abbreviations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", HelpFormatter)
+        kwargs["allow_abbrev"] = False
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError with argparse's own words."""
+        raise ConfigError(message.removeprefix("argument "), hint=f"see {self.prog} --help")
+
+
+def add_options(parser: argparse.ArgumentParser, sections: Sequence[str | type[Section]]) -> None:
+    """Add a flag for each option, grouped by section. Values stay text; ``config_sources.resolve`` converts them."""
+    for given in sections:
+        section = load_section(given) if isinstance(given, str) else given
+        group = parser.add_argument_group(section.heading or section.__name__)
+        for name, field in section.model_fields.items():
+            _add_option(group, name, field)
+
+
+def _add_option(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+    wanted = option_type(field)
+    flag = flag_of(name)
+    common: dict[str, Any] = {"dest": _DEST + name, "default": argparse.SUPPRESS, "help": help_text(field)}
+    if wanted.base is bool and not wanted.many:
+        group.add_argument(flag, nargs="?", const="true", metavar="BOOL", **common)
+        common["help"] = argparse.SUPPRESS
+        group.add_argument(f"--no-{flag[2:]}", action="store_const", const="false", **common)
+    elif wanted.many:
+        group.add_argument(flag, nargs="*", action="extend", metavar=metavar_of(field, wanted), **common)
+    else:
+        group.add_argument(flag, metavar=metavar_of(field, wanted), **common)
+
+
+def help_text(field: FieldInfo) -> str:
+    """The option's sentence and its default, for argparse (which reads ``%`` as a format)."""
+    return f"{field.description} (default: {default_text(field)})".replace("%", "%%")
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default as one would write it on the command line; ``none`` for None and for an empty list."""
+    default = field.get_default(call_default_factory=False)
+    if default is None or default == []:
+        return "none"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, list):
+        return " ".join(str(item) for item in default)
+    return str(default)
+
+
+def metavar_of(field: FieldInfo, wanted: OptionType) -> str:
+    """What stands for the value in the help text."""
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    if extra.get("metavar"):
+        return str(extra["metavar"])
+    return "REF" if extra.get("kind") else wanted.metavar
+
+
+def normalise_flags(argv: Sequence[str]) -> list[str]:
+    """The arguments with ``-`` for every ``_`` in flag names; values are left alone."""
+    normal = []
+    for token in argv:
+        if token.startswith("--"):
+            name, equals, value = token.partition("=")
+            token = name.replace("_", "-") + equals + value
+        normal.append(token)
+    return normal
+
+
+def given_flags(namespace: argparse.Namespace) -> dict[str, Raw]:
+    """The options that were given as flags, by option name."""
+    return {key.removeprefix(_DEST): value for key, value in vars(namespace).items() if key.startswith(_DEST)}
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, extra: Sequence[str]) -> None:
+    """Raises ConfigError for arguments that no flag took, with the nearest flag."""
+    if not extra:
+        return
+    unknown = next((token for token in extra if token.startswith("-")), None)
+    if unknown is None:
+        raise ConfigError(f"unexpected argument {extra[0]!r}", hint=f"see {parser.prog} --help")
+    flag = unknown.partition("=")[0]
+    near = did_you_mean(flag, parser._option_string_actions)
+    raise ConfigError(f"unknown flag {flag}", hint=near or f"see {parser.prog} --help")

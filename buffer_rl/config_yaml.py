@@ -1,0 +1,119 @@
+"""Options from a YAML file: one flat mapping, every key with its line, ``${here}`` and ``${env:NAME}`` filled in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from buffer_rl.config import did_you_mean
+from buffer_rl.config_values import Raw
+from buffer_rl.errors import ConfigError
+
+_PLACEHOLDER = re.compile(r"\$?\$\{([^}]*)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YamlValue:
+    """One key's value before conversion, and where the key stands (``file:line``)."""
+
+    raw: Raw
+    where: str
+
+
+def read_yaml(path: str, *, known: Collection[str], environ: Mapping[str, str]) -> dict[str, YamlValue]:
+    """The options that the file sets, by option name.
+
+    Keys may be spelt with ``_`` or ``-``. Raises ConfigError with ``file:line`` for a file that is no flat mapping,
+    an unknown key (with the nearest known one), a key that comes twice and a placeholder that cannot be filled.
+    """
+    root = _parse(path)
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError("the file is not a mapping", where=_where(path, root), expected="lines of 'option: value'")
+    values: dict[str, YamlValue] = {}
+    for key, node in root.value:
+        where = _where(path, key)
+        name = str(key.value).replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"unknown option {key.value!r}", where=where, hint=did_you_mean(name, known))
+        if name in values:
+            raise ConfigError(f"the option {key.value!r} is set twice", where=where, hint=f"see {values[name].where}")
+        fill = _filler(str(Path(path).absolute().parent), environ, where)
+        values[name] = YamlValue(raw=_raw(node, fill, where), where=where)
+    return values
+
+
+def _parse(path: str) -> yaml.Node | None:
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read the file: {error.strerror}", where=path) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the file is not UTF-8: {error}", where=path) from error
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"invalid YAML: {error.problem or error.context}", where=f"{path}:{line}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"invalid YAML: {error}", where=path) from error
+
+
+def _raw(node: yaml.Node, fill: Callable[[str], str], where: str) -> Raw:
+    """A scalar as its text (so that it reads as on the command line), a sequence of scalars as a list of texts."""
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.tag == "tag:yaml.org,2002:null" else fill(node.value)
+    if isinstance(node, yaml.SequenceNode):
+        if not all(isinstance(item, yaml.ScalarNode) for item in node.value):
+            raise ConfigError("a list holds something that is not a plain value", where=where)
+        return [fill(item.value) for item in node.value]
+    loader = yaml.SafeLoader("")
+    try:
+        mapping = loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"invalid YAML: {error}", where=where) from error
+    return {str(key): _fill_deep(value, fill) for key, value in mapping.items()}
+
+
+def _fill_deep(value: Any, fill: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return fill(value)
+    if isinstance(value, list):
+        return [_fill_deep(item, fill) for item in value]
+    if isinstance(value, dict):
+        return {key: _fill_deep(item, fill) for key, item in value.items()}
+    return value
+
+
+def _filler(here: str, environ: Mapping[str, str], where: str) -> Callable[[str], str]:
+    """A function that fills placeholders: ``${here}`` is the file's folder, ``$${`` stands for a plain ``${``."""
+
+    def replace(match: re.Match[str]) -> str:
+        if match.group(0).startswith("$$"):
+            return match.group(0)[1:]
+        name = match.group(1)
+        if name == "here":
+            return here
+        if not name.startswith("env:"):
+            raise ConfigError(
+                f"unknown placeholder {match.group(0)}",
+                where=where,
+                expected="${here} (this file's folder) or ${env:NAME}",
+                hint="write $${ for a plain ${",
+            )
+        variable = name.removeprefix("env:")
+        if variable not in environ:
+            raise ConfigError(f"the environment variable {variable!r} is not set", where=where)
+        return environ[variable]
+
+    return lambda text: _PLACEHOLDER.sub(replace, text)
+
+
+def _where(path: str, node: yaml.Node) -> str:
+    return f"{path}:{node.start_mark.line + 1}"

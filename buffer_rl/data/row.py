@@ -1,0 +1,109 @@
+"""One JSON object to one ``PromptRow``: which fields hold what, and the reasons to refuse a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from buffer_rl.config import did_you_mean
+from buffer_rl.data.dataset import PromptRow
+from buffer_rl.data.options import DataOptions
+from buffer_rl.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowKeys:
+    """The names of a row's fields. Without ``label`` no labels are read."""
+
+    prompt: str = "prompt"
+    label: str | None = "label"
+    metadata: str = "metadata"
+    id: str = "id"
+
+    @classmethod
+    def from_args(cls, args: DataOptions) -> Self:
+        """The names that the options give."""
+        return cls(prompt=args.input_key, label=args.label_key, metadata=args.metadata_key, id=args.id_key)
+
+
+class RowError(ValueError):
+    """Why one row is refused; the reader adds file and line."""
+
+
+def build_row(record: dict[str, Any], keys: RowKeys, *, row: int, line: int) -> PromptRow:
+    """Validate one object. Raises RowError with the reason."""
+    if keys.prompt not in record:
+        near = did_you_mean(keys.prompt, record)
+        fields = ", ".join(map(repr, record)) or "none"
+        reason = f"no prompt: the field {keys.prompt!r} is missing (fields: {fields})"
+        raise RowError(f"{reason}; {near}" if near else reason)
+    return PromptRow(
+        row=row,
+        line=line,
+        prompt=_prompt(record[keys.prompt], keys.prompt),
+        label=_label(record.get(keys.label), keys.label) if keys.label is not None else None,
+        metadata=_metadata(record.get(keys.metadata), keys.metadata),
+        id=_id(record.get(keys.id), keys.id),
+    )
+
+
+def _prompt(value: Any, key: str) -> Prompt:
+    if isinstance(value, str):
+        if not value.strip():
+            raise RowError(f"the prompt {key!r} is empty")
+        return value
+    if not isinstance(value, list):
+        raise RowError(f"the prompt {key!r} is {_kind(value)}, not text or a list of chat messages")
+    if not value:
+        raise RowError(f"the prompt {key!r} is an empty list of chat messages")
+    for number, message in enumerate(value):
+        _check_message(message, f"message {number} of {key!r}")
+    return value
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, dict):
+        raise RowError(f"{where} is {_kind(message)}, not a mapping with role and content")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RowError(f"{where} has no role")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return
+    if content is None:
+        raise RowError(f"{where} has no content")
+    if not isinstance(content, str | list):
+        raise RowError(f"the content of {where} is {_kind(content)}, not text or a list of parts")
+
+
+def _label(value: Any, key: str | None) -> Any:
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if not (item is None or isinstance(item, str | int | float)):
+            raise RowError(
+                f"the label {key!r} is or holds {_kind(item)}, not text, a number, a boolean, null or a list of these"
+                " (structured answers go into the metadata)"
+            )
+    return value
+
+
+def _metadata(value: Any, key: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RowError(f"the metadata {key!r} is {_kind(value)}, not a mapping")
+    return value
+
+
+def _id(value: Any, key: str) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise RowError(f"the id {key!r} is {_kind(value)}, not text or an integer")
+    return str(value)
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls the value's type."""
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+    return names.get(type(value), "null")

@@ -1,0 +1,88 @@
+"""What must hold between options before a training run starts. Pure: no file is read, nothing is imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from buffer_rl.config import did_you_mean
+from buffer_rl.data.eval_sets import parse_eval_sets
+from buffer_rl.driver.early_stop import EarlyStop, parse_early_stop
+from buffer_rl.errors import ConfigError
+from buffer_rl.rollout.options import RolloutOptions
+
+__all__ = ["EarlyStop", "check_options", "parse_early_stop"]
+
+
+def check_options(args: Any) -> None:
+    """Raises ConfigError naming the flags that contradict each other or that a training run lacks.
+
+    args: the flat options of a training run, with every core section.
+    """
+    _check_required(args)
+    _check_length(args)
+    _check_reward(args)
+    _check_evaluation(args)
+    if args.early_stop is not None:
+        _check_early_stop(args)
+    if args.save_interval is not None and args.save is None:
+        raise ConfigError("--save-interval has no folder to save to", where="--save", hint="add --save PATH")
+
+
+def _check_required(args: Any) -> None:
+    for name, flag, what in (
+        ("hf_checkpoint", "--hf-checkpoint", "there is no model to train"),
+        ("prompt_data", "--prompt-data", "there are no training prompts"),
+    ):
+        if getattr(args, name) is None:
+            raise ConfigError(what, where=flag, hint=f"add {flag} PATH, or '{name}: PATH' in the file of --config")
+
+
+def _check_length(args: Any) -> None:
+    if args.num_rollout is None and args.num_epoch is None:
+        raise ConfigError(
+            "the length of the run is not given", where="--num-rollout", hint="add --num-rollout N or --num-epoch N"
+        )
+    if args.num_rollout is not None and args.num_epoch is not None:
+        raise ConfigError(
+            f"the length of the run is given twice: {args.num_rollout} rollouts and {args.num_epoch} epochs",
+            where="--num-rollout and --num-epoch",
+            hint="'--num-rollout none' or '--num-epoch none' takes back what a file sets",
+        )
+
+
+def _check_reward(args: Any) -> None:
+    """A rollout function of the user's own may score for itself; the built-in ones cannot."""
+    own_rollout = args.rollout_function_path != RolloutOptions.model_fields["rollout_function_path"].default
+    scores = args.rm_type is not None or args.custom_rm_path is not None
+    if not scores and not own_rollout and args.loss_type != "sft_loss":
+        raise ConfigError(
+            "nothing scores the samples",
+            where="--rm-type and --custom-rm-path",
+            hint="add --custom-rm-path module:fn (your function) or --rm-type NAME (a registered one)",
+        )
+
+
+def _check_evaluation(args: Any) -> None:
+    sets = parse_eval_sets(args.eval_prompt_data)
+    if args.eval_interval is not None and not sets:
+        raise ConfigError(
+            "--eval-interval has nothing to evaluate",
+            where="--eval-prompt-data",
+            hint="add --eval-prompt-data NAME=PATH",
+        )
+
+
+def _check_early_stop(args: Any) -> None:
+    condition = parse_early_stop(args.early_stop)
+    metrics = [f"eval/{eval_set.name}" for eval_set in parse_eval_sets(args.eval_prompt_data)]
+    if not any(condition.metric == metric or condition.metric.startswith(f"{metric}/") for metric in metrics):
+        raise ConfigError(
+            f"the metric {condition.metric!r} is of no evaluation set",
+            where="--early-stop",
+            expected="eval/NAME with a NAME of --eval-prompt-data" + (f": {', '.join(metrics)}" if metrics else ""),
+            hint=did_you_mean(condition.metric, metrics),
+        )
+    if args.eval_interval is None:
+        raise ConfigError(
+            "an early stop needs evaluations during the run", where="--early-stop", hint="add --eval-interval N"
+        )

@@ -1,0 +1,254 @@
+"""The one loop.
+
+Who waits for whom: the driver waits for rollouts and for the trainer, each with a deadline; rollout workers wait
+for engines and for the Buffer; trainer ranks wait for the Buffer and for each other; the publisher waits for the
+trainer and for the engines. Nobody waits for the driver except the Buffer's slots, which ``release`` frees.
+
+Order of one step: train → commit → save → publish → release → evaluate. A checkpoint therefore never holds
+weights whose groups still count as untrained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from buffer_rl.driver.early_stop import EarlyStop
+from buffer_rl.driver.schedule import Schedule
+from buffer_rl.driver.tasks import Runtime, Task
+from buffer_rl.errors import DeadlineError, RolloutError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Observer(Protocol):
+    """Sees what happens; must not raise."""
+
+    def phase(self, name: str) -> None:
+        """The driver entered a phase: generate, train, save, publish, evaluate."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Rollout ``step`` was trained on and published."""
+        ...
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The weights of version ``step`` were evaluated."""
+        ...
+
+    def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> None:
+        """Some samples of a rollout (kind ``train``) or an evaluation (kind ``eval``)."""
+        ...
+
+
+class Checkpoints(Protocol):
+    """Writes one checkpoint."""
+
+    def save(self, step: int) -> None:
+        """Save weights, optimizer, Buffer and random states after ``step`` optimizer steps."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What a run does, as data.
+
+    first_rollout: 0, or the step of the checkpoint that the run continues from.
+    publish_each_step: false where rollouts never ask the engine; weights are then published for evaluations only.
+    """
+
+    num_rollouts: int
+    schedule: Schedule
+    first_rollout: int = 0
+    publish_at_start: bool = False
+    publish_each_step: bool = True
+    ref_log_probs: bool = False
+    old_log_probs: bool = True
+    evaluate: bool = False
+    eval_interval: int | None = None
+    eval_before_train: bool = True
+    save_interval: int | None = None
+    early_stop: EarlyStop | None = None
+    rollout_timeout_s: float
+    train_timeout_s: float
+    publish_timeout_s: float
+    buffer_timeout_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class RunResult:
+    """How a run ended: trained steps, the newest evaluation, and whether ``--early-stop`` ended it."""
+
+    steps: int
+    evaluation: dict[str, float] = field(default_factory=dict)
+    stopped_early: bool = False
+
+
+class Driver:
+    """Runs a plan. ``runtime`` has the roles buffer, rollout, train and publish."""
+
+    def __init__(
+        self, plan: RunPlan, runtime: Runtime, observer: Observer, checkpoints: Checkpoints | None = None
+    ) -> None:
+        self._plan = plan
+        self._runtime = runtime
+        self._observer = observer
+        self._checkpoints = checkpoints
+        self._version = plan.first_rollout
+        self._published: int | None = None if plan.publish_at_start else plan.first_rollout
+        self._next_rollout = plan.first_rollout
+        self._generating: dict[int, Task] = {}
+        self._times: dict[str, float] = {}
+        self._saved: int | None = None
+        self._result = RunResult(steps=plan.first_rollout)
+
+    def run(self) -> RunResult:
+        """Run to the end of the plan. Raises the first error of any role, named."""
+        plan = self._plan
+        self._buffer("release", self._version)
+        if self._published is None and (plan.publish_each_step or self._evaluates_at(self._version)):
+            self._publish()
+        if plan.evaluate and plan.eval_before_train and plan.first_rollout == 0:
+            self._evaluate()
+        while self._result.steps < plan.num_rollouts and not self._result.stopped_early:
+            self._admit()
+            self._step(self._result.steps)
+        return self._result
+
+    # -- one step ------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Start every rollout that the schedule lets start."""
+        plan = self._plan
+        while self._next_rollout < plan.num_rollouts and plan.schedule.may_start(self._next_rollout, self._version):
+            ticket = self._buffer("generate", self._next_rollout, False)
+            self._generating[self._next_rollout] = self._runtime.submit("rollout", "run", ticket)
+            self._next_rollout += 1
+
+    def _step(self, rollout_id: int) -> None:
+        started = self._runtime.now()
+        self._times.clear()
+        with self._timed("rollout"):
+            self._observer.phase("generate")
+            metrics = self._finished_rollout(rollout_id)
+        with self._timed("train"):
+            self._observer.phase("train")
+            metrics |= self._train(rollout_id)
+        step = rollout_id + 1
+        self._buffer("commit", rollout_id, step)
+        self._version = self._result.steps = step
+        if self._saves_at(step):
+            self._save(step)
+        if self._plan.publish_each_step or self._evaluates_at(step):
+            self._publish()
+        self._buffer("release", step)
+        metrics |= {f"perf/{name}_time": seconds for name, seconds in self._times.items()}
+        metrics["perf/step_time"] = self._runtime.now() - started
+        if self._times["rollout"] > 0 and "rollout/response_tokens" in metrics:
+            metrics["perf/tokens_per_s"] = metrics["rollout/response_tokens"] / self._times["rollout"]
+        self._observer.step(rollout_id, metrics)
+        if self._evaluates_at(step):
+            self._evaluate()
+        if self._result.stopped_early and self._saves_at(step):
+            self._save(step)
+
+    def _finished_rollout(self, rollout_id: int) -> dict[str, float]:
+        report, metrics, samples = self._wait(self._generating.pop(rollout_id), self._plan.rollout_timeout_s)
+        self._observer.samples(rollout_id, "train", samples)
+        metrics = dict(metrics)
+        metrics |= {f"rollout/drop_{reason}": float(count) for reason, count in report.drops.items()}
+        metrics["rollout/num_groups"] = float(report.num_groups)
+        if report.num_groups == 0:
+            raise RolloutError(
+                "no group was finished, so there is nothing to train on",
+                where=f"rollout {rollout_id}",
+                hint=f"dropped: {report.drops}" if report.drops else "does the rollout function report its groups?",
+            )
+        return metrics
+
+    def _train(self, rollout_id: int) -> dict[str, float]:
+        limit = self._plan.train_timeout_s
+        self._call("train", "fetch", rollout_id, timeout_s=limit)
+        if self._plan.ref_log_probs:
+            with self._timed("ref_log_probs"):
+                self._call("train", "log_probs", "ref", timeout_s=limit)
+        if self._plan.old_log_probs:
+            with self._timed("old_log_probs"):
+                self._call("train", "log_probs", "actor", timeout_s=limit)
+        return dict(self._call("train", "train", timeout_s=limit))
+
+    def _publish(self) -> None:
+        if self._published == self._version:
+            return
+        with self._timed("publish"):
+            self._observer.phase("publish")
+            self._call("publish", "publish", self._version, timeout_s=self._plan.publish_timeout_s)
+        self._published = self._version
+
+    def _evaluate(self) -> None:
+        self._observer.phase("evaluate")
+        ticket = self._buffer("generate", self._version, True)
+        task = self._runtime.submit("rollout", "run", ticket)
+        _, metrics, samples = self._wait(task, self._plan.rollout_timeout_s)
+        self._buffer("clear", ticket.task)
+        self._result.evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        self._observer.samples(self._version, "eval", samples)
+        self._observer.evaluation(self._version, metrics)
+        stop = self._plan.early_stop
+        self._result.stopped_early = stop is not None and stop.met(metrics)
+
+    def _save(self, step: int) -> None:
+        if self._checkpoints is None or self._saved == step:
+            return
+        with self._timed("save"):
+            self._observer.phase("save")
+            self._checkpoints.save(step)
+        self._saved = step
+
+    # -- when ----------------------------------------------------------------------------------------
+
+    def _evaluates_at(self, step: int) -> bool:
+        plan = self._plan
+        if not plan.evaluate:
+            return False
+        if step == plan.first_rollout:
+            return plan.eval_before_train and step == 0
+        return step == plan.num_rollouts or (plan.eval_interval is not None and step % plan.eval_interval == 0)
+
+    def _saves_at(self, step: int) -> bool:
+        if self._checkpoints is None:
+            return False
+        interval = self._plan.save_interval
+        is_last = step == self._plan.num_rollouts or self._result.stopped_early
+        return is_last or (interval is not None and step % interval == 0)
+
+    # -- calls ---------------------------------------------------------------------------------------
+
+    def _buffer(self, method: str, *args: Any) -> Any:
+        return self._call("buffer", method, *args, timeout_s=self._plan.buffer_timeout_s)
+
+    def _call(self, role: str, method: str, *args: Any, timeout_s: float) -> Any:
+        return self._wait(self._runtime.submit(role, method, *args), timeout_s)
+
+    def _wait(self, task: Task, timeout_s: float) -> Any:
+        """The task's answer. Another rollout that fails meanwhile ends the run at once, not when its turn comes."""
+        deadline = self._runtime.now() + timeout_s
+        ahead = [other for other in self._generating.values() if other is not task]
+        while (left := deadline - self._runtime.now()) > 0:
+            ended = self._runtime.wait_any([task, *ahead], left)
+            answer = self._runtime.result(ended)
+            if ended is task:
+                return answer
+            ahead.remove(ended)  # a rollout that is done early: its answer is asked for again in its step
+        raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{task.role}.{task.method}")
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = self._runtime.now()
+        try:
+            yield
+        finally:
+            self._times[name] = self._times.get(name, 0.0) + self._runtime.now() - started

@@ -1,0 +1,183 @@
+"""Assembles a run from its options, runs it, and takes everything down again.
+
+Everything that is started is put on one exit stack, so that whatever fails, nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from buffer_rl.buffer.actor import BufferActor
+from buffer_rl.buffer.client import BufferClient
+from buffer_rl.checkpoint import Checkpoint, open_checkpoint
+from buffer_rl.cluster.resources import train_gpus
+from buffer_rl.cluster.session import ray_session
+from buffer_rl.cluster.worker_group import WorkerGroup
+from buffer_rl.config import Options, dump_args
+from buffer_rl.driver.checkpoints import RunCheckpoints
+from buffer_rl.driver.checks import parse_early_stop
+from buffer_rl.driver.driver import Driver, RunPlan, RunResult
+from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
+from buffer_rl.driver.schedule import Schedule
+from buffer_rl.engine.client import EngineControlClient
+from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.observe.observer import RunObserver
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.rollout.worker import RolloutWorker
+from buffer_rl.train.group import start_train_group
+from buffer_rl.weights.publish import Publisher
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+def launch_training(args: Options, registry: PluginRegistry) -> RunResult:
+    """Run ``args`` to its end. The final weights are then in ``run_dir/hf``.
+
+    Raises the error of ``buffer_rl.errors`` that ended the run; by then everything that was started has stopped.
+    """
+    checkpoint = open_checkpoint(args.load) if args.load else None
+    run_dir = Path(args.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.enter_context(_termination_as_exception())
+        run = _Run(args, registry, run_dir, checkpoint, stack)
+        result = run.driver().run()
+        run.train.call("save_hf", str(run_dir / "hf"), timeout_s=args.train_timeout_s)
+    return result
+
+
+class _Run:
+    """The parts of a run, started in the order in which they need each other."""
+
+    def __init__(
+        self,
+        args: Options,
+        registry: PluginRegistry,
+        run_dir: Path,
+        checkpoint: Checkpoint | None,
+        stack: ExitStack,
+    ) -> None:
+        self.registry = registry
+        self.run_dir = run_dir
+        self.checkpoint = checkpoint
+        self.rollouts_use_engine = bool(
+            getattr(registry.resolve("rollout", args.rollout_function_path), "uses_engine", True)
+        )
+        self.observer = stack.enter_context(RunObserver(args, registry))
+        # The engines load while Ray starts: they are separate processes and take the longest.
+        self.fleet: EngineFleet | None = None
+        if self.rollouts_use_engine or args.eval_prompt_data:
+            self.fleet = stack.enter_context(EngineFleet(args, str(run_dir), registry))
+        stack.enter_context(ray_session(args.ray_address))
+        if self.fleet is not None:
+            self.fleet.wait_ready()
+            urls = {"router_url": self.fleet.router_url, "engine_urls": self.fleet.engine_urls}
+            args = args.model_copy(update=urls)
+        self.args = args
+        args_text = dump_args(args)
+        logs = str((run_dir / "logs").absolute())
+        actor = BufferActor.remote(args_text)
+        self.buffer = BufferClient(actor, timeout_s=args.buffer_timeout_s, caller="driver")
+        self.train = start_train_group(args, args_text, actor, logs, train_gpus(args))
+        workers = [
+            RolloutWorker.remote(args_text, actor, f"{logs}/rollout_{index}.log")
+            for index in range(args.num_rollout_workers)
+        ]
+        self.rollout = WorkerGroup("rollout", workers, one_at_a_time=True)
+        stack.callback(self._close_workers)
+        self._wait_ready()
+
+    def driver(self) -> Driver:
+        """The driver, with its plan, roles and watchers."""
+        args = self.args
+        targets: dict[str, Target] = {
+            "buffer": LocalTarget("buffer", self.buffer),
+            "rollout": self.rollout,
+            "train": self.train,
+        }
+        if self.fleet is not None:
+            transport = self.registry.resolve("weight_transport", args.weight_sync_mode)(args)
+            engines = EngineControlClient(self.fleet.engine_urls, timeout_s=args.update_weights_timeout_s)
+            publisher = Publisher(transport, _TrainExport(self.train, args.train_timeout_s), engines)
+            targets["publish"] = LocalTarget("publish", publisher)
+        checkpoints = None
+        if args.save:
+            checkpoints = RunCheckpoints(args, buffer=self.buffer, train=self.train)
+        watchers = [self._watch_progress] + ([self.fleet.check] if self.fleet is not None else [])
+        return Driver(self._plan(), RayRuntime(targets, watchers), self.observer, checkpoints)
+
+    def _plan(self) -> RunPlan:
+        args = self.args
+        num_rollouts = args.num_rollout
+        if num_rollouts is None:
+            num_rollouts = args.num_epoch * self.buffer.get_num_rollout_per_epoch()
+        return RunPlan(
+            num_rollouts=num_rollouts,
+            schedule=Schedule.named(args.schedule),
+            first_rollout=self.checkpoint.step if self.checkpoint else 0,
+            publish_at_start=self.checkpoint is not None,
+            publish_each_step=self.rollouts_use_engine,
+            ref_log_probs=args.use_kl_loss,
+            old_log_probs=self.rollouts_use_engine and not args.use_rollout_logprobs,
+            evaluate=bool(args.eval_prompt_data),
+            eval_interval=args.eval_interval,
+            eval_before_train=not args.skip_eval_before_train,
+            save_interval=args.save_interval,
+            early_stop=parse_early_stop(args.early_stop) if args.early_stop else None,
+            rollout_timeout_s=args.rollout_timeout_s,
+            train_timeout_s=args.train_timeout_s,
+            publish_timeout_s=args.update_weights_timeout_s,
+            buffer_timeout_s=args.buffer_timeout_s,
+        )
+
+    def _wait_ready(self) -> None:
+        limit = self.args.train_timeout_s
+        master, port = self.train.call("host", timeout_s=limit)
+        self.train.call("setup", master, port, timeout_s=limit)
+        if self.checkpoint is not None:
+            self.train.call("load", str(self.checkpoint.folder / "trainer"), timeout_s=limit)
+            self.buffer.load(str(self.checkpoint.folder))
+        for _ in self.rollout.actors:
+            self.rollout.call("ready", timeout_s=limit)
+
+    def _watch_progress(self) -> None:
+        progress = self.buffer.get_progress()
+        if progress.get("wanted"):
+            self.observer.groups(progress["finished"], progress["wanted"])
+
+    def _close_workers(self) -> None:
+        for _ in self.rollout.actors:
+            for future in self.rollout.start("close"):
+                future.exception(timeout=CLOSE_TIMEOUT_S)
+        self.rollout.stop()
+        self.train.stop()
+
+
+class _TrainExport:
+    """What the weight transport sees of the trainer's ranks."""
+
+    def __init__(self, train: WorkerGroup, timeout_s: float) -> None:
+        self._train = train
+        self._timeout_s = timeout_s
+
+    def save_hf(self, path: str) -> None:
+        """Write the newest weights as a Hugging Face folder."""
+        self._train.call("save_hf", path, timeout_s=self._timeout_s)
+
+
+class _termination_as_exception:  # noqa: N801 (used like a function)
+    """Turns SIGTERM into SystemExit for the length of the block, so that the exit stack runs."""
+
+    def __enter__(self) -> None:
+        self._previous: Any = signal.signal(signal.SIGTERM, self._raise)
+
+    def __exit__(self, *exc_info: object) -> None:
+        signal.signal(signal.SIGTERM, self._previous)
+
+    @staticmethod
+    def _raise(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)

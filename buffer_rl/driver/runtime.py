@@ -1,0 +1,113 @@
+"""The runtime with processes: calls go to Ray actors, or to local objects on a thread of their own.
+
+Who waits for whom: the driver's thread waits in ``wait_any``, which wakes every ``POLL_S`` to run the
+watchers (engine health, progress display); a watcher that raises ends the wait. Nobody waits for the driver.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from buffer_rl.cluster.failures import name_failure
+from buffer_rl.driver.tasks import Task
+from buffer_rl.errors import DeadlineError
+
+POLL_S = 0.5
+
+
+class Target(Protocol):
+    """Something that a role's calls go to; ``WorkerGroup`` is one."""
+
+    def start(self, method: str, *args: Any) -> list[Future[Any]]: ...
+    @property
+    def combine(self) -> Callable[[str, list[Any]], Any]: ...
+
+
+class LocalTarget:
+    """Calls on an object of this process, one after another on one thread."""
+
+    def __init__(self, role: str, obj: Any) -> None:
+        self._object = obj
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=role)
+
+    def start(self, method: str, *args: Any) -> list[Future[Any]]:
+        """See ``Target.start``."""
+        return [self._executor.submit(getattr(self._object, method), *args)]
+
+    @property
+    def combine(self) -> Callable[[str, list[Any]], Any]:
+        """There is one answer."""
+        return lambda method, answers: answers[0]
+
+    def stop(self) -> None:
+        """Take no more calls; one under way is not waited for."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RayTask:
+    """A call on every member of a target."""
+
+    role: str
+    method: str
+    target: Target
+    futures: list[Future[Any]]
+
+    def ended(self) -> bool:
+        """Whether all members answered, or one failed."""
+        return all(future.done() for future in self.futures) or any(
+            future.done() and future.exception() is not None for future in self.futures
+        )
+
+
+class RayRuntime:
+    """See ``buffer_rl.driver.tasks.Runtime``.
+
+    watchers: called about twice a second while the driver waits; what one raises ends the wait.
+    """
+
+    def __init__(self, targets: Mapping[str, Target], watchers: Sequence[Callable[[], None]] = ()) -> None:
+        self._targets = dict(targets)
+        self._watchers = list(watchers)
+
+    def submit(self, role: str, method: str, *args: Any) -> RayTask:
+        """Start a call and return at once."""
+        target = self._targets[role]
+        return RayTask(role=role, method=method, target=target, futures=target.start(method, *args))
+
+    def wait_any(self, tasks: Sequence[Task], timeout_s: float) -> Task:
+        """The first of ``tasks`` to end."""
+        deadline = self.now() + timeout_s
+        mine = [cast(RayTask, task) for task in tasks]
+        while True:
+            if ended := next((task for task in mine if task.ended()), None):
+                return ended
+            for watcher in self._watchers:
+                watcher()
+            left = deadline - self.now()
+            if left <= 0:
+                waited_for = ", ".join(f"{task.role}.{task.method}" for task in mine)
+                raise DeadlineError(f"no answer within {timeout_s:g} s", where=waited_for)
+            pending = [future for task in mine for future in task.futures if not future.done()]
+            wait(pending, timeout=min(POLL_S, left), return_when=FIRST_COMPLETED)
+
+    def result(self, task: Task) -> Any:
+        """A finished task's answer, members' answers combined."""
+        mine = cast(RayTask, task)
+        answers = []
+        for rank, future in enumerate(mine.futures):
+            if not future.done():
+                continue  # another member failed: its error is the one to raise
+            if (error := future.exception()) is not None:
+                member = f" {rank}" if len(mine.futures) > 1 else ""
+                raise name_failure(f"{mine.role}{member}.{mine.method}", error) from error
+            answers.append(future.result())
+        return mine.target.combine(mine.method, answers)
+
+    def now(self) -> float:
+        """Seconds of a clock that never goes back."""
+        return time.monotonic()

@@ -1,0 +1,37 @@
+"""The mode as data: how far generation may run ahead of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Mode(StrEnum):
+    """The modes that ``--schedule`` takes."""
+
+    LOCKSTEP = "lockstep"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """max_staleness (S): rollout r may start once the weights of version ``r - S`` are published, so at most
+    S + 1 rollouts hold slots at a time. With S = 0 every sample is of exactly the version that trains on it.
+    """
+
+    mode: Mode
+    max_staleness: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness must not be negative, it is {self.max_staleness}")
+        if self.mode is Mode.LOCKSTEP and self.max_staleness != 0:
+            raise ValueError("lockstep trains on samples of exactly the current version: max_staleness is 0")
+
+    @classmethod
+    def named(cls, name: str) -> Schedule:
+        """The schedule that ``--schedule name`` means. Raises ``ValueError`` for an unknown name."""
+        return cls(mode=Mode(name))
+
+    def may_start(self, rollout_id: int, published_version: int) -> bool:
+        """Whether rollout ``rollout_id`` may start while ``published_version`` is the newest published one."""
+        return rollout_id <= published_version + self.max_staleness

@@ -1,0 +1,222 @@
+"""Key-value memory of the running sequences: slots in pools of doubling capacity, and shared prompt prefixes.
+
+A pool holds sequences whose key-value entries fit ``capacity`` positions. Live slots are contiguous (the last one
+moves into a freed one), so attention reads plain slices. A sequence that outgrows its pool is copied into the next
+one, which costs O(1) per token on average and keeps padding below a factor of two. Which pool a sequence is in
+follows from its own length alone; deterministic decoding rests on that.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+SMALLEST_POOL = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """Sizes of the key-value memory of one model."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(slots=True, kw_only=True)
+class Prefix:
+    """A sequence that was run through the model once, for all samples that start with it.
+
+    keys, values: ``[num_layers, num_kv_heads, length, head_dim]``. logits: of the last position,
+    ``[padded_vocab]`` float32, which the first token of every sample is drawn from.
+    """
+
+    length: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One running sequence: ``length`` entries are in memory, ``token`` is the next one to run (position ``length``)."""
+
+    length: int = 0
+    token: int = 0
+    pool: SlotPool | None = None
+    slot: int = -1
+
+
+class SlotPool:
+    """Slots of ``capacity`` positions; the first ``len(rows)`` are live.
+
+    keys, values: ``[num_layers, num_slots, num_kv_heads, capacity, head_dim]``.
+    """
+
+    def __init__(self, shape: CacheShape, capacity: int) -> None:
+        self.shape = shape
+        self.capacity = capacity
+        self.rows: list[Row] = []
+        self.keys = self._empty(0)
+        self.values = self._empty(0)
+
+    def _empty(self, num_slots: int) -> torch.Tensor:
+        s = self.shape
+        # Zeros, not empty memory: masked positions are multiplied by a weight of 0, and 0 * NaN is NaN.
+        return torch.zeros(
+            (s.num_layers, num_slots, s.num_kv_heads, self.capacity, s.head_dim), dtype=s.dtype, device=s.device
+        )
+
+    @torch.inference_mode()
+    def take(self, rows: Sequence[Row]) -> int:
+        """Give ``rows`` the next free slots; returns the first of them."""
+        start = len(self.rows)
+        needed = start + len(rows)
+        have = self.keys.shape[1]
+        if needed > have:
+            grown = max(needed, 2 * have, 8)
+            for name in ("keys", "values"):
+                fresh = self._empty(grown)
+                fresh[:, :start] = getattr(self, name)[:, :start]
+                setattr(self, name, fresh)
+        for offset, row in enumerate(rows):
+            row.pool, row.slot = self, start + offset
+        self.rows.extend(rows)
+        return start
+
+    @torch.inference_mode()
+    def free(self, row: Row) -> None:
+        """Release the row's slot; the last live slot moves into it."""
+        last = self.rows.pop()
+        if last is not row:
+            self.keys[:, row.slot, :, : last.length] = self.keys[:, last.slot, :, : last.length]
+            self.values[:, row.slot, :, : last.length] = self.values[:, last.slot, :, : last.length]
+            self.rows[row.slot] = last
+            last.slot = row.slot
+        row.pool, row.slot = None, -1
+
+
+class SlotCache:
+    """All pools of one model."""
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.shape = shape
+        self._pools: dict[int, SlotPool] = {}
+
+    def __len__(self) -> int:
+        return sum(len(pool.rows) for pool in self._pools.values())
+
+    def pools(self) -> Iterator[SlotPool]:
+        """Pools with live rows, smallest capacity first; this is the order of rows in a batch."""
+        for capacity in sorted(self._pools):
+            if self._pools[capacity].rows:
+                yield self._pools[capacity]
+
+    def rows(self) -> list[Row]:
+        """Live rows in batch order."""
+        return [row for pool in self.pools() for row in pool.rows]
+
+    def pool_for(self, length: int) -> SlotPool:
+        """The pool of sequences with ``length`` entries, with room for one more."""
+        capacity = SMALLEST_POOL
+        while capacity < length + 1:
+            capacity *= 2
+        capacity = min(capacity, max(self.shape.context_length, SMALLEST_POOL))
+        if capacity not in self._pools:
+            self._pools[capacity] = SlotPool(self.shape, capacity)
+        return self._pools[capacity]
+
+    @torch.inference_mode()
+    def join(self, prefix: Prefix, rows: Sequence[Row]) -> None:
+        """Start ``rows`` behind ``prefix``: one broadcast copy of its entries into their slots."""
+        pool = self.pool_for(prefix.length)
+        start = pool.take(rows)
+        end = start + len(rows)
+        pool.keys[:, start:end, :, : prefix.length] = prefix.keys[:, None]
+        pool.values[:, start:end, :, : prefix.length] = prefix.values[:, None]
+        for row in rows:
+            row.length = prefix.length
+
+    def leave(self, row: Row) -> None:
+        """Release the row's memory. A row without memory is left alone."""
+        if row.pool is not None:
+            row.pool.free(row)
+
+    @torch.inference_mode()
+    def promote(self) -> None:
+        """Move rows whose pool is full into the next one; called before every step."""
+        full = [row for pool in self.pools() for row in pool.rows if row.length >= pool.capacity]
+        for row in full:
+            source, slot = row.pool, row.slot
+            assert source is not None
+            keys = source.keys[:, slot, :, : row.length].clone()
+            values = source.values[:, slot, :, : row.length].clone()
+            source.free(row)
+            target = self.pool_for(row.length)
+            assert target is not source, "the scheduler admits no sequence beyond the context length"
+            start = target.take([row])
+            target.keys[:, start, :, : row.length] = keys
+            target.values[:, start, :, : row.length] = values
+
+    def drop_empty(self) -> None:
+        """Give the memory of pools without live rows back."""
+        self._pools = {capacity: pool for capacity, pool in self._pools.items() if pool.rows}
+
+
+class PrefixCache:
+    """Prefixes by token ids: pinned while a waiting request needs them, else kept up to ``max_tokens``, oldest out.
+
+    max_tokens counts the entries of unpinned prefixes.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._entries: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+        self._pins: dict[tuple[int, ...], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: tuple[int, ...]) -> Prefix | None:
+        """The prefix of ``key``, marked as recently used."""
+        prefix = self._entries.get(key)
+        if prefix is not None:
+            self._entries.move_to_end(key)
+        return prefix
+
+    def put(self, key: tuple[int, ...], prefix: Prefix) -> None:
+        """Keep ``prefix``; may evict others that are not pinned."""
+        self._entries[key] = prefix
+        self._evict()
+
+    def pin(self, key: tuple[int, ...]) -> None:
+        """Count one more request that will need ``key``."""
+        self._pins[key] = self._pins.get(key, 0) + 1
+
+    def unpin(self, key: tuple[int, ...]) -> None:
+        """Count one fewer; at zero the prefix may be evicted."""
+        left = self._pins[key] - 1
+        if left:
+            self._pins[key] = left
+        else:
+            del self._pins[key]
+            self._evict()
+
+    def clear(self) -> None:
+        """Forget all prefixes (the weights changed, or a flush); pins stay."""
+        self._entries.clear()
+
+    def _evict(self) -> None:
+        loose = [key for key in self._entries if key not in self._pins]
+        total = sum(len(key) for key in loose)
+        for key in loose:
+            if total <= self.max_tokens:
+                return
+            total -= len(key)
+            del self._entries[key]

@@ -1,0 +1,159 @@
+"""The one thread that owns the scheduler and the model.
+
+The server's event loop puts commands into ``_inbox``; the thread takes them between steps and hands results back,
+one wake-up of the event loop a step. While nothing can be decoded the thread blocks on the inbox. An update of the
+weights of an engine that is not paused waits for the running requests; the thread admits no new ones meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from buffer_rl.engine.embedded.request import Request
+from buffer_rl.engine.embedded.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Call:
+    function: Callable[[], Any]
+    reply: asyncio.Future[Any]
+    when_drained: bool = False
+
+
+class EngineThread:
+    """Runs ``scheduler.step`` while there is work.
+
+    on_finished: called in the event loop with requests that finished. on_failure: called in the event loop with
+    the exception if a step raises; the thread has then ended.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        on_finished: Callable[[list[Request]], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self.scheduler = scheduler
+        self.failure: BaseException | None = None
+        self._on_finished = on_finished
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[Request | _Call | None] = queue.SimpleQueue()
+        self._drained: list[_Call] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; call it in the event loop that results go to."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread after the step in progress."""
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; ``on_finished`` gets it back."""
+        self._inbox.put(request)
+
+    async def call(self, function: Callable[[], Any], *, when_drained: bool = False) -> Any:
+        """Run ``function`` in the thread, between steps; ``when_drained``: only once nothing is running, unless the
+        engine is paused. Returns its result or raises its exception."""
+        assert self._loop is not None
+        reply: asyncio.Future[Any] = self._loop.create_future()
+        if self.failure is not None:
+            raise RuntimeError(f"the engine has failed: {self.failure}")
+        self._inbox.put(_Call(function, reply, when_drained))
+        return await reply
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _run(self) -> None:
+        try:
+            while self._take():
+                if self.scheduler.has_work:
+                    self._hand_back(self.scheduler.step())
+                self._run_drained()
+        except BaseException as error:  # fault boundary: whatever ends the thread must reach the waiting requests
+            logger.exception("the engine thread has failed")
+            self.failure = error
+            self._post(self._fail, error)
+
+    def _take(self) -> bool:
+        """Handle what is in the inbox, waiting for something if there is nothing else to do; False to end."""
+        block = not self.scheduler.has_work
+        while True:
+            try:
+                item = self._inbox.get(block=block)
+            except queue.Empty:
+                return True
+            block = False
+            if item is None:
+                return False
+            if isinstance(item, Request):
+                self.scheduler.add(item)
+            elif item.when_drained:
+                self._drained.append(item)
+                self.scheduler.draining = True
+            else:
+                self._perform(item)
+
+    def _run_drained(self) -> None:
+        if self._drained and (self.scheduler.paused or not self.scheduler.num_running):
+            calls, self._drained = self._drained, []
+            for call in calls:
+                self._perform(call)
+            self.scheduler.draining = False
+
+    def _perform(self, call: _Call) -> None:
+        try:
+            result = call.function()
+        except Exception as error:  # fault boundary: the caller in the event loop gets the exception
+            self._post(_set, call.reply, None, error)
+        else:
+            self._post(_set, call.reply, result, None)
+
+    def _hand_back(self, finished: list[Request]) -> None:
+        if finished:
+            self._post(self._on_finished, finished)
+
+    def _post(self, function: Callable[..., None], *values: Any) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *values)
+
+    def finished_between_steps(self, requests: list[Request]) -> None:
+        """Hand back requests that a command finished; call it from a function run by ``call``."""
+        self._hand_back(requests)
+
+    def _fail(self, error: BaseException) -> None:
+        """In the event loop: nobody may wait for a thread that is gone."""
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(item, _Call):
+                self._drained.append(item)
+        for call in self._drained:
+            _set(call.reply, None, RuntimeError(f"the engine has failed: {error}"))
+        self._drained = []
+        self._on_failure(error)
+
+
+def _set(reply: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if reply.done():
+        return
+    if error is None:
+        reply.set_result(result)
+    else:
+        reply.set_exception(error)

@@ -1,0 +1,115 @@
+"""Loading a Hugging Face folder: module, decoder, tokenizer, end tokens; replacing weights by a new folder's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from buffer_rl.engine.embedded.fallback import FallbackDecoder, UnsupportedModelError
+from buffer_rl.engine.embedded.model import FastDecoder
+from buffer_rl.errors import EngineError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a model is loaded. context_length None: the model's own limit."""
+
+    model_path: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    context_length: int | None = None
+    deterministic: bool = False
+
+
+def load_module(path: str, device: str, dtype: str) -> Any:
+    """The causal language model in ``path``, in evaluation mode. Raises EngineError if it is not there, cannot be
+    read, or lacks weights (which ``transformers`` alone would fill with random numbers)."""
+    from transformers import AutoModelForCausalLM
+
+    if not Path(path, "config.json").is_file():
+        raise EngineError("no model folder (config.json is missing)", where=path)
+    try:
+        module, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=DTYPES[dtype], output_loading_info=True, local_files_only=True
+        )
+    except Exception as error:  # fault boundary: many libraries raise many types while reading a model
+        raise EngineError(f"cannot load the model: {error}", where=path) from error
+    missing = sorted(info["missing_keys"])
+    if missing or info["mismatched_keys"]:
+        wrong = missing or sorted(str(key) for key in info["mismatched_keys"])
+        raise EngineError(
+            f"weights are missing or of the wrong shape: {', '.join(map(str, wrong[:5]))}"
+            + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""),
+            where=path,
+        )
+    return module.to(device).eval().requires_grad_(False)
+
+
+def context_limit(config: Any, asked: int | None) -> int:
+    """Most tokens of a sequence: the smaller of what was asked for and the model's limit."""
+    own = getattr(config, "max_position_embeddings", None)
+    limits = [int(limit) for limit in (own, asked) if limit]
+    if not limits:
+        raise EngineError("the model states no limit of positions", hint="pass --context-length")
+    return min(limits)
+
+
+class LoadedModel:
+    """A decoder whose weights can be replaced by those of another folder."""
+
+    def __init__(self, options: LoadOptions) -> None:
+        module = load_module(options.model_path, options.device, options.dtype)
+        self.options = options
+        self.config = module.config
+        self.eos_token_ids = _eos_token_ids(options.model_path, module.config)
+        limit = context_limit(module.config, options.context_length)
+        self.decoder: FastDecoder | FallbackDecoder
+        if FastDecoder.supports(module.config):
+            self.decoder = FastDecoder(module, limit, deterministic=options.deterministic)
+        else:
+            try:
+                self.decoder = FallbackDecoder(module, limit, deterministic=options.deterministic)
+            except UnsupportedModelError as error:
+                raise EngineError(str(error), where=options.model_path) from error
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+    def replace_weights(self, path: str) -> None:
+        """Take the weights in ``path``. Raises EngineError, with the old weights still in place, if they cannot be
+        read or are of another model."""
+        module = load_module(path, self.options.device, self.options.dtype)
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        if shapes != self._shapes or module.config.model_type != self.config.model_type:
+            names = sorted(n for n in shapes.keys() | self._shapes.keys() if shapes.get(n) != self._shapes.get(n))
+            raise EngineError(
+                f"the weights are of another model: {', '.join(names[:5]) or module.config.model_type}",
+                where=path,
+                expected=f"the names and shapes of {self.options.model_path}",
+            )
+        self.decoder.load(module)
+
+
+def load_tokenizer(path: str) -> Any | None:
+    """The tokenizer in ``path``; None where there is none (the engine then answers with token ids only)."""
+    from transformers import AutoTokenizer
+
+    if not any(Path(path, name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def _eos_token_ids(path: str, config: Any) -> frozenset[int]:
+    """End tokens of ``config.json`` and ``generation_config.json``."""
+    found: list[Any] = [getattr(config, "eos_token_id", None)]
+    generation = Path(path, "generation_config.json")
+    if generation.is_file():
+        found.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+    ids: set[int] = set()
+    for value in found:
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(ids)

@@ -1,0 +1,189 @@
+"""SGLang's ``/generate``: from a request's body to engine requests, and back to the answer."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from buffer_rl.engine.embedded.request import Request
+from buffer_rl.engine.embedded.sampling import SamplingError, SamplingParams, sample_seed
+from buffer_rl.engine.embedded.text import TextCodec
+
+# Fields of SGLang's request that change nothing here at these values; the router adds most of them.
+_NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "model": (),
+    "stream": (False,),
+    "log_metrics": (True, False),
+    "return_text_in_logprobs": (False,),
+    "return_hidden_states": (False,),
+    "background": (False,),
+    "no_logs": (True, False),
+    "return_bytes": (False,),
+    "return_entropy": (False,),
+    "logprob_start_len": (-1,),
+    "top_logprobs_num": (0,),
+    "lora_path": (),
+    "lora_id": (),
+    "session_params": (),
+    "image_data": (),
+    "video_data": (),
+    "audio_data": (),
+    "custom_logit_processor": (),
+    "token_ids_logprob": (),
+    "priority": (0,),
+}
+_FIELDS = ("rid", "input_ids", "text", "sampling_params", "return_logprob")
+
+
+class BadRequestError(ValueError):
+    """What a client sent is wrong: answered with status 400 and this text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a request may ask for."""
+
+    vocab_size: int
+    context_length: int
+    deterministic: bool
+    has_tokenizer: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerateCall:
+    """One HTTP request: its engine requests, and whether the answer is a list."""
+
+    rids: tuple[str, ...]
+    requests: list[Request]
+    as_list: bool
+    return_logprob: bool
+
+
+def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
+    """Raises BadRequestError naming the field that is wrong."""
+    if not isinstance(body, dict):
+        raise BadRequestError("the body must be a JSON object")
+    for name, value in body.items():
+        if name in _FIELDS or value is None or value in _NEUTRAL_FIELDS.get(name, ()):
+            continue
+        known = "is not supported with this value" if name in _NEUTRAL_FIELDS else "is unknown"
+        raise BadRequestError(f"field {name!r} {known} by the embedded engine")
+    prompts, batched = _prompts(body, codec, limits)
+    params = _sampling_params(body.get("sampling_params"), len(prompts))
+    rids = _rids(body.get("rid"), len(prompts), batched)
+    requests = []
+    for rid, prompt, own in zip(rids, prompts, params, strict=True):
+        _check_length(prompt, own, limits)
+        if own.stop and not limits.has_tokenizer:
+            raise BadRequestError("stop strings need a tokenizer, and the model's folder has none")
+        seed = _seed(rid, own, limits.deterministic)
+        for index in range(own.n):
+            name = rid if own.n == 1 else f"{rid}_{index}"
+            request = Request(rid=name, prompt_ids=prompt, params=own, seed=sample_seed(seed, index))
+            requests.append(request)
+    return GenerateCall(
+        rids=tuple(rids),
+        requests=requests,
+        as_list=batched or len(requests) > 1,
+        return_logprob=bool(body.get("return_logprob")),
+    )
+
+
+def answer(request: Request, codec: TextCodec, version: str, return_logprob: bool) -> dict[str, Any]:
+    """The JSON object of one finished request; ``version`` is that of the weights now."""
+    meta: dict[str, Any] = {
+        "id": request.rid,
+        "finish_reason": request.finish_reason,
+        "prompt_tokens": len(request.prompt_ids),
+        "completion_tokens": len(request.output_ids),
+        "cached_tokens": request.cached_tokens,
+        "num_retractions": request.num_retractions,
+        "weight_version": version,
+        "weight_versions": request.version_spans(),
+        "e2e_latency": request.finished - request.created,
+    }
+    if return_logprob:
+        pairs = zip(request.log_probs, request.output_ids, strict=True)
+        meta["input_token_logprobs"] = []
+        meta["output_token_logprobs"] = [(log_prob, token, None) for log_prob, token in pairs]
+        meta["output_token_logprobs_length"] = len(request.output_ids)
+    return {"text": codec.output_text(request), "output_ids": request.output_ids, "meta_info": meta}
+
+
+def _prompts(body: dict[str, Any], codec: TextCodec, limits: Limits) -> tuple[list[tuple[int, ...]], bool]:
+    ids, text = body.get("input_ids"), body.get("text")
+    if (ids is None) == (text is None):
+        raise BadRequestError("exactly one of 'input_ids' and 'text' must be given")
+    if text is not None:
+        if not limits.has_tokenizer:
+            raise BadRequestError("'text' needs a tokenizer, and the model's folder has none")
+        batched = isinstance(text, list)
+        texts = text if isinstance(text, list) else [text]
+        if not texts or not all(isinstance(item, str) for item in texts):
+            raise BadRequestError("'text' must be a string or a list of strings")
+        prompts = [tuple(codec.encode(item)) for item in texts]
+    else:
+        if not isinstance(ids, list) or not ids:
+            raise BadRequestError("'input_ids' must be a list of token ids, or a list of such lists")
+        batched = isinstance(ids[0], list)
+        prompts = [tuple(item) if isinstance(item, list) else () for item in (ids if batched else [ids])]
+    for prompt in prompts:
+        if not prompt:
+            raise BadRequestError("a prompt is empty")
+        if any(type(token) is not int for token in prompt):
+            raise BadRequestError("token ids must be whole numbers")
+        if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+            raise BadRequestError(f"token ids must be in [0, {limits.vocab_size})")
+    return prompts, batched
+
+
+def _sampling_params(raw: Any, count: int) -> list[SamplingParams]:
+    items = raw if isinstance(raw, list) else [raw or {}] * count
+    if len(items) != count or not all(isinstance(item, dict) for item in items):
+        raise BadRequestError("'sampling_params' must be an object, or a list with one object a prompt")
+    try:
+        if not isinstance(raw, list):
+            return [SamplingParams.parse(items[0])] * count
+        return [SamplingParams.parse(item) for item in items]
+    except SamplingError as error:
+        raise BadRequestError(str(error)) from error
+
+
+def _rids(raw: Any, count: int, batched: bool) -> list[str]:
+    if raw is None:
+        return [secrets.token_hex(16) for _ in range(count)]
+    if isinstance(raw, str):
+        rids = [f"{raw}_{i}" for i in range(count)] if batched else [raw]
+    elif isinstance(raw, list) and all(isinstance(item, str) for item in raw):
+        rids = raw
+    else:
+        raise BadRequestError("'rid' must be a string, or a list of strings for a batch")
+    if len(rids) != count or len(set(rids)) != count:
+        raise BadRequestError(f"'rid' must name each of the {count} prompts once")
+    return rids
+
+
+def _check_length(prompt: tuple[int, ...], params: SamplingParams, limits: Limits) -> None:
+    if len(prompt) >= limits.context_length:
+        raise BadRequestError(
+            f"the input ({len(prompt)} tokens) is longer than the model's context length "
+            f"({limits.context_length} tokens) allows"
+        )
+    total = len(prompt) + params.max_new_tokens
+    if total > limits.context_length:
+        raise BadRequestError(
+            f"{len(prompt)} input tokens and {params.max_new_tokens} new tokens are {total}, more than the "
+            f"context length of {limits.context_length}; lower max_new_tokens or shorten the prompt"
+        )
+
+
+def _seed(rid: str, params: SamplingParams, deterministic: bool) -> int:
+    """The request's own seed; without one, fresh randomness, or a hash of ``rid`` in deterministic mode."""
+    if params.sampling_seed is not None:
+        return params.sampling_seed
+    if deterministic:
+        return int.from_bytes(hashlib.sha256(rid.encode()).digest()[:8], "little")
+    return secrets.randbits(64)

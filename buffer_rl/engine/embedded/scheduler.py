@@ -1,0 +1,226 @@
+"""Continuous batching: a request joins and leaves the running batch at any step.
+
+Plain, synchronous and single-threaded: the engine thread calls ``step`` in a loop and handles commands between
+steps. Who waits for what: a waiting request waits for a free slot (freed by a finish, an abort or a retraction),
+and everything waits while paused (ended by ``resume``).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from buffer_rl.engine.embedded.cache import CacheShape, Prefix, PrefixCache, SlotCache
+from buffer_rl.engine.embedded.request import Request
+from buffer_rl.engine.embedded.sampling import draw, uniforms
+
+PauseMode = str  # "abort", "in_place" or "retract"
+StopCheck = Callable[[Request], str | None]
+
+
+class Decoder(Protocol):
+    """What the scheduler needs of a model; ``FastDecoder`` and ``FallbackDecoder`` are the two there are."""
+
+    shape: CacheShape
+    vocab_size: int
+
+    def prefill(self, sequences: list[tuple[int, ...]]) -> list[Prefix]: ...
+    def decode(self, cache: SlotCache) -> torch.Tensor: ...
+
+
+class Scheduler:
+    """The requests of one engine and the memory that they hold.
+
+    stop_string: called for requests with stop strings after each token; returns the one that was found.
+    version: the name of the weights that tokens are drawn from now; set it with ``weights_changed``.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_running_requests: int,
+        eos_token_ids: Iterable[int] = (),
+        stop_string: StopCheck | None = None,
+        version: str = "0",
+        prefix_cache_tokens: int = 65536,
+    ) -> None:
+        self.decoder = decoder
+        self.max_running_requests = max_running_requests
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.version = version
+        self.paused = False
+        self.draining = False  # an unpaused weight update waits for the running requests; nothing new is admitted
+        self.cache = SlotCache(decoder.shape)
+        self.prefixes = PrefixCache(prefix_cache_tokens)
+        self._stop_string = stop_string
+        self._waiting: deque[Request] = deque()
+        self._running: OrderedDict[int, Request] = OrderedDict()  # id(row) -> request
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a slot."""
+        return len(self._running)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is waiting or running."""
+        return not self._waiting and not self._running
+
+    @property
+    def has_work(self) -> bool:
+        """``step`` would do something."""
+        return not self.paused and (bool(self._running) or (bool(self._waiting) and not self.draining))
+
+    # ------------------------------------------------------------------ commands, between steps
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.prefixes.pin(request.sequence)
+        self._waiting.append(request)
+
+    def abort(self, chosen: Callable[[Request], bool], message: str = "aborted by request") -> list[Request]:
+        """Finish the chosen requests with what they have; returns them."""
+        gone = [r for r in (*self._running.values(), *self._waiting) if chosen(r)]
+        for request in gone:
+            if id(request.row) in self._running:
+                self._release(request)
+            else:
+                self._waiting.remove(request)
+                self.prefixes.unpin(request.sequence)
+            request.finish({"type": "abort", "message": message, "status_code": None, "err_type": None})
+        return gone
+
+    def pause(self, mode: PauseMode) -> list[Request]:
+        """Stop stepping. ``in_place`` keeps running requests and their memory; ``retract`` sends them back to the
+        queue with their tokens, to be run through the model again; ``abort`` finishes everything and returns it."""
+        self.paused = True
+        if mode == "abort":
+            return self.abort(lambda _: True, "aborted by a pause")
+        if mode == "retract":
+            for request in reversed(self._running.copy().values()):
+                self._release(request)
+                request.num_retractions += 1
+                self.prefixes.pin(request.sequence)
+                self._waiting.appendleft(request)
+        return []
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.paused = False
+
+    def flush(self) -> bool:
+        """Forget prefixes and give memory back; False, and nothing happens, while there are requests."""
+        if not self.idle:
+            return False
+        self.prefixes.clear()
+        self.cache.drop_empty()
+        return True
+
+    def weights_changed(self, version: str) -> None:
+        """Prefixes of the old weights are dropped; running requests keep their entries and go on under ``version``."""
+        self.version = version
+        self.prefixes.clear()
+        for request in self._running.values():
+            request.mark_version(version)
+
+    def _release(self, request: Request) -> None:
+        del self._running[id(request.row)]
+        self.cache.leave(request.row)
+
+    # ------------------------------------------------------------------ one step
+
+    def step(self) -> list[Request]:
+        """Admit what fits, draw one token for every running request; returns the requests that finished."""
+        if self.paused:
+            return []
+        finished = [] if self.draining else self._admit()
+        if self._running:
+            logits = self.decoder.decode(self.cache)
+            batch = [self._running[id(row)] for row in self.cache.rows()]
+            finished += self._draw(logits, batch)
+        return finished
+
+    def _admit(self) -> list[Request]:
+        free = self.max_running_requests - len(self._running)
+        joining = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        if not joining:
+            return []
+        groups: dict[tuple[int, ...], list[Request]] = {}
+        for request in joining:
+            groups.setdefault(request.sequence, []).append(request)
+        self._prefill(groups)
+        for key, requests in groups.items():
+            prefix = self.prefixes.get(key)
+            assert prefix is not None
+            self.cache.join(prefix, [request.row for request in requests])
+        batch = [request for requests in groups.values() for request in requests]
+        stacked = torch.stack([self._logits_of(request) for request in batch])
+        for request in batch:
+            self.prefixes.unpin(request.sequence)
+            self._running[id(request.row)] = request
+            request.mark_version(self.version)
+        return self._draw(stacked, batch)
+
+    def _logits_of(self, request: Request) -> torch.Tensor:
+        prefix = self.prefixes.get(request.sequence)
+        assert prefix is not None
+        return prefix.logits
+
+    def _prefill(self, groups: dict[tuple[int, ...], list[Request]]) -> None:
+        missing = []
+        for key, requests in groups.items():
+            if self.prefixes.get(key) is None:
+                missing.append(key)
+                shared = requests[1:]
+            else:
+                shared = requests
+            for request in shared:
+                request.cached_tokens = len(key)
+        for key, prefix in zip(missing, self.decoder.prefill(missing) if missing else [], strict=True):
+            self.prefixes.put(key, prefix)
+
+    def _draw(self, logits: torch.Tensor, batch: list[Request]) -> list[Request]:
+        uniform = uniforms([r.seed for r in batch], [r.position for r in batch])
+        held = [i for i, r in enumerate(batch) if len(r.output_ids) < r.params.min_new_tokens]
+        if held:
+            logits = logits.clone()
+            for i in held:
+                stops = self.eos_token_ids | batch[i].params.stop_token_ids
+                logits[i, sorted(t for t in stops if t < self.decoder.vocab_size)] = float("-inf")
+        tokens, log_probs = draw(logits, [r.params for r in batch], uniform)
+        finished = []
+        for request, token, log_prob in zip(batch, tokens, log_probs, strict=True):
+            request.output_ids.append(token)
+            request.log_probs.append(log_prob)
+            request.row.token = token
+            reason = self._finish_reason(request, token)
+            if reason is not None:
+                request.finish(reason)
+                self._release(request)
+                finished.append(request)
+        return finished
+
+    def _finish_reason(self, request: Request, token: int) -> dict[str, object] | None:
+        params = request.params
+        if not params.ignore_eos and (token in self.eos_token_ids or token in params.stop_token_ids):
+            return {"type": "stop", "matched": token}
+        if params.stop and self._stop_string is not None:
+            matched = self._stop_string(request)
+            if matched is not None:
+                return {"type": "stop", "matched": matched}
+        if len(request.output_ids) >= params.max_new_tokens:
+            return {"type": "length", "length": params.max_new_tokens}
+        if request.position >= self.decoder.shape.context_length:
+            return {"type": "length", "length": len(request.output_ids)}
+        return None

@@ -1,0 +1,58 @@
+"""The hooks that a pluggy plugin of buffer_rl may implement: one that provides objects, and the lifecycle.
+
+A plugin is a module or an object whose functions are marked with ``hookimpl``; a distribution offers it by an
+entry point of the group ``buffer_rl``. A hook may take any subset of the arguments named here. Lifecycle
+hooks run in the driver's process, once an event and never once a sample; an exception in one ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import pluggy
+
+PROJECT_NAME = "buffer_rl"
+
+hookspec = pluggy.HookspecMarker(PROJECT_NAME)
+hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
+
+
+class Hooks(Protocol):
+    """All hook specifications."""
+
+    @hookspec
+    def buffer_rl_provide(self, kind: str) -> Mapping[str, object]:
+        """Objects of the plugin kind ``kind`` (a key of ``buffer_rl.contracts.KINDS``) by the names that users write.
+
+        Called once a process and kind; return an empty mapping for kinds that the plugin has nothing for.
+        """
+        ...
+
+    @hookspec
+    def buffer_rl_add_options(self) -> Sequence[type | str]:
+        """Option sections of the plugin's own: subclasses of ``buffer_rl.config.Section``, or ``module:Class``.
+
+        Called before the command line is parsed. Give every option a prefix of the plugin.
+        """
+        ...
+
+    @hookspec
+    def buffer_rl_configure(self, config: Any) -> None:
+        """The options are parsed and checked: ``config`` is the frozen ``args``. Called before Ray is started."""
+        ...
+
+    @hookspec
+    def buffer_rl_on_rollout_end(self, rollout_id: int, evaluation: bool, metrics: Mapping[str, float]) -> None:
+        """A rollout (or an evaluation) ended; ``metrics`` are flat numbers, as they are logged."""
+        ...
+
+    @hookspec
+    def buffer_rl_on_train_step(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
+        """The optimizer took step ``step`` on the groups of ``rollout_id`` and the Buffer committed them."""
+        ...
+
+    @hookspec
+    def buffer_rl_on_weight_update(self, rollout_id: int, version: int, metrics: Mapping[str, float]) -> None:
+        """Every engine serves weight version ``version``, which the training on ``rollout_id`` produced."""
+        ...

@@ -1,0 +1,138 @@
+"""The learning curve of a run, from its metrics: a picture, and a line of blocks for a terminal.
+
+``rollout/raw_reward`` at step r and ``eval/NAME`` at step r both speak of weight version r, so they share the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from buffer_rl.observe.board import eval_scores
+from buffer_rl.observe.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CURVE_FILE = "learning_curve.png"
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_SMOOTHING_STEPS = 9
+# Blue and orange of Okabe and Ito's palette, which people with common colour-vision deficiencies tell apart.
+_EVAL_COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9")
+_REWARD_COLOUR = "#D55E00"
+
+
+@dataclass(slots=True, kw_only=True)
+class Series:
+    """Values over training steps, steps ascending."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class Curves:
+    """Training reward, and mean reward of each evaluation set by name."""
+
+    reward: Series
+    evals: dict[str, Series]
+
+
+def curves_of(records: Iterable[Mapping[str, Any]]) -> Curves:
+    """The curves of a run's metric lines; where a step occurs twice (after a resume) the later line counts."""
+    reward: dict[int, float] = {}
+    evals: dict[str, dict[int, float]] = {}
+    for record in records:
+        step = int(record["step"])
+        if record.get("rollout/raw_reward") is not None:
+            reward[step] = float(record["rollout/raw_reward"])
+        for name, score in eval_scores({k: v for k, v in record.items() if k.startswith("eval/")}).items():
+            evals.setdefault(name, {})[step] = score
+    return Curves(reward=_series(reward), evals={name: _series(points) for name, points in evals.items()})
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """``values`` as a line of at most ``width`` block characters, lowest to highest; each shows a run's mean."""
+    if not values or width < 1:
+        return ""
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean over a window centred at each value, cut short symmetrically at both ends. ``window`` is odd."""
+    half = window // 2
+    smooth = []
+    for i in range(len(values)):
+        reach = min(half, i, len(values) - 1 - i)
+        part = values[i - reach : i + reach + 1]
+        smooth.append(sum(part) / len(part))
+    return smooth
+
+
+def draw_curves(curves: Curves, title: str) -> Figure:
+    """The figure: evaluations as marked lines, their first and last value in the legend; training reward behind."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.6), dpi=144, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_reward(axes, curves.reward)
+    for number, (name, series) in enumerate(curves.evals.items()):
+        _draw_eval(axes, name, series, _EVAL_COLOURS[number % len(_EVAL_COLOURS)])
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    axes.set_xlabel("training steps")
+    axes.set_ylabel("mean reward")
+    everything = [*curves.reward.values, *(v for s in curves.evals.values() for v in s.values)]
+    if everything and min(everything) >= 0 and max(everything) <= 1:
+        axes.set_ylim(0, 1)
+    axes.margins(x=0.03)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if everything:
+        axes.legend(loc="lower right", frameon=False)
+    else:
+        axes.text(0.5, 0.5, "no rewards were logged", transform=axes.transAxes, ha="center", color="#666666")
+    return figure
+
+
+def write_curve(run_dir: str | Path, title: str = "Learning curve") -> Path:
+    """Draw the curves of the run in ``run_dir`` into ``learning_curve.png`` there; returns its path.
+
+    Raises DataError if the run has no metrics file or a line of it is damaged.
+    """
+    path = Path(run_dir) / CURVE_FILE
+    draw_curves(curves_of(read_metrics(run_dir)), title).savefig(path)
+    return path
+
+
+def _series(points: Mapping[int, float]) -> Series:
+    steps = sorted(points)
+    return Series(steps=steps, values=[points[step] for step in steps])
+
+
+def _draw_reward(axes: Axes, series: Series) -> None:
+    if not series.steps:
+        return
+    if len(series.steps) <= _SMOOTHING_STEPS:
+        axes.plot(series.steps, series.values, color=_REWARD_COLOUR, linewidth=1.6, label="training reward")
+        return
+    axes.plot(series.steps, series.values, color=_REWARD_COLOUR, linewidth=0.8, alpha=0.35, label="_each step")
+    smooth = moving_mean(series.values, _SMOOTHING_STEPS)
+    label = f"training reward (mean of {_SMOOTHING_STEPS} steps)"
+    axes.plot(series.steps, smooth, color=_REWARD_COLOUR, linewidth=1.8, label=label)
+
+
+def _draw_eval(axes: Axes, name: str, series: Series, colour: str) -> None:
+    label = f"evaluation: {name} ({series.values[0]:.2f} → {series.values[-1]:.2f})"
+    axes.plot(series.steps, series.values, color=colour, linewidth=2, marker="o", markersize=5, label=label)

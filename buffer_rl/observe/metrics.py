@@ -1,0 +1,102 @@
+"""Metrics: a JSONL file that is always written, and a hub that hands them to every logger besides.
+
+A metric's name is ``part/name`` (``rollout/raw_reward``, ``train/loss``, ``perf/step_time``, ``eval/dev``); its
+part becomes the ``kind`` of its line. ``step`` is the rollout id; an evaluation is logged at the number of
+training steps done before it, so step ``r`` always speaks of weight version ``r``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from buffer_rl.contracts import MetricLogger
+from buffer_rl.observe.files import JsonlWriter, read_jsonl
+
+METRICS_FILE = "metrics.jsonl"
+_log = logging.getLogger(__name__)
+
+
+class MetricsFile:
+    """Writes ``metrics.jsonl`` in a run's folder: ``{"step": 3, "kind": "train", "train/loss": 0.12, ...}``.
+
+    resume: append to the file that is there; otherwise an existing one is kept aside as ``metrics.N.jsonl``.
+    """
+
+    def __init__(self, run_dir: str | Path, *, resume: bool = False) -> None:
+        self._writer = JsonlWriter(Path(run_dir) / METRICS_FILE, resume=resume)
+        self.path = self._writer.path
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append one line for each kind of metric in ``metrics``; a number that is not finite becomes null."""
+        by_kind: dict[str, dict[str, float | None]] = {}
+        for name, value in metrics.items():
+            number = float(value)
+            if not math.isfinite(number):
+                _log.warning("metric %s is %s at step %d; written as null", name, number, step)
+            kind = name.split("/", 1)[0] if "/" in name else "other"
+            by_kind.setdefault(kind, {})[name] = number if math.isfinite(number) else None
+        for kind, values in by_kind.items():
+            self._writer.write({"step": int(step), "kind": kind, **values})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class MetricHub:
+    """Hands flat metrics to the JSONL file and to every logger.
+
+    loggers: by the name that a user asked for. One that raises is named, closed and dropped; the run goes on,
+    because what one sees must not end what one trains. The file is not a logger: an error there is raised.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, loggers: Mapping[str, MetricLogger] | None = None, *, resume: bool = False
+    ) -> None:
+        self._file = MetricsFile(run_dir, resume=resume)
+        self._loggers = dict(loggers or {})
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Names of the loggers that have not failed."""
+        return tuple(self._loggers)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write ``metrics`` of ``step`` everywhere. Raises ``OSError`` if the JSONL file cannot be written."""
+        self._file.write(metrics, step)
+        for name, logger in list(self._loggers.items()):
+            try:
+                logger.log(metrics, step)
+            except Exception as error:  # fault boundary: a logger is somebody else's code
+                _log.warning(
+                    "logger %r failed at step %d and is dropped: %s: %s", name, step, type(error).__name__, error
+                )
+                del self._loggers[name]
+                _close_quietly(name, logger)
+
+    def close(self) -> None:
+        """Close the file and every logger; a logger that fails to close is named."""
+        for name, logger in self._loggers.items():
+            _close_quietly(name, logger)
+        self._loggers.clear()
+        self._file.close()
+
+
+def _close_quietly(name: str, logger: MetricLogger) -> None:
+    try:
+        logger.close()
+    except Exception as error:  # fault boundary, as in MetricHub.log
+        _log.warning("logger %r failed to close: %s: %s", name, type(error).__name__, error)
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``, or of the one in the run's folder ``path``, in the order written.
+
+    Raises DataError naming file and line if the file is missing or a line is not a JSON object.
+    """
+    file = Path(path)
+    return read_jsonl(file / METRICS_FILE if file.is_dir() else file)

@@ -1,0 +1,61 @@
+"""What the driver reports goes to the display, the metrics and the sample dump."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from buffer_rl.observe.metrics import MetricHub
+from buffer_rl.observe.progress import Progress
+from buffer_rl.observe.samples import SampleDump
+from buffer_rl.plugins import PluginRegistry
+
+
+class RunObserver:
+    """See ``buffer_rl.driver.driver.Observer``. A context manager; a resumed run appends to its files."""
+
+    def __init__(self, args: Any, registry: PluginRegistry) -> None:
+        run_dir = str(args.run_dir)
+        resume = args.load is not None
+        loggers = {name: registry.resolve("logger", name)(args, run_dir) for name in args.logger}
+        self._registry = registry
+        self._metrics = MetricHub(run_dir, loggers, resume=resume)
+        self._dump = SampleDump(run_dir, resume=resume)
+        self._progress = Progress(args.progress, args.num_rollout, title=f"buffer-rl · {Path(run_dir).name}")
+        self._stack = ExitStack()
+
+    def __enter__(self) -> RunObserver:
+        self._stack.callback(self._metrics.close)
+        self._stack.callback(self._dump.close)
+        self._stack.enter_context(self._progress)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def phase(self, name: str) -> None:
+        """The driver entered a phase."""
+        self._progress.phase(name)
+
+    def groups(self, done: int, wanted: int) -> None:
+        """How many groups of the running rollout are finished."""
+        self._progress.groups(done, wanted)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Rollout ``step`` was trained on and published."""
+        self._metrics.log(metrics, step)
+        self._progress.step(metrics, step)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The weights of version ``step`` were evaluated."""
+        self._metrics.log(metrics, step)
+        self._progress.eval(metrics, step)
+
+    def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> None:
+        """Some samples of a rollout or an evaluation."""
+        self._dump.write(step, [{"kind": kind, **sample} for sample in samples])

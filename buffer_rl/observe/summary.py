@@ -1,0 +1,101 @@
+"""The report at the end of a run: what was learned, and where the files are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from buffer_rl.observe.board import format_duration
+from buffer_rl.observe.curve import CURVE_FILE, curves_of, sparkline, write_curve
+from buffer_rl.observe.metrics import METRICS_FILE, read_metrics
+from buffer_rl.observe.samples import SAMPLES_FILE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalGain:
+    """Mean reward on one evaluation set at the first and the last evaluation of a run."""
+
+    name: str
+    first_step: int
+    before: float
+    last_step: int
+    after: float
+
+    @property
+    def gain(self) -> float:
+        """``after - before``."""
+        return self.after - self.before
+
+
+def eval_gains(records: Iterable[Mapping[str, Any]]) -> list[EvalGain]:
+    """First against last evaluation, one entry an evaluation set that was evaluated, in the order first seen."""
+    return [
+        EvalGain(
+            name=name,
+            first_step=series.steps[0],
+            before=series.values[0],
+            last_step=series.steps[-1],
+            after=series.values[-1],
+        )
+        for name, series in curves_of(records).evals.items()
+    ]
+
+
+def gain_table(gains: Iterable[EvalGain], title: str = "Mean reward on evaluation prompts") -> Table:
+    """The table: a row an evaluation set."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("evaluation set")
+    for heading in ("before", "after", "gain", "steps"):
+        table.add_column(heading, justify="right")
+    for gain in gains:
+        style = "green" if gain.gain > 0 else "red" if gain.gain < 0 else ""
+        steps = f"{gain.first_step} → {gain.last_step}"
+        change = Text(f"{gain.gain:+.3f}", style=style)
+        table.add_row(gain.name, f"{gain.before:.3f}", f"{gain.after:.3f}", change, steps)
+    return table
+
+
+def run_files(run_dir: str | Path) -> dict[str, Path]:
+    """What a run left behind that exists: name of the thing to its path."""
+    folder = Path(run_dir)
+    candidates = {
+        "picture": folder / CURVE_FILE,
+        "metrics": folder / METRICS_FILE,
+        "samples": folder / SAMPLES_FILE,
+        "TensorBoard": folder / "tensorboard",
+        "model (Hugging Face)": folder / "hf",
+        "logs": folder / "logs",
+    }
+    return {name: path for name, path in candidates.items() if path.exists()}
+
+
+def run_report(run_dir: str | Path, console: Console | None = None, title: str = "Learning curve") -> list[EvalGain]:
+    """Print what the run in ``run_dir`` learned and where its files are, and draw its picture.
+
+    Returns the gains that the table shows. Raises DataError if the run has no metrics.
+    """
+    out = console or Console()
+    records = read_metrics(run_dir)
+    gains = eval_gains(records)
+    write_curve(run_dir, title)
+    out.print()
+    if gains:
+        out.print(gain_table(gains))
+    else:
+        out.print("This run evaluated nothing: give it --eval-prompt-data NAME=PATH.", markup=False)
+    rewards = curves_of(records).reward.values
+    if rewards:
+        line = f"training reward  {rewards[0]:.3f}  {sparkline(rewards)}  {rewards[-1]:.3f}"
+        out.print(Text(line), highlight=False)
+    seconds = sum(record.get("perf/step_time") or 0.0 for record in records)
+    if seconds:
+        out.print(Text(f"training steps took {format_duration(seconds)} together"), highlight=False)
+    for name, path in run_files(run_dir).items():
+        out.print(Text(f"{name:<21} {path}"), highlight=False, soft_wrap=True)
+    return gains

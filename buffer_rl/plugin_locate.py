@@ -1,0 +1,169 @@
+"""Find what a path reference names without importing it, and say what is wrong with it if it names nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from buffer_rl.contracts import PluginKind
+from buffer_rl.errors import PluginError
+from buffer_rl.module_search import FoundModule, SourceNames, files_named, find_module, nearest_module, read_names
+from buffer_rl.plugin_errors import nearest, plugin_error
+from buffer_rl.plugin_reference import Form, Origin, form_of, resolve_file, shorten, split_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """One search for a reference.
+
+    kind: None for a whole pluggy plugin. shown: the reference as the user wrote it, for messages (an entry
+    point's value is another). folders: searched after ``sys.path``. known: names to list where nothing is found.
+    """
+
+    kind: PluginKind | None
+    shown: str
+    folders: Sequence[str]
+    known: tuple[str, ...] = ()
+
+    def locate(self, reference: str) -> Origin:
+        """Where ``module:attr``, ``file.py:attr`` or ``module.attr`` leads. Raises PluginError."""
+        form = form_of(reference)
+        if form is Form.FILE:
+            return self._locate_file(reference)
+        module, attr = reference.split(":", 1) if form is Form.MODULE else self._split_dotted(reference)
+        if not all(part.isidentifier() for part in f"{module}.{attr}".split(".")):
+            raise self._malformed(module, attr)
+        found = self.module(module, attr, separator=":" if form is Form.MODULE else ".")
+        origin = Origin(
+            kind=self.kind.name if self.kind else "",
+            reference=self.shown,
+            form=form,
+            module=module,
+            attr=attr,
+            file=found.file,
+        )
+        return self._with_attribute(origin, found)
+
+    def module(self, name: str, attr: str = "", *, separator: str = ":") -> FoundModule:
+        """The module ``name``. Raises PluginError with the nearest module that exists."""
+        found = find_module(name, self.folders)
+        if found is not None:
+            return found
+        candidate = nearest_module(name, self.folders)
+        suggestion = candidate
+        if candidate is not None and attr:
+            suggestion = f"{candidate}{separator}{self._nearest_attribute(candidate, attr)}"
+        if separator == "." and candidate is None:
+            suggestion = nearest(self.shown, self.known)
+        raise self.error(
+            f"there is no module {name!r}",
+            suggestion=suggestion,
+            known=self.known if separator == "." else (),
+            hint=f"modules are searched on sys.path and in {', '.join(map(str, self.folders))}",
+        )
+
+    def error(
+        self,
+        what: str,
+        *,
+        origin: str = "",
+        suggestion: str | None = None,
+        known: Iterable[str] = (),
+        hint: str = "",
+    ) -> PluginError:
+        """A PluginError about this reference."""
+        return plugin_error(self.kind, self.shown, what, origin=origin, suggestion=suggestion, known=known, hint=hint)
+
+    def _split_dotted(self, reference: str) -> tuple[str, str]:
+        """Module and attribute of ``a.b.c``: the longest prefix that is a module."""
+        parts = reference.split(".")
+        for count in range(len(parts), 0, -1):
+            if find_module(".".join(parts[:count]), self.folders) is not None:
+                return ".".join(parts[:count]), ".".join(parts[count:])
+        return ".".join(parts[:-1]), parts[-1]
+
+    def _locate_file(self, reference: str) -> Origin:
+        path, attr = split_file(reference)
+        file = resolve_file(path, self.folders)
+        if file is None:
+            raise self._no_file(path, attr)
+        if not attr:
+            functions = sorted(self._names(str(file)).public)
+            raise self.error(
+                "it names a file, but nothing in it",
+                origin=shorten(str(file)),
+                suggestion=f"{path}:{functions[0] if functions else 'function'}",
+                known=functions,
+            )
+        origin = Origin(
+            kind=self.kind.name if self.kind else "",
+            reference=self.shown,
+            form=Form.FILE,
+            attr=attr,
+            file=str(file),
+        )
+        return self._with_attribute(origin, None)
+
+    def _with_attribute(self, origin: Origin, found: FoundModule | None) -> Origin:
+        """The origin with the attribute's line, where the source tells; an error where it shows that there is none."""
+        names = self._names(origin.file)
+        head, _, rest = origin.attr.partition(".")
+        if head in names.lines:
+            return replace(origin, line=names.lines[head], verified=not rest)
+        if names.is_open or (found is not None and find_module(f"{found.name}.{head}", self.folders) is not None):
+            return origin
+        suggestion = nearest(head, names.lines)
+        base = self.shown[: len(self.shown) - len(origin.attr)] if self.shown.endswith(origin.attr) else ""
+        hidden = [file for file in files_named(origin.module, self.folders) if file != origin.file]
+        raise self.error(
+            f"{f'the module {origin.module!r}' if origin.module else 'the file'} has no {head!r}",
+            origin=shorten(origin.file),
+            suggestion=f"{base}{suggestion}" if suggestion else None,
+            known=names.public,
+            hint=f"{hidden[0]} is hidden by it; write {hidden[0]}:{origin.attr}" if hidden else "",
+        )
+
+    def _names(self, file: str) -> SourceNames:
+        """The names in a source file; all names are possible where there is no source to read."""
+        if not file.endswith(".py"):
+            return SourceNames(is_open=True)
+        try:
+            return read_names(Path(file).read_bytes(), file)
+        except SyntaxError as error:
+            line = (error.text or "").strip()
+            raise self.error(
+                f"SyntaxError: {error.msg}" + (f" in {line!r}" if line else ""),
+                origin=f"{shorten(file)}:{error.lineno}",
+            ) from error
+        except (OSError, ValueError) as error:  # ValueError: null bytes
+            raise self.error(f"the file cannot be read: {error}", origin=shorten(file)) from error
+
+    def _nearest_attribute(self, module: str, attr: str) -> str:
+        found = find_module(module, self.folders)
+        names = self._names(found.file) if found is not None and found.file.endswith(".py") else SourceNames()
+        return attr if attr in names.lines else nearest(attr, names.lines) or attr
+
+    def _no_file(self, path: str, attr: str) -> PluginError:
+        parent = Path(path).expanduser().parent
+        places = [parent] if parent.is_absolute() else [Path(folder) / parent for folder in self.folders]
+        siblings = [file.name for place in places if place.is_dir() for file in sorted(place.glob("*.py"))]
+        match = nearest(Path(path).name, siblings)
+        corrected = path[: len(path) - len(Path(path).name)] + match if match else None
+        return self.error(
+            f"there is no file {path!r}",
+            suggestion=f"{corrected}:{attr}" if corrected and attr else corrected,
+            hint=f"searched from {', '.join(map(str, self.folders))}",
+        )
+
+    def _malformed(self, module: str, attr: str) -> PluginError:
+        if module and not attr and find_module(module, self.folders) is not None:
+            found = self.module(module)
+            functions = sorted(self._names(found.file).public)
+            return self.error(
+                "it names a module, but nothing in it",
+                origin=shorten(found.file),
+                suggestion=f"{module}:{functions[0] if functions else 'function'}",
+                known=functions,
+            )
+        return self.error("it is no reference", hint="write module:function, ./file.py:function or a registered name")

@@ -1,0 +1,179 @@
+"""Does an object meet the contract of its plugin kind? Looks at signatures and methods; never calls the object."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from buffer_rl.contracts import KINDS, PluginKind, kind_named
+from buffer_rl.errors import PluginError
+from buffer_rl.plugin_errors import plugin_error, short_repr
+
+# A class is a function that returns an object: right for kinds whose result is an object, and for rollouts,
+# where the class is constructed and the instance is called.
+_KINDS_THAT_RETURN_OBJECTS = frozenset({"engine", "model_provider"})
+
+
+def check_contract(kind: str, obj: object, reference: str = "") -> None:
+    """Check that ``obj`` can serve as a plugin of ``kind``, by its signature and methods.
+
+    Raises PluginError with the expected and the actual signature, ConfigError for an unknown kind.
+    """
+    row = kind_named(kind)
+    name = reference or describe(obj)
+    if not callable(obj):
+        raise plugin_error(row, name, f"{type(obj).__name__} is not callable", actual=short_repr(obj))
+    if row.constructed:
+        _check_constructed(row, obj, name)
+    elif inspect.isclass(obj):
+        _check_class(row, obj, name)
+    else:
+        _check_function(row, obj, name)
+
+
+def fitting_kinds(obj: object) -> list[str]:
+    """The kinds whose contract ``obj`` meets, those whose arguments have the very names of the contract first."""
+    fitting = [kind for kind in KINDS if _fits(kind, obj)]
+    return sorted(fitting, key=lambda kind: not _has_names_of(KINDS[kind], obj))
+
+
+def describe(obj: object) -> str:
+    """``module:qualname`` of a function or class, or of the class of an instance."""
+    named = obj if hasattr(obj, "__qualname__") else type(obj)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def call_rollout(function: Any, args: Any, rollout_id: int, buffer: Any, evaluation: bool) -> Any:
+    """Call a checked rollout function; ``evaluation`` goes by keyword where it can, else by position."""
+    signature = _signature(function)
+    if signature is None or _bind_error(signature, 3, ("evaluation",)) is None:
+        return function(args, rollout_id, buffer, evaluation=evaluation)
+    return function(args, rollout_id, buffer, evaluation)
+
+
+def _check_function(row: PluginKind, function: Any, reference: str) -> None:
+    # inspect looks through a functools.partial by itself; for other callable objects __call__ says what they are.
+    called = function.__call__
+    if any(inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f) for f in (function, called)):
+        raise plugin_error(
+            row, reference, "it is a generator: it must return, not yield", actual=signature_of(function)
+        )
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+    if is_async and not row.may_be_async:
+        raise plugin_error(
+            row, reference, f"a {row.name} cannot be async", actual=f"async {signature_of(function)}", hint="use def"
+        )
+    signature = _signature(function)
+    if signature is None:
+        return  # a builtin that does not tell its signature
+    problem = _bind_error(signature, len(row.positional))
+    if problem and row.name == "rollout":
+        problem = _bind_error(signature, 3, ("evaluation",)) and problem
+    if problem:
+        asked = ", ".join(row.positional)
+        raise plugin_error(
+            row, reference, f"it cannot be called with ({asked}): {problem}", actual=signature_of(function)
+        )
+
+
+def _check_class(row: PluginKind, cls: type, reference: str) -> None:
+    if row.name in _KINDS_THAT_RETURN_OBJECTS:
+        _check_construction(row, cls, reference, row.positional)
+        return
+    if row.name != "rollout":
+        raise plugin_error(
+            row,
+            reference,
+            "it is a class",
+            actual=signature_of(cls),
+            hint="name a function, or an instance of the class",
+        )
+    _check_construction(row, cls, reference, ("args",))
+    call = _unbound_method(cls, "__call__")
+    if call is None:
+        raise plugin_error(row, reference, "the class has no __call__", actual=signature_of(cls))
+    _check_function(row, call, reference)
+
+
+def _check_constructed(row: PluginKind, factory: Any, reference: str) -> None:
+    if inspect.iscoroutinefunction(factory):
+        raise plugin_error(row, reference, "it is async", actual=f"async {signature_of(factory)}")
+    _check_construction(row, factory, reference, row.positional)
+    if not inspect.isclass(factory):
+        return  # a factory: what it builds is checked by its use
+    missing = [name for name in row.methods if not callable(getattr(factory, name, None))]
+    if missing:
+        raise plugin_error(row, reference, f"the class lacks {', '.join(missing)}", actual=signature_of(factory))
+    for name in row.methods:
+        _check_method(row, factory, name, reference)
+
+
+def _check_construction(row: PluginKind, factory: Any, reference: str, positional: tuple[str, ...]) -> None:
+    if inspect.isabstract(factory):
+        missing = ", ".join(sorted(factory.__abstractmethods__))
+        raise plugin_error(row, reference, f"the class is abstract: {missing}", actual=signature_of(factory))
+    signature = _signature(factory)
+    problem = signature and _bind_error(signature, len(positional))
+    if problem:
+        asked = ", ".join(positional)
+        what = f"it cannot be constructed with ({asked}): {problem}"
+        raise plugin_error(row, reference, what, actual=signature_of(factory))
+
+
+def _check_method(row: PluginKind, cls: type, name: str, reference: str) -> None:
+    """The class's method takes what the Protocol's method takes."""
+    contract = _signature(getattr(row.protocol, name, None))
+    method = _unbound_method(cls, name)
+    signature = _signature(method)
+    if contract is None or signature is None:
+        return
+    asked = [p for p in contract.parameters.values() if p.name != "self"]
+    problem = _bind_error(signature, len(asked))
+    if problem:
+        names = ", ".join(p.name for p in asked)
+        what = f"its method {name} cannot be called with ({names}): {problem}"
+        raise plugin_error(row, reference, what, actual=signature_of(method))
+
+
+def _unbound_method(cls: type, name: str) -> Any:
+    """What ``instance.name`` would be, as a callable without ``self``; None where the class has no such method."""
+    static = inspect.getattr_static(cls, name, None)
+    if inspect.isfunction(static):
+        return static.__get__(object())  # bound to anything: only the signature is read
+    return getattr(cls, name) if isinstance(static, staticmethod | classmethod) else None
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def signature_of(function: Any) -> str:
+    """``name(parameters)`` for a message."""
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"{name}{_signature(function) or '(...)'}"
+
+
+def _bind_error(signature: inspect.Signature, positional: int, keywords: tuple[str, ...] = ()) -> str | None:
+    """Why a call with that many positional arguments and these keywords fails; None where it works."""
+    try:
+        signature.bind(*[None] * positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _fits(kind: str, obj: object) -> bool:
+    try:
+        check_contract(kind, obj)
+    except PluginError:
+        return False
+    return True
+
+
+def _has_names_of(row: PluginKind, obj: object) -> bool:
+    call = _unbound_method(obj, "__call__") if inspect.isclass(obj) and row.name == "rollout" else obj
+    signature = _signature(call)
+    return signature is not None and tuple(signature.parameters)[: len(row.positional)] == row.positional

@@ -1,0 +1,148 @@
+"""What user functions of a rollout may reach: tokenizer, engine, scorer; held in a ContextVar."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from buffer_rl.errors import RolloutError
+from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
+from buffer_rl.rollout.scoring import Scorer
+from buffer_rl.types import VersionSpan
+
+if TYPE_CHECKING:
+    from buffer_rl.plugins import PluginRegistry
+
+
+class Generated(Protocol):
+    """One engine's answer to one request.
+
+    output_ids, log_probs: ``[num_tokens]``; log-probabilities in nats of the sampled tokens.
+    finish_reason: ``stop``, ``length`` or ``abort``. spans: which weight version sampled which tokens.
+    """
+
+    @property
+    def output_ids(self) -> Sequence[int]: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def log_probs(self) -> Sequence[float]: ...
+    @property
+    def finish_reason(self) -> str: ...
+    @property
+    def spans(self) -> Sequence[VersionSpan]: ...
+
+
+class TokenGenerator(Protocol):
+    """Tokens in, tokens out. ``buffer_rl.engine.client.EngineClient`` is one."""
+
+    def agenerate(
+        self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any]
+    ) -> Awaitable[Generated]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseScope:
+    """Which lease the running code works on; part of every request id.
+
+    task: the pool (``train_3``, ``eval_3``); incarnation and attempt: those of the group's lease. A repeated
+    lease of one row gets new request ids, so that an engine never answers it from an earlier request.
+    """
+
+    task: str = ""
+    incarnation: str = ""
+    attempt: int = 1
+
+
+_CONTEXT: ContextVar[RolloutContext | None] = ContextVar("buffer_rl_rollout_context", default=None)
+_SCOPE: ContextVar[LeaseScope] = ContextVar("buffer_rl_lease_scope", default=LeaseScope())  # noqa: B039 (frozen)
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutContext:
+    """Everything that rollout functions share in one worker process and event loop.
+
+    engine is None where a run needs none (supervised fine-tuning). ``generate`` and ``dynamic_filter`` are the
+    user's functions, resolved once; None stands for the built-in generate function and for no filter.
+    """
+
+    args: Any
+    tokenizer: Any
+    prompts: PromptEncoder
+    scorer: Scorer
+    engine: TokenGenerator | None
+    semaphore: asyncio.Semaphore
+    seed: int
+    generate: Callable[..., Any] | None = None
+    dynamic_filter: Callable[..., Any] | None = None
+    _closed: bool = field(default=False, init=False)
+
+    @classmethod
+    def build(
+        cls, args: Any, *, registry: PluginRegistry, engine: TokenGenerator | None, tokenizer: Any = None
+    ) -> RolloutContext:
+        """Load the tokenizer and resolve the plugins that ``args`` names.
+
+        Call it inside the event loop that will run the rollouts. Raises RolloutError or PluginError.
+        """
+        tokenizer = load_tokenizer(args.hf_checkpoint) if tokenizer is None else tokenizer
+        generate_path = args.custom_generate_function_path
+        filter_path = args.dynamic_sampling_filter_path
+        return cls(
+            args=args,
+            tokenizer=tokenizer,
+            prompts=PromptEncoder(tokenizer, apply_chat_template=args.apply_chat_template),
+            scorer=Scorer(args, registry),
+            engine=engine,
+            semaphore=asyncio.Semaphore(args.rollout_concurrency),
+            seed=args.rollout_seed,
+            generate=registry.resolve("generate", generate_path) if generate_path else None,
+            dynamic_filter=registry.resolve("filter", filter_path) if filter_path else None,
+        )
+
+    @contextmanager
+    def active(self) -> Iterator[RolloutContext]:
+        """Make this the context that ``current_context()`` returns, here and in tasks started from here."""
+        token = _CONTEXT.set(self)
+        try:
+            yield self
+        finally:
+            _CONTEXT.reset(token)
+
+    async def aclose(self) -> None:
+        """Stop the reward processes. The engine client belongs to whoever made it."""
+        if not self._closed:
+            self._closed = True
+            await self.scorer.aclose()
+
+
+def current_context() -> RolloutContext:
+    """The running rollout's context. Raises RolloutError outside a rollout."""
+    context = _CONTEXT.get()
+    if context is None:
+        raise RolloutError(
+            "there is no rollout context here",
+            expected="a call from a rollout, generate or evaluation function that buffer_rl runs",
+            hint="in a script or test: with RolloutContext.build(args, registry=..., engine=...).active(): ...; "
+            "a thread of your own needs contextvars.copy_context()",
+        )
+    return context
+
+
+def current_scope() -> LeaseScope:
+    """The lease that the running code works on; an empty scope outside a rollout."""
+    return _SCOPE.get()
+
+
+@contextmanager
+def lease_scope(scope: LeaseScope) -> Iterator[None]:
+    """Make ``scope`` the one that ``current_scope()`` returns, here and in tasks started from here."""
+    token = _SCOPE.set(scope)
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)

@@ -1,0 +1,157 @@
+"""One finished group to columns: what the Buffer stores and the trainer reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from buffer_rl.algo.group_rewards import group_normalize
+from buffer_rl.errors import RolloutError
+from buffer_rl.types import Column, RowId, Sample, SampleGroup
+
+NO_VERSION = -1  # rows that no engine sampled, such as those of supervised fine-tuning
+INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+class GroupConverter:
+    """Turns groups into rows and columns; a ``buffer_rl.buffer.client.GroupEncoder``.
+
+    Columns of a training group, one row a sample: ``tokens`` list of ``[num_tokens]`` int32; ``response_length``
+    ``[num_rows]`` int32; ``loss_mask`` list of ``[response_length]`` float32 (zeros where a filter set
+    ``remove_sample``); ``raw_reward`` ``[num_rows]`` float32; ``reward`` ``[num_rows]`` float32, normalised within
+    the group; ``rollout_log_probs`` list of ``[response_length]`` float32, absent if no sample has them;
+    ``truncated`` ``[num_rows]`` bool; ``weight_version`` ``[num_rows]`` int32, the oldest of the row, -1 if none.
+    An evaluation group has the same columns, except that ``tokens`` and ``rollout_log_probs`` are left out and
+    that ``reward`` is the raw one.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
+    def encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
+        """The group's row ids and columns. Raises RolloutError, naming the row, for what cannot be used."""
+        samples = group.samples
+        row_ids = _row_ids(group)
+        raw = self._raw_rewards(samples)
+        columns: dict[str, Column] = {
+            "response_length": np.asarray([_response_length(s, evaluation) for s in samples], dtype=np.int32),
+            "loss_mask": [_loss_mask(s) for s in samples],
+            "raw_reward": raw.astype(np.float32),
+            "truncated": np.asarray([s.status is s.Status.TRUNCATED for s in samples], dtype=np.bool_),
+            "weight_version": np.asarray([_oldest_version(s) for s in samples], dtype=np.int32),
+        }
+        if evaluation:
+            columns["reward"] = columns["raw_reward"]
+            return row_ids, columns
+        columns["tokens"] = [_tokens(s) for s in samples]
+        columns["reward"] = self._normalised(samples, raw).astype(np.float32)
+        if any(s.rollout_log_probs is not None for s in samples):
+            columns["rollout_log_probs"] = [_log_probs(s) for s in samples]
+        return row_ids, columns
+
+    def _raw_rewards(self, samples: Sequence[Sample]) -> np.ndarray:
+        rewards = np.empty(len(samples), dtype=np.float64)
+        for i, sample in enumerate(samples):
+            try:
+                rewards[i] = sample.get_reward_value(self._args)
+            except (TypeError, ValueError) as error:
+                raise _refused(sample, f"its reward cannot be used: {error}", "one finite number") from error
+            if not abs(rewards[i]) <= np.finfo(np.float32).max:
+                raise _refused(sample, f"its reward is {rewards[i]}", "a number that is finite in float32")
+        return rewards
+
+    def _normalised(self, samples: Sequence[Sample], raw: np.ndarray) -> np.ndarray:
+        """Normalised over ``sample_index``: a sample that fanned out counts once, with the mean of its parts,
+        and every part gets its sample's value."""
+        std = bool(self._args.grpo_std_normalization)
+        indices, place = np.unique([s.sample_index for s in samples], return_inverse=True)
+        if len(indices) == len(samples):
+            return group_normalize(raw, std)
+        per_sample = np.bincount(place, weights=raw) / np.bincount(place)
+        normalised: np.ndarray = group_normalize(per_sample, std)[place]
+        return normalised
+
+
+def _row_ids(group: SampleGroup) -> list[RowId]:
+    if not group.samples:
+        raise RolloutError("a finished group has no samples", where=f"group {group.uid}")
+    row_ids = []
+    for sample in group.samples:
+        if sample.uid != group.uid:
+            raise RolloutError(
+                f"a sample of this group has the uid {sample.uid}", where=f"group {group.uid}", expected="the group's"
+            )
+        row_ids.append(sample.row_id)
+    if len(set(row_ids)) != len(row_ids):
+        twice = next(row for row in row_ids if row_ids.count(row) > 1)
+        raise RolloutError("two samples have this row id", where=f"row {twice}", expected="parts numbered 0, 1, …")
+    return row_ids
+
+
+def _response_length(sample: Sample, evaluation: bool) -> int:
+    length = sample.response_length
+    if length < (0 if evaluation else 1):
+        raise _refused(sample, f"its response has {length} tokens", "at least one token to train on")
+    if length > len(sample.tokens):
+        raise _refused(
+            sample, f"response_length is {length}, but there are {len(sample.tokens)} tokens", "at most that"
+        )
+    return length
+
+
+def _tokens(sample: Sample) -> np.ndarray:
+    tokens = _array(sample, sample.tokens, "tokens")
+    if tokens.dtype.kind not in "iu":
+        raise _refused(sample, f"its tokens are of type {tokens.dtype}", "integers")
+    if tokens.min() < 0 or tokens.max() > INT32_MAX:
+        raise _refused(sample, f"its tokens go from {tokens.min()} to {tokens.max()}", "ids that fit into int32")
+    return tokens.astype(np.int32)
+
+
+def _loss_mask(sample: Sample) -> np.ndarray:
+    length = sample.response_length
+    if sample.remove_sample:
+        return np.zeros(length, dtype=np.float32)
+    if sample.loss_mask is None:
+        return np.ones(length, dtype=np.float32)
+    mask = _per_token(sample, sample.loss_mask, "loss_mask")
+    if not np.isin(mask, (0.0, 1.0)).all():
+        raise _refused(sample, "its loss_mask holds something else", "0 or 1 for each response token")
+    return mask
+
+
+def _log_probs(sample: Sample) -> np.ndarray:
+    if sample.rollout_log_probs is None:
+        raise _refused(sample, "it has no rollout_log_probs, but others of its group have", "all or none")
+    log_probs = _per_token(sample, sample.rollout_log_probs, "rollout_log_probs")
+    if not np.isfinite(log_probs).all():
+        at = int(np.flatnonzero(~np.isfinite(log_probs))[0])
+        raise _refused(sample, f"rollout_log_probs[{at}] is {log_probs[at]}", "finite numbers")
+    return log_probs
+
+
+def _per_token(sample: Sample, values: Sequence[float], name: str) -> np.ndarray:
+    if len(values) != sample.response_length:
+        expected = f"{sample.response_length}, one for each response token"
+        raise _refused(sample, f"{name} has {len(values)} entries", expected)
+    return _array(sample, values, name, lambda v: np.asarray(v, dtype=np.float32))
+
+
+def _array(
+    sample: Sample, values: Sequence[Any], name: str, make: Callable[[Sequence[Any]], np.ndarray] = np.asarray
+) -> np.ndarray:
+    try:
+        return make(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _refused(sample, f"its {name} are no numbers: {error}", "numbers") from error
+
+
+def _oldest_version(sample: Sample) -> int:
+    oldest = sample.oldest_version
+    return NO_VERSION if oldest is None else oldest
+
+
+def _refused(sample: Sample, what: str, expected: str) -> RolloutError:
+    return RolloutError(f"the sample cannot be used: {what}", where=f"row {sample.row_id}", expected=expected)

@@ -1,0 +1,72 @@
+"""Evaluation on held-out prompts: the training path with evaluation's sampling parameters and no filter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from buffer_rl.contracts import RolloutBuffer
+from buffer_rl.errors import RolloutError
+from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.generate import sampling_params_for
+from buffer_rl.rollout.production import produce, run_all, within_deadline
+from buffer_rl.rollout.stats import RolloutStats
+from buffer_rl.types import RolloutOutput, SampleGroup, Status
+
+UNNAMED = "default"
+
+
+async def evaluate(context: RolloutContext, buffer: RolloutBuffer) -> RolloutOutput:
+    """Produce and finish every group of the evaluation.
+
+    Metrics, for each data set: ``eval/{name}`` mean reward, ``eval/{name}/response_len`` mean,
+    ``eval/{name}/truncated`` share. Raises RolloutError if a sample is aborted or cannot be scored (a mean over
+    the rest would not be comparable), DeadlineError at ``--rollout-timeout-s``.
+    """
+    run = _Evaluation(context, buffer)
+    await within_deadline(run.produce_all(), context.args.rollout_timeout_s, buffer.ticket, run.stats)
+    return RolloutOutput(metrics=run.metrics())
+
+
+class _Evaluation:
+    """One evaluation in progress."""
+
+    def __init__(self, context: RolloutContext, buffer: RolloutBuffer) -> None:
+        self.stats = RolloutStats()
+        self._context = context
+        self._buffer = buffer
+        self._params = sampling_params_for(context.args, evaluation=True)
+        self._groups: list[SampleGroup] = []
+
+    async def produce_all(self) -> None:
+        while groups := await self._buffer.aget_samples(max(1, self._buffer.ticket.num_groups)):
+            self._groups.extend(groups)
+            await run_all(self._produce_one(group) for group in groups)
+
+    async def _produce_one(self, group: SampleGroup) -> None:
+        failures = await produce(self._context, self._buffer.ticket, group, self._params, self.stats)
+        for failure in failures:
+            raise RolloutError(
+                f"an evaluation sample could not be scored ({failure.kind}): {failure.error.what}",
+                where=failure.error.where,
+                expected=failure.error.expected,
+            ) from failure.error
+        for sample in group:
+            if sample.status in (Status.ABORTED, Status.FAILED):
+                raise RolloutError(f"an evaluation sample was {sample.status}", where=f"row {sample.row_id}")
+        await self._buffer.afinish(group)
+        self.stats.count_kept(group, [sample.get_reward_value(self._context.args) for sample in group])
+
+    def metrics(self) -> dict[str, float]:
+        by_name: dict[str, list[Any]] = {}
+        for group in self._groups:
+            by_name.setdefault(group.data_set or UNNAMED, []).extend(group.samples)
+        values: dict[str, float] = {}
+        for name, samples in by_name.items():
+            values |= {
+                f"eval/{name}": float(np.mean([s.get_reward_value(self._context.args) for s in samples])),
+                f"eval/{name}/response_len": float(np.mean([s.response_length for s in samples])),
+                f"eval/{name}/truncated": float(np.mean([s.status is Status.TRUNCATED for s in samples])),
+            }
+        return values

@@ -1,0 +1,41 @@
+"""Applies the user's dynamic sampling filter to one scored group."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from buffer_rl.contract_check import check_filter_decision
+from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.rollout.failures import traceback_tail
+from buffer_rl.types import FilterDecision, SampleGroup
+
+DEFAULT_REASON = "filtered"
+
+
+async def apply_filter(
+    function: Callable[..., Any] | None, reference: str | None, args: Any, group: SampleGroup
+) -> FilterDecision:
+    """The filter's decision; a group is kept where there is no filter.
+
+    The function may be sync or async and may return a bool. A drop without a reason is counted as
+    ``filtered``. Raises RolloutError, naming the filter and the group, if it raises or returns something else.
+    """
+    if function is None:
+        return FilterDecision(keep=True)
+    where = f"dynamic sampling filter {reference!r}, group {group.uid}"
+    try:
+        answer = function(args, group)
+        if inspect.isawaitable(answer):
+            answer = await answer
+    except BufferRLError:
+        raise
+    except Exception as error:  # fault boundary: the user's code
+        raise RolloutError(
+            f"the filter raised {type(error).__name__}: {error}\n{traceback_tail(error)}", where=where
+        ) from error
+    decision = check_filter_decision(answer, where=where)
+    if not decision.keep and not decision.reason:
+        return FilterDecision(keep=False, reason=DEFAULT_REASON)
+    return decision

@@ -1,0 +1,104 @@
+"""The built-in generate function: one prompt in, one response out, as tokens."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+from buffer_rl.errors import EngineError, RolloutError
+from buffer_rl.rollout.context import Generated, current_context, current_scope
+from buffer_rl.types import GroupUid, Sample, Status
+
+SEED_BITS = 31  # the widest seed that every engine and every random generator behind one accepts
+
+_STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+
+def sampling_params_for(args: Any, evaluation: bool) -> dict[str, Any]:
+    """Sampling parameters under the names of SGLang's protocol; evaluation options fall back to the rollout's."""
+
+    def chosen(name: str) -> Any:
+        value = getattr(args, f"eval_{name}") if evaluation else None
+        return getattr(args, f"rollout_{name}") if value is None else value
+
+    params: dict[str, Any] = {
+        "temperature": chosen("temperature"),
+        "top_p": chosen("top_p"),
+        "top_k": chosen("top_k"),
+        "max_new_tokens": chosen("max_response_len"),
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+    }
+    if args.rollout_stop:
+        params["stop"] = list(args.rollout_stop)
+    if args.rollout_stop_token_ids:
+        params["stop_token_ids"] = list(args.rollout_stop_token_ids)
+    return params
+
+
+def sampling_seed(run_seed: int, uid: GroupUid, sample_index: int) -> int:
+    """The sample's seed, ``0 <= seed < 2**31``: a function of its arguments alone, equal on every machine."""
+    digest = blake2b(f"{run_seed}|{uid}|{sample_index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+
+
+def request_id(sample: Sample) -> str:
+    """The request's ``rid``: the same for a retry of one lease, different for every other lease and turn."""
+    scope = current_scope()
+    turn = f"+{sample.response_length}" if sample.response_length else ""
+    return f"{scope.task}:{sample.row_id}:{scope.attempt}:{scope.incarnation}{turn}"
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Fill ``sample`` with one response to its prompt, sampled by the engine behind the router.
+
+    Sets tokens, response, response_length, rollout_log_probs, weight_versions and status; loss_mask None (all
+    tokens). What the sample already had of a response is replaced. Raises RolloutError if the prompt leaves no
+    room in ``--rollout-max-context-len``, EngineError if the answer breaks the protocol.
+    """
+    context = current_context()
+    if context.engine is None:
+        raise RolloutError("this rollout has no engine", hint="remove uses_engine = False from the rollout function")
+    prompt_ids = context.prompts.encode(sample)
+    sample.response_length = 0
+    params = dict(sampling_params)
+    params["max_new_tokens"] = _room(args, sample, len(prompt_ids), params["max_new_tokens"])
+    params["sampling_seed"] = sampling_seed(context.seed, sample.row_id.uid, sample.sample_index)
+    result = await context.engine.agenerate(request_id(sample), prompt_ids, params)
+    _fill(sample, prompt_ids, result)
+    return sample
+
+
+def _room(args: Any, sample: Sample, prompt_length: int, max_new_tokens: int) -> int:
+    limit = args.rollout_max_context_len
+    if limit is None:
+        return max_new_tokens
+    if prompt_length >= limit:
+        raise RolloutError(
+            f"the prompt has {prompt_length} tokens and leaves no room for a response",
+            where=f"row {sample.row_id}",
+            expected=f"fewer tokens than --rollout-max-context-len {limit}",
+            hint="raise the limit or remove the row",
+        )
+    return int(min(max_new_tokens, limit - prompt_length))
+
+
+def _fill(sample: Sample, prompt_ids: list[int], result: Generated) -> None:
+    output_ids = list(result.output_ids)
+    log_probs = list(result.log_probs)
+    if len(log_probs) != len(output_ids):
+        raise EngineError(
+            f"{len(output_ids)} tokens came with {len(log_probs)} log-probabilities", where=f"row {sample.row_id}"
+        )
+    if result.finish_reason not in _STATUS_OF:
+        raise EngineError(
+            f"unknown finish reason {result.finish_reason!r}",
+            where=f"row {sample.row_id}",
+            expected=", ".join(_STATUS_OF),
+        )
+    sample.tokens = prompt_ids + output_ids
+    sample.response = result.text
+    sample.response_length = len(output_ids)
+    sample.rollout_log_probs = log_probs
+    sample.weight_versions = list(result.spans)
+    sample.loss_mask = None
+    sample.status = _STATUS_OF[result.finish_reason]

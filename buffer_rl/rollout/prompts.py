@@ -1,0 +1,97 @@
+"""Prompts to token ids, each distinct prompt once."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from typing import Any
+
+from buffer_rl.errors import DataError, RolloutError
+from buffer_rl.types import Prompt, Sample
+
+CACHE_SIZE = 4096  # prompts; a rollout asks for each prompt n_samples_per_prompt times in close succession
+
+
+def load_tokenizer(path: str | None) -> Any:
+    """The tokenizer of the Hugging Face folder ``path``; never asks the network.
+
+    Raises RolloutError if the folder is not named or holds no tokenizer.
+    """
+    if not path:
+        raise RolloutError("no tokenizer: --hf-checkpoint is not set", hint="name a Hugging Face folder")
+    from transformers import AutoTokenizer  # here, because it takes a second and option parsing must not pay for it
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise RolloutError(
+            f"the tokenizer does not load: {error}",
+            where=f"--hf-checkpoint {path}",
+            expected="a folder with tokenizer.json or another file that AutoTokenizer reads",
+        ) from error
+
+
+class PromptEncoder:
+    """Renders prompts and turns them into token ids; the samples of a group share one encoding.
+
+    Plain text is encoded as it is, without special tokens. Chat messages, and plain text under
+    ``--apply-chat-template``, go through the tokenizer's chat template with a generation prompt.
+    """
+
+    def __init__(self, tokenizer: Any, *, apply_chat_template: bool = False) -> None:
+        self.tokenizer = tokenizer
+        self._apply_chat_template = apply_chat_template
+        self._cache: OrderedDict[str, list[int]] = OrderedDict()
+
+    def encode(self, sample: Sample) -> list[int]:
+        """Token ids of the sample's prompt; the caller gets a list of its own.
+
+        Raises DataError, naming the row, for a prompt that is empty or cannot be rendered.
+        """
+        prompt = sample.prompt
+        key = prompt if isinstance(prompt, str) else "\0" + json.dumps(prompt, sort_keys=True, default=str)
+        cached = self._cache.get(key)
+        if cached is None:
+            cached = self._encode(prompt, where=_where(sample))
+            self._cache[key] = cached
+            if len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
+        return list(cached)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of ``text`` without special tokens."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _encode(self, prompt: Prompt, *, where: str) -> list[int]:
+        tokens = self.encode_text(self._render(prompt, where=where))
+        if not tokens:
+            raise DataError("the prompt has no tokens", where=where, expected="at least one token")
+        return tokens
+
+    def _render(self, prompt: Prompt, *, where: str) -> str:
+        if isinstance(prompt, str) and not self._apply_chat_template:
+            return prompt
+        if not getattr(self.tokenizer, "chat_template", None):
+            asked = (
+                "--apply-chat-template is set" if isinstance(prompt, str) else "the prompt is a list of chat messages"
+            )
+            raise DataError(
+                f"{asked}, but the tokenizer has no chat template",
+                where=where,
+                expected="a tokenizer with a chat template, or prompts that are plain text",
+            )
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # fault boundary: templates raise whatever Jinja and their authors raise
+            raise DataError(
+                f"the chat template refuses the prompt: {type(error).__name__}: {error}",
+                where=where,
+                expected="messages of the form {'role': ..., 'content': ...} in an order that the template accepts",
+            ) from error
+        return text
+
+
+def _where(sample: Sample) -> str:
+    return f"row {sample.row_id}" if sample.uid is not None else "a sample without uid"

@@ -1,0 +1,126 @@
+"""The child's side of a reward process: computes rewards one after another, and may be killed at any time.
+
+The parent waits for one frame per sample; this process waits for the next batch, and ends when the parent's
+end of the socket closes. Frames are a 4-byte big-endian length and a body: pickle towards this process,
+JSON towards the parent, which therefore never unpickles what user code produced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import pickle
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from buffer_rl.config import load_args
+from buffer_rl.contract_check import check_reward
+from buffer_rl.errors import BufferRLError
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.rollout.failures import FailureKind, traceback_tail
+from buffer_rl.types import Sample
+
+HEADER = struct.Struct(">I")
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTarget:
+    """Which reward function: a reference of the user's, or (``registered``) a name that data may choose."""
+
+    reference: str
+    registered: bool
+
+    def resolve(self, registry: PluginRegistry) -> Callable[..., Any]:
+        """The function. Raises PluginError."""
+        found: Callable[..., Any] = (
+            registry.resolve_registered("reward", self.reference)
+            if self.registered
+            else registry.resolve("reward", self.reference)
+        )
+        return found
+
+
+def main(file_descriptor: int) -> None:
+    """Serve the socket until the parent closes it."""
+    _die_with_parent()
+    with socket.socket(fileno=file_descriptor) as channel:
+        try:
+            _serve(channel)
+        except (EOFError, ConnectionError):
+            return  # the parent has gone or has closed the pool
+
+
+def _serve(channel: socket.socket) -> None:
+    args: Any = load_args(pickle.loads(_receive(channel)))
+    registry = PluginRegistry()
+    _send(channel, {"ok": None})
+    functions: dict[RewardTarget, Callable[..., Any]] = {}
+    while True:
+        target, samples = pickle.loads(_receive(channel))
+        try:
+            if target not in functions:
+                functions[target] = target.resolve(registry)
+        except BufferRLError as error:
+            _send(channel, {"error": str(error)})
+            continue
+        _send(channel, {"ok": None})
+        _score(channel, functions[target], args, target, samples)
+
+
+def _score(
+    channel: socket.socket, function: Callable[..., Any], args: Any, target: RewardTarget, samples: Sequence[Sample]
+) -> None:
+    for sample in samples:
+        _send(channel, _outcome(function, args, target, sample))
+
+
+def _outcome(function: Callable[..., Any], args: Any, target: RewardTarget, sample: Sample) -> dict[str, Any]:
+    try:
+        value = function(args, sample)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+    except BaseException as error:  # fault boundary: user code, which may also call sys.exit
+        return {"error": f"{type(error).__name__}: {error}\n{traceback_tail(error)}", "kind": FailureKind.EXCEPTION}
+    try:
+        return {"ok": check_reward(value, where=f"reward {target.reference!r}, row {sample.row_id}")}
+    except BufferRLError as error:
+        return {"error": error.what, "expected": error.expected, "kind": FailureKind.INVALID}
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _receive(channel: socket.socket) -> bytes:
+    (length,) = HEADER.unpack(_exactly(channel, HEADER.size))
+    return _exactly(channel, length)
+
+
+def _exactly(channel: socket.socket, length: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < length:
+        block = channel.recv(min(length - len(parts), 1 << 20))
+        if not block:
+            raise EOFError
+        parts += block
+    return bytes(parts)
+
+
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+    body = orjson.dumps(message)
+    channel.sendall(HEADER.pack(len(body)) + body)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process if its parent is killed, even while user code hangs."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,128 @@
+"""Scores samples: chooses each one's reward function and runs it off the event loop, within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from buffer_rl.config import dump_args
+from buffer_rl.contract_check import check_reward
+from buffer_rl.errors import BufferRLError, ConfigError, RewardError
+from buffer_rl.rollout.failures import FailureKind, RewardFailure, traceback_tail
+from buffer_rl.rollout.reward_pool import Outcome, RewardPool
+from buffer_rl.rollout.reward_process import RewardTarget
+from buffer_rl.types import Sample, Status
+
+if TYPE_CHECKING:
+    from buffer_rl.plugins import PluginRegistry
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    call: Callable[..., Any]
+    is_async: bool
+
+
+class Scorer:
+    """Computes rewards for one rollout worker. Belongs to one event loop.
+
+    A sample's function is ``--custom-rm-path``, else the row's metadata ``rm_type`` (registered names only), else
+    ``--rm-type``. Synchronous functions run in processes that are killed at ``--rm-timeout-s``, so what they
+    change on the sample is not seen here: they answer with their return value. Asynchronous ones run on the
+    event loop under the same deadline. A sample that already has a reward keeps it, after the same check.
+    """
+
+    def __init__(self, args: Any, registry: PluginRegistry) -> None:
+        self._args = args
+        self._registry = registry
+        self._functions: dict[RewardTarget, _Function] = {}
+        self._pool: RewardPool | None = None
+
+    async def score(self, samples: Sequence[Sample]) -> list[RewardFailure]:
+        """Set ``reward`` on every sample that can be scored; the others get status FAILED and no reward.
+
+        Returns one failure for each of the others, in order. Raises ConfigError if no reward function is
+        configured, PluginError if it cannot be resolved: these are not one sample's fault.
+        """
+        by_target: dict[RewardTarget, list[Sample]] = {}
+        failures: dict[int, RewardFailure] = {}
+        for sample in samples:
+            if sample.reward is not None:
+                self._settle(sample, "set by the generate function", Outcome(value=sample.reward), failures)
+            else:
+                by_target.setdefault(self._target(sample), []).append(sample)
+        for target, rows in by_target.items():
+            for sample, outcome in zip(rows, await self._run(target, rows), strict=True):
+                self._settle(sample, repr(target.reference), outcome, failures)
+        return [failures[id(sample)] for sample in samples if id(sample) in failures]
+
+    async def aclose(self) -> None:
+        """Stop the reward processes."""
+        if self._pool is not None:
+            await self._pool.aclose()
+
+    @property
+    def pool(self) -> RewardPool:
+        """The processes for synchronous rewards; none is started before it is needed."""
+        if self._pool is None:
+            self._pool = RewardPool(
+                dump_args(self._args), num_workers=self._args.rm_workers, timeout_s=self._args.rm_timeout_s
+            )
+        return self._pool
+
+    def _target(self, sample: Sample) -> RewardTarget:
+        if self._args.custom_rm_path:
+            return RewardTarget(self._args.custom_rm_path, registered=False)
+        if row_type := sample.metadata.get("rm_type"):
+            return RewardTarget(str(row_type), registered=True)
+        if self._args.rm_type:
+            return RewardTarget(self._args.rm_type, registered=False)
+        raise ConfigError(
+            "no reward function",
+            where=f"row {sample.row_id}",
+            expected="--custom-rm-path module:fn, --rm-type NAME, or a row whose metadata holds rm_type",
+        )
+
+    async def _run(self, target: RewardTarget, samples: list[Sample]) -> list[Outcome]:
+        if target not in self._functions:
+            call = target.resolve(self._registry)
+            self._functions[target] = _Function(call, _is_async(call))
+        function = self._functions[target]
+        if not function.is_async:
+            return await self.pool.score(target, samples)
+        return await asyncio.gather(*(self._run_async(function.call, sample) for sample in samples))
+
+    async def _run_async(self, call: Callable[..., Any], sample: Sample) -> Outcome:
+        timeout_s = self._args.rm_timeout_s
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                return Outcome(value=await call(self._args, sample))
+        except Exception as error:  # fault boundary: user code
+            if isinstance(error, TimeoutError) and deadline.expired():
+                return Outcome(kind=FailureKind.TIMEOUT, text=f"no reward within --rm-timeout-s {timeout_s:g} s")
+            text = f"{type(error).__name__}: {error}\n{traceback_tail(error)}"
+            return Outcome(kind=FailureKind.EXCEPTION, text=text)
+
+    def _settle(self, sample: Sample, origin: str, outcome: Outcome, failures: dict[int, RewardFailure]) -> None:
+        where = f"reward {origin}, row {sample.row_id}"
+        kind, text, expected = outcome.kind, outcome.text, outcome.expected
+        if kind is None:
+            try:
+                sample.reward = check_reward(outcome.value, where=where)
+                sample.get_reward_value(self._args)
+                return
+            except BufferRLError as error:
+                kind, text, expected = FailureKind.INVALID, error.what, error.expected
+            except ValueError as error:  # a mapping without --reward-key
+                kind, text = FailureKind.INVALID, str(error)
+        sample.reward = None
+        sample.status = Status.FAILED
+        failures[id(sample)] = RewardFailure(kind=kind, error=RewardError(text, where=where, expected=expected))
+
+
+def _is_async(call: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004

@@ -1,0 +1,124 @@
+"""The process in which rollout functions, generate functions and filters run.
+
+Who waits for whom: user code waits for the engines (a deadline each request) and for the Buffer (a deadline each
+call); the driver waits for ``run``, with a deadline for the whole rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import ray
+
+from buffer_rl.buffer.client import BufferClient, RolloutClient
+from buffer_rl.cluster.logs import redirect_output
+from buffer_rl.config import load_args
+from buffer_rl.contract_check import check_rollout_output
+from buffer_rl.engine.client import EngineClient
+from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.conversion import GroupConverter
+from buffer_rl.types import RolloutOutput, RolloutReport, SampleGroup, Ticket
+
+NAMESPACES = ("rollout", "eval", "perf")
+
+
+@ray.remote(max_restarts=0, num_cpus=0)
+class RolloutWorker:
+    """Runs one rollout at a time."""
+
+    def __init__(self, args_text: str, buffer: Any, log_path: str) -> None:
+        redirect_output(log_path)
+        self._args = load_args(args_text)
+        self._client = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller="rollout")
+        self._registry = PluginRegistry(blocked=blocked_plugins(self._args.plugin))
+        self._converter = GroupConverter(self._args)
+        train = _construct(self._registry.resolve("rollout", self._args.rollout_function_path), self._args)
+        path = self._args.eval_function_path
+        evaluate = _construct(self._registry.resolve("rollout", path), self._args) if path else train
+        self._functions = {False: train, True: evaluate}
+        self._opened: RolloutContext | None = None
+
+    async def ready(self) -> None:
+        """Answers once the worker's plugins are loaded."""
+        self._context()
+
+    async def close(self) -> None:
+        """Stop the reward processes and close the connections to the engines."""
+        if self._opened is not None:
+            await self._opened.aclose()
+            if isinstance(self._opened.engine, EngineClient):
+                await self._opened.engine.aclose()
+
+    async def run(self, ticket: Ticket) -> tuple[RolloutReport, dict[str, float], list[dict[str, Any]]]:
+        """Produce the ticket's rollout. Returns the Buffer's report, flat metrics and some samples to show."""
+        buffer = RolloutClient(self._client, ticket, self._converter)
+        where = f"{ticket.task}, {self._reference(ticket)}"
+        try:
+            async with asyncio.timeout(self._args.rollout_timeout_s):
+                output = check_rollout_output(await self._call(ticket, buffer), where=where)
+        except BufferRLError:
+            raise
+        except TimeoutError as error:
+            raise RolloutError(f"not done within {self._args.rollout_timeout_s:g} s", where=where) from error
+        except Exception as error:  # the boundary to user code: name it, and keep its traceback
+            raise RolloutError(f"the rollout function raised {type(error).__name__}: {error}", where=where) from error
+        for group in output.groups:
+            if group.uid not in buffer.finished:
+                await buffer.afinish(group)
+        report: RolloutReport = await self._client.achange("close_rollout", ticket)
+        return report, _named(output), self._shown(ticket, buffer)
+
+    async def _call(self, ticket: Ticket, buffer: RolloutClient) -> Any:
+        function = self._functions[ticket.evaluation]
+        arguments = (self._args, ticket.rollout_id, buffer)
+        with self._context().active():
+            if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+                return await function(*arguments, evaluation=ticket.evaluation)
+            answer = await asyncio.to_thread(function, *arguments, evaluation=ticket.evaluation)
+            return await answer if inspect.isawaitable(answer) else answer
+
+    def _context(self) -> RolloutContext:
+        """Made on first use, because it belongs to the event loop that runs the rollouts."""
+        if self._opened is None:
+            args = self._args
+            engine = EngineClient.from_args(args) if args.router_url else None
+            self._opened = RolloutContext.build(args, registry=self._registry, engine=engine)
+        return self._opened
+
+    def _reference(self, ticket: Ticket) -> str:
+        path = self._args.eval_function_path if ticket.evaluation else None
+        return str(path or self._args.rollout_function_path)
+
+    def _shown(self, ticket: Ticket, buffer: RolloutClient) -> list[dict[str, Any]]:
+        chosen = sorted(buffer.finished)[: self._args.dump_samples]
+        return [_record(sample, group) for uid in chosen for group in [buffer.finished[uid]] for sample in group]
+
+
+def _construct(resolved: Any, args: Any) -> Any:
+    return resolved(args) if inspect.isclass(resolved) else resolved
+
+
+def _named(output: RolloutOutput) -> dict[str, float]:
+    return {
+        name if name.partition("/")[0] in NAMESPACES else f"rollout/{name}": float(value)
+        for name, value in output.metrics.items()
+    }
+
+
+def _record(sample: Any, group: SampleGroup) -> dict[str, Any]:
+    return {
+        "uid": str(group.uid),
+        "sample_index": sample.sample_index,
+        "data_set": group.data_set,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "reward": sample.reward,
+        "status": str(sample.status),
+        "response_length": sample.response_length,
+        "versions": [[span.version, span.start, span.end] for span in sample.weight_versions],
+    }

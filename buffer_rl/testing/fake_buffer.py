@@ -1,0 +1,113 @@
+"""A Buffer in memory for tests of rollout functions: hands out given groups and records every report."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from buffer_rl.errors import BufferStateError
+from buffer_rl.types import GroupUid, SampleGroup, Ticket
+
+
+class FakeBuffer:
+    """Implements ``buffer_rl.contracts.RolloutBuffer`` over ``groups``, in their order.
+
+    Unlike the real one it runs out: it then hands out fewer groups than asked, and at last none.
+
+    leased: uids in lease order. finished: groups in report order. rejected: (group, reason) in report order.
+    returned: groups given back with ``add_samples``, which are handed out again first.
+    """
+
+    def __init__(self, groups: Iterable[SampleGroup], ticket: Ticket) -> None:
+        self._ticket = ticket
+        self._queue: deque[SampleGroup] = deque()
+        self._source: deque[SampleGroup] = deque(groups)
+        self._live: set[GroupUid] = set()
+        self._metadata: dict[str, Any] = {}
+        self.leased: list[GroupUid] = []
+        self.finished: list[SampleGroup] = []
+        self.rejected: list[tuple[SampleGroup, str]] = []
+        self.returned: list[SampleGroup] = []
+
+    @property
+    def ticket(self) -> Ticket:
+        """The rollout that this buffer works for."""
+        return self._ticket
+
+    @property
+    def finished_uids(self) -> list[GroupUid]:
+        """Uids of the finished groups, sorted."""
+        return sorted(group.uid for group in self.finished)
+
+    def get_samples(self, num_samples: int) -> list[SampleGroup]:
+        """Lease up to ``num_samples`` groups."""
+        taken: list[SampleGroup] = []
+        while len(taken) < num_samples and (self._queue or self._source):
+            taken.append((self._queue or self._source).popleft())
+        for group in taken:
+            self._live.add(group.uid)
+            self.leased.append(group.uid)
+        return taken
+
+    def add_samples(self, groups: Sequence[SampleGroup]) -> None:
+        """Give leased groups back."""
+        for group in groups:
+            self._end(group)
+            self.returned.append(group)
+            self._queue.append(group.as_prompts())
+
+    def finish(self, group: SampleGroup) -> None:
+        """Report a finished group."""
+        self._end(group)
+        self.finished.append(group)
+
+    def reject(self, group: SampleGroup, reason: str) -> None:
+        """Drop a leased group."""
+        self._end(group)
+        self.rejected.append((group, reason))
+
+    def get_buffer_length(self) -> int:
+        """Number of groups in the queue."""
+        return len(self._queue)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The notes."""
+        return dict(self._metadata)
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Merge ``metadata`` into the notes."""
+        self._metadata.update(metadata)
+
+    async def aget_samples(self, num_samples: int) -> list[SampleGroup]:
+        """See ``get_samples``."""
+        return self.get_samples(num_samples)
+
+    async def aadd_samples(self, groups: Sequence[SampleGroup]) -> None:
+        """See ``add_samples``."""
+        self.add_samples(groups)
+
+    async def afinish(self, group: SampleGroup) -> None:
+        """See ``finish``."""
+        self.finish(group)
+
+    async def areject(self, group: SampleGroup, reason: str) -> None:
+        """See ``reject``."""
+        self.reject(group, reason)
+
+    async def aget_buffer_length(self) -> int:
+        """See ``get_buffer_length``."""
+        return self.get_buffer_length()
+
+    async def aget_metadata(self) -> dict[str, Any]:
+        """See ``get_metadata``."""
+        return self.get_metadata()
+
+    async def aupdate_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """See ``update_metadata``."""
+        self.update_metadata(metadata)
+
+    def _end(self, group: SampleGroup) -> None:
+        if group.uid not in self._live:
+            raise BufferStateError(f"group {group.uid} is not leased", where=self._ticket.task)
+        self._live.discard(group.uid)

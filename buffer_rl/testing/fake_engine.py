@@ -1,0 +1,184 @@
+"""A rollout engine for tests: a real HTTP server that answers ``/generate`` as a function tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from aiohttp import web
+
+from buffer_rl.errors import DeadlineError
+
+START_TIMEOUT_S = 30.0
+
+Respond = Callable[[list[int], int], Sequence[int]]
+"""``(input_ids, sampling_seed) -> output_ids``."""
+
+
+class Fault(StrEnum):
+    """What a request may meet in place of its answer."""
+
+    SERVER_ERROR = "server_error"  # HTTP 500
+    RESET = "reset"  # the connection is closed without an answer
+    GARBAGE = "garbage"  # HTTP 200 with a body that is not JSON
+    ABORT = "abort"  # HTTP 200, finish reason abort, no tokens
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeEngineLog:
+    """What the engine was asked. requests: bodies of ``/generate`` in order of arrival."""
+
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    aborted: list[dict[str, Any]] = field(default_factory=list)
+    answered: int = 0
+    disconnected: int = 0
+    in_flight: int = 0
+    max_in_flight: int = 0
+
+
+def echo(input_ids: list[int], seed: int) -> Sequence[int]:
+    """The prompt backwards."""
+    return input_ids[::-1]
+
+
+def decode_as_text(output_ids: Sequence[int]) -> str:
+    """Token ids separated by spaces."""
+    return " ".join(str(token) for token in output_ids)
+
+
+class FakeEngine:
+    """Serves SGLang's ``/generate`` on 127.0.0.1 in a thread of its own. Use it as a context manager.
+
+    respond: computes the answer's tokens; more than ``max_new_tokens`` are cut (finish reason ``length``).
+    latency: seconds before the answer, by request body. fault: what happens instead of an answer, by request
+    body and number of the request (from 0). version: the weight version of every token. Every token's
+    log-probability is ``log_prob``.
+    """
+
+    def __init__(
+        self,
+        respond: Respond = echo,
+        *,
+        decode: Callable[[Sequence[int]], str] = decode_as_text,
+        latency: Callable[[dict[str, Any]], float] | None = None,
+        fault: Callable[[dict[str, Any], int], Fault | None] | None = None,
+        version: int = 0,
+        log_prob: float = -0.5,
+    ) -> None:
+        self.respond = respond
+        self.decode = decode
+        self.latency = latency
+        self.fault = fault
+        self.version = version
+        self.log_prob = log_prob
+        self.log = FakeEngineLog()
+        self.url = ""
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
+
+    def __enter__(self) -> FakeEngine:
+        self._thread.start()
+        if not self._ready.wait(START_TIMEOUT_S) or not self.url:
+            raise DeadlineError("the fake engine did not start", where="FakeEngine")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(START_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._ready.set()
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        for path in ("/pause_generation", "/continue_generation", "/flush_cache"):
+            app.router.add_post(path, self._ok)
+        for path in ("/health", "/ready", "/model_info", "/get_model_info", "/server_info", "/get_server_info"):
+            app.router.add_get(path, self._info)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        self._ready.set()
+        try:
+            await self._stop.wait()
+        finally:
+            await runner.cleanup()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body: dict[str, Any] = await request.json()
+        number = len(self.log.requests)
+        self.log.requests.append(body)
+        self.log.in_flight += 1
+        self.log.max_in_flight = max(self.log.max_in_flight, self.log.in_flight)
+        try:
+            if self.latency is not None:
+                await asyncio.sleep(self.latency(body))
+            answer = self._answer(request, body, self.fault(body, number) if self.fault else None)
+            self.log.answered += 1
+            return answer
+        except asyncio.CancelledError:
+            self.log.disconnected += 1
+            raise
+        finally:
+            self.log.in_flight -= 1
+
+    def _answer(self, request: web.Request, body: dict[str, Any], fault: Fault | None) -> web.StreamResponse:
+        if fault is Fault.SERVER_ERROR:
+            return web.json_response({"error": {"message": "scripted failure"}}, status=500)
+        if fault is Fault.GARBAGE:
+            return web.Response(text="<html>not JSON", content_type="application/json")
+        if fault is Fault.RESET:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if fault is Fault.ABORT:
+            reason = {"type": "abort", "message": "scripted", "status_code": 400, "err_type": "Scripted"}
+            return web.json_response(self._payload(body, [], reason))
+        params = body.get("sampling_params", {})
+        output_ids = list(self.respond(list(body["input_ids"]), int(params.get("sampling_seed", 0))))
+        limit = int(params.get("max_new_tokens", len(output_ids)))
+        if len(output_ids) > limit:
+            return web.json_response(self._payload(body, output_ids[:limit], {"type": "length", "length": limit}))
+        matched = output_ids[-1] if output_ids else None
+        return web.json_response(self._payload(body, output_ids, {"type": "stop", "matched": matched}))
+
+    def _payload(self, body: dict[str, Any], output_ids: list[int], finish_reason: dict[str, Any]) -> dict[str, Any]:
+        span = {"version": str(self.version), "start": 0, "end": len(output_ids)}
+        meta: dict[str, Any] = {
+            "id": body.get("rid", ""),
+            "finish_reason": finish_reason,
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": len(output_ids),
+            "cached_tokens": 0,
+            "weight_version": str(self.version),
+            "weight_versions": [span] if output_ids else [],
+            "e2e_latency": 0.0,
+        }
+        if body.get("return_logprob"):
+            meta["output_token_logprobs"] = [[self.log_prob, token, None] for token in output_ids]
+            meta["output_token_logprobs_length"] = len(output_ids)
+        return {"text": self.decode(output_ids), "output_ids": output_ids, "meta_info": meta}
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.log.aborted.append(await request.json())
+        return web.Response()
+
+    async def _ok(self, request: web.Request) -> web.Response:
+        return web.json_response({"message": "done", "status": "ok"})
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "fake", "weight_version": str(self.version), "status": "ok"})

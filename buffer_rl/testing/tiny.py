@@ -1,0 +1,144 @@
+"""Tiny causal language models with random weights and a character tokenizer, made on the spot."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+DEFAULT_CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+
+def make_char_tokenizer(characters: str = DEFAULT_CHARACTERS) -> PreTrainedTokenizerFast:
+    """One token a character, after ``<pad>`` (0), ``<eos>`` (1) and ``<unk>`` (2); decoding joins the characters."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [*SPECIAL_TOKENS, *dict.fromkeys(characters)]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_tiny_model(
+    path: str | Path,
+    architecture: str = "qwen3",
+    vocab: int | None = None,
+    seed: int = 0,
+    *,
+    characters: str = DEFAULT_CHARACTERS,
+    init_scale: float = 0.1,
+    **overrides: Any,
+) -> str:
+    """Write a random model and its character tokenizer into the folder ``path`` and return it.
+
+    architecture: a key of ``ARCHITECTURES``. vocab: number of embedding rows; the tokenizer's size where absent
+    (it may be larger, never smaller). init_scale: standard deviation of every weight matrix; larger values make
+    the distributions less flat. ``overrides`` go to the configuration. Raises ValueError for an unknown
+    architecture or too small a vocabulary.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
+    tokenizer = make_char_tokenizer(characters)
+    size = len(tokenizer) if vocab is None else vocab
+    if size < len(tokenizer):
+        raise ValueError(f"vocab is {size}, but the tokenizer has {len(tokenizer)} tokens")
+    config = ARCHITECTURES[architecture](size, overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.ndim > 1:
+                    weight.normal_(0.0, init_scale)
+                elif name.endswith("bias"):
+                    weight.normal_(0.0, 0.1)
+                else:
+                    weight.add_(torch.randn_like(weight) * 0.1)
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def _sizes(vocab: int, overrides: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
+    return {**sizes, **more, **overrides}
+
+
+def _qwen3(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**_sizes(vocab, overrides, **({"head_dim": 16, "tie_word_embeddings": True})))
+
+
+def _qwen2(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**_sizes(vocab, overrides, **({"tie_word_embeddings": True})))
+
+
+def _llama(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    from transformers import LlamaConfig
+
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    return LlamaConfig(**_sizes(vocab, overrides, **({"tie_word_embeddings": False, "rope_parameters": rope})))
+
+
+def _gpt_neox(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    from transformers import GPTNeoXConfig
+
+    sizes = _sizes(vocab, overrides, tie_word_embeddings=False)
+    sizes.pop("num_key_value_heads")
+    return GPTNeoXConfig(**sizes)
+
+
+def _gemma3(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    from transformers import Gemma3TextConfig
+
+    layers = ["sliding_attention", "full_attention"]
+    more = {"head_dim": 16, "sliding_window": 8, "layer_types": layers, "query_pre_attn_scalar": 16}
+    return Gemma3TextConfig(**_sizes(vocab, overrides, **(more)))
+
+
+ARCHITECTURES: Mapping[str, Callable[[int, Mapping[str, Any]], PreTrainedConfig]] = {
+    "qwen3": _qwen3,
+    "qwen2": _qwen2,
+    "llama": _llama,
+    "gpt_neox": _gpt_neox,
+    "gemma3": _gemma3,
+}

@@ -1,0 +1,78 @@
+"""Log-probabilities and entropies of response tokens under a causal language model.
+
+Suffix legend: ``_bt`` is ``[num_rows, max_response]``; ``_n`` is ``[num_response_tokens]``; ``_nv`` is
+``[num_response_tokens, vocabulary]``.
+
+Rows are padded on the right and no attention mask is passed: under causal attention no token sees what comes after
+it, so padding cannot reach a real token, positions are right as they stand, and attention takes its fast causal path.
+The vocabulary is only evaluated where a response token is predicted: prompt and padding positions are left out just
+before the output layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from buffer_rl.errors import TrainError
+from buffer_rl.train.collate import MicroBatch
+
+
+def response_log_probs(
+    model: PreTrainedModel,
+    micro: MicroBatch,
+    temperature: float,
+    *,
+    with_entropy: bool = True,
+    entropy_gradient: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(log_probs_bt, entropy_bt)`` in nats, float32, 0 on padding; differentiable in the model's weights.
+
+    temperature: the logits are divided by it, so that the probabilities are those that the engine sampled from.
+    The entropy carries a gradient only if ``entropy_gradient``; it is 0 without ``with_entropy``.
+    """
+    logits_nv = _response_logits(model, micro).float()
+    if temperature != 1.0:
+        logits_nv = logits_nv / temperature
+    all_log_probs_nv = torch.log_softmax(logits_nv, dim=-1)
+    log_probs_n = all_log_probs_nv.gather(-1, micro.target_n[:, None]).squeeze(-1)
+    entropy_n = torch.zeros_like(log_probs_n)
+    if with_entropy:
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            # The clamp makes a token of probability 0 contribute 0, the limit of p log p, where its log is -inf.
+            lowest = torch.finfo(all_log_probs_nv.dtype).min
+            entropy_n = -(all_log_probs_nv.exp() * all_log_probs_nv.clamp(min=lowest)).sum(-1)
+    return _pad(log_probs_n, micro), _pad(entropy_n, micro)
+
+
+def _response_logits(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
+    """Logits ``[num_response_tokens, vocabulary]`` of the positions before each response token."""
+    head: torch.nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None:
+        raise TrainError(f"{type(model).__name__} has no output layer", expected="a causal language model")
+
+    def keep_predictors(_module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden = args[0]
+        return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.predictor_n)[None], *args[1:])
+
+    # The hook narrows the output layer's input and leaves everything around it to the model, because some
+    # architectures scale or cap the logits afterwards.
+    handle = head.register_forward_pre_hook(keep_predictors)
+    try:
+        logits = model(input_ids=micro.tokens_bl, use_cache=False).logits
+    finally:
+        handle.remove()
+    if logits.shape[:2] != (1, micro.predictor_n.numel()):
+        raise TrainError(
+            f"{type(model).__name__} returned logits of shape {tuple(logits.shape)}",
+            expected=f"(1, {micro.predictor_n.numel()}, vocabulary)",
+        )
+    selected: torch.Tensor = logits[0]
+    return selected
+
+
+def _pad(values_n: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    padded_bt = values_n.new_zeros(micro.response_bt.shape)
+    return padded_bt.masked_scatter(micro.response_bt, values_n)

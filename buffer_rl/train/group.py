@@ -1,0 +1,131 @@
+"""The trainer's ranks as Ray actors.
+
+Who waits for whom: a rank waits for the Buffer (its rows) and, with several ranks, for the other ranks in the
+gradient reduction; the driver waits for all ranks, with a deadline.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+import torch.distributed
+
+from buffer_rl.buffer.client import BufferClient
+from buffer_rl.cluster.logs import redirect_output
+from buffer_rl.cluster.worker_group import WorkerGroup
+from buffer_rl.config import load_args
+from buffer_rl.contracts import Trainer
+from buffer_rl.errors import TrainError
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.train.options import TrainOptions
+from buffer_rl.types import TrainBatch
+
+FIELD_OF_ROLE = {"ref": "ref_log_probs", "actor": "old_log_probs"}
+
+
+@ray.remote(max_restarts=0, num_cpus=0)
+class TrainRank:
+    """One rank: a ``Trainer`` and the rows that it works on."""
+
+    def __init__(self, args_text: str, buffer: Any, rank: int, world_size: int, log_path: str) -> None:
+        redirect_output(log_path)
+        self._args = load_args(args_text)
+        self._rank, self._world_size = rank, world_size
+        self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"train-{rank}")
+        self._built: Trainer | None = None
+        self._batch: TrainBatch | None = None
+
+    def host(self) -> tuple[str, int]:
+        """This rank's address and a free port, for the ranks to meet at."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def setup(self, master: str, port: int) -> None:
+        """Join the other ranks, which meet at ``master:port``, and build the model."""
+        if self._world_size > 1:
+            torch.distributed.init_process_group(
+                "nccl" if torch.cuda.is_available() and self._args.train_device != "cpu" else "gloo",
+                init_method=f"tcp://{master}:{port}",
+                rank=self._rank,
+                world_size=self._world_size,
+                timeout=timedelta(seconds=self._args.train_timeout_s),
+            )
+        registry = PluginRegistry(blocked=blocked_plugins(self._args.plugin))
+        self._built = registry.resolve("trainer", self._args.train_backend)(self._args, self._rank, self._world_size)
+
+    @property
+    def _trainer(self) -> Trainer:
+        if self._built is None:
+            raise TrainError("the model is not built", hint="call setup(master, port) first")
+        return self._built
+
+    def fetch(self, rollout_id: int) -> None:
+        """Get this rank's rows of a step."""
+        self._batch = self._buffer.get_data(rollout_id, self._rank, self._world_size)
+
+    def log_probs(self, role: str) -> None:
+        """Compute a role's log-probabilities of the fetched rows; they go into the pool, and stay here."""
+        batch = self._fetched()
+        field = FIELD_OF_ROLE[role]
+        batch.columns[field] = self._trainer.log_probs(role, batch)
+        self._buffer.put_fields(batch.task, batch.row_ids, {field: batch.columns[field]})
+
+    def train(self) -> dict[str, float]:
+        """Advantages, forward and backward, and one optimizer step on the fetched rows."""
+        batch = self._fetched()
+        self._trainer.compute_advantages(batch)
+        shares = self._trainer.forward_backward(batch)
+        same = self._trainer.optimizer_step()
+        self._batch = None
+        return {**{f"sum/{name}": value for name, value in shares.items()}, **same}
+
+    def save_hf(self, path: str) -> None:
+        """Write the weights as a Hugging Face folder."""
+        self._trainer.save_hf(path)
+
+    def save(self, path: str) -> None:
+        """Write everything that a resume needs."""
+        self._trainer.save(path)
+
+    def load(self, path: str) -> None:
+        """The inverse of ``save``."""
+        self._trainer.load(path)
+
+    def _fetched(self) -> TrainBatch:
+        if self._batch is None:
+            raise TrainError("no rows were fetched", hint="call fetch(rollout_id) first")
+        return self._batch
+
+
+def combine_metrics(method: str, answers: list[Any]) -> Any:
+    """Ranks' metrics as one: shares add up, the rest is alike on every rank."""
+    if method != "train":
+        return answers[0]
+    metrics: dict[str, float] = {}
+    for name, value in answers[0].items():
+        kind, _, rest = name.partition("/")
+        if kind == "sum":
+            metrics[f"train/{rest}"] = sum(answer[name] for answer in answers)
+        else:
+            metrics[f"train/{name}"] = value
+    return metrics
+
+
+def start_train_group(args: TrainOptions, args_text: str, buffer: Any, log_dir: str, num_gpus: float) -> WorkerGroup:
+    """Start the ranks; they have built their models when ``setup`` has answered (see ``launch``).
+
+    num_gpus: accelerators of each rank; 0 on a machine without.
+    """
+    world_size = args.num_train_ranks
+    threads = str(args.num_train_threads)
+    options = {"num_gpus": num_gpus, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}}}
+    actors = [
+        TrainRank.options(**options).remote(args_text, buffer, rank, world_size, f"{log_dir}/train_{rank}.log")
+        for rank in range(world_size)
+    ]
+    return WorkerGroup("train", actors, combine=combine_metrics)

@@ -1,0 +1,131 @@
+"""Loading, exporting and writing Hugging Face causal language models, from folders only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from buffer_rl.errors import ConfigError
+
+BUCKET_BYTES = 256 * 1024 * 1024
+"""Largest bucket of ``weight_buckets``: large enough to amortise a transfer, small beside an engine's memory."""
+
+
+def pick_device(requested: str) -> torch.device:
+    """The device for ``--train-device``: ``auto`` takes CUDA where there is one. Raises ConfigError."""
+    if requested == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "CUDA was asked for and torch sees no CUDA device",
+            where="--train-device",
+            hint="use --train-device cpu, or install a CUDA build of torch",
+        )
+    return torch.device(requested)
+
+
+def load_model(path: str | None, device: torch.device, flag: str) -> PreTrainedModel:
+    """The model in the folder ``path``, in float32 on ``device``, without dropout.
+
+    Nothing is fetched and no code of the folder is run. ``flag`` is the option that named the folder, for messages.
+    Raises ConfigError if the folder is missing, damaged, or lacks weights that the architecture has (transformers
+    would fill them with random numbers).
+    """
+    folder = _checked_folder(path, flag)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    except Exception as error:  # fault boundary: a damaged folder fails in many ways, all for the user to mend
+        raise ConfigError(
+            f"{folder} does not load as a causal language model: {type(error).__name__}: {error}", where=flag
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    absent = sorted(loaded[1]["missing_keys"])
+    if absent:
+        raise ConfigError(f"{folder} lacks {len(absent)} weights of its architecture, such as {absent[0]}", where=flag)
+    # eval() turns dropout off for good: with it, the probabilities of a token would differ between two passes, and
+    # the ratio of new to old probabilities would not start at 1.
+    torch.nn.Module.to(model, device)
+    torch.nn.Module.eval(model)
+    return model
+
+
+def load_tokenizer(path: str | None, flag: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in the folder ``path``. Raises ConfigError if it is missing or damaged."""
+    folder = _checked_folder(path, flag)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # fault boundary, as in load_model
+        raise ConfigError(
+            f"the tokenizer in {folder} does not load: {type(error).__name__}: {error}", where=flag
+        ) from error
+
+
+def save_hf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load."""
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def hf_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The weights under the names of a Hugging Face checkpoint; tied weights once, under the name that is kept there.
+
+    The tensors share memory with the model where no conversion is needed.
+    """
+    return dict(revert_weight_conversion(model, unique_state(model)))
+
+
+def unique_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The weights under the model's own names, each storage once."""
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    state = model.state_dict()
+    kept: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    for name in sorted(state, key=lambda n: n in tied):  # the sort is stable: a tied name comes after its source
+        tensor = state[name].detach()
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if key not in seen or tensor.numel() == 0:
+            seen.add(key)
+            kept[name] = tensor
+    return kept
+
+
+def weight_buckets(
+    state: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[dict[str, torch.Tensor]]:
+    """``state`` as CPU tensors in buckets of at most ``bucket_bytes``; a larger tensor has a bucket of its own.
+
+    Tensors that are on the CPU already are copied, so that a bucket stays as it is when the weights move on.
+    """
+    bucket: dict[str, Any] = {}
+    filled = 0
+    for name, tensor in state.items():
+        size = tensor.numel() * tensor.element_size()
+        if bucket and filled + size > bucket_bytes:
+            yield bucket
+            bucket, filled = {}, 0
+        bucket[name] = tensor.to("cpu", copy=True).contiguous()
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def _checked_folder(path: str | None, flag: str) -> str:
+    if not path:
+        raise ConfigError("no model was named", where=flag, expected="a Hugging Face folder")
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        what = "has no config.json" if folder.is_dir() else "does not exist"
+        raise ConfigError(
+            f"the folder {path} {what}",
+            where=flag,
+            expected="a folder with config.json, safetensors files and a tokenizer",
+            hint="download the model first: nothing is fetched from a hub here",
+        )
+    return str(folder)

@@ -1,0 +1,132 @@
+"""AdamW over a model's parameters: learning-rate schedule, reduction over ranks, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from buffer_rl.errors import CheckpointError, TrainError
+
+
+def learning_rate(args: Any, step: int) -> float:
+    """The learning rate of optimizer step ``step`` (counted from 0): linear warm-up over ``lr_warmup_iters`` steps to
+    ``lr``, then constant. The first step already has ``lr / lr_warmup_iters``: a step with 0 would be wasted."""
+    if step >= args.lr_warmup_iters:
+        return float(args.lr)
+    return float(args.lr) * (step + 1) / float(args.lr_warmup_iters)
+
+
+class Optimizer:
+    """AdamW (arXiv 1711.05101) with one step counter.
+
+    Weight decay applies to matrices only: biases and norms, which have one dimension, are left out, as in
+    Megatron-LM and nanoGPT.
+    """
+
+    def __init__(self, args: Any, model: torch.nn.Module, world_size: int) -> None:
+        self.step_count = 0
+        self._args = args
+        self._world_size = world_size
+        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        decayed = [p for _, p in self._named if p.ndim > 1]
+        others = [p for _, p in self._named if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self._adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=args.lr,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_eps,
+            # One kernel for each step in place of a dozen for each parameter; on CPU and CUDA alike.
+            fused=True,
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the accumulated gradients."""
+        self._adam.zero_grad(set_to_none=True)
+
+    def step(self) -> dict[str, float]:
+        """Sum the gradients over ranks, clip them to ``clip_grad``, step, and zero them.
+
+        Returns ``grad_norm`` (before clipping) and ``lr``. Raises TrainError if the norm is not finite; the
+        parameters and the optimizer's state are then unchanged and the gradients are gone. The norm is that of the
+        sum, so every rank raises or none.
+        """
+        gradients = self._reduced_gradients()
+        norm = torch.nn.utils.get_total_norm(gradients)
+        grad_norm = float(norm)
+        if not torch.isfinite(norm):
+            self.zero_grad()
+            raise TrainError(
+                f"the gradient norm is {grad_norm}",
+                where=f"optimizer step {self.step_count}",
+                expected="a finite number",
+                hint="look at the loss metrics of this step and at its rewards; a lower --lr often helps",
+            )
+        if self._args.clip_grad > 0:
+            torch.nn.utils.clip_grads_with_norm_([p for _, p in self._named], self._args.clip_grad, norm)
+        lr = learning_rate(self._args, self.step_count)
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        self.zero_grad()
+        self.step_count += 1
+        return {"grad_norm": grad_norm, "lr": lr}
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Adam's moments and step of each parameter, as ``{field}.{parameter name}``; empty before the first step."""
+        return {
+            f"{key}.{name}": value
+            for name, parameter in self._named
+            for key, value in self._adam.state.get(parameter, {}).items()
+        }
+
+    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor], step_count: int) -> None:
+        """The inverse of ``state_tensors``. Raises CheckpointError, with nothing changed, if something does not fit."""
+        parameters = dict(self._named)
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            field, _, name = key.partition(".")
+            if name not in parameters:
+                raise CheckpointError(f"optimizer state of {name!r}, which this model does not have")
+            if field != "step" and tensor.shape != parameters[name].shape:
+                raise CheckpointError(
+                    f"optimizer state {key} has shape {tuple(tensor.shape)}",
+                    expected=f"{tuple(parameters[name].shape)}",
+                )
+            states.setdefault(name, {})[field] = tensor
+        expected = set() if step_count == 0 else set(parameters)
+        fields = {"step", "exp_avg", "exp_avg_sq"}
+        if set(states) != expected or any(set(state) != fields for state in states.values()):
+            raise CheckpointError(
+                f"the optimizer state at step {step_count} covers {len(states)} parameters or lacks moments",
+                expected=f"{sorted(fields)} of {len(expected)} parameters",
+            )
+        self._adam.state.clear()
+        for name, state in states.items():
+            parameter = parameters[name]
+            self._adam.state[parameter] = {key: value.to(parameter.device).clone() for key, value in state.items()}
+        self.step_count = step_count
+        self.zero_grad()
+
+    def move_state(self, device: torch.device) -> None:
+        """Move the moments to ``device``."""
+        for state in self._adam.state.values():
+            for key, value in state.items():
+                state[key] = value.to(device)
+
+    def _reduced_gradients(self) -> list[torch.Tensor]:
+        for _, parameter in self._named:
+            if parameter.grad is None:  # a rank without rows still takes part in the sum
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for _, p in self._named if p.grad is not None]
+        if self._world_size > 1:
+            # Losses are shares of the whole step, so gradients are summed, not averaged; one flat buffer is one call.
+            flat = torch.cat([g.reshape(-1) for g in gradients])
+            dist.all_reduce(flat)
+            parts = torch.split(flat, [g.numel() for g in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        return gradients

@@ -1,0 +1,134 @@
+"""What a trainer rank writes into a checkpoint folder and reads back.
+
+``weights.safetensors`` and ``optimizer.safetensors`` are equal on all data-parallel ranks and written by rank 0;
+``trainer.json`` has the step; ``random_{rank}.json`` is each rank's own. Nothing is pickled. Making the folder durable
+and visible at once (temporary folder, fsync, rename) is the caller's part.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from buffer_rl.errors import CheckpointError
+from buffer_rl.train.optimizer import Optimizer
+
+FORMAT = 1
+"""Version of this layout; a reader refuses others."""
+
+
+def save_state(
+    path: str, model: torch.nn.Module, optimizer: Optimizer, weights: Mapping[str, torch.Tensor], rank: int
+) -> None:
+    """Write this rank's part. ``weights``: the tensors of ``model``, each storage once."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        save_file(_on_cpu(weights), folder / "weights.safetensors")
+        save_file(_on_cpu(optimizer.state_tensors()), folder / "optimizer.safetensors")
+        meta = {"format": FORMAT, "step": optimizer.step_count, "model": type(model).__name__}
+        (folder / "trainer.json").write_text(json.dumps(meta))
+    (folder / f"random_{rank}.json").write_text(json.dumps(_random_state()))
+
+
+def load_state(
+    path: str, model: torch.nn.Module, optimizer: Optimizer, weights: Mapping[str, torch.Tensor], rank: int
+) -> None:
+    """The inverse of ``save_state``; copies into ``weights`` in place.
+
+    A rank that the saved run did not have (it had fewer ranks) keeps its own random state.
+    Raises CheckpointError if a file is missing or damaged, or belongs to another model.
+    """
+    folder = Path(path)
+    meta = _read_json(folder / "trainer.json")
+    if meta.get("format") != FORMAT or meta.get("model") != type(model).__name__:
+        raise CheckpointError(
+            f"a checkpoint of format {meta.get('format')} for {meta.get('model')}",
+            where=str(folder),
+            expected=f"format {FORMAT} for {type(model).__name__}",
+        )
+    saved = _read_tensors(folder / "weights.safetensors")
+    wanted = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    if wanted != found:
+        differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        name = differing[0]
+        raise CheckpointError(
+            f"{len(differing)} weights do not fit, such as {name}: {found.get(name, 'absent')}",
+            where=str(folder / "weights.safetensors"),
+            expected=f"{wanted.get(name, 'absent')}",
+            hint="the checkpoint was made by another --hf-checkpoint",
+        )
+    moments = _read_tensors(folder / "optimizer.safetensors")
+    random_file = folder / f"random_{rank}.json"
+    random_state = _read_json(random_file) if rank == 0 or random_file.exists() else None
+    optimizer.load_state_tensors(moments, int(meta["step"]))
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            tensor.copy_(saved[name])
+    if random_state is not None:
+        _set_random_state(random_state, random_file)
+
+
+def _on_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _random_state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": torch.cuda.get_rng_state().numpy().tobytes().hex() if torch.cuda.is_available() else None,
+    }
+
+
+def _set_random_state(state: Mapping[str, Any], file: Path) -> None:
+    try:
+        version, words, gauss = state["python"]
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        random.setstate((version, tuple(words), gauss))
+        np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(_byte_tensor(state["torch"]))
+        if state["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the random state is damaged: {error}", where=str(file)) from error
+
+
+def _byte_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    _require(file)
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"not a readable safetensors file: {error}", where=str(file)) from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    _require(file)
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"not readable: {error}", where=str(file)) from error
+    if not isinstance(value, dict):
+        raise CheckpointError("not a JSON object", where=str(file))
+    return value
+
+
+def _require(file: Path) -> None:
+    if not file.is_file():
+        raise CheckpointError(f"{file.name} is missing", where=str(file.parent), hint="the checkpoint is incomplete")

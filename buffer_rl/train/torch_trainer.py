@@ -1,0 +1,229 @@
+"""The default trainer backend: one data-parallel rank that trains a Hugging Face causal language model with torch.
+
+Every rank holds the whole model and works on its own rows; ranks meet only in ``optimizer_step`` (one sum of the
+gradients), which waits for all of them, at most ``train_timeout_s``. A failure that only some ranks see must therefore
+end the whole group; a gradient that is not finite is seen by all.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from buffer_rl.algo.batching import micro_batches
+from buffer_rl.algo.losses import sft_loss
+from buffer_rl.contracts import LossOutputs
+from buffer_rl.errors import ConfigError, PluginError, TrainError
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.train import model as models
+from buffer_rl.train.collate import collate, loss_inputs, split_rows
+from buffer_rl.train.forward import response_log_probs
+from buffer_rl.train.optimizer import Optimizer
+from buffer_rl.train.state import load_state, save_state
+from buffer_rl.types import TrainBatch
+
+
+class TorchTrainer:
+    """Implements ``buffer_rl.contracts.Trainer``.
+
+    ``forward_backward`` may be called several times, with parts of a step's rows, before one ``optimizer_step``.
+    ``log_probs`` and ``forward_backward`` group equal rows into equal micro-batches, so the first ratio of new to
+    old probability is exactly 1.
+
+    Raises ConfigError if the model, the tokenizer or the device is not there, PluginError if the loss or the
+    advantage estimator does not resolve.
+    """
+
+    def __init__(self, args: Any, rank: int, world_size: int) -> None:
+        self._args = args
+        self._rank = rank
+        self._world_size = world_size
+        registry = PluginRegistry()
+        loss = args.custom_loss_function_path or args.loss_type
+        estimator = args.custom_advantage_function_path or args.advantage_estimator
+        self._loss: Callable[..., LossOutputs] = registry.resolve("loss", loss)
+        self._estimate_advantages: Callable[..., None] = registry.resolve("advantage", estimator)
+        self._supervised = self._loss is sft_loss
+        self._temperature = _loss_temperature(args, self._supervised)
+
+        self._device = models.pick_device(args.train_device)
+        _prepare_torch(args, rank, self._device)
+        self._actor = models.load_model(args.hf_checkpoint, self._device, "--hf-checkpoint")
+        self._tokenizer = models.load_tokenizer(args.hf_checkpoint, "--hf-checkpoint")
+        self._ref: PreTrainedModel | None = None
+        if args.use_kl_loss:
+            self._ref = self._load_ref()
+        self._optimizer = Optimizer(args, self._actor, world_size)
+        self._asleep = False
+        if world_size > 1:
+            _join_process_group(args, rank, world_size, self._device)
+
+    def log_probs(self, role: str, batch: TrainBatch) -> list[np.ndarray]:
+        """Log-probabilities of the response tokens under ``role``: "actor", or "ref", whose model is loaded when it
+        is first needed. Per row ``[response_length]`` float32, in nats, at the sampling temperature."""
+        self._require_awake()
+        model = self._model(role)
+        rows: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(batch)
+        for indices in micro_batches(batch.lengths, self._args.max_tokens_per_gpu):
+            micro = collate(batch.select(indices), self._device)
+            with torch.no_grad():
+                log_probs_bt, _ = response_log_probs(model, micro, self._temperature, with_entropy=False)
+            for index, row in zip(indices, split_rows(log_probs_bt, micro.response_lengths), strict=True):
+                rows[index] = row
+        return rows
+
+    def compute_advantages(self, batch: TrainBatch) -> None:
+        """Set the columns ``advantages`` and ``returns`` of ``batch`` by the chosen estimator; policy losses need
+        them. Call it on a rank's rows before ``forward_backward``. The supervised loss has none: nothing is done.
+
+        Raises PluginError if the estimator did not set both columns."""
+        if self._supervised:
+            return
+        self._estimate_advantages(self._args, batch)
+        for name in ("advantages", "returns"):
+            if name not in batch.columns:
+                raise PluginError(f"the advantage estimator did not set the column {name}", where=batch.task)
+
+    def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
+        """Accumulate the gradient of the loss shares of ``batch``; metrics are shares that add up over calls and
+        ranks. A batch without rows contributes nothing."""
+        self._require_awake()
+        sums: dict[str, torch.Tensor] = {}
+        for indices in micro_batches(batch.lengths, self._args.max_tokens_per_gpu):
+            rows = batch.select(indices)
+            micro = collate(rows, self._device)
+            log_probs_bt, entropy_bt = response_log_probs(
+                self._actor, micro, self._temperature, entropy_gradient=self._args.entropy_coef > 0
+            )
+            outputs = self._loss(self._args, loss_inputs(rows, micro, log_probs_bt, entropy_bt))
+            _check_outputs(outputs)
+            outputs.loss.backward()
+            for name, value in outputs.metrics.items():
+                share = torch.as_tensor(value, device=self._device).detach()
+                sums[name] = sums[name] + share if name in sums else share
+        return {name: float(value) for name, value in sums.items()}
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Sum the gradients over ranks, clip, step, zero them. Metrics: ``grad_norm``, ``lr``.
+
+        Raises TrainError on every rank, with the parameters unchanged, if the gradient is not finite."""
+        self._require_awake()
+        return self._optimizer.step()
+
+    def export_buckets(self) -> Iterator[dict[str, Any]]:
+        """The actor's weights under Hugging Face names as CPU tensors, tied weights once, in buckets of at most
+        256 MB (a larger tensor has its own). Available on every rank, and asleep too."""
+        yield from models.weight_buckets(models.hf_state(self._actor))
+
+    def save_hf(self, path: str) -> None:
+        """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. Only rank 0 writes."""
+        if self._rank == 0:
+            models.save_hf(self._actor, self._tokenizer, path)
+
+    def save(self, path: str) -> None:
+        """Write this rank's part of a checkpoint into the folder ``path`` (see ``buffer_rl.train.state``).
+
+        Raises TrainError between ``forward_backward`` and ``optimizer_step``: gradients are not saved."""
+        if any(parameter.grad is not None for parameter in self._actor.parameters()):
+            raise TrainError("there are gradients of an unfinished step", hint="save after optimizer_step")
+        save_state(path, self._actor, self._optimizer, models.unique_state(self._actor), self._rank)
+
+    def load(self, path: str) -> None:
+        """The inverse of ``save``. Raises CheckpointError if something is missing, damaged or does not fit."""
+        load_state(path, self._actor, self._optimizer, models.unique_state(self._actor), self._rank)
+
+    def sleep(self) -> None:
+        """Move models, gradients and optimizer state to the CPU and give the CUDA memory back.
+
+        On the CPU there is nothing to give back and nothing moves. Until ``wake_up`` nothing can be computed."""
+        self._asleep = True
+        if self._device.type == "cuda":
+            self._move(torch.device("cpu"))
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        """The inverse of ``sleep``."""
+        if self._device.type == "cuda":
+            self._move(self._device)
+        self._asleep = False
+
+    def _model(self, role: str) -> PreTrainedModel:
+        if role == "actor":
+            return self._actor
+        if role == "ref":
+            if self._ref is None:
+                self._ref = self._load_ref()
+            return self._ref
+        raise TrainError(f"there is no role {role!r}", where="log_probs", expected="actor or ref")
+
+    def _load_ref(self) -> PreTrainedModel:
+        flag = "--ref-load" if self._args.ref_load else "--hf-checkpoint"
+        model = models.load_model(self._args.ref_load or self._args.hf_checkpoint, self._device, flag)
+        return model.requires_grad_(False)
+
+    def _move(self, device: torch.device) -> None:
+        _move_module(self._actor, device)
+        if self._ref is not None:
+            _move_module(self._ref, device)
+        self._optimizer.move_state(device)
+
+    def _require_awake(self) -> None:
+        if self._asleep:
+            raise TrainError("the trainer sleeps", where=f"rank {self._rank}", hint="call wake_up first")
+
+
+def _move_module(module: torch.nn.Module, device: torch.device) -> None:
+    module.to(device)  # in place: the parameters stay the objects that the optimizer knows
+
+
+def _loss_temperature(args: Any, supervised: bool) -> float:
+    """What logits are divided by: the sampling temperature, so that ratios compare equal distributions. Greedy
+    sampling (0) has no such distribution, and supervised tokens were not sampled: both use 1."""
+    if supervised or args.rollout_temperature <= 0:
+        return 1.0
+    return float(args.rollout_temperature)
+
+
+def _prepare_torch(args: Any, rank: int, device: torch.device) -> None:
+    torch.set_num_threads(args.num_train_threads)
+    random.seed(args.seed + rank)
+    np.random.seed((args.seed + rank) % 2**32)
+    torch.manual_seed(args.seed + rank)
+    if args.deterministic:
+        if device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
+        torch.use_deterministic_algorithms(True)
+
+
+def _join_process_group(args: Any, rank: int, world_size: int, device: torch.device) -> None:
+    if dist.is_initialized():
+        return
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
+        raise ConfigError(
+            f"{' and '.join(absent)} not set",
+            where=f"trainer rank {rank} of {world_size}",
+            expected="the address of rank 0 in the environment, or an initialised torch.distributed",
+        )
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=args.train_timeout_s)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _check_outputs(outputs: object) -> None:
+    if not isinstance(outputs, LossOutputs):
+        raise PluginError(f"the loss returned {type(outputs).__name__}", expected="buffer_rl.contracts.LossOutputs")
+    loss = outputs.loss
+    if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
+        raise PluginError(
+            "the loss is not a scalar tensor that depends on inputs.log_probs with gradient",
+            expected="LossOutputs(loss=<scalar tensor>, metrics=...)",
+        )

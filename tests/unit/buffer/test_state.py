@@ -1,0 +1,337 @@
+"""The Buffer's logic without Ray: leases, queue, pools, commit and release, save and load."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from buffer_rl.buffer.ledger import GroupState, MemoryLedger
+from buffer_rl.buffer.pool import LocalDataPlane
+from buffer_rl.buffer.state import BufferState
+from buffer_rl.config import compose
+from buffer_rl.data.source import EvalSource, JsonlDataSource
+from buffer_rl.errors import BufferStateError, CheckpointError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.types import Sample, SampleGroup, Ticket
+
+
+def write_rows(folder: Path, count: int) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}", "label": str(i)}) + "\n" for i in range(count)))
+    return str(path)
+
+
+def make_state(path: str, *, groups_per_step: int, samples: int = 2, eval_too: bool = False) -> BufferState:
+    args: Any = compose(CORE_SECTIONS)(
+        prompt_data=path,
+        n_samples_per_prompt=samples,
+        rollout_batch_size=groups_per_step,
+        eval_prompt_data=[f"held={path}"] if eval_too else [],
+    )
+    evals = EvalSource(args)
+    return BufferState(
+        JsonlDataSource(args),
+        ledger=MemoryLedger(),
+        plane=LocalDataPlane(),
+        eval_plane=LocalDataPlane(),
+        groups_per_step=groups_per_step,
+        eval_groups=lambda: [group for name in evals.names for group in evals.groups(name)],
+    )
+
+
+def columns_of(group: SampleGroup) -> dict[str, Any]:
+    """Rows whose first token is the row number, and whose lengths differ."""
+    rows = len(group)
+    return {
+        "tokens": [np.full(3 + i, group.uid.row, dtype=np.int32) for i in range(rows)],
+        "loss_mask": [np.ones(2 + i, dtype=np.float32) for i in range(rows)],
+        "reward": np.arange(rows, dtype=np.float32),
+    }
+
+
+def finish(state: BufferState, ticket: Ticket, group: SampleGroup) -> None:
+    rows = [sample.row_id for sample in group]
+    state.finish(ticket, group.uid, group.attempt, rows, columns_of(group))
+
+
+def run_step(state: BufferState, rollout_id: int) -> list[str]:
+    ticket = state.generate(rollout_id)
+    groups = state.get_samples(ticket, ticket.num_groups)
+    for group in groups:
+        finish(state, ticket, group)
+    state.close_rollout(ticket)
+    state.commit(rollout_id, rollout_id + 1)
+    state.release(rollout_id + 1)
+    return [str(group.uid) for group in groups]
+
+
+def test_a_step_moves_its_groups_through_all_states(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 5), groups_per_step=3)
+    ticket = state.generate(0)
+    groups = state.get_samples(ticket, 3)
+    source = groups[0].uid.source
+
+    def counts() -> dict[str, int]:
+        found = state.counts(source, 0, 5)
+        assert sum(found.values()) == 5
+        return {name: number for name, number in found.items() if number}
+
+    assert counts() == {"pending": 2, "leased": 3}
+    for group in groups:
+        finish(state, ticket, group)
+    assert counts() == {"pending": 2, "finished": 3}
+    report = state.close_rollout(ticket)
+    assert (report.num_groups, report.num_rows, report.drops, report.surplus) == (3, 6, {}, 0)
+    batch = state.get_data(0)
+    assert [str(row.uid) for row in batch.row_ids[::2]] == sorted(str(group.uid) for group in groups)
+    assert batch.total_rows == 6
+    assert batch.total_tokens == 3 * (2 + 3)
+    state.commit(0, 1)
+    assert counts() == {"pending": 2, "trained": 3}
+    state.release(1)
+    with pytest.raises(BufferStateError, match="no pool train_0"):
+        state.get_data(0)
+
+
+def test_what_is_leased_and_never_mentioned_is_rejected_as_unreported(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 5), groups_per_step=2)
+    ticket = state.generate(0)
+    groups = state.get_samples(ticket, 4)
+    finish(state, ticket, groups[0])
+    state.reject(ticket, groups[1].uid, groups[1].attempt, "zero_std")
+    report = state.close_rollout(ticket)
+    assert report.drops == {"unreported": 2, "zero_std": 1}
+    assert state.counts(groups[0].uid.source, 0, 5)[GroupState.REJECTED] == 3
+
+
+def test_surplus_goes_back_as_prompts_in_the_order_of_admission_and_is_leased_first(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 8), groups_per_step=2)
+    ticket = state.generate(0)
+    groups = state.get_samples(ticket, 5)
+    for group in reversed(groups):
+        for sample in group:
+            sample.response, sample.response_length = "written", 2
+        finish(state, ticket, group)
+    report = state.close_rollout(ticket)
+    assert (report.num_groups, report.surplus) == (2, 3)
+    assert {row.uid for row in state.get_data(0).row_ids} == {groups[0].uid, groups[1].uid}
+    assert state.get_buffer_length() == 3
+    state.commit(0, 1)
+    state.release(1)
+    again = state.get_samples(state.generate(1), 3)
+    assert [group.uid for group in again] == [group.uid for group in groups[2:]]
+    assert [group.attempt for group in again] == [2, 2, 2]
+    assert all(sample.response == "" and sample.tokens == [] for group in again for sample in group)
+
+
+def test_given_back_groups_are_leased_before_new_rows(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 8), groups_per_step=2)
+    ticket = state.generate(0)
+    first, second = state.get_samples(ticket, 2)
+    state.add_samples(ticket, [(second.uid, second.attempt)])
+    assert state.get_buffer_length() == 1
+    assert [group.uid for group in state.get_samples(ticket, 2)][0] == second.uid
+    assert first.uid != second.uid
+
+
+def test_reports_without_a_live_lease_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 6), groups_per_step=2)
+    ticket = state.generate(0)
+    group, other = state.get_samples(ticket, 2)
+    finish(state, ticket, group)
+    with pytest.raises(BufferStateError, match="not leased"):
+        finish(state, ticket, group)
+    with pytest.raises(BufferStateError, match="not leased"):
+        state.reject(ticket, group.uid, group.attempt, "late")
+    with pytest.raises(BufferStateError, match="not leased"):
+        state.reject(ticket, other.uid, other.attempt + 1, "of another attempt")
+    finish(state, ticket, other)
+    state.close_rollout(ticket)
+    with pytest.raises(BufferStateError, match="not open"):
+        state.get_samples(ticket, 1)
+    assert state.counts(group.uid.source, 0, 6)[GroupState.FINISHED] == 2
+
+
+def test_a_ticket_of_another_incarnation_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, 4)
+    ticket = make_state(path, groups_per_step=2).generate(0)
+    restarted = make_state(path, groups_per_step=2)
+    restarted.generate(0)
+    with pytest.raises(BufferStateError, match="not open"):
+        restarted.get_samples(ticket, 1)
+
+
+def test_ranks_get_each_row_once_and_the_same_rows_again(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 9), groups_per_step=5, samples=3)
+    ticket = state.generate(0)
+    for group in state.get_samples(ticket, 5):
+        finish(state, ticket, group)
+    state.close_rollout(ticket)
+    shares = [state.get_data(0, rank, 2) for rank in range(2)]
+    rows = [row for share in shares for row in share.row_ids]
+    assert sorted(rows) == sorted(state.get_data(0).row_ids)
+    assert state.get_data(0, 1, 2).row_ids == shares[1].row_ids
+    assert all(share.total_rows == 15 and share.total_tokens == 5 * (2 + 3 + 4) for share in shares)
+    assert abs(sum(shares[0].lengths) - sum(shares[1].lengths)) <= 5
+    for share in shares:
+        for row, tokens, reward in zip(share.row_ids, share.columns["tokens"], share.columns["reward"], strict=True):
+            assert (tokens[0], len(tokens), reward) == (row.uid.row, 3 + row.sample_index, row.sample_index)
+
+
+def test_commit_and_release_are_two_things(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 6), groups_per_step=2)
+    ticket = state.generate(0)
+    with pytest.raises(BufferStateError, match="no pool"):
+        state.commit(0, 1)
+    for group in state.get_samples(ticket, 2):
+        finish(state, ticket, group)
+    state.close_rollout(ticket)
+    with pytest.raises(BufferStateError, match="not committed"):
+        state.release(1)
+    state.commit(0, 1)
+    state.commit(0, 1)
+    with pytest.raises(BufferStateError, match="committed at step 1"):
+        state.commit(0, 2)
+    assert len(state.get_data(0)) == 4
+    state.release(1)
+    with pytest.raises(BufferStateError, match="older than"):
+        state.release(0)
+    with pytest.raises(BufferStateError, match="trained on at step 1"):
+        state.generate(0)
+
+
+def test_an_evaluation_hands_out_each_prompt_once_and_leaves_the_ledger_alone(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 4), groups_per_step=2, eval_too=True)
+    train = state.generate(0)
+    mine = state.get_samples(train, 2)
+    ticket = state.generate(0, evaluation=True)
+    assert ticket.num_groups == 4
+    groups = state.get_samples(ticket, 3)
+    groups += state.get_samples(ticket, 3)
+    assert state.get_samples(ticket, 3) == []
+    assert [group.samples[0].prompt for group in groups] == ["p0", "p1", "p2", "p3"]
+    assert {group.data_set for group in groups} == {"held"}
+    for group in groups:
+        finish(state, ticket, group)
+    assert state.close_rollout(ticket).num_groups == 4
+    assert len(state.get_eval_data(0)) == 4
+    state.clear(ticket.task)
+    assert state.counts(mine[0].uid.source, 0, 4)[GroupState.LEASED] == 2
+
+
+def test_three_epochs_in_one_batch_take_every_row_three_times(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 3), groups_per_step=9)
+    groups = state.get_samples(state.generate(0), 9)
+    assert Counter(group.uid.row for group in groups) == {0: 3, 1: 3, 2: 3}
+    assert Counter(group.uid.epoch for group in groups) == {0: 3, 1: 3, 2: 3}
+
+
+def test_put_fields_fill_a_field_row_by_row_and_refuse_other_content(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 4), groups_per_step=2)
+    ticket = state.generate(0)
+    for group in state.get_samples(ticket, 2):
+        finish(state, ticket, group)
+    state.close_rollout(ticket)
+    shares = [state.get_data(0, rank, 2) for rank in range(2)]
+    for number, share in enumerate(shares):
+        values = [np.full(len(mask), row.sample_index + 0.5) for row, mask in _masks(share)]
+        assert ("ref_log_probs" in state.get_data(0).columns) is False
+        state.put_fields("train_0", share.row_ids, {"ref_log_probs": values})
+        state.put_fields("train_0", share.row_ids, {"ref_log_probs": values})
+        assert number in (0, 1)
+    batch = state.get_data(0)
+    for row, value in zip(batch.row_ids, batch.columns["ref_log_probs"], strict=True):
+        assert value.tolist() == [row.sample_index + 0.5] * (2 + row.sample_index)
+    with pytest.raises(BufferStateError, match="other content"):
+        state.put_fields("train_0", batch.row_ids[:1], {"ref_log_probs": [np.zeros(2)]})
+    with pytest.raises(BufferStateError, match="named twice"):
+        state.put_fields("train_0", [batch.row_ids[0]] * 2, {"x": [np.zeros(2)] * 2})
+
+
+def _masks(batch: Any) -> Any:
+    return zip(batch.row_ids, batch.columns["loss_mask"], strict=True)
+
+
+def test_metadata_merges_and_must_be_json(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 3), groups_per_step=1)
+    state.update_metadata({"a": 1})
+    state.update_metadata({"b": [2]})
+    assert state.get_metadata() == {"a": 1, "b": [2]}
+    with pytest.raises(BufferStateError, match="not JSON"):
+        state.update_metadata({"c": object()})
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 7), per_step=st.integers(1, 5), cut=st.integers(0, 4), data=st.data())
+def test_after_a_restore_the_next_groups_are_those_of_an_uninterrupted_run(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, per_step: int, cut: int, data: st.DataObject
+) -> None:
+    path = write_rows(tmp_path_factory.mktemp("rows"), rows)
+    extra = data.draw(st.lists(st.integers(0, 3), min_size=7, max_size=7), label="surplus of each step")
+
+    def steps(state: BufferState, start: int, end: int) -> list[list[str]]:
+        taken = []
+        for rollout_id in range(start, end):
+            ticket = state.generate(rollout_id)
+            groups = state.get_samples(ticket, per_step + extra[rollout_id])
+            for group in groups:
+                finish(state, ticket, group)
+            state.close_rollout(ticket)
+            state.commit(rollout_id, rollout_id + 1)
+            state.release(rollout_id + 1)
+            taken.append([str(group.uid) for group in groups])
+        return taken
+
+    whole = steps(make_state(path, groups_per_step=per_step), 0, 7)
+    first = make_state(path, groups_per_step=per_step)
+    head = steps(first, 0, cut)
+    saved = json.loads(json.dumps(first.state_dict()))
+    second = make_state(path, groups_per_step=per_step)
+    second.load_state_dict(saved)
+    assert head + steps(second, cut, 7) == whole
+
+
+def test_a_state_saved_in_mid_rollout_brings_back_what_was_not_trained_first(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, 9)
+    state = make_state(path, groups_per_step=2)
+    ticket = state.generate(0)
+    leased = state.get_samples(ticket, 3)
+    finish(state, ticket, leased[1])
+    state.add_samples(ticket, [(leased[2].uid, leased[2].attempt)])
+    saved = json.loads(json.dumps(state.state_dict()))
+    restored = make_state(path, groups_per_step=2)
+    restored.load_state_dict(saved)
+    again = restored.get_samples(restored.generate(0), 3)
+    assert [group.uid for group in again] == [group.uid for group in leased]
+    assert [sample.prompt for group in again for sample in group] == [s.prompt for g in leased for s in g]
+    assert restored.counts(leased[0].uid.source, 0, 9)[GroupState.LEASED] == 3
+
+
+def test_a_state_of_other_data_or_another_format_is_refused(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 4), groups_per_step=2)
+    saved = state.state_dict()
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(CheckpointError, match="source_hash"):
+        make_state(write_rows(other, 5), groups_per_step=2).load_state_dict(saved)
+    with pytest.raises(CheckpointError, match="format"):
+        make_state(write_rows(tmp_path, 4), groups_per_step=2).load_state_dict({**saved, "format": 99})
+
+
+def test_prompts_handed_out_do_not_share_state_with_the_buffer(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 4), groups_per_step=1)
+    ticket = state.generate(0)
+    (group,) = state.get_samples(ticket, 1)
+    group.samples[0].metadata["touched"] = True
+    group.samples.append(Sample())
+    state.add_samples(ticket, [(group.uid, group.attempt)])
+    (again,) = state.get_samples(ticket, 1)
+    assert len(again) == 2
+    assert "touched" not in again[0].metadata

@@ -1,0 +1,130 @@
+"""Builders shared by the tests of rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.config import compose
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.testing.tiny import make_char_tokenizer
+from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket, VersionSpan
+
+USER_CODE = Path(__file__).with_name("user_code.py")
+
+
+def user(name: str) -> str:
+    """The reference of a function in ``user_code.py``."""
+    return f"{USER_CODE}:{name}"
+
+
+def make_args(**options: Any) -> Any:
+    """Options with everything at its default but ``options``."""
+    return compose(CORE_SECTIONS)(**options)
+
+
+def make_group(row: int, *, labels: Sequence[Any] = ("1", "1"), data_set: str = "", epoch: int = 0) -> SampleGroup:
+    uid = GroupUid("source", row, epoch)
+    samples = [
+        Sample(uid=uid, sample_index=i, prompt=f"prompt {row}", label=label) for i, label in enumerate(labels)
+    ]
+    return SampleGroup(uid=uid, samples=samples, incarnation="inc", data_set=data_set)
+
+
+def make_ticket(num_groups: int, *, rollout_id: int = 0, evaluation: bool = False) -> Ticket:
+    return Ticket(
+        rollout_id=rollout_id, evaluation=evaluation, num_groups=num_groups, version=rollout_id, incarnation="inc"
+    )
+
+
+@dataclass
+class Answer:
+    output_ids: list[int]
+    text: str
+    log_probs: list[float]
+    finish_reason: str
+    spans: list[VersionSpan]
+
+
+def answer(tokens: Sequence[int], finish_reason: str = "stop", version: int = 3) -> Answer:
+    return Answer(
+        output_ids=list(tokens),
+        text="".join(chr(97 + token % 26) for token in tokens),
+        log_probs=[-0.5] * len(tokens),
+        finish_reason=finish_reason,
+        spans=[VersionSpan(version, 0, len(tokens))] if tokens else [],
+    )
+
+
+@dataclass
+class ScriptedEngine:
+    """A TokenGenerator in this process: answers at once, or in an order drawn from ``order``."""
+
+    respond: Callable[[list[int], dict[str, Any]], Answer] = field(
+        default=lambda input_ids, params: answer([params["sampling_seed"] % 7 + 3] * 3)
+    )
+    order: random.Random | None = None
+    calls: list[tuple[str, list[int], dict[str, Any]]] = field(default_factory=list)
+    cancelled: int = 0
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+
+    async def agenerate(self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any]) -> Answer:
+        self.calls.append((rid, list(input_ids), sampling_params))
+        if self.order is not None:
+            turn = asyncio.get_running_loop().create_future()
+            self.waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        return self.respond(list(input_ids), sampling_params)
+
+    async def let_go(self) -> None:
+        """Answer waiting requests one at a time, in random order, until cancelled."""
+        assert self.order is not None
+        while True:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            if self.waiting:
+                self.waiting.pop(self.order.randrange(len(self.waiting))).set_result(None)
+
+
+@asynccontextmanager
+async def opened(engine: Any = None, **options: Any) -> AsyncIterator[RolloutContext]:
+    """An active context that is closed at the end."""
+    context = RolloutContext.build(
+        make_args(**options), registry=PluginRegistry(), engine=engine, tokenizer=make_char_tokenizer()
+    )
+    try:
+        with context.active():
+            yield context
+    finally:
+        await context.aclose()
+
+
+@dataclass
+class Kit:
+    """The builders of this file."""
+
+    user: Any = staticmethod(user)
+    make_args: Any = staticmethod(make_args)
+    make_group: Any = staticmethod(make_group)
+    make_ticket: Any = staticmethod(make_ticket)
+    answer: Any = staticmethod(answer)
+    ScriptedEngine: Any = ScriptedEngine
+    opened: Any = staticmethod(opened)
+
+
+@pytest.fixture(scope="session")
+def kit() -> Kit:
+    return Kit()

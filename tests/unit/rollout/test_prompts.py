@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from buffer_rl.errors import DataError, RolloutError
+from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
+from buffer_rl.testing.tiny import make_char_tokenizer
+from buffer_rl.types import Sample
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
+class CountingTokenizer:
+    """Counts how often the real tokenizer is asked."""
+
+    def __init__(self) -> None:
+        self.inner = make_char_tokenizer()
+        self.chat_template = None
+        self.calls = 0
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self.calls += 1
+        return self.inner.encode(text, add_special_tokens=add_special_tokens)
+
+
+def with_template() -> Any:
+    tokenizer = make_char_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_plain_text_is_encoded_without_special_tokens() -> None:
+    tokenizer = make_char_tokenizer("ab+")
+    assert PromptEncoder(tokenizer).encode(Sample(prompt="a+b")) == [3, 5, 4]
+
+
+def test_chat_messages_go_through_the_template() -> None:
+    tokenizer = with_template()
+    tokens = PromptEncoder(tokenizer).encode(Sample(prompt=[{"role": "user", "content": "hi"}]))
+    assert tokenizer.decode(tokens) == "<user>hi<a>"
+
+
+def test_plain_text_becomes_a_user_message_if_the_template_is_asked_for() -> None:
+    tokenizer = with_template()
+    assert tokenizer.decode(PromptEncoder(tokenizer, apply_chat_template=True).encode(Sample(prompt="hi"))) == (
+        "<user>hi<a>"
+    )
+
+
+def test_messages_without_a_template_are_a_clear_error() -> None:
+    with pytest.raises(DataError, match="list of chat messages, but the tokenizer has no chat template"):
+        PromptEncoder(make_char_tokenizer()).encode(Sample(prompt=[{"role": "user", "content": "hi"}]))
+
+
+def test_a_template_that_refuses_is_a_data_error() -> None:
+    tokenizer = with_template()
+    tokenizer.chat_template = "{{ raise_exception('system comes first') }}"
+    with pytest.raises(DataError, match="system comes first"):
+        PromptEncoder(tokenizer).encode(Sample(prompt=[{"role": "user", "content": "hi"}]))
+
+
+def test_an_empty_prompt_is_an_error() -> None:
+    with pytest.raises(DataError, match="no tokens"):
+        PromptEncoder(make_char_tokenizer()).encode(Sample(prompt=""))
+
+
+def test_one_prompt_is_tokenised_once_and_callers_cannot_change_it() -> None:
+    tokenizer = CountingTokenizer()
+    prompts = PromptEncoder(tokenizer)
+    first = prompts.encode(Sample(prompt="abc"))
+    first.append(99)
+    assert len(prompts.encode(Sample(prompt="abc"))) == 3
+    assert tokenizer.calls == 1
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Any) -> None:
+    with pytest.raises(RolloutError, match="--hf-checkpoint"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(RolloutError, match="not set"):
+        load_tokenizer(None)

@@ -1,0 +1,133 @@
+"""What users write: rewards, filters and generate functions, well and badly behaved ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from buffer_rl.types import FilterDecision, Sample, SampleGroup, Status
+
+
+def length(args: Any, sample: Sample) -> float:
+    """A good reward: the number of response tokens."""
+    return float(sample.response_length)
+
+
+def as_mapping(args: Any, sample: Sample) -> dict[str, float]:
+    return {"score": float(sample.response_length), "other": 0.0}
+
+
+def numpy_scalar(args: Any, sample: Sample) -> Any:
+    return np.float32(0.25)
+
+
+def told_by_label(args: Any, sample: Sample) -> Any:
+    """Behaves as the row's label says; every other label is the reward."""
+    match sample.label:
+        case "raise":
+            raise KeyError("no such answer")
+        case "exit":
+            raise SystemExit(3)
+        case "die":
+            os._exit(7)
+        case "segfault":
+            os.kill(os.getpid(), 11)
+        case "hang":
+            time.sleep(3600)
+        case "nan":
+            return float("nan")
+        case "inf":
+            return float("inf")
+        case "none":
+            return None
+        case "list":
+            return [1.0]
+        case "text":
+            return "1.0"
+    return float(sample.label)
+
+
+async def slow_async(args: Any, sample: Sample) -> Any:
+    if sample.label == "hang":
+        await asyncio.sleep(3600)
+    if sample.label == "raise":
+        raise KeyError("no such answer")
+    if sample.label == "none":
+        return None
+    return float(sample.label)
+
+
+class CallableReward:
+    async def __call__(self, args: Any, sample: Sample) -> float:
+        return 2.0
+
+
+callable_object = CallableReward()
+
+
+def answers_with_a_coroutine(args: Any, sample: Sample) -> Any:
+    """Looks synchronous, is not."""
+    return slow_async(args, sample)
+
+
+def process_id(args: Any, sample: Sample) -> float:
+    return float(os.getpid())
+
+
+def block_for_label(args: Any, sample: Sample) -> float:
+    time.sleep(float(sample.label))
+    return 1.0
+
+
+def keep_odd_rows(args: Any, group: SampleGroup) -> FilterDecision:
+    return FilterDecision(keep=group.uid.row % 2 == 1, reason="even")
+
+
+def keep_label(args: Any, group: SampleGroup) -> bool:
+    return group[0].label == "1"
+
+
+def drop_all(args: Any, group: SampleGroup) -> FilterDecision:
+    return FilterDecision(keep=False, reason="never_good_enough")
+
+
+async def async_filter(args: Any, group: SampleGroup) -> bool:
+    await asyncio.sleep(0)
+    return False
+
+
+def broken_filter(args: Any, group: SampleGroup) -> bool:
+    raise IndexError("filter bug")
+
+
+def filter_without_answer(args: Any, group: SampleGroup) -> Any:
+    return None
+
+
+async def two_parts(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """A generate function that fans out."""
+    parts = [Sample(prompt=sample.prompt, label=sample.label) for _ in range(2)]
+    for number, part in enumerate(parts):
+        part.tokens = [5, 6 + number]
+        part.response_length = 1
+        part.reward = float(number)
+        part.status = Status.COMPLETED
+    return parts
+
+
+def sync_generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample.tokens, sample.response_length, sample.reward = [5, 6, 7], 2, 1.0
+    sample.status = Status.COMPLETED
+    return sample
+
+
+async def broken_generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    raise ZeroDivisionError("generate bug")
+
+
+async def forgets_status(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    return sample

@@ -1,0 +1,79 @@
+"""Import rules that import-linter's contracts (pyproject.toml) cannot say: who may import something *directly*."""
+
+from __future__ import annotations
+
+import ast
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("buffer_rl", "rm_hub", "filter_hub")
+RAY_MODULES = (
+    "buffer_rl/*/actor.py",
+    "buffer_rl/*/worker.py",
+    "buffer_rl/*/client.py",
+    "buffer_rl/engine/fleet.py",
+    "buffer_rl/weights/publish.py",
+    "buffer_rl/cluster/*.py",
+    "buffer_rl/driver/runtime.py",
+    "buffer_rl/train/group.py",
+)
+OPTIONS_MAY_IMPORT = {"__future__", "typing", "buffer_rl.config"}
+
+
+def imported_names(source: str) -> set[str]:
+    """Every module that the code imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add("." * node.level + (node.module or ""))
+    return names
+
+
+def modules() -> list[Path]:
+    return sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def test_ray_is_imported_only_where_processes_meet():
+    offenders = [
+        str(path)
+        for path in modules()
+        if any(name.split(".")[0] == "ray" for name in imported_names((ROOT / path).read_text()))
+        and not any(fnmatch(str(path), pattern) for pattern in RAY_MODULES)
+    ]
+    assert offenders == []
+
+
+def test_option_sections_import_the_config_module_only():
+    offenders = {
+        str(path): names
+        for path in modules()
+        if path.name == "options.py"
+        and path.parts[0] == "buffer_rl"
+        and (names := imported_names((ROOT / path).read_text()) - OPTIONS_MAY_IMPORT)
+    }
+    assert offenders == {}
+
+
+def test_package_inits_hold_a_docstring_and_at_most_the_version():
+    for path in modules():
+        if path.name == "__init__.py":
+            body = ast.parse((ROOT / path).read_text()).body
+            kept = [node for node in body if not isinstance(node, ast.Assign)]
+            assert [type(node) for node in kept] == [ast.Expr], path
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import ray", {"ray"}),
+        ("def f():\n    from ray.util import x", {"ray.util"}),
+        ("from . import y\nimport a.b as c", {".", "a.b"}),
+    ],
+)
+def test_imports_inside_functions_are_found(source, names):
+    assert imported_names(source) == names
