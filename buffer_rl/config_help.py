@@ -34,6 +34,17 @@ class FlagParser(argparse.ArgumentParser):
         """Raises ConfigError with argparse's own words."""
         raise ConfigError(message.removeprefix("argument "), hint=f"see {self.prog} --help")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """argparse's check of choices, with the nearest one."""
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            raise ConfigError(
+                f"{name}: {value!r} is not known",
+                expected=f"one of {', '.join(choices)}",
+                hint=did_you_mean(str(value), choices),
+            )
+
 
 def add_options(parser: argparse.ArgumentParser, sections: Sequence[str | type[Section]]) -> None:
     """Add a flag for each option, grouped by section. Values stay text; ``config_sources.resolve`` converts them."""
@@ -99,13 +110,23 @@ def given_flags(namespace: argparse.Namespace) -> dict[str, Raw]:
     return {key.removeprefix(_DEST): value for key, value in vars(namespace).items() if key.startswith(_DEST)}
 
 
-def refuse_unknown(parser: argparse.ArgumentParser, extra: Sequence[str]) -> None:
-    """Raises ConfigError for arguments that no flag took, with the nearest flag."""
+def refuse_unknown(extra: Sequence[str], flags: Sequence[str], *, prog: str) -> None:
+    """Raises ConfigError for arguments that no flag took, with the nearest of ``flags``."""
     if not extra:
         return
     unknown = next((token for token in extra if token.startswith("-")), None)
     if unknown is None:
-        raise ConfigError(f"unexpected argument {extra[0]!r}", hint=f"see {parser.prog} --help")
+        raise ConfigError(f"unexpected argument {extra[0]!r}", hint=f"see {prog} --help")
     flag = unknown.partition("=")[0]
-    near = did_you_mean(flag, parser._option_string_actions)
-    raise ConfigError(f"unknown flag {flag}", hint=near or f"see {parser.prog} --help")
+    raise ConfigError(f"unknown flag {flag}", hint=did_you_mean(flag, flags) or f"see {prog} --help")
+
+
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """All flags of a parser and of its sub-commands."""
+    flags: list[str] = []
+    for action in parser._actions:
+        flags.extend(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                flags.extend(flags_of(child))
+    return flags

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from buffer_rl.config import ENV_PREFIX, Options, Section, compose, did_you_mean, env_of, flag_of
-from buffer_rl.config_help import FlagParser, add_options, given_flags, normalise_flags, refuse_unknown
+from buffer_rl.config_help import FlagParser, add_options, flags_of, given_flags, normalise_flags, refuse_unknown
 from buffer_rl.config_values import Raw, convert, option_type
 from buffer_rl.config_yaml import read_yaml
 from buffer_rl.errors import ConfigError
@@ -55,7 +55,7 @@ def parse(argv: Sequence[str], *, sections: Sequence[str | type[Section]], envir
     options_class = compose(sections)
     add_options(parser, sections)
     namespace, extra = parser.parse_known_args(normalise_flags(argv))
-    refuse_unknown(parser, extra)
+    refuse_unknown(extra, flags_of(parser), prog="buffer-rl")
     flags = given_flags(namespace)
     return resolve(options_class, flags=flags, environ=environ, config_path=namespace.config).args
 

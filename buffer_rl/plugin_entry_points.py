@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+AUTOLOAD_VARIABLE = "BUFFER_RL_DISABLE_PLUGIN_AUTOLOAD"
 OWN_DISTRIBUTION = "buffer-rl"
 HOOK_GROUP = "buffer_rl"
 """Entry points of this group are pluggy plugins; those of a kind stand in ``buffer_rl.<kind>``."""
@@ -36,19 +38,76 @@ def normalise(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def read_offers() -> list[Offer]:
-    """The offers of all distributions on ``sys.path``; of two copies of one distribution, the first counts."""
+class Offers:
+    """What is installed, and what of it may be used.
+
+    blocked: names of entry points or of distributions. autoload: whether other distributions count at all.
+    """
+
+    def __init__(self, *, blocked: Iterable[str] = (), autoload: bool = True) -> None:
+        self._blocked = frozenset(blocked)
+        self._blocked_distributions = frozenset(normalise(name) for name in self._blocked)
+        self._autoload = autoload
+
+    @functools.cached_property
+    def _read(self) -> tuple[list[Offer], dict[str, str]]:
+        return read_offers()
+
+    @property
+    def broken(self) -> dict[str, str]:
+        """Distributions whose entry points cannot be read, and why."""
+        return self._read[1]
+
+    def usable(self, kind: str) -> list[Offer]:
+        """The offers for ``kind`` (empty: the pluggy plugins) that are neither blocked nor switched off."""
+        return [offer for offer in self.all(kind) if not self.refusal(offer)]
+
+    def all(self, kind: str) -> list[Offer]:
+        """The offers for ``kind``, usable or not."""
+        return [offer for offer in self._read[0] if offer.kind == kind]
+
+    def refusal(self, offer: Offer) -> str:
+        """Why an offer may not be used; empty if it may."""
+        for name in (offer.name, offer.distribution):
+            if name in self._blocked or (name == offer.distribution and name in self._blocked_distributions):
+                return f"blocked by -p no:{name}"
+        if not self._autoload and not offer.is_own:
+            return f"not loaded, because {AUTOLOAD_VARIABLE} is set or autoload is off"
+        return ""
+
+    def is_blocked(self, name: str) -> bool:
+        """Whether a name or a whole reference was blocked."""
+        return name in self._blocked
+
+
+def read_offers() -> tuple[list[Offer], dict[str, str]]:
+    """The offers of all distributions on ``sys.path``, and what is wrong with those that cannot be read, by name.
+
+    Of two copies of one distribution, the first counts, as in imports.
+    """
     offers: list[Offer] = []
+    broken: dict[str, str] = {}
     seen: set[str] = set()
     for distribution in importlib.metadata.distributions():
-        entries = [entry for entry in distribution.entry_points if _is_ours(entry.group)]
-        if not entries:
+        try:
+            entries = [entry for entry in distribution.entry_points if _is_ours(entry.group)]
+        except Exception as error:  # the fault boundary around metadata that others wrote by hand
+            if HOOK_GROUP in (distribution.read_text("entry_points.txt") or ""):
+                broken[_name_of(distribution)] = f"its entry_points.txt cannot be read: {error}"
             continue
-        name = normalise(distribution.metadata["Name"] or "unknown")
-        if name not in seen:
+        if entries and (name := _name_of(distribution)) not in seen:
             seen.add(name)
             offers.extend(_offers_of(name, distribution.version or "", entries))
-    return offers
+    return offers, broken
+
+
+def _name_of(distribution: importlib.metadata.Distribution) -> str:
+    return normalise(distribution.metadata["Name"] or "unknown")
+
+
+def join_offers(offers: Iterable[object]) -> str:
+    """Several sources of one name, for a message."""
+    return " and ".join(str(offer) for offer in offers)
 
 
 def _is_ours(group: str) -> bool:

@@ -119,7 +119,7 @@ class BufferState:
             prompts.attempt, prompts.incarnation = attempt, self.incarnation
             rollout.leases[group.uid] = Lease(group=prompts, admitted=self._admitted)
             self._admitted += 1
-            leased.append(prompts)
+            leased.append(prompts.as_prompts())  # the caller may change what it got
         return leased
 
     def add_samples(self, ticket: Ticket, leases: Sequence[tuple[GroupUid, int]]) -> None:

@@ -18,10 +18,11 @@ from buffer_rl.config import load_args
 from buffer_rl.contract_check import check_rollout_output
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.observe.samples import sample_record
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.types import RolloutOutput, RolloutReport, SampleGroup, Ticket
+from buffer_rl.types import RolloutOutput, RolloutReport, Ticket
 
 NAMESPACES = ("rollout", "eval", "perf")
 
@@ -95,7 +96,11 @@ class RolloutWorker:
 
     def _shown(self, ticket: Ticket, buffer: RolloutClient) -> list[dict[str, Any]]:
         chosen = sorted(buffer.finished)[: self._args.dump_samples]
-        return [_record(sample, group) for uid in chosen for group in [buffer.finished[uid]] for sample in group]
+        return [
+            {"data_set": buffer.finished[uid].data_set, **sample_record(sample)}
+            for uid in chosen
+            for sample in buffer.finished[uid]
+        ]
 
 
 def _construct(resolved: Any, args: Any) -> Any:
@@ -106,19 +111,4 @@ def _named(output: RolloutOutput) -> dict[str, float]:
     return {
         name if name.partition("/")[0] in NAMESPACES else f"rollout/{name}": float(value)
         for name, value in output.metrics.items()
-    }
-
-
-def _record(sample: Any, group: SampleGroup) -> dict[str, Any]:
-    return {
-        "uid": str(group.uid),
-        "sample_index": sample.sample_index,
-        "data_set": group.data_set,
-        "prompt": sample.prompt,
-        "response": sample.response,
-        "label": sample.label,
-        "reward": sample.reward,
-        "status": str(sample.status),
-        "response_length": sample.response_length,
-        "versions": [[span.version, span.start, span.end] for span in sample.weight_versions],
     }

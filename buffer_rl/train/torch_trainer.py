@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from buffer_rl.algo.batching import micro_batches
 from buffer_rl.algo.losses import sft_loss
-from buffer_rl.contracts import LossOutputs
+from buffer_rl.contracts import AdvantageEstimator, LossOutputs, PolicyLoss
 from buffer_rl.errors import ConfigError, PluginError, TrainError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.train import model as models
@@ -46,12 +47,12 @@ class TorchTrainer:
         self._args = args
         self._rank = rank
         self._world_size = world_size
-        registry = PluginRegistry()
+        registry = PluginRegistry.from_flags(args.plugin)
         loss = args.custom_loss_function_path or args.loss_type
         estimator = args.custom_advantage_function_path or args.advantage_estimator
-        self._loss: Callable[..., LossOutputs] = registry.resolve("loss", loss)
-        self._estimate_advantages: Callable[..., None] = registry.resolve("advantage", estimator)
-        self._supervised = self._loss is sft_loss
+        self._loss = cast(PolicyLoss, registry.resolve("loss", loss))
+        self._estimate_advantages = cast(AdvantageEstimator, registry.resolve("advantage", estimator))
+        self._supervised = self._loss == sft_loss
         self._temperature = _loss_temperature(args, self._supervised)
 
         self._device = models.pick_device(args.train_device)
@@ -197,6 +198,7 @@ def _prepare_torch(args: Any, rank: int, device: torch.device) -> None:
     random.seed(args.seed + rank)
     np.random.seed((args.seed + rank) % 2**32)
     torch.manual_seed(args.seed + rank)
+    disable_progress_bar()  # the run has its own display, and this process's output is a log file
     if args.deterministic:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this

@@ -1,0 +1,69 @@
+# One environment, in .venv, made anew when what it depends on changes. Commands that people type:
+#   make quickstart   a first training run, set-up included
+#   make test         all tests, set-up included
+# PYTHON names the interpreter that .venv is made from; VENV puts the environment elsewhere.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Small models run fastest with one thread a process: the processes are the parallelism.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help env quickstart test lint format format-check types imports wheel ci clean
+
+help:
+	@echo "make quickstart   train a small model on a small task and show what it learned"
+	@echo "make test         run the tests (PYTEST_ARGS='-k name' to choose)"
+	@echo "make lint         format check, ruff, mypy --strict, import rules"
+	@echo "make format       reformat and apply ruff's safe fixes"
+	@echo "make wheel        build the distribution into dist/"
+	@echo "make ci           what continuous integration runs"
+	@echo "make clean        remove the environment and everything that was built"
+
+# Two stamps: the quickstart need not wait for development tools.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "buffer-rl needs Python 3.11 or newer; " \
+	  "this is %d.%d at %s. Name another one: make PYTHON=python3.11 ..." % (*sys.version_info[:2], sys.executable))'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.stamp-examples: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[examples]'
+	@touch $@
+
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.stamp-examples
+
+quickstart: $(VENV)/.stamp-examples
+	$(BIN)/python examples/quickstart/run.py $(ARGS)
+
+env: $(VENV)/.stamp-dev
+
+test: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: format-check types imports
+
+format-check: $(VENV)/.stamp-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.stamp-dev
+	$(BIN)/mypy
+
+imports: $(VENV)/.stamp-dev
+	$(BIN)/lint-imports
+
+format: $(VENV)/.stamp-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+wheel: $(VENV)/.stamp-dev
+	rm -rf dist
+	$(BIN)/python -m build --wheel --outdir dist
+
+ci:
+	.ci/run
+
+clean:
+	rm -rf $(VENV) dist build examples/*/build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,87 @@
+"""The command ``buffer-rl``: finds the verb, prints errors as one clear message, returns the exit status.
+
+Exit statuses: 0 done; 1 the verb says no; 2 an error that was reported; 130 interrupted. Only the module of the verb that
+was asked for is imported, so that help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from buffer_rl.config import did_you_mean
+from buffer_rl.config_help import FlagParser, flags_of, normalise_flags, refuse_unknown
+from buffer_rl.errors import BufferRLError, ConfigError
+
+# Verb to summary. The module ``buffer_rl.verbs.VERB`` has ``add_parser(subparsers)``, which sets ``run``.
+VERBS = {
+    "train": "train a model",
+    "plugins": "list and check plugins",
+    "data": "validate and show data files",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (without the program's name) and return the exit status."""
+    arguments = normalise_flags(sys.argv[1:] if argv is None else argv)
+    add_working_directory()
+    try:
+        return _run(arguments)
+    except BufferRLError as error:
+        if os.environ.get("BUFFER_RL_TRACEBACK") == "1":
+            traceback.print_exc()
+        print(f"buffer-rl: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("buffer-rl: interrupted", file=sys.stderr)
+        return 130
+    except SystemExit as stop:  # argparse ends --help and --version so
+        return stop.code if isinstance(stop.code, int) else 0
+
+
+def add_working_directory() -> None:
+    """Append the working directory to the import path, once, so that ``my_reward:score`` is found there.
+
+    A console script does not have it. Appended, never inserted: a file there must not hide an installed module.
+    """
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    parser = FlagParser(prog="buffer-rl", description="Reinforcement-learning post-training of language models.")
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    subparsers = parser.add_subparsers(metavar="VERB", title="verbs (buffer-rl VERB --help tells more)")
+    verb = arguments[0] if arguments else ""
+    if verb in VERBS:
+        importlib.import_module(f"buffer_rl.verbs.{verb}").add_parser(subparsers)
+    elif verb and not verb.startswith("-"):
+        raise ConfigError(
+            f"there is no verb {verb!r}", expected=f"one of {', '.join(VERBS)}", hint=did_you_mean(verb, VERBS)
+        )
+    else:
+        for name, summary in VERBS.items():
+            subparsers.add_parser(name, help=summary)
+    namespace, extra = parser.parse_known_args(arguments)
+    refuse_unknown(extra, flags_of(parser), prog=f"buffer-rl {verb}".rstrip())
+    if namespace.version:
+        return _print_version()
+    if not hasattr(namespace, "run"):
+        parser.print_help()
+        return 2
+    return int(namespace.run(namespace))
+
+
+def _print_version() -> int:
+    from importlib.metadata import version
+
+    print(f"buffer-rl {version('buffer-rl')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

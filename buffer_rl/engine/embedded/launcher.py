@@ -1,0 +1,98 @@
+"""Starts the embedded engine as a child process: the ``embedded`` entry of the engine plugins."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+from buffer_rl.engine.process import ChildProcess
+from buffer_rl.errors import DeadlineError, EngineError
+
+POLL_INTERVAL_S = 0.05
+
+
+class EmbeddedEngine:
+    """An embedded engine that was started; meets ``buffer_rl.contracts.EngineProcess``."""
+
+    def __init__(self, url: str, process: ChildProcess) -> None:
+        self._url = url
+        self.process = process
+
+    @property
+    def url(self) -> str:
+        """Base URL, without a trailing slash."""
+        return self._url
+
+    def check(self) -> None:
+        """Raises EngineError, with the end of the log, if the process has ended."""
+        self.process.check()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return once the engine answers. Raises EngineError if its process ends first, DeadlineError if it takes
+        longer than ``timeout_s`` seconds."""
+        wait_until_ready(f"{self._url}/ready", self.process, timeout_s)
+
+    def stop(self) -> None:
+        """End the process; returns when it is gone."""
+        self.process.stop()
+
+
+def wait_until_ready(url: str, process: ChildProcess, timeout_s: float) -> None:
+    """Ask ``url`` until it answers 200. Raises EngineError if ``process`` ends first, DeadlineError when time is up."""
+    deadline = time.monotonic() + timeout_s
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+    while True:
+        process.check()
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineError(
+                f"{process.name} did not answer {url} within {timeout_s:g} s; the end of its log:\n{process.log_tail()}",
+                where=process.log_path,
+                hint="read the log, or raise --engine-start-timeout-s",
+            )
+        try:
+            with opener.open(url, timeout=min(left, 1.0)) as response:
+                if response.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(min(POLL_INTERVAL_S, max(left, 0.0)))
+
+
+def launch(args: Any, index: int, log_path: str) -> EmbeddedEngine:
+    """Start embedded engine ``index`` for ``args.hf_checkpoint`` on a free port of the loopback interface.
+
+    The listening socket is made here and inherited, so no other process can take the port in between. Raises
+    EngineError if there is no model or the process cannot be started; it does not wait for the engine.
+    """
+    if not args.hf_checkpoint:
+        raise EngineError("there is no model to serve", where="--hf-checkpoint", expected="a Hugging Face folder")
+    with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        command = [
+            sys.executable,
+            "-m",
+            "buffer_rl.engine.embedded.server",
+            *("--model-path", str(args.hf_checkpoint)),
+            *("--fd", str(listener.fileno())),
+            *("--device", args.engine_device),
+            *("--dtype", args.engine_dtype),
+            *("--num-threads", str(args.engine_num_threads)),
+            *("--max-running-requests", str(args.engine_max_running_requests)),
+        ]
+        if args.engine_context_length is not None:
+            command += ["--context-length", str(args.engine_context_length)]
+        if args.deterministic:
+            command.append("--deterministic")
+        process = ChildProcess(
+            f"embedded engine {index}",
+            command,
+            log_path,
+            env={"OMP_NUM_THREADS": str(args.engine_num_threads), "TOKENIZERS_PARALLELISM": "false"},
+            pass_fds=[listener.fileno()],
+        )
+    return EmbeddedEngine(url, process)

@@ -1,0 +1,217 @@
+"""SGLang's HTTP routes over an ``EngineService``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from buffer_rl.engine.embedded.protocol import BadRequestError, answer
+from buffer_rl.engine.embedded.service import EngineService
+from buffer_rl.errors import EngineError
+
+PROBE_TIMEOUT_S = 20.0
+_JSON = [(b"content-type", b"application/json")]
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    """JSON by orjson; numbers that are not finite become null."""
+    return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+def build_app(service: EngineService) -> Starlette:
+    """The ASGI application; its lifespan starts and stops the engine thread."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        service.start()
+        yield
+        service.stop()
+
+    handlers = _Handlers(service)
+    table: list[tuple[tuple[str, ...], Any, list[str]]] = [
+        (("/generate",), _Generate(service), ["POST", "PUT"]),
+        (("/health", "/ready"), handlers.health, ["GET"]),
+        (("/health_generate",), handlers.health_generate, ["GET"]),
+        (("/model_info", "/get_model_info"), handlers.model_info, ["GET"]),
+        (("/server_info", "/get_server_info"), handlers.server_info, ["GET"]),
+        (("/flush_cache",), handlers.flush_cache, ["GET", "POST"]),
+        (("/abort_request",), handlers.abort_request, ["POST"]),
+        (("/pause_generation",), handlers.pause_generation, ["POST"]),
+        (("/continue_generation",), handlers.continue_generation, ["POST"]),
+        (("/update_weights_from_disk",), handlers.update_weights_from_disk, ["POST"]),
+    ]
+    routes = [Route(path, endpoint, methods=methods) for paths, endpoint, methods in table for path in paths]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+class _Generate:
+    """``/generate`` as a bare ASGI application: it is called hundreds of times a rollout step, and it has to notice
+    a client that went away, whose requests are then aborted."""
+
+    def __init__(self, service: EngineService) -> None:
+        self.service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            if not message.get("more_body", False):
+                break
+        try:
+            call, reply = self.service.begin(orjson.loads(body))
+        except orjson.JSONDecodeError as error:
+            return await _send(send, 400, {"error": {"message": f"the body is not JSON: {error}"}})
+        except BadRequestError as error:
+            return await _send(send, 400, {"error": {"message": str(error)}})
+        except EngineError as error:
+            return await _send(send, 503, {"error": {"message": str(error)}})
+        gone = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait((reply, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not reply.done():
+                await asyncio.gather(*(self.service.abort(rid=rid) for rid in call.rids))
+                return None
+        finally:
+            gone.cancel()
+        if (error := reply.exception()) is not None:
+            return await _send(send, 500, {"error": {"message": str(error)}})
+        version = self.service.scheduler.version
+        answers = [answer(r, self.service.codec, version, call.return_logprob) for r in call.requests]
+        await _send(send, 200, answers if call.as_list else answers[0])
+        return None
+
+
+async def _send(send: Send, status: int, content: Any) -> None:
+    body = orjson.dumps(content)
+    headers = [*_JSON, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class _Handlers:
+    """Everything but ``/generate``. Bodies are small JSON objects; an absent body is an empty one."""
+
+    def __init__(self, service: EngineService) -> None:
+        self.service = service
+
+    async def health(self, _: HttpRequest) -> Response:
+        """Answered while decoding and while paused: routers evict engines by it."""
+        failure = self.service.failure
+        return PlainTextResponse("", 200) if failure is None else PlainTextResponse(str(failure), 503)
+
+    async def health_generate(self, _: HttpRequest) -> Response:
+        """One token end to end; a paused engine is healthy."""
+        if self.service.failure is None and self.service.scheduler.paused:
+            return PlainTextResponse("")
+        probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
+        try:
+            call, reply = self.service.begin(probe)
+            await asyncio.wait_for(reply, PROBE_TIMEOUT_S)
+        except TimeoutError:
+            await self.service.abort(rid=call.rids[0])
+            return PlainTextResponse("no token within the deadline", 503)
+        except EngineError as error:
+            return PlainTextResponse(str(error), 503)
+        return PlainTextResponse("")
+
+    async def model_info(self, _: HttpRequest) -> Response:
+        return json_response(self.service.model_info())
+
+    async def server_info(self, _: HttpRequest) -> Response:
+        return json_response(self.service.server_info())
+
+    async def flush_cache(self, _: HttpRequest) -> Response:
+        async def run() -> Response:
+            if await self.service.flush():
+                return PlainTextResponse("Cache flushed.\n")
+            return PlainTextResponse("Cache not flushed: there are requests.\n", 400)
+
+        return await _answering_errors(run)
+
+    async def abort_request(self, request: HttpRequest) -> Response:
+        async def run() -> Response:
+            body = await _object(request)
+            everything = bool(body.get("abort_all", False))
+            rid = body.get("rid") or ""
+            if not isinstance(rid, str) or not (rid or everything):
+                raise BadRequestError("give 'rid' (a string) or 'abort_all': true")
+            await self.service.abort(rid=rid, everything=everything)
+            return Response(status_code=200)
+
+        return await _answering_errors(run)
+
+    async def pause_generation(self, request: HttpRequest) -> Response:
+        async def run() -> Response:
+            await self.service.pause(str((await _object(request)).get("mode", "abort")))
+            return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+        return await _answering_errors(run)
+
+    async def continue_generation(self, _: HttpRequest) -> Response:
+        async def run() -> Response:
+            await self.service.resume()
+            return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+        return await _answering_errors(run)
+
+    async def update_weights_from_disk(self, request: HttpRequest) -> Response:
+        async def run() -> Response:
+            body = await _object(request)
+            path, version = body.get("model_path"), body.get("weight_version")
+            if not isinstance(path, str) or not path:
+                raise BadRequestError("'model_path' must be a folder")
+            if version is not None and not isinstance(version, str):
+                raise BadRequestError("'weight_version' must be a string")
+            held = await self.service.update_weights(
+                path,
+                version,
+                flush_cache=bool(body.get("flush_cache", True)),
+                abort_all=bool(body.get("abort_all_requests", False)),
+            )
+            return json_response(
+                {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": held}
+            )
+
+        return await _answering_errors(run, _update_failed)
+
+
+def _update_failed(message: str) -> Any:
+    return {"success": False, "message": message, "num_paused_requests": 0}
+
+
+def _plain_error(message: str) -> Any:
+    return {"error": {"message": message}}
+
+
+async def _answering_errors(
+    run: Callable[[], Awaitable[Response]], shape: Callable[[str], Any] = _plain_error
+) -> Response:
+    try:
+        return await run()
+    except (BadRequestError, EngineError) as error:
+        return json_response(shape(str(error)), 400)
+    except RuntimeError as error:
+        return json_response(shape(str(error)), 500)
+
+
+async def _object(request: HttpRequest) -> dict[str, Any]:
+    raw = await request.body()
+    try:
+        body = orjson.loads(raw) if raw else {}
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequestError("the body must be a JSON object")
+    return body

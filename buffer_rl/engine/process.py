@@ -1,0 +1,117 @@
+"""Child processes that end with their parent, log to a file and can always be stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from buffer_rl.errors import EngineError
+
+LOG_TAIL_LINES = 20
+STOP_TIMEOUT_S = 5.0
+PARENT_FD_FLAG = "--parent-fd"
+
+
+def exit_with_parent(fd: int) -> None:
+    """Kill this process once the parent is gone: its end of the pipe ``fd`` is then closed by the kernel.
+
+    A pipe rather than ``PR_SET_PDEATHSIG``: that signal is sent when the *thread* that started the child ends,
+    which would kill engines that were started from a worker thread, and it exists on Linux only.
+    """
+
+    def watch() -> None:
+        while os.read(fd, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+class ChildProcess:
+    """A command in a process group of its own, its output appended to ``log_path``.
+
+    The command gets ``--parent-fd N`` appended and must pass N to ``exit_with_parent``. Raises EngineError if it
+    cannot be started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log_path: str,
+        *,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        Path(log_path).parent.mkdir(parents=True, exist_ok=True)
+        read_end, self._lifeline = os.pipe()
+        try:
+            with open(log_path, "ab") as log:
+                self._process = subprocess.Popen(
+                    [*command, PARENT_FD_FLAG, str(read_end)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **(env or {})},
+                    pass_fds=[read_end, *pass_fds],
+                    start_new_session=True,
+                )
+        except OSError as error:
+            os.close(self._lifeline)
+            raise EngineError(f"{name} cannot be started: {error}", where=log_path) from error
+        finally:
+            os.close(read_end)
+
+    @property
+    def pid(self) -> int:
+        """Process id, and the id of its process group."""
+        return self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._process.poll()
+
+    def log_tail(self) -> str:
+        """The last lines of the log."""
+        try:
+            text = Path(self.log_path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
+
+    def check(self) -> None:
+        """Raises EngineError, with the end of the log, if the process has ended."""
+        status = self.exit_status
+        if status is None:
+            return
+        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        raise EngineError(
+            f"{self.name} {how}; the end of its log:\n{self.log_tail()}", where=self.log_path, hint="read the log"
+        )
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """SIGTERM, then SIGKILL for the whole group; returns when the process is gone. May be called twice."""
+        if self._process.poll() is None:
+            self._signal(signal.SIGTERM)
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                pass
+        self._signal(signal.SIGKILL)  # whatever else is in the group
+        self._process.wait(timeout_s)
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return

@@ -1,0 +1,165 @@
+"""The pluggy plugins of a process: loading them, checking their hooks, and the names that they provide."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pluggy
+
+from buffer_rl.errors import PluginError
+from buffer_rl.hookspecs import PROJECT_NAME, Hooks, hookimpl
+from buffer_rl.plugin_entry_points import Offers, join_offers
+from buffer_rl.plugin_errors import nearest, plugin_error, short_repr
+from buffer_rl.plugin_import import import_module, import_object
+from buffer_rl.plugin_locate import Search
+from buffer_rl.plugin_reference import Form, Origin, form_of
+from buffer_rl.plugin_signature import describe
+
+_log = logging.getLogger(__name__)
+
+
+class Adapter:
+    """The small plugin that stands for one reference: it provides one object under that reference."""
+
+    def __init__(self, origin: Origin, obj: object) -> None:
+        self.origin = origin
+        self.object = obj
+
+    @hookimpl
+    def buffer_rl_provide(self, kind: str) -> Mapping[str, object]:
+        """The object, for its kind."""
+        return {self.origin.reference: self.object} if kind == self.origin.kind else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Provided:
+    """An object that a pluggy plugin provides under a name."""
+
+    provider: str
+    object: object
+
+    def __str__(self) -> str:
+        return f"plugin {self.provider} ({describe(self.object)})"
+
+
+class HookPlugins:
+    """One pluggy manager and what is registered in it.
+
+    broken: plugins that could not be used, and why. folders: searched after ``sys.path``.
+    """
+
+    def __init__(self, *, offers: Offers, folders: Sequence[str]) -> None:
+        self.manager = pluggy.PluginManager(PROJECT_NAME)
+        self.manager.add_hookspecs(Hooks)
+        self.broken: dict[str, str] = {}
+        self._offers = offers
+        self._folders = folders
+        self._own_names: dict[tuple[str, str], Provided] = {}
+        self._provided: dict[tuple[str, str], Mapping[str, object]] = {}
+        self._installed_loaded = False
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Register an adapter under its reference; where another kind has it, under the reference and its kind."""
+        reference = adapter.origin.reference
+        taken = self.manager.has_plugin(reference)
+        self.manager.register(adapter, f"{reference} as {adapter.origin.kind}" if taken else reference)
+
+    def add_name(self, kind: str, name: str, obj: object) -> None:
+        """A name that this process registered by itself."""
+        self._own_names[kind, name] = Provided("provide()", obj)
+
+    def load(self, reference: str) -> None:
+        """Load one plugin that was asked for: an installed name, a module or ``module:attr``. Raises PluginError."""
+        if self.manager.has_plugin(reference):
+            return
+        offers = [offer for offer in self._offers.all("") if offer.name == reference]
+        if len(offers) > 1:
+            raise plugin_error(None, reference, f"several distributions offer it: {join_offers(offers)}")
+        if self._offers.is_blocked(reference):
+            raise plugin_error(None, reference, f"blocked by -p no:{reference}")
+        known = tuple(offer.name for offer in self._offers.all(""))
+        search = Search(kind=None, shown=reference, folders=self._folders, known=known)
+        self._register(search, self._import(search, offers[0].value if offers else reference))
+
+    def load_installed(self) -> None:
+        """Load every installed plugin, once. A broken one is named in the log and in ``broken``, and skipped."""
+        if self._installed_loaded:
+            return
+        self._installed_loaded = True
+        for distribution, problem in self._offers.broken.items():
+            self._skip(distribution, problem)
+        for name in dict.fromkeys(offer.name for offer in self._offers.usable("")):
+            try:
+                self.load(name)
+            except PluginError as error:
+                self._skip(name, str(error))
+
+    def provided(self, kind: str) -> dict[str, list[Provided]]:
+        """Names for ``kind``, and who provides each; installed plugins are loaded first."""
+        self.load_installed()
+        found: dict[str, list[Provided]] = {}
+        for (own_kind, name), entry in self._own_names.items():
+            if own_kind == kind:
+                found.setdefault(name, []).append(entry)
+        for provider, plugin in self.plugins():
+            for name, obj in self._ask(provider, plugin, kind).items():
+                if not self._offers.is_blocked(name):
+                    found.setdefault(name, []).append(Provided(provider, obj))
+        return found
+
+    def plugins(self) -> list[tuple[str, object]]:
+        """The loaded pluggy plugins by name, without the adapters."""
+        return [
+            (name, plugin)
+            for name, plugin in self.manager.list_name_plugin()
+            if plugin is not None and not isinstance(plugin, Adapter)
+        ]
+
+    def _import(self, search: Search, reference: str) -> object:
+        if form_of(reference) in (Form.MODULE, Form.FILE):
+            return import_object(search, search.locate(reference))
+        return import_module(search, reference)
+
+    def _register(self, search: Search, plugin: object) -> None:
+        name = search.shown
+        try:
+            instance = plugin() if inspect.isclass(plugin) else plugin
+            self.manager.register(instance, name)
+        except Exception as error:  # the fault boundary around a constructor of others and pluggy's validation
+            self.manager.unregister(name=name) if self.manager.has_plugin(name) else None
+            raise search.error(f"it cannot be registered: {type(error).__name__}: {error}") from error
+        hooks = self.manager.get_hookcallers(instance) or []
+        unknown = [hook.name for hook in hooks if not hook.has_spec()]
+        if unknown or not hooks:
+            self.manager.unregister(instance)
+            specified = [hook for hook in dir(Hooks) if hook.startswith("buffer_rl_")]
+            what = f"there is no hook {unknown[0]!r}" if unknown else "it implements no hook"
+            raise search.error(
+                what,
+                suggestion=nearest(unknown[0], specified) if unknown else None,
+                known=specified,
+                hint="" if unknown else "mark functions with buffer_rl.hookspecs.hookimpl",
+            )
+
+    def _ask(self, provider: str, plugin: object, kind: str) -> Mapping[str, object]:
+        """What one plugin provides for a kind, asked once. Others go on if it fails."""
+        if (provider, kind) not in self._provided:
+            others = [other for _, other in self.manager.list_name_plugin() if other not in (None, plugin)]
+            caller = self.manager.subset_hook_caller("buffer_rl_provide", remove_plugins=others)
+            answer: Mapping[str, object] = {}
+            try:
+                for part in caller(kind=kind):
+                    if not isinstance(part, Mapping):
+                        raise TypeError(f"buffer_rl_provide returned {short_repr(part)}, not a mapping")
+                    answer = part
+            except Exception as error:  # the fault boundary around code of others, run while names are listed
+                self._skip(provider, f"buffer_rl_provide({kind!r}) failed: {type(error).__name__}: {error}")
+            self._provided[provider, kind] = answer
+        return self._provided[provider, kind]
+
+    def _skip(self, name: str, problem: str) -> None:
+        self.broken[name] = problem
+        _log.warning("the plugin %s is skipped: %s", name, problem)

@@ -1,0 +1,118 @@
+"""Roles for a driver without processes: rollouts over a real ``BufferState``, a trainer and a publisher that count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from buffer_rl.buffer.state import BufferState
+from buffer_rl.types import RolloutReport, SampleGroup, Ticket
+
+
+class FakeRollouts:
+    """Leases, fills and finishes a ticket's groups: every sample answers with one token and the reward 1.
+
+    scores: what an evaluation of each version reports as ``eval/held``; versions beyond repeat the last one.
+    """
+
+    def __init__(self, state: BufferState, scores: tuple[float, ...] = (0.0,)) -> None:
+        self._state = state
+        self._scores = scores
+        self.tickets: list[Ticket] = []
+
+    def run(self, ticket: Ticket) -> tuple[RolloutReport, dict[str, float], list[dict[str, Any]]]:
+        """Produce the rollout."""
+        self.tickets.append(ticket)
+        for group in self._state.get_samples(ticket, ticket.num_groups):
+            rows = [sample.row_id for sample in group]
+            self._state.finish(ticket, group.uid, group.attempt, rows, _columns(group))
+        report = self._state.close_rollout(ticket)
+        if ticket.evaluation:
+            return report, {"eval/held": self._scores[min(ticket.version, len(self._scores) - 1)]}, []
+        return report, {"rollout/raw_reward": 1.0, "rollout/response_tokens": float(report.num_rows)}, []
+
+
+def _columns(group: SampleGroup) -> dict[str, Any]:
+    return {
+        "tokens": [np.asarray([1, 2], dtype=np.int32) for _ in group],
+        "response_length": np.ones(len(group), dtype=np.int32),
+        "loss_mask": [np.ones(1, dtype=np.float32) for _ in group],
+        "reward": np.ones(len(group), dtype=np.float32),
+    }
+
+
+class FakeTrain:
+    """A trainer group that trains on nothing and notes the rollouts."""
+
+    def __init__(self) -> None:
+        self.fetched: list[int] = []
+
+    def fetch(self, rollout_id: int) -> None:
+        """Note the rollout."""
+        self.fetched.append(rollout_id)
+
+    def log_probs(self, role: str) -> None:
+        """Nothing to compute."""
+
+    def train(self) -> Mapping[str, float]:
+        """A loss of 0."""
+        return {"train/loss": 0.0}
+
+
+class FakePublisher:
+    """Notes the versions that it is asked to publish."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Note the version."""
+        self.versions.append(version)
+        return {}
+
+
+class FakeEngines:
+    """The control of engines that obey: notes every call, holds a version.
+
+    fail_on: the call that raises ``error``. keeps_version: the engines ignore an update.
+    """
+
+    def __init__(self, fail_on: str = "", error: Exception | None = None, keeps_version: bool = False) -> None:
+        self._fail_on = fail_on
+        self._error = error
+        self._keeps_version = keeps_version
+        self.version = 0
+        self.paused = False
+        self.calls: list[str] = []
+
+    def pause(self, mode: str) -> None:
+        """Stop generating."""
+        self._note("pause")
+        self.paused = True
+
+    def flush(self) -> None:
+        """Forget cached prefixes."""
+        self._note("flush")
+
+    def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Take the version."""
+        self._note("update")
+        if not self._keeps_version:
+            self.version = version
+
+    def versions(self) -> dict[str, str]:
+        """What the engines say."""
+        self._note("versions")
+        return {"http://engine-0": str(self.version)}
+
+    def resume(self) -> None:
+        """Go on."""
+        self._note("resume")
+        self.paused = False
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self._fail_on and self._error is not None:
+            raise self._error

@@ -1,0 +1,113 @@
+"""``buffer-rl train``: everything that can be wrong is said here, before Ray is started.
+
+Order: options, what must hold between them, where the plugins are (nothing is imported), every data file, then the
+plugins themselves. ``--dry-run`` ends there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from buffer_rl.config import compose
+from buffer_rl.config_help import add_options, given_flags
+from buffer_rl.config_sources import Resolved, resolve
+from buffer_rl.data.eval_sets import parse_eval_sets
+from buffer_rl.data.reader import read_dataset
+from buffer_rl.data.row import RowKeys
+from buffer_rl.driver.checks import check_options
+from buffer_rl.errors import ConfigError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.verbs.dry_run import DataFile, DryRun, PluginUse, print_json, print_text
+
+_DESCRIPTION = """\
+Train a model.
+
+Options come from a YAML file (--config), from variables BUFFER_RL_<NAME> and from flags, the later ones winning.
+--rollout-batch-size and --rollout_batch_size are one flag. BOOL: --flag, --no-flag or --flag false. Several values:
+--flag a b. REF names a plugin: package.module:name, ./file.py:name or a registered name (buffer-rl plugins list).
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the verb with a flag for every option."""
+    parser = subparsers.add_parser(
+        "train", description=_DESCRIPTION, usage="buffer-rl train [--config FILE] [--OPTION VALUE ...]"
+    )
+    parser.add_argument("--config", default=None, metavar="FILE", help="a YAML file of 'option: value' lines")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, show options and plugins, and stop")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
+    add_options(parser, CORE_SECTIONS)
+    parser.set_defaults(run=run)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Check, then train. Returns the exit status; raises BufferRLError."""
+    if namespace.json and not namespace.dry_run:
+        raise ConfigError("--json goes with --dry-run", where="--json")
+    resolved = resolve(
+        compose(CORE_SECTIONS), flags=given_flags(namespace), environ=os.environ, config_path=namespace.config
+    )
+    args: Any = resolved.args
+    check_options(args)
+    registry = make_registry(args)
+    plan = DryRun(resolved=resolved, plugins=locate_plugins(resolved, registry), data=read_data(args))
+    # What the user named comes first: their mistakes show before heavy built-in modules are imported.
+    for use in sorted(plan.plugins, key=lambda use: use.origin == "default"):
+        registry.resolve(use.kind, use.reference)
+    if namespace.dry_run:
+        (print_json if namespace.json else print_text)(plan)
+        return 0
+    return _launch(args, registry)
+
+
+def make_registry(args: Any) -> PluginRegistry:
+    """The registry of a run, without the plugins that ``--plugin no:NAME`` blocks."""
+    return PluginRegistry(blocked=tuple(name[3:] for name in args.plugin if name.startswith("no:")))
+
+
+def locate_plugins(resolved: Resolved, registry: PluginRegistry) -> list[PluginUse]:
+    """Find every plugin that the options refer to, importing none. Raises PluginError."""
+    args = resolved.args
+    uses = []
+    for name, field in type(args).model_fields.items():
+        extra = field.json_schema_extra
+        kind = str(extra.get("kind") or "") if isinstance(extra, dict) else ""
+        value = getattr(args, name)
+        if not kind or value is None:
+            continue
+        for reference in [value] if isinstance(value, str) else value:
+            place = registry.locate(kind, reference)
+            uses.append(
+                PluginUse(
+                    option=name,
+                    kind=kind,
+                    reference=reference,
+                    place=str(place),
+                    origin=str(resolved.origins[name]),
+                )
+            )
+    return uses
+
+
+def read_data(args: Any) -> list[DataFile]:
+    """Read and validate every data file that the options name. Raises DataError."""
+    keys = RowKeys.from_args(args)
+    named = [] if args.prompt_data is None else [("train", args.prompt_data)]
+    named += [(f"eval/{eval_set.name}", eval_set.path) for eval_set in parse_eval_sets(args.eval_prompt_data)]
+    files = []
+    for use, path in named:
+        dataset = read_dataset(path, keys)
+        files.append(DataFile(use=use, path=path, num_rows=len(dataset), source_hash=dataset.source_hash))
+    return files
+
+
+def _launch(args: Any, registry: PluginRegistry) -> int:
+    from buffer_rl.driver.launch import launch_training
+    from buffer_rl.observe.summary import run_report
+
+    launch_training(args, registry)
+    run_report(args.run_dir)
+    return 0

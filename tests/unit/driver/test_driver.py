@@ -1,0 +1,239 @@
+"""The loop, on virtual time and over the real Buffer state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.buffer.ledger import GroupState, MemoryLedger
+from buffer_rl.buffer.pool import LocalDataPlane
+from buffer_rl.buffer.state import BufferState
+from buffer_rl.config import compose
+from buffer_rl.data.source import EvalSource, JsonlDataSource
+from buffer_rl.driver.driver import Driver, RunPlan
+from buffer_rl.driver.early_stop import parse_early_stop
+from buffer_rl.driver.schedule import Mode, Schedule
+from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError, TrainError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.testing.fake_roles import FakePublisher, FakeRollouts, FakeTrain
+from buffer_rl.testing.virtual_runtime import VirtualRuntime
+
+PLAN = RunPlan(
+    num_rollouts=3,
+    schedule=Schedule(mode=Mode.LOCKSTEP),
+    evaluate=True,
+    eval_interval=2,
+    save_interval=2,
+    rollout_timeout_s=1000,
+    train_timeout_s=100,
+    publish_timeout_s=50,
+    buffer_timeout_s=5,
+)
+
+
+class Recorder:
+    """An observer and a checkpointer that note what they are told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.events.append(("step", step))
+        self.metrics.append(dict(metrics))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.events.append(("evaluation", step))
+
+    def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> None:
+        pass
+
+
+class Saves:
+    """Notes when it is asked to save, and the Buffer's state then."""
+
+    def __init__(self, state: BufferState) -> None:
+        self._state = state
+        self.saved: dict[int, dict[str, Any]] = {}
+
+    def save(self, step: int) -> None:
+        assert step not in self.saved
+        self.saved[step] = json.loads(json.dumps(self._state.state_dict()))
+
+
+COSTS = {"run": 10.0, "log_probs": 2.0, "train": 5.0, "publish": 1.0}
+
+
+def cost(role: str, method: str, args: tuple[Any, ...]) -> float:
+    return COSTS.get(method, 0.0)
+
+
+class World:
+    """A driver's surroundings, without processes."""
+
+    def __init__(self, folder: Path, scores: tuple[float, ...] = (0.0,)) -> None:
+        path = folder / "rows.jsonl"
+        path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(4)))
+        args: Any = compose(CORE_SECTIONS)(
+            prompt_data=str(path), rollout_batch_size=2, n_samples_per_prompt=2, eval_prompt_data=[f"held={path}"]
+        )
+        evals = EvalSource(args)
+        self.state = BufferState(
+            JsonlDataSource(args),
+            ledger=MemoryLedger(),
+            plane=LocalDataPlane(),
+            eval_plane=LocalDataPlane(),
+            groups_per_step=2,
+            eval_groups=lambda: evals.groups("held"),
+        )
+        self.rollouts = FakeRollouts(self.state, scores)
+        self.train = FakeTrain()
+        self.publisher = FakePublisher()
+        self.recorder = Recorder()
+        self.saves = Saves(self.state)
+        self.roles: dict[str, Any] = {
+            "buffer": self.state,
+            "rollout": self.rollouts,
+            "train": self.train,
+            "publish": self.publisher,
+        }
+
+    def driver(self, plan: RunPlan) -> Driver:
+        self.runtime = VirtualRuntime(self.roles, cost)
+        return Driver(plan, self.runtime, self.recorder, self.saves)
+
+    def calls(self) -> list[str]:
+        shown = {"commit", "publish", "release", "train", "run"}
+        return [span.method for span in self.runtime.spans if span.method in shown]
+
+
+def test_a_step_trains_commits_publishes_releases_and_evaluates_in_this_order(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    result = world.driver(PLAN).run()
+    one_step = ["run", "train", "commit", "publish", "release"]
+    evaluation = ["run"]
+    assert world.calls() == ["release", *evaluation, *one_step, *one_step, *evaluation, *one_step, *evaluation]
+    assert world.publisher.versions == [1, 2, 3]
+    assert world.recorder.events == [
+        ("evaluation", 0),
+        ("step", 0),
+        ("step", 1),
+        ("evaluation", 2),
+        ("step", 2),
+        ("evaluation", 3),
+    ]
+    assert result.steps == 3
+
+
+def test_a_checkpoint_holds_its_groups_as_trained_and_is_written_before_the_publication(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.driver(PLAN).run()
+    assert sorted(world.saves.saved) == [2, 3]
+    entries = world.saves.saved[2]["ledger"]["entries"]
+    assert [entry["state"] for _, entry in entries] == ["trained"] * 4
+    assert world.saves.saved[2]["queue"] == []
+    assert world.saves.saved[2]["version"] == 1  # version 2 is not published yet
+
+
+def test_in_lockstep_a_rollout_starts_when_the_version_before_it_is_published(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.driver(replace(PLAN, evaluate=False)).run()
+    runs = [span for span in world.runtime.spans if span.method == "run"]
+    publications = [span for span in world.runtime.spans if span.method == "publish"]
+    assert [ticket.version for ticket in world.rollouts.tickets] == [0, 1, 2]
+    for run, publication in zip(runs[1:], publications[:-1], strict=True):
+        assert run.start >= publication.end
+    assert [metrics["perf/step_time"] for metrics in world.recorder.metrics] == [10 + 2 + 5 + 1] * 3
+    assert world.recorder.metrics[0]["perf/rollout_time"] == 10
+    assert world.recorder.metrics[0]["perf/tokens_per_s"] == 4 / 10
+
+
+def test_every_group_is_trained_exactly_once(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.driver(replace(PLAN, num_rollouts=4)).run()
+    source = world.rollouts.tickets and next(iter(world.state.state_dict()["ledger"]["entries"]))[0].split(":")[0]
+    for epoch in (0, 1):
+        counts = world.state.counts(str(source), epoch, 4)
+        assert counts[GroupState.TRAINED] == 4
+
+
+def test_rollouts_that_never_ask_the_engine_publish_for_evaluations_only(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.driver(replace(PLAN, num_rollouts=5, publish_each_step=False, old_log_probs=False)).run()
+    assert world.publisher.versions == [2, 4, 5]
+    assert "log_probs" not in [span.method for span in world.runtime.spans]
+
+
+def test_early_stop_ends_the_run_after_the_evaluation_that_reached_it_and_saves(tmp_path: Path) -> None:
+    world = World(tmp_path, scores=(0.1, 0.1, 0.2, 0.2, 0.6))
+    plan = replace(PLAN, num_rollouts=9, save_interval=None, early_stop=parse_early_stop("eval/held>=0.5"))
+    result = world.driver(plan).run()
+    assert (result.steps, result.stopped_early, result.evaluation) == (4, True, {"eval/held": 0.6})
+    assert list(world.saves.saved) == [4]
+
+
+def test_a_resumed_run_publishes_its_version_first_and_does_not_repeat_the_first_evaluation(tmp_path: Path) -> None:
+    whole = World(tmp_path)
+    whole.driver(replace(PLAN, num_rollouts=4)).run()
+    world = World(tmp_path)
+    world.state.load_state_dict(whole.saves.saved[2])
+    world.driver(replace(PLAN, num_rollouts=4, first_rollout=2, publish_at_start=True)).run()
+    assert world.publisher.versions == [2, 3, 4]
+    assert world.recorder.events == [("step", 2), ("step", 3), ("evaluation", 4)]
+    assert world.saves.saved[4]["ledger"] == whole.saves.saved[4]["ledger"]
+
+
+class Failing:
+    def __init__(self, error: BufferRLError) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*args: Any) -> None:
+            raise self._error
+
+        return fail
+
+
+@pytest.mark.parametrize("role", ["rollout", "train", "publish", "buffer"])
+def test_an_error_of_any_role_ends_the_run_as_it_is(tmp_path: Path, role: str) -> None:
+    world = World(tmp_path)
+    world.roles[role] = Failing(TrainError("broken", where=role))
+    with pytest.raises(TrainError, match=f"{role}: broken"):
+        world.driver(PLAN).run()
+
+
+@pytest.mark.parametrize(
+    ("limit", "name"),
+    [("rollout_timeout_s", "rollout.run"), ("train_timeout_s", "train.log_probs"), ("publish_timeout_s", "publish")],
+)
+def test_a_role_that_does_not_answer_is_named_when_its_deadline_passes(tmp_path: Path, limit: str, name: str) -> None:
+    world = World(tmp_path)
+    with pytest.raises(DeadlineError, match=name):
+        world.driver(replace(PLAN, **{limit: 0.5})).run()
+
+
+def test_a_rollout_without_groups_is_an_error_that_shows_the_drops(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    class Dropping(FakeRollouts):
+        def run(self, ticket: Any) -> Any:
+            for group in self._state.get_samples(ticket, 2):
+                self._state.reject(ticket, group.uid, group.attempt, "zero_std")
+            return self._state.close_rollout(ticket), {}, []
+
+    world.roles["rollout"] = Dropping(world.state)
+    with pytest.raises(RolloutError, match="zero_std"):
+        world.driver(replace(PLAN, evaluate=False)).run()
+
+
+def test_lockstep_with_staleness_is_a_contradiction() -> None:
+    with pytest.raises(ValueError, match="max_staleness is 0"):
+        Schedule(mode=Mode.LOCKSTEP, max_staleness=1)

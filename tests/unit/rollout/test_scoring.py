@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from typing import Any
+
+import pytest
+
+from buffer_rl.errors import ConfigError, PluginError
+from buffer_rl.rollout.failures import FailureKind
+from buffer_rl.rollout.reward_pool import MAX_TIMEOUTS_PER_CALL
+from buffer_rl.types import Status
+
+TIMEOUT_S = 0.5
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def score_labels(kit: Any, labels: list[Any], function: str, **options: Any) -> tuple[Any, list[Any]]:
+    group = kit.make_group(6, labels=labels)
+    options = {"custom_rm_path": kit.user(function), "rm_timeout_s": TIMEOUT_S, **options}
+    async with kit.opened(**options) as context:
+        failures = await context.scorer.score(group.samples)
+    return group, failures
+
+
+async def test_a_synchronous_reward_runs_in_another_process_and_keeps_the_order(kit: Any) -> None:
+    group, failures = await score_labels(kit, ["3", "1", "2"], "told_by_label")
+    assert ([s.reward for s in group], failures) == ([3.0, 1.0, 2.0], [])
+    group, _ = await score_labels(kit, ["x"] * 3, "process_id")
+    pids = {sample.reward for sample in group}
+    assert len(pids) == 1
+    assert os.getpid() not in pids
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "kind", "message"),
+    [
+        ("raise", FailureKind.EXCEPTION, "KeyError: 'no such answer'"),
+        ("exit", FailureKind.EXCEPTION, "SystemExit: 3"),
+        ("nan", FailureKind.INVALID, "nan, not finite"),
+        ("inf", FailureKind.INVALID, "inf, not finite"),
+        ("none", FailureKind.INVALID, "None"),
+        ("list", FailureKind.INVALID, r"\[1.0\]"),
+        ("text", FailureKind.INVALID, "'1.0'"),
+        ("hang", FailureKind.TIMEOUT, "--rm-timeout-s 0.5"),
+        ("die", FailureKind.CRASH, "exit status 7"),
+        ("segfault", FailureKind.CRASH, "SIGSEGV"),
+    ],
+)
+async def test_a_bad_reward_is_a_named_failure_of_its_sample_alone(
+    kit: Any, behaviour: str, kind: FailureKind, message: str
+) -> None:
+    group, failures = await score_labels(kit, ["1", behaviour, "2"], "told_by_label")
+    assert [s.reward for s in group] == [1.0, None, 2.0]
+    assert [s.status for s in group] == [Status.PENDING, Status.FAILED, Status.PENDING]
+    (failure,) = failures
+    assert failure.kind is kind
+    with pytest.raises(type(failure.error), match=message) as caught:
+        raise failure.error
+    assert "told_by_label" in str(caught.value)
+    assert "row source:6:0/1.0" in str(caught.value)
+
+
+async def test_an_exception_shows_the_users_traceback(kit: Any) -> None:
+    _, (failure,) = await score_labels(kit, ["raise"], "told_by_label")
+    assert 'raise KeyError("no such answer")' in failure.error.what
+    assert "reward_process.py" not in failure.error.what
+
+
+async def test_after_two_timeouts_the_rest_of_a_group_is_given_up(kit: Any) -> None:
+    group, failures = await score_labels(kit, ["hang", "hang", "1", "hang"], "told_by_label", rm_timeout_s=0.2)
+    assert MAX_TIMEOUTS_PER_CALL == 2
+    assert [failure.kind for failure in failures] == [FailureKind.TIMEOUT] * 4
+    assert "not run" in failures[2].error.what
+    assert all(sample.reward is None for sample in group)
+
+
+async def test_an_asynchronous_reward_has_the_same_failures(kit: Any) -> None:
+    group, failures = await score_labels(kit, ["4", "hang", "raise", "none"], "slow_async", rm_timeout_s=0.2)
+    assert [s.reward for s in group] == [4.0, None, None, None]
+    assert [f.kind for f in failures] == [FailureKind.TIMEOUT, FailureKind.EXCEPTION, FailureKind.INVALID]
+
+
+@pytest.mark.parametrize(
+    ("function", "reward"),
+    [("callable_object", 2.0), ("answers_with_a_coroutine", 1.0), ("numpy_scalar", 0.25)],
+)
+async def test_every_form_of_function_and_number_is_accepted(kit: Any, function: str, reward: float) -> None:
+    group, failures = await score_labels(kit, ["1"], function)
+    assert ([s.reward for s in group], failures) == ([reward], [])
+
+
+async def test_a_mapping_needs_a_reward_key(kit: Any) -> None:
+    group, failures = await score_labels(kit, ["1"], "as_mapping", reward_key="score")
+    assert (group[0].reward, failures) == ({"score": 0.0, "other": 0.0}, [])
+    _, (failure,) = await score_labels(kit, ["1"], "as_mapping")
+    assert "--reward-key" in failure.error.what
+
+
+async def test_a_reward_that_the_generate_function_set_is_kept_and_checked(kit: Any) -> None:
+    group = kit.make_group(0)
+    group[0].reward, group[1].reward = 0.75, float("nan")
+    async with kit.opened() as context:
+        (failure,) = await context.scorer.score(group.samples)
+    assert group[0].reward == 0.75
+    assert (failure.kind, group[1].reward) == (FailureKind.INVALID, None)
+
+
+async def test_without_a_reward_function_there_is_one_clear_error(kit: Any) -> None:
+    async with kit.opened() as context:
+        with pytest.raises(ConfigError, match="--custom-rm-path"):
+            await context.scorer.score(kit.make_group(0).samples)
+
+
+async def test_data_may_choose_registered_names_only(kit: Any) -> None:
+    group = kit.make_group(0)
+    group[0].metadata["rm_type"] = kit.user("told_by_label")
+    async with kit.opened(rm_type="unused") as context:
+        with pytest.raises(PluginError):
+            await context.scorer.score(group.samples)
+
+
+async def test_a_blocking_reward_leaves_the_event_loop_free(kit: Any) -> None:
+    beats = 0
+
+    async def heartbeat() -> None:
+        nonlocal beats
+        while True:
+            await asyncio.sleep(0.01)
+            beats += 1
+
+    async with kit.opened(custom_rm_path=kit.user("block_for_label")) as context:
+        await context.scorer.score(kit.make_group(0, labels=["0"]).samples)  # starts the process
+        beating = asyncio.create_task(heartbeat())
+        await context.scorer.score(kit.make_group(1, labels=["0.5"]).samples)
+        beating.cancel()
+    assert beats >= 5
+
+
+async def test_groups_are_scored_by_as_many_processes_as_allowed(kit: Any) -> None:
+    groups = [kit.make_group(row, labels=["x"]) for row in range(6)]
+    async with kit.opened(custom_rm_path=kit.user("process_id"), rm_workers=2) as context:
+        await asyncio.gather(*(context.scorer.score(group.samples) for group in groups))
+        assert {int(group[0].reward) for group in groups} == set(context.scorer.pool.pids)
+        assert len(context.scorer.pool.pids) <= 2
+
+
+async def test_closing_ends_the_processes_even_while_one_hangs(kit: Any) -> None:
+    async with kit.opened(custom_rm_path=kit.user("told_by_label"), rm_timeout_s=60) as context:
+        await context.scorer.score(kit.make_group(0, labels=["1"]).samples)
+        (pid,) = context.scorer.pool.pids
+        hanging = asyncio.create_task(context.scorer.score(kit.make_group(1, labels=["hang"]).samples))
+        await asyncio.sleep(0)
+        hanging.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await hanging
+        group = kit.make_group(2, labels=["2"])
+        await context.scorer.score(group.samples)  # a fresh process: an old answer must not reach this sample
+        assert group[0].reward == 2.0
+        (fresh,) = context.scorer.pool.pids
+        assert fresh != pid
+    assert not alive(fresh)
+
+
+async def test_a_module_that_breaks_on_import_is_no_samples_fault(kit: Any, tmp_path: Any) -> None:
+    (tmp_path / "bad_reward.py").write_text("import no_such_module_anywhere\n")
+    async with kit.opened(custom_rm_path=f"{tmp_path / 'bad_reward.py'}:score") as context:
+        with pytest.raises((PluginError, ModuleNotFoundError), match="no_such_module_anywhere"):
+            await context.scorer.score(kit.make_group(0).samples)

@@ -1,0 +1,80 @@
+"""Checkpoints: whole or absent, and damage is always found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from buffer_rl.checkpoint import open_checkpoint, write_checkpoint
+from buffer_rl.errors import CheckpointError
+
+
+def fill(folder: Path) -> None:
+    (folder / "trainer").mkdir()
+    (folder / "trainer" / "weights.bin").write_bytes(bytes(range(256)) * 10)
+    (folder / "buffer.json").write_text('{"queue": []}')
+
+
+def test_what_was_written_is_opened_and_the_newest_step_is_chosen(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 9, fill, {"note": "a"})
+    write_checkpoint(tmp_path, 10, fill, {"note": "b"})
+    newest = open_checkpoint(tmp_path)
+    assert (newest.step, newest.facts, newest.folder.name) == (10, {"note": "b"}, "step_000010")
+    assert open_checkpoint(tmp_path / "step_000009").facts == {"note": "a"}
+    assert (newest.folder / "trainer" / "weights.bin").read_bytes() == bytes(range(256)) * 10
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000009", "step_000010"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1, fill, {"note": "old"})
+    write_checkpoint(tmp_path, 1, fill, {"note": "new"})
+    assert open_checkpoint(tmp_path).facts == {"note": "new"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_a_failure_while_writing_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1, fill, {})
+
+    def breaks(folder: Path) -> None:
+        fill(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_checkpoint(tmp_path, 2, breaks, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    assert open_checkpoint(tmp_path).step == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged: 2559 bytes"),
+        (lambda path: path.write_bytes(b"\x01" + path.read_bytes()[1:]), "hash differs"),
+        (lambda path: path.unlink(), "missing"),
+    ],
+    ids=["truncated", "flipped", "removed"],
+)
+def test_damage_is_named_and_no_older_checkpoint_is_taken_instead(tmp_path: Path, damage: object, message: str) -> None:
+    write_checkpoint(tmp_path, 1, fill, {})
+    folder = write_checkpoint(tmp_path, 2, fill, {})
+    assert callable(damage)
+    damage(folder / "trainer" / "weights.bin")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.where.endswith("step_000002/trainer/weights.bin")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 99}', "[]"])
+def test_a_damaged_manifest_is_an_error(tmp_path: Path, text: str) -> None:
+    folder = write_checkpoint(tmp_path, 1, fill, {})
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="manifest"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_missing_folder_and_an_empty_one_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        open_checkpoint(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        open_checkpoint(tmp_path)

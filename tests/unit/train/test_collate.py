@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from buffer_rl.errors import DataError
+from buffer_rl.train.collate import collate, loss_inputs, split_rows
+from buffer_rl.types import GroupUid, RowId, TrainBatch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture()
+def batch() -> TrainBatch:
+    return TrainBatch(
+        rollout_id=0,
+        task="train_0",
+        row_ids=[RowId(GroupUid("data", 0, 0), i) for i in range(2)],
+        columns={
+            "tokens": [np.array([5, 6, 7, 8, 9], dtype=np.int32), np.array([3, 4], dtype=np.int32)],
+            "response_length": np.array([2, 1], dtype=np.int32),
+            "loss_mask": [np.array([1, 0], dtype=np.float32), np.array([1], dtype=np.float32)],
+            "advantages": [np.array([0.5, 0.6], dtype=np.float32), np.array([0.7], dtype=np.float32)],
+        },
+        total_rows=7,
+        total_tokens=30,
+    )
+
+
+def test_rows_are_padded_on_the_right_and_responses_are_predicted_from_the_token_before(batch: TrainBatch) -> None:
+    micro = collate(batch, CPU)
+    assert micro.tokens_bl.tolist() == [[5, 6, 7, 8, 9], [3, 4, 0, 0, 0]]
+    assert micro.response_bt.tolist() == [[True, True], [True, False]]
+    assert micro.target_n.tolist() == [8, 9, 4]
+    assert micro.tokens_bl.reshape(-1)[micro.predictor_n].tolist() == [7, 8, 3]
+
+
+def test_the_loss_sees_padded_columns_and_the_totals_of_the_step(batch: TrainBatch) -> None:
+    micro = collate(batch, CPU)
+    inputs = loss_inputs(batch, micro, torch.zeros(2, 2), torch.ones(2, 2))
+    assert inputs.loss_mask.tolist() == [[1, 0], [1, 0]]
+    torch.testing.assert_close(inputs.advantages, torch.tensor([[0.5, 0.6], [0.7, 0.0]]))
+    assert inputs.ref_log_probs is None
+    assert (inputs.total_rows, inputs.total_tokens) == (7, 30)
+
+
+def test_without_a_loss_mask_all_response_tokens_count(batch: TrainBatch) -> None:
+    del batch.columns["loss_mask"]
+    inputs = loss_inputs(batch, collate(batch, CPU), torch.zeros(2, 2), torch.ones(2, 2))
+    assert inputs.loss_mask.tolist() == [[1, 1], [1, 0]]
+
+
+def test_splitting_undoes_padding(batch: TrainBatch) -> None:
+    rows = split_rows(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), [2, 1])
+    assert [row.tolist() for row in rows] == [[1.0, 2.0], [3.0]]
+    assert all(row.dtype == np.float32 for row in rows)
+
+
+@pytest.mark.parametrize("response_length", [2, 3])
+def test_a_response_without_a_token_before_it_is_an_error_that_names_the_row(
+    batch: TrainBatch, response_length: int
+) -> None:
+    batch.columns["response_length"] = np.array([2, response_length], dtype=np.int32)
+    with pytest.raises(DataError, match="data:0:0/1"):
+        collate(batch, CPU)
+
+
+def test_a_column_of_another_length_is_an_error_that_names_the_row(batch: TrainBatch) -> None:
+    micro = collate(batch, CPU)
+    wrong = replace(batch, columns={**batch.columns, "advantages": [np.zeros(2), np.zeros(2)]})
+    with pytest.raises(DataError, match="data:0:0/1.0: advantages has 2 values"):
+        loss_inputs(wrong, micro, torch.zeros(2, 2), torch.zeros(2, 2))
+
+
+def test_rows_without_any_response_collate(make_batch: Callable[..., TrainBatch]) -> None:
+    micro = collate(make_batch().select([0]), CPU)
+    assert micro.response_bt.shape == (1, 0)
+    assert micro.target_n.numel() == 0

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
+from buffer_rl.train.collate import collate
+from buffer_rl.train.forward import response_log_probs
+from buffer_rl.train.model import load_model
+from buffer_rl.types import TrainBatch
+
+CPU = torch.device("cpu")
+
+
+def _plain(model: PreTrainedModel, batch: TrainBatch, temperature: float) -> list[tuple[list[float], list[float]]]:
+    """Row by row without padding, from the full logits: log-probabilities and entropies of the response."""
+    results = []
+    for tokens, length in zip(batch.columns["tokens"], batch.columns["response_length"], strict=True):
+        ids = torch.tensor(tokens.tolist())[None]
+        with torch.no_grad():
+            log_probs = (model(input_ids=ids).logits[0].double() / temperature).log_softmax(-1)
+        rows = [(log_probs[t - 1, ids[0, t]], log_probs[t - 1]) for t in range(len(tokens) - length, len(tokens))]
+        results.append(([float(chosen) for chosen, _ in rows], [float(-(lp.exp() * lp).sum()) for _, lp in rows]))
+    return results
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_and_entropies_equal_a_plain_forward_of_each_row(
+    architecture: str, temperature: float, tmp_path: Path, make_batch: Callable[..., TrainBatch]
+) -> None:
+    folder = make_tiny_model(tmp_path, architecture=architecture, characters="abcdefghijklmnopqrstuvwxyz=")
+    model = load_model(folder, CPU, "--hf-checkpoint")
+    batch = make_batch(6)
+    log_probs_bt, entropy_bt = response_log_probs(model, collate(batch, CPU), temperature)
+    for row, (log_probs, entropies) in enumerate(_plain(model, batch, temperature)):
+        length = len(log_probs)
+        assert log_probs_bt[row, :length].tolist() == pytest.approx(log_probs, abs=2e-5)
+        assert entropy_bt[row, :length].tolist() == pytest.approx(entropies, abs=2e-5)
+        assert log_probs_bt[row, length:].abs().sum() == 0
+        assert entropy_bt[row, length:].abs().sum() == 0
+
+
+def test_capped_logits_keep_their_cap(tmp_path: Path, make_batch: Callable[..., TrainBatch]) -> None:
+    """Gemma caps the logits after the output layer: narrowing that layer's input must not skip it."""
+    folder = make_tiny_model(tmp_path, architecture="gemma3", init_scale=1.0, final_logit_softcapping=2.0)
+    model = load_model(folder, CPU, "--hf-checkpoint")
+    batch = make_batch(4)
+    log_probs_bt, _ = response_log_probs(model, collate(batch, CPU), 1.0)
+    for row, (log_probs, _) in enumerate(_plain(model, batch, 1.0)):
+        assert log_probs_bt[row, : len(log_probs)].tolist() == pytest.approx(log_probs, abs=2e-5)
+
+
+def test_the_entropy_carries_a_gradient_only_where_asked(
+    model_path: str, make_batch: Callable[..., TrainBatch]
+) -> None:
+    model = load_model(model_path, CPU, "--hf-checkpoint")
+    micro = collate(make_batch(4), CPU)
+    assert not response_log_probs(model, micro, 1.0)[1].requires_grad
+    assert response_log_probs(model, micro, 1.0, entropy_gradient=True)[1].requires_grad
+    assert response_log_probs(model, micro, 1.0, with_entropy=False)[1].abs().sum() == 0
+
+
+def test_the_output_layer_is_as_before_afterwards(model_path: str, make_batch: Callable[..., TrainBatch]) -> None:
+    model = load_model(model_path, CPU, "--hf-checkpoint")
+    ids = torch.tensor([[4, 5, 6]])
+    before = model(input_ids=ids).logits
+    response_log_probs(model, collate(make_batch(4), CPU), 1.0)
+    assert torch.equal(model(input_ids=ids).logits, before)
