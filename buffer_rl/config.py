@@ -43,13 +43,14 @@ class Options(Section):
         return load_args, (dump_args(self),)
 
 
-def option(default: Any, help: str, *, kind: str = "", metavar: str = "", **constraints: Any) -> Any:
+def option(default: Any, help: str, *, kind: str = "", metavar: str = "", short: str = "", **constraints: Any) -> Any:
     """One option of a section.
 
     help: one sentence, with the unit where there is one. ``kind``: the option's value is a plugin reference (or a
-    list of them) of this plugin kind, checked before anything starts. ``constraints`` go to ``pydantic.Field``.
+    list of them) of this plugin kind, checked before anything starts. ``short``: a second flag of one letter, for
+    example ``-p``. ``constraints`` go to ``pydantic.Field``.
     """
-    extra: dict[str, Any] = {"kind": kind, "metavar": metavar}
+    extra: dict[str, Any] = {"kind": kind, "metavar": metavar, "short": short}
     return Field(default, description=help, json_schema_extra=extra, **constraints)
 
 

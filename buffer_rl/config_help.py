@@ -58,15 +58,22 @@ def add_options(parser: argparse.ArgumentParser, sections: Sequence[str | type[S
 def _add_option(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
     wanted = option_type(field)
     flag = flag_of(name)
+    flags = [flag, *short_flag(field)]
     common: dict[str, Any] = {"dest": _DEST + name, "default": argparse.SUPPRESS, "help": help_text(field)}
     if wanted.base is bool and not wanted.many:
-        group.add_argument(flag, nargs="?", const="true", metavar="BOOL", **common)
+        group.add_argument(*flags, nargs="?", const="true", metavar="BOOL", **common)
         common["help"] = argparse.SUPPRESS
         group.add_argument(f"--no-{flag[2:]}", action="store_const", const="false", **common)
     elif wanted.many:
-        group.add_argument(flag, nargs="*", action="extend", metavar=metavar_of(field, wanted), **common)
+        group.add_argument(*flags, nargs="*", action="extend", metavar=metavar_of(field, wanted), **common)
     else:
-        group.add_argument(flag, metavar=metavar_of(field, wanted), **common)
+        group.add_argument(*flags, metavar=metavar_of(field, wanted), **common)
+
+
+def short_flag(field: FieldInfo) -> list[str]:
+    """The option's one-letter flag, if it has one."""
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    return [str(extra["short"])] if extra.get("short") else []
 
 
 def help_text(field: FieldInfo) -> str:

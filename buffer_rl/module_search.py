@@ -55,6 +55,8 @@ class SourceNames:
 def find_module(name: str, folders: Sequence[str]) -> FoundModule | None:
     """Find ``name`` on ``sys.path``, then in ``folders``; no parent package is imported on the way."""
     found: FoundModule | None = None
+    if not all(part.isidentifier() for part in name.split(".")):
+        return None  # finders may raise on what cannot be a name
     for part in name.split("."):
         found = _find_top(part, folders) if found is None else _find_child(found, part)
         if found is None:
@@ -184,9 +186,16 @@ def _add_bound(statement: ast.stmt, names: SourceNames) -> None:
             bound = alias.asname or alias.name
             names.lines[bound.split(".")[0]] = statement.lineno
     else:
-        # Targets of assignments, loops and with statements: every name that the statement itself stores.
-        for node in ast.walk(statement):
+        for node in _own_nodes(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.lines.setdefault(node.id, node.lineno)
             elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-                names.lines.setdefault(node.name, statement.lineno)
+                names.lines.setdefault(node.name, node.lineno)
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The parts of a statement without the statements inside it and the scopes of comprehensions and lambdas."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.stmt | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Lambda):
+            yield child
+            yield from _own_nodes(child)

@@ -68,11 +68,16 @@ class Offers:
 
     def refusal(self, offer: Offer) -> str:
         """Why an offer may not be used; empty if it may."""
-        for name in (offer.name, offer.distribution):
-            if name in self._blocked or (name == offer.distribution and name in self._blocked_distributions):
-                return f"blocked by -p no:{name}"
         if not self._autoload and not offer.is_own:
             return f"not loaded, because {AUTOLOAD_VARIABLE} is set or autoload is off"
+        return self.block(offer)
+
+    def block(self, offer: Offer) -> str:
+        """Which ``-p no:NAME`` blocks an offer; empty if none does."""
+        if offer.name in self._blocked:
+            return f"blocked by -p no:{offer.name}"
+        if offer.distribution in self._blocked_distributions:
+            return f"blocked by -p no:{offer.distribution}"
         return ""
 
     def is_blocked(self, name: str) -> bool:

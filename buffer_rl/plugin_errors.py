@@ -38,18 +38,16 @@ def plugin_error(
 ) -> PluginError:
     """Build the error; the caller raises it.
 
-    kind: None for a whole pluggy plugin (``-p NAME``). origin: file, line, distribution, as far as known.
+    kind: None where none was named: for a whole pluggy plugin (``-p NAME``), or while the kind is guessed.
+    origin: file, line, distribution, as far as known.
     actual: the signature that was found. suggestion: the reference that was probably meant.
     """
     named = list_names(known)
-    hints = [
-        f"did you mean {suggestion!r}?" if suggestion else "",
-        f"known names: {named}" if named else "",
-        hint,
-    ]
+    question = f"did you mean {suggestion!r}?" if suggestion else ""
+    facts = "; ".join(part for part in (f"known names: {named}" if named else "", hint) if part)
     if kind is None:
         subject = "plugin"
-        expected = "a module or an object with hooks of buffer_rl.hookspecs, or the name of one that is installed"
+        expected = "package.module:name, ./file.py:name, or a name that is installed or registered"
     else:
         subject = kind.name
         expected = f"{kind.signature}, for {' or '.join(kind.flags)}"
@@ -57,7 +55,7 @@ def plugin_error(
         f"{what}; found {actual}" if actual else what,
         where=f"{subject} {reference!r}" + (f" ({origin})" if origin else ""),
         expected=expected,
-        hint="; ".join(part for part in hints if part),
+        hint=f"{question} {facts}".strip(),
     )
 
 

@@ -59,6 +59,7 @@ class HookPlugins:
         self._folders = folders
         self._own_names: dict[tuple[str, str], Provided] = {}
         self._provided: dict[tuple[str, str], Mapping[str, object]] = {}
+        self._asked_for: set[str] = set()
         self._installed_loaded = False
 
     def add_adapter(self, adapter: Adapter) -> None:
@@ -73,13 +74,19 @@ class HookPlugins:
 
     def load(self, reference: str) -> None:
         """Load one plugin that was asked for: an installed name, a module or ``module:attr``. Raises PluginError."""
-        if self.manager.has_plugin(reference):
+        self._asked_for.add(reference)
+        self._load(reference)
+
+    def _load(self, reference: str) -> None:
+        if reference in dict(self.plugins()):
             return
-        offers = [offer for offer in self._offers.all("") if offer.name == reference]
+        named = [offer for offer in self._offers.all("") if offer.name == reference]
+        offers = [offer for offer in named if not self._offers.block(offer)]
         if len(offers) > 1:
             raise plugin_error(None, reference, f"several distributions offer it: {join_offers(offers)}")
-        if self._offers.is_blocked(reference):
-            raise plugin_error(None, reference, f"blocked by -p no:{reference}")
+        if self._offers.is_blocked(reference) or (named and not offers):
+            reason = self._offers.block(named[0]) if named else f"blocked by -p no:{reference}"
+            raise plugin_error(None, reference, reason)
         known = tuple(offer.name for offer in self._offers.all(""))
         search = Search(kind=None, shown=reference, folders=self._folders, known=known)
         self._register(search, self._import(search, offers[0].value if offers else reference))
@@ -93,7 +100,7 @@ class HookPlugins:
             self._skip(distribution, problem)
         for name in dict.fromkeys(offer.name for offer in self._offers.usable("")):
             try:
-                self.load(name)
+                self._load(name)
             except PluginError as error:
                 self._skip(name, str(error))
 
@@ -129,7 +136,8 @@ class HookPlugins:
             instance = plugin() if inspect.isclass(plugin) else plugin
             self.manager.register(instance, name)
         except Exception as error:  # the fault boundary around a constructor of others and pluggy's validation
-            self.manager.unregister(name=name) if self.manager.has_plugin(name) else None
+            if name in dict(self.plugins()):  # pluggy registers first and validates then
+                self.manager.unregister(name=name)
             raise search.error(f"it cannot be registered: {type(error).__name__}: {error}") from error
         hooks = self.manager.get_hookcallers(instance) or []
         unknown = [hook.name for hook in hooks if not hook.has_spec()]
@@ -145,7 +153,7 @@ class HookPlugins:
             )
 
     def _ask(self, provider: str, plugin: object, kind: str) -> Mapping[str, object]:
-        """What one plugin provides for a kind, asked once. Others go on if it fails."""
+        """What one plugin provides for a kind, asked once. One that fails is unloaded; others go on."""
         if (provider, kind) not in self._provided:
             others = [other for _, other in self.manager.list_name_plugin() if other not in (None, plugin)]
             caller = self.manager.subset_hook_caller("buffer_rl_provide", remove_plugins=others)
@@ -156,7 +164,11 @@ class HookPlugins:
                         raise TypeError(f"buffer_rl_provide returned {short_repr(part)}, not a mapping")
                     answer = part
             except Exception as error:  # the fault boundary around code of others, run while names are listed
-                self._skip(provider, f"buffer_rl_provide({kind!r}) failed: {type(error).__name__}: {error}")
+                problem = f"buffer_rl_provide({kind!r}) failed: {type(error).__name__}: {error}"
+                if provider in self._asked_for:
+                    raise plugin_error(None, provider, problem) from error
+                self.manager.unregister(plugin)
+                self._skip(provider, problem)
             self._provided[provider, kind] = answer
         return self._provided[provider, kind]
 

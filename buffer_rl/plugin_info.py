@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
 
+from buffer_rl.plugin_entry_points import OWN_DISTRIBUTION, normalise
 from buffer_rl.plugin_reference import Form, Origin
-from buffer_rl.plugin_signature import describe
+from buffer_rl.plugin_signature import describe, inner_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +37,15 @@ class PluginInfo:
     @classmethod
     def of(cls, origin: Origin, *, loaded: bool, error: str = "") -> PluginInfo:
         """The row of a plugin that leads to ``origin``."""
+        distribution, version = origin.distribution, origin.version
+        if not distribution and origin.module:
+            distribution, version = distribution_of(origin.module)
         return cls(
             kind=origin.kind,
             name=origin.reference,
             target=":".join(part for part in (origin.module or origin.file, origin.attr) if part),
-            distribution=origin.distribution,
-            version=origin.version,
+            distribution=distribution,
+            version=version,
             provider=origin.provider,
             file=origin.file,
             line=origin.line,
@@ -48,6 +53,19 @@ class PluginInfo:
             loaded=loaded,
             error=error,
         )
+
+
+def distribution_of(module: str) -> tuple[str, str]:
+    """Name and version of the installed distribution that brings a module; empty for a user's own file."""
+    top = module.partition(".")[0]
+    if top in {OWN_DISTRIBUTION.replace("-", "_"), "rm_hub", "filter_hub"}:  # an editable install does not say so
+        names = [OWN_DISTRIBUTION]
+    else:
+        names = importlib.metadata.packages_distributions().get(top, [])
+    try:
+        return (normalise(names[0]), importlib.metadata.version(names[0])) if names else ("", "")
+    except importlib.metadata.PackageNotFoundError:
+        return "", ""
 
 
 def file_hash(file: str) -> str:
@@ -58,6 +76,7 @@ def file_hash(file: str) -> str:
 
 def origin_of_object(kind: str, reference: str, obj: object, *, provider: str = "") -> Origin:
     """Where a Python object was defined, as far as it tells."""
+    obj = inner_function(obj)
     target = obj if inspect.isclass(obj) or inspect.isroutine(obj) or inspect.ismodule(obj) else type(obj)
     try:
         file = inspect.getsourcefile(target) or ""

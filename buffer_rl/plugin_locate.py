@@ -93,8 +93,9 @@ class Search:
             raise self.error(
                 "it names a file, but nothing in it",
                 origin=shorten(str(file)),
-                suggestion=f"{path}:{functions[0] if functions else 'function'}",
+                suggestion=f"{path}:{functions[0]}" if len(functions) == 1 else None,
                 known=functions,
+                hint=f"write {path}:function",
             )
         origin = Origin(
             kind=self.kind.name if self.kind else "",
@@ -163,7 +164,8 @@ class Search:
             return self.error(
                 "it names a module, but nothing in it",
                 origin=shorten(found.file),
-                suggestion=f"{module}:{functions[0] if functions else 'function'}",
+                suggestion=f"{module}:{functions[0]}" if len(functions) == 1 else None,
                 known=functions,
+                hint=f"write {module}:function",
             )
         return self.error("it is no reference", hint="write module:function, ./file.py:function or a registered name")

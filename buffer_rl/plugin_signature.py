@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -32,15 +33,30 @@ def check_contract(kind: str, obj: object, reference: str = "") -> None:
 
 
 def fitting_kinds(obj: object) -> list[str]:
-    """The kinds whose contract ``obj`` meets, those whose arguments have the very names of the contract first."""
-    fitting = [kind for kind in KINDS if _fits(kind, obj)]
-    return sorted(fitting, key=lambda kind: not _has_names_of(KINDS[kind], obj))
+    """The kinds whose contract ``obj`` meets, those whose arguments have the very names of the contract first.
+
+    Where nearly everything would fit, less is guessed: a function as the factory of a constructed kind never, a
+    function for a kind that returns any object only if it has the names.
+    """
+    is_class = inspect.isclass(obj)
+    fitting = [kind for kind, row in KINDS.items() if (is_class or not row.constructed) and _fits(kind, obj)]
+    named = [kind for kind in fitting if _has_names_of(KINDS[kind], obj)]
+    others = [kind for kind in fitting if kind not in named and (is_class or kind not in _KINDS_THAT_RETURN_OBJECTS)]
+    return named + others
 
 
 def describe(obj: object) -> str:
-    """``module:qualname`` of a function or class, or of the class of an instance."""
+    """``module:qualname`` of a function or class (of the one inside a partial), or of the class of an instance."""
+    obj = inner_function(obj)
     named = obj if hasattr(obj, "__qualname__") else type(obj)
     return f"{named.__module__}:{named.__qualname__}"
+
+
+def inner_function(obj: object) -> object:
+    """The function inside any number of ``functools.partial``."""
+    while isinstance(obj, functools.partial):
+        obj = obj.func
+    return obj
 
 
 def call_rollout(function: Any, args: Any, rollout_id: int, buffer: Any, evaluation: bool) -> Any:
@@ -151,9 +167,13 @@ def _signature(function: Any) -> inspect.Signature | None:
 
 
 def signature_of(function: Any) -> str:
-    """``name(parameters)`` for a message."""
+    """``name(parameters)`` for a message, without annotations."""
     name = getattr(function, "__name__", type(function).__name__)
-    return f"{name}{_signature(function) or '(...)'}"
+    signature = _signature(function)
+    if signature is None:
+        return f"{name}(...)"
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return f"{name}{signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)}"
 
 
 def _bind_error(signature: inspect.Signature, positional: int, keywords: tuple[str, ...] = ()) -> str | None:

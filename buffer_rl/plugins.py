@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pluggy
 
@@ -108,7 +109,7 @@ class PluginRegistry:
             raise self._unknown_name(row, reference)
         return replace(search, known=tuple(self.names(kind))).locate(reference)
 
-    def resolve(self, kind: str, reference: object) -> object:
+    def resolve(self, kind: str, reference: object) -> Any:
         """The checked object behind a reference; the same object for the same reference. Raises PluginError."""
         row = kind_named(kind)
         name = reference if isinstance(reference, str) else describe(reference)
@@ -128,7 +129,16 @@ class PluginRegistry:
             self._plugins.add_adapter(adapter)
         return obj
 
-    def resolve_registered(self, kind: str, name: str) -> object:
+    def load(self, reference: str) -> Any:
+        """Import a path reference without checking it against any kind. Raises PluginError."""
+        if self._offers.is_blocked(reference):
+            raise plugin_error(None, reference, f"blocked by -p no:{reference}")
+        search = Search(kind=None, shown=reference, folders=self._folders, known=tuple(self._all_names()))
+        if form_of(reference) is Form.NAME and find_module(reference, self._folders) is None:
+            raise search.error("no kind has this name", suggestion=nearest(reference, search.known), known=search.known)
+        return import_object(search, search.locate(reference))
+
+    def resolve_registered(self, kind: str, name: str) -> Any:
         """As ``resolve``, for names that come from data: a registered name, never a path to code."""
         row = kind_named(kind)
         names = self.names(kind)
@@ -169,6 +179,9 @@ class PluginRegistry:
         for (resolved_kind, _), adapter in self._resolved.items():
             if resolved_kind == kind:
                 yield PluginInfo.of(adapter.origin, loaded=True)
+
+    def _all_names(self) -> list[str]:
+        return sorted({name for kind in KINDS for name in self._candidates(kind)})
 
     def _load(self, row: PluginKind, reference: object, origin: Origin) -> object:
         if not isinstance(reference, str):

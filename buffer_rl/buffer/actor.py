@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import ray
@@ -43,7 +43,6 @@ READS = frozenset({"get_eval_data", "get_metadata", "get_buffer_length", "get_nu
 STATE_FILE = "buffer.json"
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"health": 1})
 class BufferActor:
     """Hosts one ``BufferState``. Called through ``buffer_rl.buffer.client.BufferClient``."""
 
@@ -97,3 +96,12 @@ class BufferActor:
         except (OSError, orjson.JSONDecodeError) as error:
             raise CheckpointError(f"the Buffer's state cannot be read: {error}", where=str(path)) from error
         self._state.load_state_dict(state)
+
+
+def start_buffer(args_text: str) -> Any:
+    """Start the Buffer's process. Returns its handle, for ``BufferClient``.
+
+    No restarts: the ledger lives in memory, so a Buffer that died must end the run.
+    """
+    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0, concurrency_groups={"health": 1})
+    return remote(BufferActor).remote(args_text)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import ray
 
-from buffer_rl.errors import BufferRLError, DeadlineError
+from buffer_rl.errors import BufferRLError, DeadlineError, WorkerError
 from buffer_rl.types import Column, GroupUid, RolloutReport, RowId, SampleGroup, Ticket, TrainBatch
 
 
@@ -102,16 +102,16 @@ class BufferClient:
             return ray.get(ref, timeout=self.timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise self._late(method) from error
-        except ray.exceptions.RayTaskError as error:
-            raise _cause(error) from error
+        except ray.exceptions.RayError as error:
+            raise _named(method, error) from error
 
     async def _await(self, method: str, ref: Any) -> Any:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(ref.future()), self.timeout_s)
         except TimeoutError as error:
             raise self._late(method) from error
-        except ray.exceptions.RayTaskError as error:
-            raise _cause(error) from error
+        except ray.exceptions.RayError as error:
+            raise _named(method, error) from error
 
     def _late(self, method: str) -> DeadlineError:
         return DeadlineError(
@@ -121,9 +121,14 @@ class BufferClient:
         )
 
 
-def _cause(error: Any) -> BaseException:
+def _named(method: str, error: Any) -> BufferRLError:
+    """The Buffer's own error where it raised one; otherwise one that says that the Buffer failed."""
     cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, BufferRLError) else error
+    if isinstance(cause, BufferRLError):
+        return cause
+    if isinstance(error, ray.exceptions.RayActorError):
+        return WorkerError(f"the Buffer's process died: {error}", where=f"buffer.{method}")
+    return WorkerError(f"{type(cause or error).__name__}: {cause or error}", where=f"buffer.{method}")
 
 
 class GroupEncoder(Protocol):

@@ -14,7 +14,6 @@ from buffer_rl.buffer.partition import balanced_partition
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId, TrainBatch, concat_columns
 
-
 DERIVED_FIELDS = frozenset({"ref_log_probs", "old_log_probs", "prox_log_probs", "advantages", "returns"})
 """Fields that others than the rollout fill in."""
 

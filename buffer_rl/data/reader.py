@@ -93,7 +93,7 @@ def _numbered_lines(content: bytes) -> Iterator[_Line]:
     """The non-blank lines with their numbers from 1. Only a line feed ends a line (JSON text may hold U+2028)."""
     for number, line in enumerate(io.BytesIO(content.removeprefix(b"\xef\xbb\xbf")), start=1):
         if line.strip():
-            yield _Line(number=number, content=line)
+            yield _Line(number=number, content=line.rstrip(b"\r\n"))
 
 
 def _build_rows(path: str, lines: list[_Line], keys: RowKeys) -> list[PromptRow]:

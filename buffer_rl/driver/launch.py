@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from buffer_rl.buffer.actor import BufferActor
+from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.checkpoint import Checkpoint, open_checkpoint
 from buffer_rl.cluster.resources import train_gpus
@@ -19,15 +19,15 @@ from buffer_rl.cluster.session import ray_session
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import Options, dump_args
 from buffer_rl.driver.checkpoints import RunCheckpoints
-from buffer_rl.driver.checks import parse_early_stop
 from buffer_rl.driver.driver import Driver, RunPlan, RunResult
+from buffer_rl.driver.early_stop import parse_early_stop
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.engine.client import EngineControlClient
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.rollout.worker import RolloutWorker
+from buffer_rl.rollout.worker import start_rollout_workers
 from buffer_rl.train.group import start_train_group
 from buffer_rl.weights.publish import Publisher
 
@@ -80,14 +80,10 @@ class _Run:
         self.args = args
         args_text = dump_args(args)
         logs = str((run_dir / "logs").absolute())
-        actor = BufferActor.remote(args_text)
+        actor = start_buffer(args_text)
         self.buffer = BufferClient(actor, timeout_s=args.buffer_timeout_s, caller="driver")
         self.train = start_train_group(args, args_text, actor, logs, train_gpus(args))
-        workers = [
-            RolloutWorker.remote(args_text, actor, f"{logs}/rollout_{index}.log")
-            for index in range(args.num_rollout_workers)
-        ]
-        self.rollout = WorkerGroup("rollout", workers, one_at_a_time=True)
+        self.rollout = start_rollout_workers(args, args_text, actor, logs)
         stack.callback(self._close_workers)
         self._wait_ready()
 
@@ -169,7 +165,7 @@ class _TrainExport:
         self._train.call("save_hf", path, timeout_s=self._timeout_s)
 
 
-class _termination_as_exception:  # noqa: N801 (used like a function)
+class _termination_as_exception:
     """Turns SIGTERM into SystemExit for the length of the block, so that the exit stack runs."""
 
     def __enter__(self) -> None:

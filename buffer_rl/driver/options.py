@@ -24,4 +24,4 @@ class RunOptions(Section):
     )
     num_rollout_workers: int = option(1, "processes that run rollout functions", ge=1)
     ray_address: str | None = option(None, "a running Ray cluster; a local one is started where absent")
-    plugin: list[str] = option([], "pluggy plugins to load, or no:NAME to block one", kind="")
+    plugin: list[str] = option([], "pluggy plugins to load, or no:NAME to block one", metavar="NAME", short="-p")

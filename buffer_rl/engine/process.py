@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -100,10 +101,8 @@ class ChildProcess:
         """SIGTERM, then SIGKILL for the whole group; returns when the process is gone. May be called twice."""
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                pass
         self._signal(signal.SIGKILL)  # whatever else is in the group
         self._process.wait(timeout_s)
         if self._lifeline >= 0:

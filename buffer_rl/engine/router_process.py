@@ -1,11 +1,13 @@
-"""``python -m buffer_rl.engine.router_process``: the real ``sglang-router``, with its own flags, ended with its parent."""
+"""``python -m buffer_rl.engine.router_process``: the real ``sglang-router``, ended with its parent."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from buffer_rl.engine.process import PARENT_FD_FLAG, exit_with_parent
+from buffer_rl.engine.process import PARENT_FD_FLAG
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -13,12 +15,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     rest = list(sys.argv[1:] if argv is None else argv)
     if PARENT_FD_FLAG in rest:
         at = rest.index(PARENT_FD_FLAG)
-        exit_with_parent(int(rest[at + 1]))
+        _fork_watcher(int(rest[at + 1]))
         del rest[at : at + 2]
-    from sglang_router.launch_router import launch_router, parse_router_args
+    from sglang_router.launch_router import launch_router, parse_router_args  # type: ignore[import-untyped]
 
     launch_router(parse_router_args(rest))
     return 0
+
+
+def _fork_watcher(fd: int) -> None:
+    """Leave a small process behind that kills this one when the other end of the pipe ``fd`` is closed.
+
+    A process, not a thread: the router holds the interpreter lock for as long as it runs. It stays in this
+    process's group, so whoever stops the group ends it too.
+    """
+    router = os.getpid()
+    if os.fork() != 0:
+        os.close(fd)
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the group's SIGTERM is for the router
+    while os.read(fd, 1):
+        pass
+    if os.getppid() == router:
+        os.kill(router, signal.SIGKILL)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def gain_table(gains: Iterable[EvalGain], title: str = "Mean reward on evaluatio
     for gain in gains:
         style = "green" if gain.gain > 0 else "red" if gain.gain < 0 else ""
         steps = f"{gain.first_step} → {gain.last_step}"
-        change = Text(f"{gain.gain:+.3f}", style=style)
+        change = Text(f"{round(gain.gain, 3) + 0.0:+.3f}", style=style)  # + 0.0: no negative zero
         table.add_row(gain.name, f"{gain.before:.3f}", f"{gain.after:.3f}", change, steps)
     return table
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
@@ -90,8 +90,6 @@ class RolloutContext:
         Call it inside the event loop that will run the rollouts. Raises RolloutError or PluginError.
         """
         tokenizer = load_tokenizer(args.hf_checkpoint) if tokenizer is None else tokenizer
-        generate_path = args.custom_generate_function_path
-        filter_path = args.dynamic_sampling_filter_path
         return cls(
             args=args,
             tokenizer=tokenizer,
@@ -100,8 +98,8 @@ class RolloutContext:
             engine=engine,
             semaphore=asyncio.Semaphore(args.rollout_concurrency),
             seed=args.rollout_seed,
-            generate=registry.resolve("generate", generate_path) if generate_path else None,
-            dynamic_filter=registry.resolve("filter", filter_path) if filter_path else None,
+            generate=_function(registry, "generate", args.custom_generate_function_path),
+            dynamic_filter=_function(registry, "filter", args.dynamic_sampling_filter_path),
         )
 
     @contextmanager
@@ -146,3 +144,7 @@ def lease_scope(scope: LeaseScope) -> Iterator[None]:
         yield
     finally:
         _SCOPE.reset(token)
+
+
+def _function(registry: PluginRegistry, kind: str, reference: str | None) -> Callable[..., Any] | None:
+    return cast("Callable[..., Any]", registry.resolve(kind, reference)) if reference else None

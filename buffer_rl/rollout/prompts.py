@@ -49,7 +49,7 @@ class PromptEncoder:
         Raises DataError, naming the row, for a prompt that is empty or cannot be rendered.
         """
         prompt = sample.prompt
-        key = prompt if isinstance(prompt, str) else "\0" + json.dumps(prompt, sort_keys=True, default=str)
+        key = prompt if isinstance(prompt, str) else "\0" + json.dumps(prompt, default=str)
         cached = self._cache.get(key)
         if cached is None:
             cached = self._encode(prompt, where=_where(sample))

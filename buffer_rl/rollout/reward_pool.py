@@ -82,6 +82,11 @@ class RewardPool:
         """Process ids of the live reward processes."""
         return sorted(process.pid for process in self._live)
 
+    @property
+    def num_busy(self) -> int:
+        """Reward processes that have a batch in hand."""
+        return len(self._live) - len(self._idle)
+
     async def _score_on_one(self, target: RewardTarget, samples: Sequence[Sample], outcomes: list[Outcome]) -> None:
         process = self._idle.pop() if self._idle else await self._start()
         healthy = False
@@ -141,13 +146,15 @@ class _Process:
         self._reader, self._writer = await asyncio.open_connection(sock=self._channel)
         await self._send(args_json)
         try:
-            await self._receive(START_TIMEOUT_S)
-        except (TimeoutError, EOFError) as error:
+            answer = await self._receive(START_TIMEOUT_S)
+        except (TimeoutError, EOFError, ConnectionError) as error:
             raise RolloutError(
                 f"a reward process did not start: {await self._ending(error)}",
                 where=f"process {self.pid}",
                 hint="its own error is above, on the standard error of the rollout worker",
             ) from error
+        if "error" in answer:
+            raise RolloutError(f"a reward process could not be set up: {answer['error']}")
 
     async def score(
         self, target: RewardTarget, samples: Sequence[Sample], outcomes: list[Outcome], timeout_s: float

@@ -17,7 +17,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -41,12 +41,8 @@ class RewardTarget:
 
     def resolve(self, registry: PluginRegistry) -> Callable[..., Any]:
         """The function. Raises PluginError."""
-        found: Callable[..., Any] = (
-            registry.resolve_registered("reward", self.reference)
-            if self.registered
-            else registry.resolve("reward", self.reference)
-        )
-        return found
+        find = registry.resolve_registered if self.registered else registry.resolve
+        return cast("Callable[..., Any]", find("reward", self.reference))
 
 
 def main(file_descriptor: int) -> None:
@@ -60,8 +56,12 @@ def main(file_descriptor: int) -> None:
 
 
 def _serve(channel: socket.socket) -> None:
-    args: Any = load_args(pickle.loads(_receive(channel)))
-    registry = PluginRegistry()
+    try:
+        args: Any = load_args(pickle.loads(_receive(channel)))
+        registry = PluginRegistry.from_flags(args.plugin)
+    except BufferRLError as error:
+        _send(channel, {"error": str(error)})
+        return
     _send(channel, {"ok": None})
     functions: dict[RewardTarget, Callable[..., Any]] = {}
     while True:
@@ -121,6 +121,9 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask Linux to kill this process if its parent is killed, even while user code hangs."""
+    """Ask Linux to kill this process when its parent ends, even while user code hangs.
+
+    Linux means the parent's thread that started it: the one of the event loop that the pool belongs to.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

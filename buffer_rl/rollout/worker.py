@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import ray
 
 from buffer_rl.buffer.client import BufferClient, RolloutClient
 from buffer_rl.cluster.logs import redirect_output
+from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args
 from buffer_rl.contract_check import check_rollout_output
 from buffer_rl.engine.client import EngineClient
@@ -27,15 +28,14 @@ from buffer_rl.types import RolloutOutput, RolloutReport, Ticket
 NAMESPACES = ("rollout", "eval", "perf")
 
 
-@ray.remote(max_restarts=0, num_cpus=0)
 class RolloutWorker:
     """Runs one rollout at a time."""
 
     def __init__(self, args_text: str, buffer: Any, log_path: str) -> None:
         redirect_output(log_path)
-        self._args = load_args(args_text)
+        self._args: Any = load_args(args_text)
         self._client = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller="rollout")
-        self._registry = PluginRegistry(blocked=blocked_plugins(self._args.plugin))
+        self._registry = PluginRegistry.from_flags(self._args.plugin)
         self._converter = GroupConverter(self._args)
         train = _construct(self._registry.resolve("rollout", self._args.rollout_function_path), self._args)
         path = self._args.eval_function_path
@@ -101,6 +101,15 @@ class RolloutWorker:
             for uid in chosen
             for sample in buffer.finished[uid]
         ]
+
+
+def start_rollout_workers(args: Any, args_text: str, buffer: Any, log_dir: str) -> WorkerGroup:
+    """Start ``--num-rollout-workers`` processes; a rollout goes to the next one in turn."""
+    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(RolloutWorker)
+    actors = [
+        remote.remote(args_text, buffer, f"{log_dir}/rollout_{index}.log") for index in range(args.num_rollout_workers)
+    ]
+    return WorkerGroup("rollout", actors, one_at_a_time=True)
 
 
 def _construct(resolved: Any, args: Any) -> Any:

@@ -23,13 +23,15 @@ def make_char_tokenizer(characters: str = DEFAULT_CHARACTERS) -> PreTrainedToken
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast = make(
         tokenizer_object=backend,
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
+    return tokenizer
 
 
 def make_tiny_model(
@@ -61,7 +63,8 @@ def make_tiny_model(
     config = ARCHITECTURES[architecture](size, overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        maker: Any = AutoModelForCausalLM
+        model = maker.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.ndim > 1:

@@ -7,8 +7,9 @@ gradient reduction; the driver waits for all ranks, with a deadline.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
@@ -27,13 +28,12 @@ from buffer_rl.types import TrainBatch
 FIELD_OF_ROLE = {"ref": "ref_log_probs", "actor": "old_log_probs"}
 
 
-@ray.remote(max_restarts=0, num_cpus=0)
 class TrainRank:
     """One rank: a ``Trainer`` and the rows that it works on."""
 
     def __init__(self, args_text: str, buffer: Any, rank: int, world_size: int, log_path: str) -> None:
         redirect_output(log_path)
-        self._args = load_args(args_text)
+        self._args: Any = load_args(args_text)
         self._rank, self._world_size = rank, world_size
         self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"train-{rank}")
         self._built: Trainer | None = None
@@ -43,7 +43,7 @@ class TrainRank:
         """This rank's address and a free port, for the ranks to meet at."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+            return str(cast(Any, ray.util).get_node_ip_address()), int(probe.getsockname()[1])
 
     def setup(self, master: str, port: int) -> None:
         """Join the other ranks, which meet at ``master:port``, and build the model."""
@@ -55,8 +55,9 @@ class TrainRank:
                 world_size=self._world_size,
                 timeout=timedelta(seconds=self._args.train_timeout_s),
             )
-        registry = PluginRegistry(blocked=blocked_plugins(self._args.plugin))
-        self._built = registry.resolve("trainer", self._args.train_backend)(self._args, self._rank, self._world_size)
+        registry = PluginRegistry.from_flags(self._args.plugin)
+        backend = registry.resolve("trainer", self._args.train_backend)
+        self._built = cast(Callable[..., Trainer], backend)(self._args, self._rank, self._world_size)
 
     @property
     def _trainer(self) -> Trainer:
@@ -123,9 +124,10 @@ def start_train_group(args: TrainOptions, args_text: str, buffer: Any, log_dir: 
     """
     world_size = args.num_train_ranks
     threads = str(args.num_train_threads)
-    options = {"num_gpus": num_gpus, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}}}
+    environment = {"env_vars": {"OMP_NUM_THREADS": threads}}
+    remote = cast(Any, ray.remote)(num_cpus=0, num_gpus=num_gpus, max_restarts=0, runtime_env=environment)(TrainRank)
     actors = [
-        TrainRank.options(**options).remote(args_text, buffer, rank, world_size, f"{log_dir}/train_{rank}.log")
+        remote.remote(args_text, buffer, rank, world_size, f"{log_dir}/train_{rank}.log")
         for rank in range(world_size)
     ]
     return WorkerGroup("train", actors, combine=combine_metrics)

@@ -198,7 +198,8 @@ def _prepare_torch(args: Any, rank: int, device: torch.device) -> None:
     random.seed(args.seed + rank)
     np.random.seed((args.seed + rank) % 2**32)
     torch.manual_seed(args.seed + rank)
-    disable_progress_bar()  # the run has its own display, and this process's output is a log file
+    # The run has a display of its own, and what this process prints goes into a log file.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     if args.deterministic:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this

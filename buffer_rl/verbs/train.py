@@ -1,23 +1,24 @@
 """``buffer-rl train``: everything that can be wrong is said here, before Ray is started.
 
-Order: options, what must hold between them, where the plugins are (nothing is imported), every data file, then the
-plugins themselves. ``--dry-run`` ends there.
+Order: options, what must hold between them, model and checkpoint folders, where the plugins are (nothing is
+imported), every data file, then the plugins themselves. ``--dry-run`` ends there.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
-from buffer_rl.config import compose
+from buffer_rl.config import compose, flag_of, plugin_kind_of
 from buffer_rl.config_help import add_options, given_flags
 from buffer_rl.config_sources import Resolved, resolve
 from buffer_rl.data.eval_sets import parse_eval_sets
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.row import RowKeys
 from buffer_rl.driver.checks import check_options
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.verbs.dry_run import DataFile, DryRun, PluginUse, print_json, print_text
@@ -52,7 +53,8 @@ def run(namespace: argparse.Namespace) -> int:
     )
     args: Any = resolved.args
     check_options(args)
-    registry = make_registry(args)
+    check_folders(args)
+    registry = PluginRegistry.from_flags(args.plugin)
     plan = DryRun(resolved=resolved, plugins=locate_plugins(resolved, registry), data=read_data(args))
     # What the user named comes first: their mistakes show before heavy built-in modules are imported.
     for use in sorted(plan.plugins, key=lambda use: use.origin == "default"):
@@ -63,18 +65,26 @@ def run(namespace: argparse.Namespace) -> int:
     return _launch(args, registry)
 
 
-def make_registry(args: Any) -> PluginRegistry:
-    """The registry of a run, without the plugins that ``--plugin no:NAME`` blocks."""
-    return PluginRegistry(blocked=tuple(name[3:] for name in args.plugin if name.startswith("no:")))
+def check_folders(args: Any) -> None:
+    """Raises ConfigError for a model folder, CheckpointError for a checkpoint folder that is not there."""
+    for name in ("hf_checkpoint", "ref_load"):
+        folder = getattr(args, name)
+        if folder is not None and not (Path(folder) / "config.json").is_file():
+            raise ConfigError(
+                f"{folder!r} is no Hugging Face folder: there is no config.json in it",
+                where=flag_of(name),
+                hint="a model of the Hub is downloaded first: hf download ORG/NAME --local-dir FOLDER",
+            )
+    if args.load is not None and not Path(args.load).is_dir():
+        raise CheckpointError(f"there is no folder {args.load!r}", where="--load")
 
 
 def locate_plugins(resolved: Resolved, registry: PluginRegistry) -> list[PluginUse]:
     """Find every plugin that the options refer to, importing none. Raises PluginError."""
     args = resolved.args
     uses = []
-    for name, field in type(args).model_fields.items():
-        extra = field.json_schema_extra
-        kind = str(extra.get("kind") or "") if isinstance(extra, dict) else ""
+    for name in type(args).model_fields:
+        kind = plugin_kind_of(type(args), name)
         value = getattr(args, name)
         if not kind or value is None:
             continue

@@ -45,7 +45,7 @@ class Prefix:
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """One running sequence: ``length`` entries are in memory, ``token`` is the next one to run (position ``length``)."""
+    """One running sequence: ``length`` entries are in memory; ``token``, at position ``length``, is run next."""
 
     length: int = 0
     token: int = 0

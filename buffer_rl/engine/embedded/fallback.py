@@ -87,7 +87,7 @@ class FallbackDecoder:
     def decode(self, cache: SlotCache) -> torch.Tensor:
         """One token for every live row: logits ``[R, V]`` float32 in batch order. Rows grow by one entry."""
         cache.promote()
-        parts = []
+        parts: list[torch.Tensor] = []
         for pool in cache.pools():
             step = ROW_BLOCK if self.deterministic else len(pool.rows)
             parts.extend(self._decode_block(pool, start, step) for start in range(0, len(pool.rows), step))
@@ -127,7 +127,7 @@ class FallbackDecoder:
         return mask.masked_fill_(~visible, torch.finfo(self.shape.dtype).min)[:, None, None]
 
 
-class _RecordingCache(Cache):  # type: ignore[misc]
+class _RecordingCache(Cache):
     """Keeps what one whole forward stores, without dropping what leaves a sliding window."""
 
     def __init__(self, num_layers: int) -> None:

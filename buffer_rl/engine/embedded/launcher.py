@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import socket
 import sys
-import time
-import urllib.error
-import urllib.request
 from typing import Any
 
 from buffer_rl.engine.process import ChildProcess
-from buffer_rl.errors import DeadlineError, EngineError
-
-POLL_INTERVAL_S = 0.05
+from buffer_rl.engine.readiness import wait_until_ready
+from buffer_rl.errors import EngineError
 
 
 class EmbeddedEngine:
@@ -39,28 +35,6 @@ class EmbeddedEngine:
     def stop(self) -> None:
         """End the process; returns when it is gone."""
         self.process.stop()
-
-
-def wait_until_ready(url: str, process: ChildProcess, timeout_s: float) -> None:
-    """Ask ``url`` until it answers 200. Raises EngineError if ``process`` ends first, DeadlineError when time is up."""
-    deadline = time.monotonic() + timeout_s
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
-    while True:
-        process.check()
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise DeadlineError(
-                f"{process.name} did not answer {url} within {timeout_s:g} s; the end of its log:\n{process.log_tail()}",
-                where=process.log_path,
-                hint="read the log, or raise --engine-start-timeout-s",
-            )
-        try:
-            with opener.open(url, timeout=min(left, 1.0)) as response:
-                if response.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            pass
-        time.sleep(min(POLL_INTERVAL_S, max(left, 0.0)))
 
 
 def launch(args: Any, index: int, log_path: str) -> EmbeddedEngine:

@@ -35,11 +35,12 @@ def load_module(path: str, device: str, dtype: str) -> Any:
     if not Path(path, "config.json").is_file():
         raise EngineError("no model folder (config.json is missing)", where=path)
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=DTYPES[dtype], output_loading_info=True, local_files_only=True
         )
     except Exception as error:  # fault boundary: many libraries raise many types while reading a model
         raise EngineError(f"cannot load the model: {error}", where=path) from error
+    module, info = loaded
     missing = sorted(info["missing_keys"])
     if missing or info["mismatched_keys"]:
         wrong = missing or sorted(str(key) for key in info["mismatched_keys"])
@@ -48,7 +49,8 @@ def load_module(path: str, device: str, dtype: str) -> Any:
             + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""),
             where=path,
         )
-    return module.to(device).eval().requires_grad_(False)
+    module.to(device).eval().requires_grad_(False)
+    return module
 
 
 def context_limit(config: Any, asked: int | None) -> int:

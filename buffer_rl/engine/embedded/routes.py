@@ -85,8 +85,9 @@ class _Generate:
                 return None
         finally:
             gone.cancel()
-        if (error := reply.exception()) is not None:
-            return await _send(send, 500, {"error": {"message": str(error)}})
+        failure = reply.exception()
+        if failure is not None:
+            return await _send(send, 500, {"error": {"message": str(failure)}})
         version = self.service.scheduler.version
         answers = [answer(r, self.service.codec, version, call.return_logprob) for r in call.requests]
         await _send(send, 200, answers if call.as_list else answers[0])

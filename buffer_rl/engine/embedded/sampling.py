@@ -163,7 +163,8 @@ def mix64(x: np.ndarray) -> np.ndarray:
     with the constants of Stafford's variant 13). ``x``: uint64, any shape; overflow wraps."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -173,7 +174,8 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     golden = np.uint64(0x9E3779B97F4A7C15)
     # The key is mixed first, or neighbouring seeds would walk through overlapping streams.
     bits: np.ndarray = mix64(mix64(key + golden) + (counter + np.uint64(1)) * golden)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    numbers: np.ndarray = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -186,9 +188,7 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 @torch.inference_mode()
-def draw(
-    logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray
-) -> tuple[list[int], list[float]]:
+def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray) -> tuple[list[int], list[float]]:
     """Draw one token a row. logits: ``[R, V]`` float32 with V a multiple of 128; uniform: ``[R]`` float64.
 
     Returns token ids and log-probabilities in nats (see the module's text for what they are the probability of).

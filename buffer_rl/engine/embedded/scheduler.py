@@ -120,8 +120,9 @@ class Scheduler:
         self.paused = False
 
     def flush(self) -> bool:
-        """Forget prefixes and give memory back; False, and nothing happens, while there are requests."""
-        if not self.idle:
+        """Forget prefixes and give memory back; False, and nothing happens, while requests hold memory or, unless
+        paused, wait for it."""
+        if self._running or (self._waiting and not self.paused):
             return False
         self.prefixes.clear()
         self.cache.drop_empty()

@@ -137,7 +137,7 @@ def test_given_back_groups_are_leased_before_new_rows(tmp_path: Path) -> None:
     first, second = state.get_samples(ticket, 2)
     state.add_samples(ticket, [(second.uid, second.attempt)])
     assert state.get_buffer_length() == 1
-    assert [group.uid for group in state.get_samples(ticket, 2)][0] == second.uid
+    assert next(group.uid for group in state.get_samples(ticket, 2)) == second.uid
     assert first.uid != second.uid
 
 

@@ -48,3 +48,13 @@ def test_a_run_without_evaluations_is_told_how_to_get_them(tmp_path):
 def test_a_folder_without_a_run_is_an_error(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         run_report(tmp_path)
+
+
+def test_a_gain_that_rounds_to_nothing_has_no_minus_sign(tmp_path):
+    file = MetricsFile(tmp_path)
+    file.write({"eval/dev": 0.25001}, 0)
+    file.write({"eval/dev": 0.25}, 1)
+    file.close()
+    _, text = _report(tmp_path)
+    assert "+0.000" in text
+    assert "-0.000" not in text

@@ -34,9 +34,7 @@ def make_args(**options: Any) -> Any:
 
 def make_group(row: int, *, labels: Sequence[Any] = ("1", "1"), data_set: str = "", epoch: int = 0) -> SampleGroup:
     uid = GroupUid("source", row, epoch)
-    samples = [
-        Sample(uid=uid, sample_index=i, prompt=f"prompt {row}", label=label) for i, label in enumerate(labels)
-    ]
+    samples = [Sample(uid=uid, sample_index=i, prompt=f"prompt {row}", label=label) for i, label in enumerate(labels)]
     return SampleGroup(uid=uid, samples=samples, incarnation="inc", data_set=data_set)
 
 
@@ -112,17 +110,16 @@ async def opened(engine: Any = None, **options: Any) -> AsyncIterator[RolloutCon
         await context.aclose()
 
 
-@dataclass
 class Kit:
     """The builders of this file."""
 
-    user: Any = staticmethod(user)
-    make_args: Any = staticmethod(make_args)
-    make_group: Any = staticmethod(make_group)
-    make_ticket: Any = staticmethod(make_ticket)
-    answer: Any = staticmethod(answer)
-    ScriptedEngine: Any = ScriptedEngine
-    opened: Any = staticmethod(opened)
+    user = staticmethod(user)
+    make_args = staticmethod(make_args)
+    make_group = staticmethod(make_group)
+    make_ticket = staticmethod(make_ticket)
+    answer = staticmethod(answer)
+    opened = staticmethod(opened)
+    ScriptedEngine = ScriptedEngine
 
 
 @pytest.fixture(scope="session")

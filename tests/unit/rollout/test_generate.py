@@ -13,7 +13,7 @@ from buffer_rl.types import GroupUid, Status, VersionSpan
 
 
 def test_outside_a_rollout_there_is_no_context() -> None:
-    with pytest.raises(RolloutError, match="RolloutContext.build"):
+    with pytest.raises(RolloutError, match="no rollout context"):
         current_context()
 
 

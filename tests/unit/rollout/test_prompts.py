@@ -9,7 +9,9 @@ from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.testing.tiny import make_char_tokenizer
 from buffer_rl.types import Sample
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 
 
 class CountingTokenizer:

@@ -13,6 +13,7 @@ from buffer_rl.rollout.reward_pool import MAX_TIMEOUTS_PER_CALL
 from buffer_rl.types import Status
 
 TIMEOUT_S = 0.5
+HANG_IF_SLOWER_S = 60.0  # a deadline that was ignored, not one that was missed
 
 
 def alive(pid: int) -> bool:
@@ -26,7 +27,7 @@ def alive(pid: int) -> bool:
 async def score_labels(kit: Any, labels: list[Any], function: str, **options: Any) -> tuple[Any, list[Any]]:
     group = kit.make_group(6, labels=labels)
     options = {"custom_rm_path": kit.user(function), "rm_timeout_s": TIMEOUT_S, **options}
-    async with kit.opened(**options) as context:
+    async with kit.opened(**options) as context, asyncio.timeout(HANG_IF_SLOWER_S):
         failures = await context.scorer.score(group.samples)
     return group, failures
 
@@ -45,8 +46,8 @@ async def test_a_synchronous_reward_runs_in_another_process_and_keeps_the_order(
     [
         ("raise", FailureKind.EXCEPTION, "KeyError: 'no such answer'"),
         ("exit", FailureKind.EXCEPTION, "SystemExit: 3"),
-        ("nan", FailureKind.INVALID, "nan, not finite"),
-        ("inf", FailureKind.INVALID, "inf, not finite"),
+        ("nan", FailureKind.INVALID, r"nan \(float\), not finite"),
+        ("inf", FailureKind.INVALID, r"inf \(float\), not finite"),
         ("none", FailureKind.INVALID, "None"),
         ("list", FailureKind.INVALID, r"\[1.0\]"),
         ("text", FailureKind.INVALID, "'1.0'"),
@@ -171,7 +172,7 @@ async def test_closing_ends_the_processes_even_while_one_hangs(kit: Any) -> None
 
 
 async def test_a_module_that_breaks_on_import_is_no_samples_fault(kit: Any, tmp_path: Any) -> None:
-    (tmp_path / "bad_reward.py").write_text("import no_such_module_anywhere\n")
+    (tmp_path / "bad_reward.py").write_text("import no_such_module_anywhere\ndef score(args, sample): return 0.0\n")
     async with kit.opened(custom_rm_path=f"{tmp_path / 'bad_reward.py'}:score") as context:
-        with pytest.raises((PluginError, ModuleNotFoundError), match="no_such_module_anywhere"):
+        with pytest.raises(PluginError, match="no_such_module_anywhere"):
             await context.scorer.score(kit.make_group(0).samples)

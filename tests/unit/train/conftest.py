@@ -20,7 +20,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_model(tmp_path_factory.mktemp("model"), characters=CHARACTERS, init_scale=0.3)
 
 
-@pytest.fixture()
+@pytest.fixture
 def make_args(model_path: str) -> Callable[..., Options]:
     """The options' defaults with some overrides."""
 
@@ -31,7 +31,7 @@ def make_args(model_path: str) -> Callable[..., Options]:
     return make
 
 
-@pytest.fixture()
+@pytest.fixture
 def make_batch() -> Callable[..., TrainBatch]:
     """Rows of 2 to 9 prompt and 0 to 8 response tokens, a fifth of them masked, with rewards and rollout log-probs."""
 

@@ -14,7 +14,7 @@ from buffer_rl.types import GroupUid, RowId, TrainBatch
 CPU = torch.device("cpu")
 
 
-@pytest.fixture()
+@pytest.fixture
 def batch() -> TrainBatch:
     return TrainBatch(
         rollout_id=0,
@@ -72,7 +72,7 @@ def test_a_response_without_a_token_before_it_is_an_error_that_names_the_row(
 def test_a_column_of_another_length_is_an_error_that_names_the_row(batch: TrainBatch) -> None:
     micro = collate(batch, CPU)
     wrong = replace(batch, columns={**batch.columns, "advantages": [np.zeros(2), np.zeros(2)]})
-    with pytest.raises(DataError, match="data:0:0/1.0: advantages has 2 values"):
+    with pytest.raises(DataError, match=r"data:0:0/1\.0: advantages has 2 values"):
         loss_inputs(wrong, micro, torch.zeros(2, 2), torch.zeros(2, 2))
 
 

@@ -1,0 +1,266 @@
+"""HTTP clients of the rollout engines: generation through the router, control calls to every engine directly.
+
+The router knows nothing of pausing, aborting and weight updates (it answers 404), so those go to the engines. Its
+own retries are off; ``EngineClient`` repeats a request that got lost, under the same ``rid`` and with the same
+seed, after aborting what may be left of the first try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import aiohttp
+import orjson
+
+from buffer_rl.engine.fan_out import EngineFanOut, HttpSession, decode_json, status_error
+from buffer_rl.errors import DeadlineError, EngineError
+from buffer_rl.types import Status, VersionSpan
+
+T = TypeVar("T")
+
+ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
+MAX_RETRIES = 3
+BACKOFF_S = 0.2
+CONTROL_TIMEOUT_S = 60.0
+_RETRIED_STATUS = (429, 500, 502, 503, 504)
+_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateResult:
+    """One answer. ``log_probs[i]``, in nats, belongs to ``output_ids[i]``; finish_reason: stop, length or abort.
+
+    matched: the token id or the string that stopped it, if any. cached_tokens: prompt tokens that another request
+    had computed. spans: which weight version sampled which tokens.
+    """
+
+    output_ids: list[int]
+    text: str
+    log_probs: list[float]
+    finish_reason: str
+    spans: list[VersionSpan]
+    matched: int | str | None = None
+    cached_tokens: int = 0
+
+    @property
+    def status(self) -> Status:
+        """The status of a sample with this answer."""
+        return _STATUS[self.finish_reason]
+
+
+def parse_answer(answer: Any, url: str) -> GenerateResult:
+    """Read one answer of ``/generate``. Raises EngineError if it breaks the protocol."""
+    try:
+        meta = answer["meta_info"]
+        reason = meta["finish_reason"]
+        pairs = meta["output_token_logprobs"]
+        result = GenerateResult(
+            output_ids=list(answer["output_ids"]),
+            text=answer.get("text") or "",
+            log_probs=[float(pair[0]) for pair in pairs],
+            finish_reason=reason["type"],
+            spans=[
+                VersionSpan(int(span["version"]), int(span["start"]), int(span["end"]))
+                for span in meta["weight_versions"]
+            ],
+            matched=reason.get("matched"),
+            cached_tokens=int(meta.get("cached_tokens", 0)),
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise EngineError(
+            f"an answer of /generate breaks the protocol: {type(error).__name__}: {error}",
+            where=url,
+            expected="output_ids and meta_info with finish_reason, output_token_logprobs, weight_versions",
+            hint="start the engine with a whole number as --weight-version",
+        ) from error
+    if [pair[1] for pair in pairs] != result.output_ids:
+        raise EngineError("output_token_logprobs does not belong to output_ids", where=url)
+    if result.finish_reason not in _STATUS:
+        raise EngineError(
+            f"unknown finish reason {result.finish_reason!r}", where=url, expected=f"one of {', '.join(_STATUS)}"
+        )
+    return result
+
+
+class EngineClient:
+    """Generates through the router and controls every engine behind it. Belongs to one event loop.
+
+    timeout_s: deadline of one generation, retries included. control_timeout_s: deadline of one control call.
+    """
+
+    def __init__(
+        self,
+        router_url: str,
+        engine_urls: Sequence[str],
+        *,
+        timeout_s: float = 600.0,
+        control_timeout_s: float = CONTROL_TIMEOUT_S,
+        max_retries: int = MAX_RETRIES,
+    ) -> None:
+        self.router_url = router_url.rstrip("/")
+        self.engine_urls = tuple(url.rstrip("/") for url in engine_urls)
+        self.timeout_s = timeout_s
+        self.max_retries = max_retries
+        self._generate_url = f"{self.router_url}/generate"
+        self._http = HttpSession(timeout_s)
+        self._control = EngineFanOut(self.engine_urls, control_timeout_s)
+
+    @classmethod
+    def from_args(cls, args: Any) -> EngineClient:
+        """From ``args.router_url``, ``args.engine_urls`` and ``args.generate_timeout_s``."""
+        return cls(args.router_url, args.engine_urls, timeout_s=args.generate_timeout_s)
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections; requests in flight are aborted by their engines."""
+        await self._http.close()
+        await self._control.close()
+
+    # ------------------------------------------------------------------ generation
+
+    async def agenerate(self, rid: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> GenerateResult:
+        """Generate one answer for ``input_ids``; ``sampling_params`` under SGLang's names.
+
+        A lost connection and the statuses 429 and 5xx are retried, at most ``max_retries`` times; any 4xx is not.
+        Raises EngineError naming the URL, the status and the answer's text, and DeadlineError when time is up; the
+        request is aborted at the engines then.
+        """
+        if sampling_params.get("n", 1) != 1:
+            raise EngineError("agenerate asks for one answer", expected="n = 1", hint="send one request a sample")
+        prompt = list(input_ids)
+        body = orjson.dumps(
+            {"rid": rid, "input_ids": prompt, "sampling_params": dict(sampling_params), "return_logprob": True}
+        )
+        # Samples of one prompt share a key, so that one engine runs the prompt once for all of them.
+        headers = {ROUTING_KEY_HEADER: format(zlib.crc32(orjson.dumps(prompt)), "08x")}
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await self._with_retries(rid, body, headers)
+        except TimeoutError as error:
+            await self._abort_quietly(rid)
+            raise DeadlineError(
+                f"no answer for request {rid!r} within {self.timeout_s:g} s",
+                where=self._generate_url,
+                hint="lower the response length, add engines, or raise --generate-timeout-s",
+            ) from error
+
+    async def _with_retries(self, rid: str, body: bytes, headers: Mapping[str, str]) -> GenerateResult:
+        attempt = 0
+        while True:
+            failure: EngineError
+            try:
+                async with self._http.session().post(self._generate_url, data=body, headers=headers) as response:
+                    raw = await response.read()
+                    status = response.status
+                if status == 200:
+                    return parse_answer(decode_json(raw, self._generate_url), self._generate_url)
+                failure = status_error(self._generate_url, status, raw)
+                if status not in _RETRIED_STATUS:
+                    raise failure
+            except aiohttp.ClientError as error:
+                failure = EngineError(f"{type(error).__name__}: {error}", where=self._generate_url)
+                failure.__cause__ = error
+            if attempt >= self.max_retries:
+                failure.hint = f"request {rid!r} failed {attempt + 1} times; see the logs of the engines and the router"
+                raise failure
+            await self._abort_quietly(rid)
+            await asyncio.sleep(BACKOFF_S * 2**attempt)
+            attempt += 1
+
+    async def _abort_quietly(self, rid: str) -> None:
+        with contextlib.suppress(EngineError):  # an engine out of reach has nothing to abort; the retry will tell
+            await self.abort([rid])
+
+    # ------------------------------------------------------------------ control
+
+    async def abort(self, rids: Iterable[str] | None = None) -> None:
+        """Finish the requests ``rids``, or all requests where it is None, with what they have."""
+        bodies = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
+        for body in bodies:
+            await self._control.post("/abort_request", body)
+
+    async def pause(self, mode: str = "retract") -> None:
+        """Stop decoding on every engine; mode is ``abort``, ``in_place`` or ``retract``."""
+        await self._control.post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """End a pause on every engine."""
+        await self._control.post("/continue_generation", {})
+
+    async def flush(self) -> None:
+        """Have every engine forget what it cached. EngineError while requests run."""
+        await self._control.post("/flush_cache", {})
+
+    async def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Have every engine take the weights in the folder ``path`` and call them ``version``."""
+        await self._control.post("/update_weights_from_disk", {"model_path": path, "weight_version": str(version)})
+
+    async def versions(self) -> dict[str, str]:
+        """The weight version of each engine, by URL."""
+        return await self._control.versions()
+
+    async def health(self) -> None:
+        """EngineError naming the engines that do not answer 200."""
+        await self._control.get("/health")
+
+
+class EngineControlClient:
+    """The control calls for synchronous code: each call runs an event loop of its own in a short-lived thread, so
+    it works wherever it is called from.
+
+    timeout_s: deadline of one call.
+    """
+
+    def __init__(self, engine_urls: Sequence[str], *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        self.engine_urls = tuple(url.rstrip("/") for url in engine_urls)
+        self.timeout_s = timeout_s
+
+    def _run(self, call: Callable[[EngineClient], Awaitable[T]]) -> T:
+        async def run() -> T:
+            async with EngineClient("", self.engine_urls, control_timeout_s=self.timeout_s) as client:
+                return await call(client)
+
+        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(asyncio.run, run()).result()
+
+    def abort(self, rids: Iterable[str] | None = None) -> None:
+        """Finish the requests ``rids``, or all requests where it is None, with what they have."""
+        self._run(lambda client: client.abort(rids))
+
+    def pause(self, mode: str = "retract") -> None:
+        """Stop decoding on every engine; mode is ``abort``, ``in_place`` or ``retract``."""
+        self._run(lambda client: client.pause(mode))
+
+    def resume(self) -> None:
+        """End a pause on every engine."""
+        self._run(lambda client: client.resume())
+
+    def flush(self) -> None:
+        """Have every engine forget what it cached. EngineError while requests run."""
+        self._run(lambda client: client.flush())
+
+    def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Have every engine take the weights in the folder ``path`` and call them ``version``."""
+        self._run(lambda client: client.update_weights_from_disk(path, version))
+
+    def versions(self) -> dict[str, str]:
+        """The weight version of each engine, by URL."""
+        return self._run(lambda client: client.versions())
+
+    def health(self) -> None:
+        """EngineError naming the engines that do not answer 200."""
+        self._run(lambda client: client.health())

@@ -1,0 +1,68 @@
+"""One Ray session, one tiny model and one small task for all integration tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.cluster.session import ray_session
+from buffer_rl.config import compose
+from buffer_rl.driver.launch import launch_training
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.testing.tiny import make_tiny_model
+
+WORDS = ("ab", "ba", "abc", "bca", "cab", "acb", "bb", "cc")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    with ray_session(None):
+        yield
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``model`` and ``train.jsonl``."""
+    folder = tmp_path_factory.mktemp("task")
+    make_tiny_model(folder / "model", characters="abc=", hidden_size=32, intermediate_size=48)
+    rows = [{"prompt": f"{word}=", "label": word[::-1]} for word in WORDS]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def make_options(task: Path, tmp_path: Path) -> Callable[..., Any]:
+    """Options of a run of seconds; keywords replace any of them."""
+
+    def make(**changes: Any) -> Any:
+        options: dict[str, Any] = {
+            "run_dir": str(tmp_path / "run"),
+            "prompt_data": str(task / "train.jsonl"),
+            "eval_prompt_data": [f"held={task / 'train.jsonl'}@[0:4]"],
+            "eval_interval": 2,
+            "hf_checkpoint": str(task / "model"),
+            "num_rollout": 3,
+            "rollout_batch_size": 3,
+            "n_samples_per_prompt": 4,
+            "rollout_max_response_len": 6,
+            "rm_type": "exact_match",
+            "lr": 1e-2,
+            "logger": [],
+            "progress": "none",
+            "engine_max_running_requests": 16,
+            "engine_context_length": 64,
+        }
+        return compose(CORE_SECTIONS)(**{**options, **changes})
+
+    return make
+
+
+@pytest.fixture
+def train(ray_cluster: None) -> Callable[[Any], Any]:
+    """Runs options to their end, in this process."""
+    return lambda args: launch_training(args, PluginRegistry.from_flags(args.plugin))

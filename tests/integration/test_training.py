@@ -1,0 +1,224 @@
+"""Whole runs: Ray, Buffer, engine behind the real router, trainer, on a model of a few thousand parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from buffer_rl.errors import BufferRLError, CheckpointError, RolloutError, WorkerError
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+Run = Callable[[Any], Any]
+MakeOptions = Callable[..., Any]
+
+
+def metrics_of(run_dir: str, *, timings: bool = False) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return lines if timings else [line for line in lines if line["kind"] != "perf"]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def equal_weights(a: Path, b: Path) -> bool:
+    left, right = weights_of(a), weights_of(b)
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def children() -> set[int]:
+    """Processes whose parent is this one, Ray's aside."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = stat.read_text().partition(")")
+            if int(rest.split()[1]) == os.getpid() and "ray" not in name and rest.split()[0] != "Z":
+                found.add(int(stat.parent.name))
+        except (OSError, IndexError):
+            continue
+    return found
+
+
+def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(
+    train: Run, make_options: MakeOptions, task: Path
+) -> None:
+    before = children()
+    args = make_options()
+    result = train(args)
+    assert result.steps == 3
+    assert children() <= before
+    lines = metrics_of(args.run_dir, timings=True)
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 2, 3]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [0, 1, 2]
+    for line in lines:
+        if line["kind"] == "train":
+            assert line["train/grad_norm"] >= 0
+    folder = Path(args.run_dir) / "hf"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(folder).decode([3, 4]) == "ab"
+    assert not equal_weights(folder, task / "model")
+
+
+def test_equal_seeds_give_equal_metrics_and_parameters(train: Run, make_options: MakeOptions, tmp_path: Path) -> None:
+    runs = []
+    for name in ("a", "b"):
+        args = make_options(run_dir=str(tmp_path / name), deterministic=True, num_rollout=3, n_samples_per_prompt=8)
+        train(args)
+        runs.append(args.run_dir)
+    assert metrics_of(runs[0]) == metrics_of(runs[1])
+    assert len(metrics_of(runs[0])) >= 3
+    assert equal_weights(Path(runs[0]) / "hf", Path(runs[1]) / "hf")
+
+
+def test_a_resumed_run_ends_with_the_parameters_of_an_uninterrupted_one(
+    train: Run, make_options: MakeOptions, tmp_path: Path
+) -> None:
+    whole = make_options(run_dir=str(tmp_path / "whole"), deterministic=True, num_rollout=4)
+    train(whole)
+    saved = str(tmp_path / "checkpoints")
+    head = make_options(
+        run_dir=str(tmp_path / "parts"), deterministic=True, num_rollout=2, save=saved, lr_warmup_iters=0
+    )
+    train(head)
+    assert [path.name for path in Path(saved).iterdir()] == ["step_000002"]
+    tail = make_options(run_dir=str(tmp_path / "parts"), deterministic=True, num_rollout=4, load=saved)
+    assert train(tail).steps == 4
+    assert equal_weights(Path(whole.run_dir) / "hf", Path(tail.run_dir) / "hf")
+    steps = [line["step"] for line in metrics_of(tail.run_dir) if line["kind"] == "train"]
+    assert steps == [0, 1, 2, 3]
+
+
+def test_a_missing_checkpoint_is_an_error_before_anything_starts(make_options: MakeOptions, train: Run) -> None:
+    before = children()
+    with pytest.raises(CheckpointError, match="no such folder"):
+        train(make_options(load="absent"))
+    assert children() <= before
+
+
+REWARDS = """
+def fails(args, sample):
+    raise RuntimeError("the judge is on holiday")
+
+def length(args, sample):
+    return float(sample.response_length)
+"""
+
+
+def test_a_failing_reward_ends_the_run_with_its_own_words_and_nothing_running(
+    train: Run, make_options: MakeOptions, tmp_path: Path
+) -> None:
+    before = children()
+    path = tmp_path / "my_reward.py"
+    path.write_text(REWARDS)
+    with pytest.raises(RolloutError, match="the judge is on holiday") as caught:
+        train(make_options(rm_type=None, custom_rm_path=f"{path}:fails"))
+    assert "my_reward.py" in str(caught.value)
+    assert children() <= before
+
+
+ROLLOUTS = """
+from buffer_rl.types import Status
+
+def blocking(args, rollout_id, buffer, evaluation=False):
+    '''A synchronous rollout function that writes its answers itself, finishes half and returns the rest.'''
+    groups = buffer.get_samples(args.rollout_batch_size)
+    for group in groups:
+        for number, sample in enumerate(group):
+            sample.tokens = [3, 4, 3, 4, 1]
+            sample.response_length = 2
+            sample.response = "b"
+            sample.reward = float(number)
+            sample.status = Status.COMPLETED
+    buffer.finish(groups[0])
+    return groups
+"""
+
+
+def test_a_blocking_rollout_function_that_returns_a_bare_list_trains(
+    train: Run, make_options: MakeOptions, tmp_path: Path
+) -> None:
+    path = tmp_path / "my_rollout.py"
+    path.write_text(ROLLOUTS)
+    args = make_options(
+        rollout_function_path=f"{path}:blocking", num_rollout=2, eval_prompt_data=[], eval_interval=None
+    )
+    assert train(args).steps == 2
+    lines = metrics_of(args.run_dir)
+    assert [line["rollout/num_groups"] for line in lines if line["kind"] == "rollout"] == [3, 3]
+
+
+@pytest.mark.parametrize("role", ["RolloutWorker", "TrainRank", "BufferActor"])
+def test_a_killed_actor_ends_the_run_and_is_named(
+    train: Run, make_options: MakeOptions, tmp_path: Path, role: str
+) -> None:
+    before = children()
+    args = make_options(num_rollout=100_000, eval_prompt_data=[], eval_interval=None)
+    victim = threading.Thread(target=_kill_when_training, args=(args.run_dir, role))
+    victim.start()
+    try:
+        with pytest.raises(WorkerError) as caught:
+            train(args)
+    finally:
+        victim.join()
+    names = {"RolloutWorker": "rollout", "TrainRank": "train", "BufferActor": "buffer"}
+    assert names[role] in caught.value.where
+    assert children() <= before
+
+
+def _kill_when_training(run_dir: str, role: str) -> None:
+    deadline = time.monotonic() + 120
+    metrics = Path(run_dir) / "metrics.jsonl"
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
+    for stat in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if f"ray::{role}" in stat.read_bytes().decode(errors="replace"):
+                os.kill(int(stat.parent.name), signal.SIGKILL)
+        except (OSError, ValueError):
+            continue
+
+
+def test_the_buffer_answers_a_repeated_call_with_the_stored_answer(
+    ray_cluster: None, make_options: MakeOptions
+) -> None:
+    from buffer_rl.buffer.actor import start_buffer
+    from buffer_rl.buffer.client import BufferClient
+    from buffer_rl.config import dump_args
+
+    actor = start_buffer(dump_args(make_options()))
+    try:
+        ticket = BufferClient(actor, timeout_s=60).generate(0)
+        first = ray.get(actor.change.remote("me", 0, "get_samples", ticket, 2), timeout=60)
+        again = ray.get(actor.change.remote("me", 0, "get_samples", ticket, 2), timeout=60)
+        other = ray.get(actor.change.remote("me", 1, "get_samples", ticket, 2), timeout=60)
+    finally:
+        ray.kill(actor)
+    assert [group.uid for group in again] == [group.uid for group in first]
+    assert not {group.uid for group in other} & {group.uid for group in first}
+
+
+def test_a_buffer_that_died_is_an_error_of_this_library(ray_cluster: None, make_options: MakeOptions) -> None:
+    from buffer_rl.buffer.actor import start_buffer
+    from buffer_rl.buffer.client import BufferClient
+    from buffer_rl.config import dump_args
+
+    actor = start_buffer(dump_args(make_options()))
+    client = BufferClient(actor, timeout_s=60)
+    client.generate(0)
+    ray.kill(actor)
+    with pytest.raises(BufferRLError, match="buffer"):
+        client.generate(1)

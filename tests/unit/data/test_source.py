@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffer_rl.config import compose
+from buffer_rl.contracts import DataSource
+from buffer_rl.data.source import EvalSource, JsonlDataSource
+from buffer_rl.errors import CheckpointError, ConfigError, DataError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.types import GroupUid, SampleGroup, Status
+
+
+def write(folder: Path, num_rows: int, name: str = "data.jsonl") -> str:
+    path = folder / name
+    rows = [{"prompt": f"p{row}", "label": row, "metadata": {"tags": [row]}} for row in range(num_rows)]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(path)
+
+
+def source_of(path: str, **options: Any) -> JsonlDataSource:
+    values = {"prompt_data": path, "n_samples_per_prompt": 2, **options}
+    return JsonlDataSource(compose(CORE_SECTIONS).model_validate(values))
+
+
+def facts(groups: list[SampleGroup]) -> list[tuple[Any, ...]]:
+    return [(str(g.uid), *[(s.prompt, s.sample_index, s.group_index, s.index) for s in g]) for g in groups]
+
+
+def test_it_is_a_data_source(tmp_path: Path) -> None:
+    assert isinstance(source_of(write(tmp_path, 1)), DataSource)
+
+
+def test_samples_carry_identity_and_the_rows_fields(tmp_path: Path) -> None:
+    source = source_of(write(tmp_path, 3), rollout_shuffle=False)
+    groups = source.get_samples(4)
+    assert [g.uid for g in groups] == [GroupUid(source.source_hash, row, epoch) for row, epoch in
+                                       ((0, 0), (1, 0), (2, 0), (0, 1))]  # fmt: skip
+    last = groups[3]
+    assert [(s.sample_index, s.group_index, s.index) for s in last] == [(0, 3, 6), (1, 3, 7)]
+    assert all((s.uid, s.prompt, s.label, s.status) == (last.uid, "p0", 0, Status.PENDING) for s in last)
+    assert groups[1][0].metadata == {"tags": [1]}
+    assert last.data_set == ""
+
+
+def test_samples_share_nothing_that_can_be_changed(tmp_path: Path) -> None:
+    source = source_of(write(tmp_path, 1))
+    first = source.get_samples(1)[0]
+    first[0].metadata["tags"].append("changed")
+    assert first[1].metadata == {"tags": [0]}
+    assert source.get_samples(1)[0][0].metadata == {"tags": [0]}
+
+
+def test_a_batch_may_span_any_number_of_epochs(tmp_path: Path) -> None:
+    source = source_of(write(tmp_path, 3))
+    groups = source.get_samples(8)
+    assert Counter(g.uid.epoch for g in groups) == {0: 3, 1: 3, 2: 2}
+    for epoch in (0, 1):
+        assert sorted(g.uid.row for g in groups if g.uid.epoch == epoch) == [0, 1, 2]
+    assert len({g.uid.row for g in groups if g.uid.epoch == 2}) == 2
+    state = source.state_dict()
+    assert (state["epoch"], state["position"]) == (2, 2)
+
+
+@given(num_rows=st.integers(1, 7), seed=st.integers(0, 5), sizes=st.lists(st.integers(0, 9), max_size=6))
+def test_the_order_does_not_depend_on_how_it_is_asked_for(
+    tmp_path_factory: pytest.TempPathFactory, num_rows: int, seed: int, sizes: list[int]
+) -> None:
+    path = write(tmp_path_factory.mktemp("order"), num_rows)
+    one_by_one = source_of(path, rollout_seed=seed)
+    pieces = [group for size in sizes for group in one_by_one.get_samples(size)]
+    assert facts(pieces) == facts(source_of(path, rollout_seed=seed).get_samples(sum(sizes)))
+    counts = Counter((g.uid.epoch, g.uid.row) for g in pieces)
+    assert set(counts.values()) <= {1}
+
+
+@given(
+    num_rows=st.integers(1, 6),
+    shuffle=st.booleans(),
+    before=st.integers(0, 20),
+    back=st.integers(0, 4),
+    after=st.integers(1, 20),
+)
+def test_a_restored_source_goes_on_as_the_saved_one(
+    tmp_path_factory: pytest.TempPathFactory, num_rows: int, shuffle: bool, before: int, back: int, after: int
+) -> None:
+    folder = tmp_path_factory.mktemp("resume")
+    path = write(folder, num_rows)
+    saved = source_of(path, rollout_shuffle=shuffle)
+    handed_out = saved.get_samples(before)
+    saved.add_samples(handed_out[:back])
+    saved.save(str(folder / "state.json"))
+    restored = source_of(path, rollout_shuffle=shuffle)
+    restored.get_samples(1)
+    restored.load(str(folder / "state.json"))
+    assert facts(restored.get_samples(after)) == facts(saved.get_samples(after))
+
+
+def test_groups_given_back_come_first_and_as_prompts(tmp_path: Path) -> None:
+    source = source_of(write(tmp_path, 3))
+    groups = source.get_samples(2)
+    before = facts(groups)
+    groups[0][0].response = "text"
+    source.add_samples(groups)
+    again = source.get_samples(2)
+    assert facts(again) == before
+    assert again[0][0].response == ""
+
+
+def test_groups_of_other_data_are_not_taken_back(tmp_path: Path) -> None:
+    foreign = source_of(write(tmp_path, 2, "other.jsonl")).get_samples(1)
+    with pytest.raises(DataError, match="not from this data source"):
+        source_of(write(tmp_path, 3)).add_samples(foreign)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source_hash": "0"},
+        {"seed": 1},
+        {"shuffle": False},
+        {"format": 0},
+        {"position": 4},
+        {"position": -1},
+        {"epoch": None},
+        {"index": True},
+        {"returned": [[9, 0, 0, 0, 2]]},
+        {"returned": [1]},
+        {"returned": None},
+    ],
+)
+def test_state_of_other_data_or_damaged_state_is_refused_and_changes_nothing(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    source = source_of(write(tmp_path, 3))
+    source.get_samples(2)
+    state = source.state_dict()
+    with pytest.raises(CheckpointError):
+        source.load_state_dict({**state, **change})
+    assert source.state_dict() == state
+    with pytest.raises(CheckpointError):
+        source.load_state_dict({})
+
+
+def test_a_state_file_that_is_absent_or_damaged_is_refused(tmp_path: Path) -> None:
+    source = source_of(write(tmp_path, 3))
+    for content in (None, "{", "[]"):
+        if content is not None:
+            (tmp_path / "state.json").write_text(content)
+        with pytest.raises(CheckpointError) as caught:
+            source.load(str(tmp_path / "state.json"))
+        assert "state.json" in str(caught.value)
+
+
+def test_rollouts_per_epoch_are_whole_and_at_least_one(tmp_path: Path) -> None:
+    path = write(tmp_path, 7)
+    counts = {size: source_of(path, rollout_batch_size=size).get_num_rollout_per_epoch() for size in (1, 3, 7, 8)}
+    assert counts == {1: 7, 3: 2, 7: 1, 8: 1}
+    assert len(source_of(path)) == 7
+
+
+def test_without_prompts_there_is_no_source() -> None:
+    with pytest.raises(ConfigError, match="--prompt-data"):
+        JsonlDataSource(compose(CORE_SECTIONS)())
+
+
+def test_evaluation_sets_are_handed_out_in_file_order(tmp_path: Path) -> None:
+    path = write(tmp_path, 4)
+    values = {"eval_prompt_data": [f"dev={path}@[1:3]", f"test={path}"], "n_samples_per_eval_prompt": 2}
+    source = EvalSource(compose(CORE_SECTIONS).model_validate(values))
+    assert source.names == ["dev", "test"]
+    dev = source.groups("dev")
+    assert [g[0].prompt for g in dev] == ["p1", "p2"]
+    assert [(g.data_set, g.uid.row, g.uid.epoch, len(g)) for g in dev] == [("dev", 0, 0, 2), ("dev", 1, 0, 2)]
+    assert [s.index for g in dev for s in g] == [0, 1, 2, 3]
+    assert facts(source.groups("dev")) == facts(dev)
+    assert [g.data_set for g in source.all_groups()] == ["dev"] * 2 + ["test"] * 4
+
+
+@pytest.mark.parametrize("sets", [["dev"], ["=x"], ["dev="], ["a b=x"], ["a=x", "a=y"]])
+def test_malformed_evaluation_sets_are_refused(sets: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--eval-prompt-data"):
+        EvalSource(compose(CORE_SECTIONS).model_validate({"eval_prompt_data": sets}))

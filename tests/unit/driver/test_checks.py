@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from buffer_rl.config import compose
+from buffer_rl.driver.checks import check_options
+from buffer_rl.driver.early_stop import EarlyStop, parse_early_stop
+from buffer_rl.errors import ConfigError
+from buffer_rl.options import CORE_SECTIONS
+
+GOOD: dict[str, Any] = {
+    "hf_checkpoint": "model",
+    "prompt_data": "train.jsonl",
+    "num_rollout": 3,
+    "rm_type": "exact_match",
+    "eval_prompt_data": ["dev=dev.jsonl"],
+    "eval_interval": 2,
+    "early_stop": "eval/dev>=0.25",
+    "save": "checkpoints",
+    "save_interval": 1,
+}
+
+
+def check(**changes: Any) -> None:
+    check_options(compose(CORE_SECTIONS).model_validate({**GOOD, **changes}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_rollout": None, "num_epoch": 1},
+        {"num_rollout": 0},
+        {"custom_rm_path": "my_reward:score"},
+        {"rm_type": None, "custom_rm_path": "my_reward:score"},
+        {"rm_type": None, "loss_type": "sft_loss"},
+        {"rm_type": None, "rollout_function_path": "mine:rollout"},
+        {"early_stop": "eval/dev/length < 10"},
+        {"early_stop": None, "eval_interval": None, "eval_prompt_data": []},
+        {"save_interval": None},
+    ],
+)
+def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
+    check(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hf_checkpoint": None}, ["--hf-checkpoint"]),
+        ({"prompt_data": None}, ["--prompt-data"]),
+        ({"num_rollout": None}, ["--num-rollout", "--num-epoch"]),
+        ({"num_epoch": 2}, ["given twice", "3 rollouts and 2 epochs"]),
+        ({"rm_type": None}, ["--rm-type", "--custom-rm-path"]),
+        ({"eval_prompt_data": [], "early_stop": None}, ["--eval-interval", "--eval-prompt-data"]),
+        ({"eval_prompt_data": ["dev"]}, ["'dev' is no evaluation set"]),
+        ({"early_stop": "eval/dev=>1"}, ["--early-stop", "'eval/dev=>1'"]),
+        ({"early_stop": "eval/dve>=1"}, ["'eval/dve'", "did you mean eval/dev?"]),
+        ({"early_stop": "eval/development>=1"}, ["is of no evaluation set"]),
+        ({"early_stop": "dev>=1"}, ["is of no evaluation set"]),
+        ({"eval_interval": None}, ["--early-stop", "--eval-interval"]),
+        ({"save": None}, ["--save-interval", "--save PATH"]),
+    ],
+)
+def test_options_that_contradict_each_other_are_named(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(**changes)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "metric", "op", "value"),
+    [
+        ("eval/dev>=0.25", "eval/dev", ">=", 0.25),
+        (" eval/dev-2.x/length < -1e3 ", "eval/dev-2.x/length", "<", -1000.0),
+        ("a>.5", "a", ">", 0.5),
+        ("a<=5.", "a", "<=", 5.0),
+    ],
+)
+def test_conditions_are_read(text: str, metric: str, op: str, value: float) -> None:
+    assert parse_early_stop(text) == EarlyStop(metric=metric, op=op, value=value)
+
+
+@pytest.mark.parametrize("text", ["", "eval/dev", ">=1", "a>=", "a>=b", "a==1", "a>=1 and b>=2", "a>=nan", "a>=."])
+def test_other_texts_are_no_conditions(text: str) -> None:
+    with pytest.raises(ConfigError, match="--early-stop"):
+        parse_early_stop(text)
+
+
+@pytest.mark.parametrize(("op", "met_by"), [(">=", {0.5, 0.6}), (">", {0.6}), ("<=", {0.4, 0.5}), ("<", {0.4})])
+def test_a_condition_is_met_by_its_own_metric_alone(op: str, met_by: set[float]) -> None:
+    stop = EarlyStop(metric="m", op=op, value=0.5)
+    assert {value for value in (0.4, 0.5, 0.6) if stop.met({"m": value})} == met_by
+    assert not stop.met({"other": 0.5})
+    assert not stop.met({"m": float("nan")})

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from buffer_rl.types import FilterDecision, GroupUid, Sample, SampleGroup
+from filter_hub.reward_deviation import nonzero
+
+
+def decide(*rewards: Any, reward_key: str | None = None) -> FilterDecision:
+    uid = GroupUid("data", 0, 0)
+    group = SampleGroup(uid=uid, samples=[Sample(uid=uid, reward=reward) for reward in rewards])
+    return nonzero(SimpleNamespace(reward_key=reward_key), group)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [
+        ((0.0, 0.0, 0.0), "zero_std_0.0"),
+        ((1.0, 1.0), "zero_std_1.0"),
+        ((0.1, 0.1, 0.1), "zero_std_0.1"),  # the computed deviation of these three is 1.4e-17
+        ((-0.26, -0.26), "zero_std_-0.3"),
+        ((1.0,), "zero_std_1.0"),
+        ((1, 1.0), "zero_std_1.0"),
+        ((None, 1.0, 1.0), "zero_std_1.0"),
+        ((None, None), "no_rewards"),
+        ((), "no_rewards"),
+    ],
+)
+def test_equal_rewards_are_dropped_with_a_reason(rewards: tuple[Any, ...], reason: str) -> None:
+    assert decide(*rewards) == FilterDecision(keep=False, reason=reason)
+
+
+@pytest.mark.parametrize("rewards", [(0.0, 1.0), (-1.0, 1.0), (0.5, 0.5, 0.5 + 1e-9), (None, 0.0, 1.0)])
+def test_rewards_that_differ_are_kept_also_where_their_mean_is_zero(rewards: tuple[Any, ...]) -> None:
+    assert decide(*rewards) == FilterDecision(keep=True)
+
+
+def test_mappings_are_compared_by_the_reward_key() -> None:
+    rewards = ({"score": 1.0, "length": 3.0}, {"score": 1.0, "length": 4.0})
+    assert decide(*rewards, reward_key="score").reason == "zero_std_1.0"
+    assert decide(*rewards, reward_key="length").keep

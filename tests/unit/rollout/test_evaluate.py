@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from buffer_rl.errors import RolloutError
+from buffer_rl.rollout.default import DefaultRollout
+from buffer_rl.testing.fake_buffer import FakeBuffer
+
+
+async def evaluate(kit: Any, groups: list[Any], engine: Any = None, **options: Any) -> tuple[FakeBuffer, Any]:
+    buffer = FakeBuffer(groups, kit.make_ticket(len(groups), rollout_id=5, evaluation=True))
+    engine = engine or kit.ScriptedEngine(respond=lambda ids, params: kit.answer([3, 4]))
+    async with kit.opened(engine, **options) as context:
+        output = await DefaultRollout(context.args)(context.args, 5, buffer, evaluation=True)
+    return buffer, output
+
+
+async def test_metrics_are_means_over_samples_by_data_set(kit: Any) -> None:
+    groups = [
+        kit.make_group(0, labels=["1", "0"], data_set="easy"),
+        kit.make_group(1, labels=["1", "1"], data_set="easy"),
+        kit.make_group(2, labels=["0.25"], data_set="hard"),
+    ]
+    buffer, output = await evaluate(kit, groups, custom_rm_path=kit.user("told_by_label"))
+    assert len(buffer.finished) == 3
+    assert output.metrics == {
+        "eval/easy": 0.75,
+        "eval/easy/response_len": 2.0,
+        "eval/easy/truncated": 0.0,
+        "eval/hard": 0.25,
+        "eval/hard/response_len": 2.0,
+        "eval/hard/truncated": 0.0,
+    }
+
+
+async def test_evaluation_uses_its_own_parameters_no_filter_and_its_own_request_ids(kit: Any) -> None:
+    engine = kit.ScriptedEngine()
+    options = {"dynamic_sampling_filter_path": kit.user("drop_all"), "eval_temperature": 0.0}
+    groups = [kit.make_group(row, data_set="d") for row in range(3)]
+    buffer, _ = await evaluate(kit, groups, engine, custom_rm_path=kit.user("slow_async"), **options)
+    assert len(buffer.finished) == 3
+    assert {params["temperature"] for _, _, params in engine.calls} == {0.0}
+    assert all(rid.startswith("eval_5:") for rid, _, _ in engine.calls)
+    assert len({rid for rid, _, _ in engine.calls}) == 6
+
+
+@pytest.mark.parametrize("label", ["nan", "raise", "none"])
+async def test_a_failed_reward_ends_the_evaluation_by_name(kit: Any, label: str) -> None:
+    groups = [kit.make_group(0, labels=["1"]), kit.make_group(1, labels=[label])]
+    with pytest.raises(RolloutError, match="could not be scored") as caught:
+        await evaluate(kit, groups, custom_rm_path=kit.user("told_by_label"))
+    assert "row source:1:0/0.0" in str(caught.value)
+
+
+async def test_an_aborted_sample_ends_the_evaluation(kit: Any) -> None:
+    engine = kit.ScriptedEngine(respond=lambda ids, params: kit.answer([], finish_reason="abort"))
+    with pytest.raises(RolloutError, match="aborted"):
+        await evaluate(kit, [kit.make_group(0)], engine, custom_rm_path=kit.user("slow_async"))

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from buffer_rl.errors import DataError, RolloutError
+from buffer_rl.rollout.conversion import GroupConverter
+from buffer_rl.rollout.sft import SFTRollout
+from buffer_rl.testing.fake_buffer import FakeBuffer
+
+EOS = 1  # of the character tokenizer
+
+
+async def roll(kit: Any, groups: list[Any], **options: Any) -> tuple[FakeBuffer, Any, Any]:
+    buffer = FakeBuffer(groups, kit.make_ticket(len(groups)))
+    async with kit.opened(**options) as context:
+        output = await SFTRollout(context.args)(context.args, 0, buffer)
+    return buffer, output, context
+
+
+async def test_tokens_are_prompt_answer_and_end_token_with_a_mask_on_the_answer(kit: Any) -> None:
+    group = kit.make_group(7, labels=["42"])
+    buffer, output, context = await roll(kit, [group])
+    (sample,) = buffer.finished[0]
+    prompt = context.tokenizer.encode("prompt 7", add_special_tokens=False)
+    answer = context.tokenizer.encode("42", add_special_tokens=False)
+    assert sample.tokens == [*prompt, *answer, EOS]
+    assert (sample.response_length, sample.loss_mask, sample.reward) == (3, [1, 1, 1], 0.0)
+    assert sample.response == "42"
+    assert output.metrics["response_len/mean"] == 3.0
+
+
+async def test_the_rows_convert_without_log_probs_or_versions(kit: Any) -> None:
+    buffer, _, context = await roll(kit, [kit.make_group(7, labels=["42", "42"])])
+    _, columns = GroupConverter(context.args).encode(buffer.finished[0], False)
+    assert columns["reward"].tolist() == [0.0, 0.0]
+    assert columns["weight_version"].tolist() == [-1, -1]
+    assert "rollout_log_probs" not in columns
+
+
+@pytest.mark.parametrize("label", [None, "", 42])
+async def test_a_label_that_is_no_text_is_refused_with_its_row(kit: Any, label: Any) -> None:
+    with pytest.raises(DataError, match=r"row source:3:0/0\.0"):
+        await roll(kit, [kit.make_group(3, labels=[label])])
+
+
+async def test_a_row_that_exceeds_the_context_is_refused(kit: Any) -> None:
+    with pytest.raises(DataError, match="11 tokens"):
+        await roll(kit, [kit.make_group(3, labels=["42"])], rollout_max_context_len=10)
+
+
+async def test_it_declares_that_it_needs_no_engine_but_its_evaluation_does(kit: Any) -> None:
+    assert SFTRollout.uses_engine is False
+    buffer = FakeBuffer([kit.make_group(0)], kit.make_ticket(1, evaluation=True))
+    async with kit.opened() as context:
+        with pytest.raises(RolloutError, match="no engine"):
+            await SFTRollout(context.args)(context.args, 0, buffer, evaluation=True)

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from buffer_rl.cli import add_working_directory, main
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "buffer_rl.cli", *argv], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["trian"], ["there is no verb 'trian'", "did you mean train?"]),
+        (["train", "--rolout-batch-size", "3"], ["--rolout-batch-size", "did you mean --rollout-batch-size?"]),
+        (["train", "--lr", "fast"], ["--lr: 'fast' is not a number >= 0 (flag --lr)"]),
+        (["train", "--json"], ["--dry-run"]),
+        (["train"], ["--hf-checkpoint"]),
+        (["data", "validat", "x"], ["'validat'", "did you mean validate?"]),
+        (["data", "show", "x", "--input-kye", "q"], ["did you mean --input-key?"]),
+        (["data"], ["ACTION"]),
+    ],
+)
+def test_mistakes_are_one_message_and_status_2(
+    capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]
+) -> None:
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("buffer-rl: error: ")
+    assert "Traceback" not in err
+    for word in words:
+        assert word in err
+
+
+def test_the_traceback_is_shown_where_it_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUFFER_RL_TRACEBACK", "1")
+    assert main(["trian"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_help_and_version_are_status_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(verb in text for verb in ("train", "plugins", "data"))
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("buffer-rl ")
+    assert main([]) == 2
+
+
+def test_train_help_groups_the_options_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    run_group, data_group = text.index("\nRun:\n"), text.index("\nData:\n")
+    assert run_group < text.index("--run-dir PATH") < data_group < text.index("--prompt-data PATH")
+    line = next(line for line in text.splitlines() if "--rollout-batch-size" in line and "INT" in line)
+    assert "(default: 32)" in line
+
+
+def test_help_and_mistakes_import_neither_torch_nor_ray() -> None:
+    program = (
+        "import sys\nfrom buffer_rl.cli import main\nmain(['train', '--help'])\nmain(['train', '--hepl'])\n"
+        "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_an_interrupt_is_status_130(tmp_path: Path) -> None:
+    pipe = tmp_path / "data.jsonl"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-m", "buffer_rl.cli", "data", "validate", str(pipe)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with pipe.open("wb"):  # opens once the program has opened its end, and gives it nothing to read
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "buffer-rl: interrupted\n"
+
+
+def test_the_working_directory_is_appended_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["/first", "/second"])
+    add_working_directory()
+    add_working_directory()
+    assert sys.path == ["/first", "/second", str(tmp_path)]
+
+
+def test_the_process_ends_with_the_status(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text('{"prompt": "a", "label": "b"}\n')
+    bad.write_text('{"prompt": "a"}\n\n{"prompt": ""}\n')
+    done = run("data", "validate", str(bad), str(good))
+    assert done.returncode == 2
+    assert done.stderr == f"{bad}:3: the prompt 'prompt' is empty\n"
+    assert done.stdout.startswith(f"{good}: 1 rows, source ")
+    assert run("data", "validate", str(good)).returncode == 0
+    unknown = run("train", "--no-such-flag")
+    assert unknown.returncode == 2
+    assert "Traceback" not in unknown.stderr
+
+
+def test_data_show_prints_rows_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"q": f"ü{row}", "a": row}) + "\n" for row in range(5)), encoding="utf-8")
+    assert main(["data", "show", f"{path}@[1:]", "-n", "2", "--input-key", "q", "--label_key=a"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["line"], row["row"], row["prompt"], row["label"]) for row in rows] == [
+        (2, 0, "ü1", 1),
+        (3, 1, "ü2", 2),
+    ]

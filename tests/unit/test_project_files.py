@@ -1,0 +1,126 @@
+"""What README, CONTRIBUTING and the docs tell people to type or open must exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "plugins" / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "examples").rglob("README.md"),
+    )
+)
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+def requirement_name(requirement: str) -> str:
+    return re.match(r"[A-Za-z0-9._-]+", requirement).group().lower().replace("_", "-")
+
+
+def test_the_readme_names_the_two_commands():
+    text = (ROOT / "README.md").read_text()
+    assert "make quickstart" in text
+    assert "make test" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_make_command_of_a_page_is_a_target(page):
+    text = (ROOT / page).read_text()
+    assert set(re.findall(r"\bmake ([a-z][a-z-]+)(?=[\s`]| #)", "\n".join(_code(text)))) <= make_targets()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_link_of_a_page_leads_to_a_file(page):
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
+    assert [link for link in links if "://" not in link and not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_make_knows_what_to_do_for_both_commands():
+    for target in ("quickstart", "test"):
+        done = subprocess.run(
+            ["make", "-n", target, "VENV=.no-such-environment"],
+            cwd=ROOT,
+            env={"PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "-m venv .no-such-environment" in done.stdout
+        assert "-c constraints.txt" in done.stdout
+
+
+def test_an_old_python_is_refused_with_a_message_that_names_it(tmp_path):
+    fake = tmp_path / "python-old"
+    pretend = "import sys; sys.version_info = (3, 10, 0); exec(sys.argv[1])"
+    fake.write_text(f'#!/usr/bin/env bash\nexec "$REAL_PYTHON" -c "{pretend}" "$2"\n')
+    fake.chmod(0o755)
+    done = subprocess.run(
+        ["make", "env", f"PYTHON={fake}", f"VENV={tmp_path / 'venv'}"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "REAL_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert "needs Python 3.11 or newer; this is 3.10" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_the_ci_script_runs_the_tests_of_the_readme():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text()
+
+
+def test_every_core_dependency_is_explained_and_every_dependency_is_pinned():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    explained = (ROOT / "docs" / "dependencies.md").read_text()
+    pins = dict(
+        line.lower().replace("_", "-").split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+    core = {requirement_name(requirement) for requirement in project["dependencies"]}
+    assert {name for name in core if name not in explained} == set()
+    extras = {requirement_name(r) for rows in project["optional-dependencies"].values() for r in rows}
+    assert (core | extras) - {"buffer-rl"} <= set(pins)
+    assert pins["torch"] == "2.13.0"
+
+
+def test_the_reward_of_the_readme_can_be_copied_and_scores(tmp_path):
+    from buffer_rl.types import Sample, Status
+
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL).group(1)
+    path = tmp_path / "my_reward.py"
+    path.write_text(code)
+    spec = importlib.util.spec_from_file_location("readme_reward", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert len([line for line in code.splitlines() if line]) <= 6
+    assert module.score(None, Sample(response="tac", label="tac", status=Status.COMPLETED)) == 1.0
+    assert module.score(None, Sample(response="tac", label="tac", status=Status.TRUNCATED)) == 0.0
+    assert 0.0 < module.score(None, Sample(response="tat", label="tac", status=Status.COMPLETED)) < 1.0
+
+
+def _code(text: str) -> list[str]:
+    """Fenced blocks and inline code of a page."""
+    fenced = re.findall(r"```[a-z]*\n(.*?)```", text, flags=re.DOTALL)
+    return fenced + re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+
+from buffer_rl.testing.fake_engine import FakeEngine, Fault
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"rid": "r", "input_ids": [4, 5, 6], "sampling_params": {"sampling_seed": 2}, "return_logprob": True, **more}
+
+
+async def post(url: str, payload: dict[str, Any]) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", json=payload) as response:
+        response.raise_for_status()
+        answer: dict[str, Any] = await response.json()
+        return answer
+
+
+async def test_it_answers_in_the_protocols_shape() -> None:
+    with FakeEngine(respond=lambda ids, seed: [seed] * len(ids), version=9) as engine:
+        answer = await post(engine.url, body())
+    assert answer["output_ids"] == [2, 2, 2]
+    assert answer["text"] == "2 2 2"
+    meta = answer["meta_info"]
+    assert meta["finish_reason"] == {"type": "stop", "matched": 2}
+    assert meta["output_token_logprobs"] == [[-0.5, 2, None]] * 3
+    assert meta["weight_versions"] == [{"version": "9", "start": 0, "end": 3}]
+    assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("r", 3, 3)
+    assert engine.log.requests == [body()]
+
+
+async def test_max_new_tokens_cuts_the_answer() -> None:
+    with FakeEngine() as engine:
+        answer = await post(engine.url, body(sampling_params={"max_new_tokens": 2}))
+    assert answer["output_ids"] == [6, 5]
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
+
+
+async def test_faults_are_scripted_by_request() -> None:
+    script = [Fault.SERVER_ERROR, Fault.RESET, Fault.GARBAGE, Fault.ABORT, None]
+    with FakeEngine(fault=lambda payload, number: script[number]) as engine:
+        with pytest.raises(aiohttp.ClientResponseError, match="500"):
+            await post(engine.url, body())
+        with pytest.raises(aiohttp.ServerDisconnectedError):
+            await post(engine.url, body())
+        with pytest.raises(ValueError, match="Expecting value"):
+            await post(engine.url, body())
+        assert (await post(engine.url, body()))["meta_info"]["finish_reason"]["type"] == "abort"
+        assert (await post(engine.url, body()))["output_ids"] == [6, 5, 4]
+    assert len(engine.log.requests) == 5
+
+
+async def test_a_client_that_goes_away_is_noticed() -> None:
+    with FakeEngine(latency=lambda payload: 3600.0) as engine:
+        asking = asyncio.create_task(post(engine.url, body()))
+        while engine.log.in_flight == 0:  # noqa: ASYNC110 (counted in another thread)
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        async with asyncio.timeout(10):
+            while engine.log.disconnected == 0:  # noqa: ASYNC110 (counted in another thread)
+                await asyncio.sleep(0.001)
+    assert engine.log.answered == 0

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from buffer_rl.errors import CheckpointError
+from buffer_rl.train.optimizer import Optimizer
+from buffer_rl.train.state import load_state, save_state
+
+
+def _trained(size: int = 3) -> tuple[torch.nn.Module, Optimizer]:
+    args = SimpleNamespace(
+        lr=0.1, lr_warmup_iters=0, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0
+    )
+    model = torch.nn.Linear(size, 1)
+    optimizer = Optimizer(args, model, world_size=1)
+    model(torch.ones(1, size)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _save(folder: Path, rank: int = 0) -> tuple[torch.nn.Module, Optimizer]:
+    model, optimizer = _trained()
+    save_state(str(folder), model, optimizer, model.state_dict(), rank)
+    return model, optimizer
+
+
+def test_weights_moments_step_and_random_state_come_back(tmp_path: Path) -> None:
+    saved, saved_optimizer = _save(tmp_path)
+    drawn = (random.random(), float(np.random.rand()), torch.rand(1).item())
+    model, optimizer = _trained()
+    load_state(str(tmp_path), model, optimizer, model.state_dict(), 0)
+    assert (random.random(), float(np.random.rand()), torch.rand(1).item()) == drawn
+    assert optimizer.step_count == 1
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    for name, tensor in saved_optimizer.state_tensors().items():
+        assert torch.equal(optimizer.state_tensors()[name], tensor)
+
+
+@pytest.mark.parametrize("name", ["trainer.json", "weights.safetensors", "optimizer.safetensors", "random_0.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_missing_or_damaged_file_is_an_error_that_names_it(name: str, damage: str, tmp_path: Path) -> None:
+    _save(tmp_path)
+    file = tmp_path / name
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-5])
+    model, optimizer = _trained()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=name):
+        load_state(str(tmp_path), model, optimizer, model.state_dict(), 0)
+    assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in before.items())
+
+
+def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path)
+    model, optimizer = _trained(size=4)
+    with pytest.raises(CheckpointError, match=r"weights do not fit, such as weight: \(1, 3\)"):
+        load_state(str(tmp_path), model, optimizer, model.state_dict(), 0)
+    meta = json.loads((tmp_path / "trainer.json").read_text())
+    (tmp_path / "trainer.json").write_text(json.dumps(meta | {"format": 99}))
+    with pytest.raises(CheckpointError, match="format 99"):
+        load_state(str(tmp_path), model, optimizer, model.state_dict(), 0)
+
+
+def test_other_ranks_write_only_their_random_state_and_new_ranks_keep_theirs(tmp_path: Path) -> None:
+    _save(tmp_path)
+    weights = (tmp_path / "weights.safetensors").read_bytes()
+    _save(tmp_path, rank=1)
+    assert (tmp_path / "weights.safetensors").read_bytes() == weights
+    assert (tmp_path / "random_1.json").is_file()
+    model, optimizer = _trained()
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    load_state(str(tmp_path), model, optimizer, model.state_dict(), 2)
+    assert torch.equal(torch.rand(1), expected)

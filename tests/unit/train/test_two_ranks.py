@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from buffer_rl.config import Options
+from buffer_rl.types import TrainBatch
+
+DEADLINE_S = 120
+
+
+def _run(world_size: int, job_file: Path, folder: Path) -> list[dict[str, Any]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).parent / "one_rank.py"
+    outs = [folder / f"{world_size}_{rank}.pt" for rank in range(world_size)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(job_file), str(rank), str(world_size), str(out)],
+            env=os.environ | variables,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, out in enumerate(outs)
+    ]
+    try:
+        for process in processes:
+            _, stderr = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 0, stderr
+    finally:
+        for process in processes:
+            process.kill()
+    return [torch.load(out, weights_only=True) for out in outs]
+
+
+def test_two_ranks_equal_one_rank(
+    make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch], tmp_path: Path
+) -> None:
+    """Two steps; then one that fails, because of a row that only one rank has; then one with fewer rows than ranks."""
+    batches = [make_batch(seed=0), make_batch(seed=1), make_batch(seed=2), make_batch(seed=3).select([1])]
+    batches[2].columns["reward"][3] = np.float32(3e38)
+    job_file = tmp_path / "job"
+    # A large epsilon: Adam's first steps blow rounding errors of tiny gradients up to the size of the learning rate.
+    args = make_args(train_timeout_s=60.0, max_tokens_per_gpu=40, adam_eps=1e-2)
+    job_file.write_bytes(pickle.dumps((args, batches)))
+    one = _run(1, job_file, tmp_path)[0]
+    two = _run(2, job_file, tmp_path)
+
+    assert len(one["failures"]) == len(two[0]["failures"]) == len(two[1]["failures"]) == 1
+    for name, tensor in one["weights"].items():
+        assert torch.equal(two[0]["weights"][name], two[1]["weights"][name]), f"{name} differs between the ranks"
+        torch.testing.assert_close(two[0]["weights"][name], tensor, atol=1e-6, rtol=1e-5)
+    for step, (shares, same) in enumerate(one["metrics"]):
+        for name, value in shares.items():
+            total = sum(rank["metrics"][step][0].get(name, 0.0) for rank in two)
+            assert total == pytest.approx(value, rel=1e-4, abs=1e-5), name
+        assert two[0]["metrics"][step][1] == two[1]["metrics"][step][1]
+        assert two[0]["metrics"][step][1]["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)

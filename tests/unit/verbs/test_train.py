@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.cli import main
+
+REWARD = "def score(args, sample):\n    return 1.0\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that a user stands in, with data, a model folder, a reward and options."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    sys.modules.pop("my_reward", None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "label": "b"}\n{"prompt": "c", "label": "d"}\n')
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    (tmp_path / "run.yaml").write_text(
+        "prompt_data: ${here}/train.jsonl\nhf_checkpoint: ${here}/model\nnum_rollout: 3\nlogger: []\n"
+        'eval_prompt_data: ["dev=${here}/train.jsonl@[:1]"]\n'
+    )
+    yield tmp_path
+    sys.modules.pop("my_reward", None)
+
+
+def train(*argv: str) -> int:
+    return main(["train", "--config", "run.yaml", "--dry-run", *argv])
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert train(*argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("buffer-rl: error: ")
+    assert "Traceback" not in err
+    return err
+
+
+def test_a_dry_run_prints_options_with_their_origins_plugins_and_data(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUFFER_RL_SEED", "5")
+    assert train("--json", "--custom-rm-path", "my_reward:score") == 0
+    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert shown["options"]["num_rollout"] == {"value": 3, "source": "file", "where": "run.yaml:3"}
+    assert shown["options"]["seed"] == {"value": 5, "source": "environment", "where": "BUFFER_RL_SEED"}
+    assert shown["options"]["custom_rm_path"]["where"] == "--custom-rm-path"
+    assert shown["options"]["lr"]["source"] == "default"
+    uses = {use["option"]: use for use in shown["plugins"]}
+    assert uses["custom_rm_path"]["kind"] == "reward"
+    assert uses["custom_rm_path"]["place"].endswith("my_reward.py:1")
+    assert {"rollout_function_path", "rollout_engine", "train_backend", "weight_sync_mode"} <= set(uses)
+    assert [(file["use"], file["num_rows"]) for file in shown["data"]] == [("train", 2), ("eval/dev", 1)]
+
+
+def test_a_dry_run_for_people_shows_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--custom-rm-path", "./my_reward.py:score") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["num_rollout", "3", "file", "run.yaml:3"] for line in lines)
+    assert any("./my_reward.py:score" in line and line.startswith("  reward") for line in lines)
+    assert any("train.jsonl@[:1]" in line and "1 rows" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("def score(args, sample:\n", ["my_reward.py:1", "SyntaxError"]),
+        ("def scroe(args, sample):\n    return 1\n", ["'score'", "my_reward:scroe"]),
+        ("def score(sample):\n    return 1\n", ["my_reward:score", "(args, sample)"]),
+        ("import no_such_module_at_all\n" + REWARD, ["no_such_module_at_all"]),
+    ],
+)
+def test_a_broken_reward_module_is_told_before_anything_starts(
+    folder: Path, capsys: pytest.CaptureFixture[str], content: str, words: list[str]
+) -> None:
+    (folder / "my_reward.py").write_text(content)
+    message = refusal(capsys, "--custom-rm-path", "my_reward:score")
+    for word in words:
+        assert word in message
+
+
+def test_a_reference_that_does_not_exist_is_told_without_importing_torch(folder: Path) -> None:
+    program = (
+        "import sys\nfrom buffer_rl.cli import main\n"
+        "status = main(['train', '--config', 'run.yaml', '--custom-rm-path', 'my_rewrad:score'])\n"
+        "print(status, 'torch' in sys.modules, 'ray' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60, cwd=folder
+    )
+    assert done.stdout.strip() == "2 False False"
+    assert "my_reward:score" in done.stderr
+
+
+def test_a_bad_data_line_is_told_before_plugins_are_imported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "my_reward.py").write_text("raise RuntimeError('imported')\n" + REWARD)
+    (folder / "train.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    message = refusal(capsys, "--custom-rm-path", "my_reward:score")
+    assert "train.jsonl:2: invalid JSON" in message
+    assert "imported" not in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--hf-checkpoint", "absent"], ["--hf-checkpoint", "'absent'"]),
+        (["--ref-load", "."], ["--ref-load", "config.json"]),
+        (["--load", "absent"], ["--load", "'absent'"]),
+        (["--eval-prompt-data", "dev=absent.jsonl"], ["absent.jsonl", "no such file"]),
+        (["--rm-type", "exact_mach"], ["exact_mach", "exact_match"]),
+        (["--num-epoch", "1"], ["given twice"]),
+    ],
+)
+def test_what_is_absent_or_contradictory_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]
+) -> None:
+    message = refusal(capsys, "--custom-rm-path", "my_reward:score", *argv)
+    for word in words:
+        assert word in message
+
+
+def test_a_blocked_plugin_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "blocked" in refusal(capsys, "--rm-type", "exact_match", "-p", "no:exact_match")
