@@ -147,8 +147,8 @@ class Driver:
         self._buffer("release", step)
         metrics |= {f"perf/{name}_time": seconds for name, seconds in self._times.items()}
         metrics["perf/step_time"] = self._runtime.now() - started
-        if self._times["rollout"] > 0 and "rollout/response_tokens" in metrics:
-            metrics["perf/tokens_per_s"] = metrics["rollout/response_tokens"] / self._times["rollout"]
+        if self._times["rollout"] > 0 and "rollout/generated_tokens" in metrics:
+            metrics["perf/tokens_per_s"] = metrics["rollout/generated_tokens"] / self._times["rollout"]
         self._observer.step(rollout_id, metrics)
         if self._evaluates_at(step):
             self._evaluate()

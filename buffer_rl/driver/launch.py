@@ -27,7 +27,7 @@ from buffer_rl.engine.client import EngineControlClient
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.rollout.worker import start_rollout_workers
+from buffer_rl.rollout.worker import GRACE_S, start_rollout_workers
 from buffer_rl.train.group import start_train_group
 from buffer_rl.weights.publish import Publisher
 
@@ -124,7 +124,7 @@ class _Run:
             eval_before_train=not args.skip_eval_before_train,
             save_interval=args.save_interval,
             early_stop=parse_early_stop(args.early_stop) if args.early_stop else None,
-            rollout_timeout_s=args.rollout_timeout_s,
+            rollout_timeout_s=args.rollout_timeout_s + 2 * GRACE_S,  # the worker's own deadline comes first
             train_timeout_s=args.train_timeout_s,
             publish_timeout_s=args.update_weights_timeout_s,
             buffer_timeout_s=args.buffer_timeout_s,

@@ -25,6 +25,9 @@ from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.types import RolloutOutput, RolloutReport, Ticket
 
+GRACE_S = 30.0
+"""The built-in functions keep the deadline themselves, and say more when it passes; this one is for all others."""
+
 NAMESPACES = ("rollout", "eval", "perf")
 
 
@@ -59,7 +62,7 @@ class RolloutWorker:
         buffer = RolloutClient(self._client, ticket, self._converter)
         where = f"{ticket.task}, {self._reference(ticket)}"
         try:
-            async with asyncio.timeout(self._args.rollout_timeout_s):
+            async with asyncio.timeout(self._args.rollout_timeout_s + GRACE_S):
                 output = check_rollout_output(await self._call(ticket, buffer), where=where)
         except BufferRLError:
             raise

@@ -31,7 +31,7 @@ class FakeRollouts:
         report = self._state.close_rollout(ticket)
         if ticket.evaluation:
             return report, {"eval/held": self._scores[min(ticket.version, len(self._scores) - 1)]}, []
-        return report, {"rollout/raw_reward": 1.0, "rollout/response_tokens": float(report.num_rows)}, []
+        return report, {"rollout/raw_reward": 1.0, "rollout/generated_tokens": float(report.num_rows)}, []
 
 
 def _columns(group: SampleGroup) -> dict[str, Any]:

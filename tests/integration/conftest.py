@@ -27,10 +27,11 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``model`` and ``train.jsonl``."""
+    """A folder with ``model``, ``train.jsonl`` and a reward that a random model earns something of."""
     folder = tmp_path_factory.mktemp("task")
     make_tiny_model(folder / "model", characters="abc=", hidden_size=32, intermediate_size=48)
     rows = [{"prompt": f"{word}=", "label": word[::-1]} for word in WORDS]
+    (folder / "letters.py").write_text("def count_a(args, sample):\n    return sample.response.count('a')\n")
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -50,7 +51,7 @@ def make_options(task: Path, tmp_path: Path) -> Callable[..., Any]:
             "rollout_batch_size": 3,
             "n_samples_per_prompt": 4,
             "rollout_max_response_len": 6,
-            "rm_type": "exact_match",
+            "custom_rm_path": f"{task / 'letters.py'}:count_a",
             "lr": 1e-2,
             "logger": [],
             "progress": "none",

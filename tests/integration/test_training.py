@@ -65,7 +65,7 @@ def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(
     assert [line["step"] for line in lines if line["kind"] == "train"] == [0, 1, 2]
     for line in lines:
         if line["kind"] == "train":
-            assert line["train/grad_norm"] >= 0
+            assert line["train/grad_norm"] > 0
     folder = Path(args.run_dir) / "hf"
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.num_parameters() > 0
@@ -112,9 +112,6 @@ def test_a_missing_checkpoint_is_an_error_before_anything_starts(make_options: M
 REWARDS = """
 def fails(args, sample):
     raise RuntimeError("the judge is on holiday")
-
-def length(args, sample):
-    return float(sample.response_length)
 """
 
 
@@ -125,7 +122,7 @@ def test_a_failing_reward_ends_the_run_with_its_own_words_and_nothing_running(
     path = tmp_path / "my_reward.py"
     path.write_text(REWARDS)
     with pytest.raises(RolloutError, match="the judge is on holiday") as caught:
-        train(make_options(rm_type=None, custom_rm_path=f"{path}:fails"))
+        train(make_options(custom_rm_path=f"{path}:fails"))
     assert "my_reward.py" in str(caught.value)
     assert children() <= before
 

@@ -89,11 +89,11 @@ def test_an_instance_an_abstract_class_and_an_async_factory_are_refused_where_a_
             self.args = args
 
         @abc.abstractmethod
-        def publish(self, trainer: Any, engine_urls: Any, version: int) -> dict[str, float]: ...
+        def prepare(self, source: Any, version: int) -> Any: ...
 
     async def factory(args: Any) -> None: ...
 
-    with pytest.raises(PluginError, match="the class is abstract: publish"):
+    with pytest.raises(PluginError, match="the class is abstract: prepare"):
         check_contract("weight_transport", Abstract)
     with pytest.raises(PluginError, match="is not callable"):
         check_contract("weight_transport", make_class("weight_transport")(None))
