@@ -49,14 +49,13 @@ class BufferActor:
     def __init__(self, args_text: str) -> None:
         args: Any = load_args(args_text)
         source = JsonlDataSource(args) if args.prompt_data else None
-        eval_source = EvalSource(args)
         self._state = BufferState(
             source,
             ledger=MemoryLedger(),
             plane=LocalDataPlane(),
             eval_plane=LocalDataPlane(),
             groups_per_step=args.rollout_batch_size,
-            eval_groups=lambda: [group for name in eval_source.names for group in eval_source.groups(name)],
+            eval_groups=EvalSource(args).all_groups,
         )
         self._calls = CallLog()
 

@@ -60,6 +60,7 @@ def test_an_installed_plugin_provides_names_and_hears_of_events(place: Any) -> N
     assert [info.name for info in registry.infos() if info.kind == ""] == ["plug"]
     with pytest.raises(PluginError, match="blocked by -p no:eight"):
         PluginRegistry(blocked=["eight"]).resolve("reward", "eight")
+    assert "eight" not in PluginRegistry(blocked=["eight"]).names("reward")
 
 
 def test_a_broken_plugin_is_named_and_skipped_unless_it_is_asked_for(

@@ -1,0 +1,346 @@
+"""Every route over real HTTP: a server process, and the real router in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from buffer_rl.engine.client import EngineClient
+from buffer_rl.engine.embedded.launcher import launch
+from buffer_rl.engine.fleet import EngineFleet
+
+
+@pytest.fixture(scope="module")
+def fleet(engine_args, tmp_path_factory):
+    with EngineFleet(engine_args(), str(tmp_path_factory.mktemp("run")), launch) as running:
+        running.wait_ready()
+        yield running
+
+
+class Http:
+    """JSON calls to one server; answers are (status, parsed body or text)."""
+
+    def __init__(self, session, url):
+        self.session, self.url = session, url
+
+    async def get(self, path):
+        async with self.session.get(self.url + path) as response:
+            return response.status, self._parsed(await response.text())
+
+    async def post(self, path, body=None, raw=None):
+        async with self.session.post(self.url + path, data=raw or json.dumps(body or {})) as response:
+            return response.status, self._parsed(await response.text())
+
+    async def generate(self, ids, rid=None, **params):
+        body = {"input_ids": ids, "sampling_params": {"ignore_eos": True, **params}, "return_logprob": True}
+        status, answer = await self.post("/generate", body | ({"rid": rid} if rid else {}))
+        assert status == 200, answer
+        return answer
+
+    async def until(self, condition, timeout_s=30.0):
+        deadline = time.monotonic() + timeout_s
+        while not condition((await self.get("/server_info"))[1]):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+
+    @staticmethod
+    def _parsed(text):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+
+@pytest.fixture
+async def http(fleet, model_folder):
+    """The engine, as it was started: running, idle, version 0."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        client = Http(session, fleet.engine_urls[0])
+        yield client
+        await client.post("/abort_request", {"abort_all": True})
+        await client.post("/continue_generation")
+        update = {"model_path": model_folder("qwen3"), "weight_version": "0"}
+        assert (await client.post("/update_weights_from_disk", update))[0] == 200
+
+
+async def start_running(http, rid, **params):
+    """A request that has some tokens and is paused in place. The task ends when the request is answered."""
+    await http.post("/pause_generation", {"mode": "in_place"})
+    task = asyncio.create_task(http.generate([5, 6, 7], rid, max_new_tokens=400, **params))
+    await http.until(lambda info: info["num_waiting_requests"] == 1)
+    while (await http.get("/server_info"))[1]["num_running_requests"] == 0:
+        await http.post("/continue_generation")
+        await http.post("/pause_generation", {"mode": "in_place"})
+    return task
+
+
+async def test_information_and_health(http, fleet):
+    for path in ("/health", "/ready", "/health_generate"):
+        assert (await http.get(path))[0] == 200
+    for path in ("/model_info", "/get_model_info"):
+        status, info = await http.get(path)
+        assert status == 200
+        assert (info["weight_version"], info["model_type"], info["is_generation"]) == ("0", "qwen3", True)
+    for path in ("/server_info", "/get_server_info"):
+        status, info = await http.get(path)
+        assert (status, info["num_running_requests"], info["deterministic"]) == (200, 0, True)
+    assert (await http.get("/nowhere"))[0] == 404
+
+
+async def test_the_answer_of_generate_has_sglangs_shape(http):
+    answer = await http.generate([5, 6, 7], "my-rid", max_new_tokens=4, sampling_seed=1)
+    meta = answer["meta_info"]
+    assert set(answer) == {"text", "output_ids", "meta_info"}
+    assert len(answer["output_ids"]) == len(answer["text"]) == 4
+    assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("my-rid", 3, 4)
+    assert meta["finish_reason"] == {"type": "length", "length": 4}
+    assert meta["weight_version"] == "0"
+    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 4}]
+    assert [entry[1:] for entry in meta["output_token_logprobs"]] == [[i, None] for i in answer["output_ids"]]
+    assert all(entry[0] < 0 for entry in meta["output_token_logprobs"])
+    assert meta["output_token_logprobs_length"] == 4
+    assert meta["e2e_latency"] > 0
+
+
+async def test_text_in_and_no_log_probs_unless_asked(http):
+    body = {"text": "ab", "sampling_params": {"max_new_tokens": 2, "sampling_seed": 4}}
+    status, answer = await http.post("/generate", body)
+    assert status == 200
+    assert answer["meta_info"]["prompt_tokens"] == 2
+    assert "output_token_logprobs" not in answer["meta_info"]
+
+
+async def test_batches_and_n_answer_with_lists(http):
+    batch = await http.generate([[5, 6], [7]], max_new_tokens=3, sampling_seed=2)
+    assert [len(a["output_ids"]) for a in batch] == [3, 3]
+    many = await http.generate([5, 6], "r", max_new_tokens=8, n=3, sampling_seed=2)
+    assert len({tuple(a["output_ids"]) for a in many}) == 3
+    assert [a["meta_info"]["id"] for a in many] == ["r_0", "r_1", "r_2"]
+    alone = await http.generate([5, 6], max_new_tokens=8, sampling_seed=2)
+    assert alone["output_ids"] == many[0]["output_ids"]
+
+
+async def test_without_a_seed_deterministic_answers_follow_the_rid(http):
+    first, again, other = [
+        (await http.generate([5], rid, max_new_tokens=20))["output_ids"] for rid in ("x", "x", "y")
+    ]
+    assert first == again != other
+
+
+async def test_stop_strings_and_stop_tokens_are_cut_from_the_text_and_kept_in_the_tokens(http):
+    plain = await http.generate([5, 6], max_new_tokens=30, sampling_seed=9)
+    text, ids = plain["text"], plain["output_ids"]
+    stop = text[10:12]
+    end = text.index(stop) + 2
+    cut = await http.generate([5, 6], max_new_tokens=30, sampling_seed=9, stop=[stop, "never seen"])
+    assert cut["text"] == text[: end - 2]
+    assert cut["output_ids"] == ids[:end]
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    kept = await http.generate([5, 6], max_new_tokens=30, sampling_seed=9, stop=stop, no_stop_trim=True)
+    assert kept["text"] == text[:end]
+    at = ids.index(ids[12])
+    by_id = await http.generate([5, 6], max_new_tokens=30, sampling_seed=9, ignore_eos=False, stop_token_ids=[ids[12]])
+    if 1 not in ids[: at + 1]:
+        assert by_id["output_ids"] == ids[: at + 1]
+        assert by_id["text"] == text[:at]
+        assert by_id["meta_info"]["finish_reason"] == {"type": "stop", "matched": ids[12]}
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"input_ids": [5], "sampling_params": {"max_tokens": 3}}, "max_tokens"),
+        ({"input_ids": [5], "sampling_params": {"top_p": 3}}, "top_p"),
+        ({"input_ids": [5], "colour": "blue"}, "colour"),
+        ({"input_ids": [5], "stream": True}, "stream"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [[5], []]}, "empty"),
+        ({"input_ids": [99]}, r"\[0, 99\)"),
+        ({"input_ids": [-1]}, r"\[0, 99\)"),
+        ({"input_ids": [1.5]}, "whole"),
+        ({"input_ids": [5], "text": "a"}, "exactly one"),
+        ({}, "exactly one"),
+        ({"input_ids": [5] * 512}, "context length"),
+        ({"input_ids": [5] * 500, "sampling_params": {"max_new_tokens": 13}}, "context length"),
+        ({"input_ids": [5], "rid": 7}, "rid"),
+        ({"input_ids": [[5], [6]], "rid": ["a", "a"]}, "rid"),
+        ([], "JSON object"),
+    ],
+)
+async def test_a_wrong_request_is_400_and_says_what_is_wrong(http, body, named):
+    status, answer = await http.post("/generate", raw=json.dumps(body))
+    assert status == 400
+    with pytest.raises(AssertionError, match=named):
+        raise AssertionError(answer["error"]["message"])
+
+
+async def test_a_body_that_is_not_json_is_400(http):
+    for path in ("/generate", "/abort_request", "/pause_generation", "/update_weights_from_disk"):
+        assert (await http.post(path, raw="{"))[0] == 400
+
+
+async def test_a_response_may_fill_the_context_exactly(http):
+    answer = await http.generate([5] * 500, max_new_tokens=12, sampling_seed=0)
+    assert len(answer["output_ids"]) == 12
+
+
+async def test_a_rid_in_flight_cannot_be_used_again_until_it_is_answered(http):
+    await http.post("/pause_generation", {"mode": "in_place"})
+    task = asyncio.create_task(http.generate([5], "twin", max_new_tokens=2))
+    await http.until(lambda info: info["num_waiting_requests"] == 1)
+    status, answer = await http.post("/generate", {"input_ids": [5], "rid": "twin"})
+    assert status == 400
+    assert "twin" in answer["error"]["message"]
+    await http.post("/abort_request", {"rid": "twin"})
+    assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
+    await http.post("/continue_generation")
+    assert len((await http.generate([5], "twin", max_new_tokens=2))["output_ids"]) == 2
+
+
+async def test_an_aborted_request_keeps_its_partial_output(http):
+    whole = await http.generate([5, 6, 7], "long", max_new_tokens=400)
+    task = await start_running(http, "long")
+    assert (await http.get("/health"))[0] == 200
+    assert (await http.get("/health_generate"))[0] == 200
+    assert (await http.post("/flush_cache"))[0] == 400
+    assert (await http.post("/abort_request", {"rid": "somebody else"}))[0] == 200
+    assert not task.done()
+    assert (await http.post("/abort_request", {"rid": "long"}))[0] == 200
+    answer = await task
+    count = len(answer["output_ids"])
+    assert 0 < count < 400
+    assert answer["output_ids"] == whole["output_ids"][:count]
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert (await http.post("/flush_cache"))[0] == 200
+
+
+async def test_pause_with_abort_answers_everything_and_new_requests_wait(http):
+    task = await start_running(http, "a")
+    assert (await http.post("/pause_generation", {"mode": "abort"}))[1]["status"] == "ok"
+    assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
+    later = asyncio.create_task(http.generate([5], "b", max_new_tokens=2))
+    await http.until(lambda info: info["num_waiting_requests"] == 1)
+    assert not later.done()
+    await http.post("/continue_generation")
+    assert len((await later)["output_ids"]) == 2
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_tokens_after_an_update_carry_the_new_version(http, mode, model_folder):
+    task = await start_running(http, "v")
+    await http.post("/pause_generation", {"mode": mode})
+    update = {"model_path": model_folder("qwen3", 1), "weight_version": "8", "flush_cache": mode == "retract"}
+    status, answer = await http.post("/update_weights_from_disk", update)
+    assert (status, answer["success"], answer["num_paused_requests"]) == (200, True, 1)
+    await http.post("/continue_generation")
+    meta = (await task)["meta_info"]
+    first, second = meta["weight_versions"]
+    assert (first["version"], first["start"], second["version"], second["end"]) == ("0", 0, "8", 400)
+    assert 0 < first["end"] == second["start"]
+    assert meta["weight_version"] == "8"
+    assert meta["num_retractions"] == int(mode == "retract")
+    assert (await http.get("/model_info"))[1]["weight_version"] == "8"
+
+
+async def test_new_weights_answer_differently_and_old_ones_as_before(http, model_folder):
+    outputs = []
+    for seed in (0, 1, 0):
+        update = {"model_path": model_folder("qwen3", seed), "weight_version": str(seed)}
+        assert (await http.post("/update_weights_from_disk", update))[0] == 200
+        outputs.append((await http.generate([5, 6], max_new_tokens=20, temperature=0))["output_ids"])
+    assert outputs[0] == outputs[2] != outputs[1]
+
+
+async def test_a_refused_update_changes_nothing(http, model_folder, tmp_path):
+    before = await http.generate([5, 6], max_new_tokens=20, temperature=0)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model_folder("qwen3", 1), damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    for path, named in (
+        (str(tmp_path / "missing"), "config.json is missing"),
+        (str(damaged), "cannot load"),
+        (model_folder("llama"), "another model"),
+    ):
+        status, answer = await http.post("/update_weights_from_disk", {"model_path": path, "weight_version": "9"})
+        assert (status, answer["success"]) == (400, False)
+        assert named in answer["message"]
+    assert (await http.post("/update_weights_from_disk", {"weight_version": "9"}))[0] == 400
+    assert (await http.get("/model_info"))[1]["weight_version"] == "0"
+    after = await http.generate([5, 6], max_new_tokens=20, temperature=0)
+    assert after["output_ids"] == before["output_ids"]
+
+
+async def test_memory_held_in_place_cannot_be_flushed_by_an_update(http, model_folder):
+    task = await start_running(http, "held")
+    update = {"model_path": model_folder("qwen3", 1), "weight_version": "9"}
+    status, answer = await http.post("/update_weights_from_disk", update)
+    assert (status, answer["success"]) == (400, False)
+    assert "retract" in answer["message"]
+    await http.post("/continue_generation")
+    assert (await task)["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 400}]
+
+
+async def test_an_update_without_a_pause_lets_running_requests_finish_first(http, model_folder):
+    task = await start_running(http, "r")
+    update = {"model_path": model_folder("qwen3", 1), "weight_version": "3"}
+    await http.post("/continue_generation")
+    status, _ = await http.post("/update_weights_from_disk", update)
+    assert status == 200
+    assert [span["version"] for span in (await task)["meta_info"]["weight_versions"]] == ["0"]
+    assert (await http.generate([5], max_new_tokens=2))["meta_info"]["weight_version"] == "3"
+
+
+async def test_an_unknown_pause_mode_and_an_empty_abort_are_400(http):
+    assert (await http.post("/pause_generation", {"mode": "nap"}))[0] == 400
+    assert (await http.post("/abort_request", {}))[0] == 400
+
+
+async def test_a_client_that_goes_away_ends_its_request(http):
+    await http.post("/pause_generation", {"mode": "in_place"})
+    task = asyncio.create_task(http.generate([5], "gone", max_new_tokens=2))
+    await http.until(lambda info: info["num_waiting_requests"] == 1)
+    task.cancel()
+    await http.until(lambda info: info["num_waiting_requests"] == 0)
+
+
+async def test_through_the_router_the_same_answers_arrive_for_the_same_seeds(fleet, http):
+    direct = await http.generate([5, 6, 7], max_new_tokens=30, sampling_seed=77, temperature=0.9)
+    async with EngineClient(fleet.router_url, fleet.engine_urls) as client:
+        params = {"max_new_tokens": 30, "sampling_seed": 77, "temperature": 0.9, "ignore_eos": True}
+        results = await asyncio.gather(*(client.agenerate(f"r{i}", [5, 6, 7], params) for i in range(20)))
+        for result in results:
+            assert result.output_ids == direct["output_ids"]
+            assert result.log_probs == [entry[0] for entry in direct["meta_info"]["output_token_logprobs"]]
+            assert result.text == direct["text"]
+
+
+async def test_through_the_router_a_client_that_goes_away_ends_its_request(fleet, http):
+    async with EngineClient(fleet.router_url, fleet.engine_urls) as client:
+        await client.pause("in_place")
+        task = asyncio.create_task(client.agenerate("gone", [5], {"max_new_tokens": 2}))
+        await http.until(lambda info: info["num_waiting_requests"] == 1)
+        task.cancel()
+        await http.until(lambda info: info["num_waiting_requests"] == 0)
+
+
+async def test_the_router_leaves_a_paused_engine_alone(fleet, http):
+    async with EngineClient(fleet.router_url, fleet.engine_urls) as client:
+        await client.pause("retract")
+        task = asyncio.create_task(client.agenerate("patient", [5], {"max_new_tokens": 2}))
+        await http.until(lambda info: info["num_waiting_requests"] == 1)
+        await client.flush()
+        await client.resume()
+        assert len((await task).output_ids) <= 2
+
+
+def test_logs_hold_neither_requests_nor_probes(fleet):
+    log = Path(fleet._engines[0].process.log_path).read_text()
+    assert "Invalid HTTP request" not in log
+    assert "generate" not in log

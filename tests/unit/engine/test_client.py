@@ -1,0 +1,172 @@
+"""The client against a scripted engine: retries, deadlines, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from buffer_rl.engine.client import EngineClient, EngineControlClient, parse_answer
+from buffer_rl.errors import DeadlineError, EngineError
+from buffer_rl.testing.fake_engine import FakeEngine, Fault
+from buffer_rl.types import Status, VersionSpan
+
+
+def client_of(engine, **more):
+    return EngineClient(engine.url, [engine.url], **more)
+
+
+def closed_url():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+async def test_an_answer_arrives_whole():
+    with FakeEngine(version=7, log_prob=-0.25) as engine:
+        async with client_of(engine) as client:
+            result = await client.agenerate("r", [1, 2, 3], {"max_new_tokens": 2})
+            assert result.output_ids == [3, 2]
+            assert result.log_probs == [-0.25, -0.25]
+            assert (result.finish_reason, result.status) == ("length", Status.TRUNCATED)
+            assert result.spans == [VersionSpan(7, 0, 2)]
+            result = await client.agenerate("s", [1, 2], {"max_new_tokens": 9})
+            assert (result.finish_reason, result.matched, result.status) == ("stop", 1, Status.COMPLETED)
+
+
+@pytest.mark.parametrize("fault", [Fault.SERVER_ERROR, Fault.RESET])
+async def test_a_lost_request_is_repeated_under_its_rid_after_an_abort(fault):
+    with FakeEngine(fault=lambda body, number: fault if number == 0 else None) as engine:
+        async with client_of(engine) as client:
+            result = await client.agenerate("r7", [1, 2], {"sampling_seed": 5, "max_new_tokens": 9})
+        assert result.output_ids == [2, 1]
+        assert [body["rid"] for body in engine.log.requests] == ["r7", "r7"]
+        assert engine.log.requests[0] == engine.log.requests[1]
+        assert engine.log.aborted == [{"rid": "r7"}]
+
+
+async def test_retries_are_bounded_and_the_error_says_where_and_what():
+    with FakeEngine(fault=lambda body, number: Fault.SERVER_ERROR) as engine:
+        async with client_of(engine, max_retries=1) as client:
+            with pytest.raises(EngineError, match="HTTP 500.*scripted failure") as caught:
+                await client.agenerate("r", [1], {})
+        assert len(engine.log.requests) == 2
+        assert engine.url in str(caught.value)
+
+
+async def test_garbage_is_a_protocol_error_and_is_not_repeated():
+    with FakeEngine(fault=lambda body, number: Fault.GARBAGE) as engine:
+        async with client_of(engine) as client:
+            with pytest.raises(EngineError, match="not JSON"):
+                await client.agenerate("r", [1], {})
+        assert len(engine.log.requests) == 1
+
+
+async def test_status_404_is_not_repeated():
+    with FakeEngine() as engine:
+        async with EngineClient(f"{engine.url}/nowhere", [engine.url]) as client:
+            with pytest.raises(EngineError, match="HTTP 404"):
+                await client.agenerate("r", [1], {})
+        assert engine.log.aborted == []
+
+
+async def test_a_deadline_aborts_the_request_and_names_it():
+    with FakeEngine(latency=lambda body: 60.0) as engine:
+        async with client_of(engine, timeout_s=0.2) as client:
+            with pytest.raises(DeadlineError, match="'slow'"):
+                await client.agenerate("slow", [1], {})
+        assert {"rid": "slow"} in engine.log.aborted
+
+
+async def test_a_cancelled_call_is_not_swallowed():
+    with FakeEngine(latency=lambda body: 60.0) as engine:
+        async with client_of(engine) as client:
+            task = asyncio.create_task(client.agenerate("r", [1], {}))
+            while not engine.log.requests:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+async def test_more_than_one_answer_a_request_is_refused():
+    async with EngineClient("http://127.0.0.1:9", []) as client:
+        with pytest.raises(EngineError, match="one answer"):
+            await client.agenerate("r", [1], {"n": 2})
+
+
+async def test_control_reaches_every_engine_and_failures_name_each_url():
+    with FakeEngine(version=3) as first, FakeEngine(version=4) as second:
+        async with EngineClient("", [first.url, second.url]) as client:
+            await client.pause("retract")
+            await client.resume()
+            await client.flush()
+            await client.health()
+            await client.abort()
+            await client.abort(["a", "b"])
+            assert await client.versions() == {first.url: "3", second.url: "4"}
+            with pytest.raises(EngineError) as caught:  # the scripted engine has no such route
+                await client.update_weights_from_disk("/nowhere", 5)
+        for engine in (first, second):
+            assert engine.log.aborted == [{"abort_all": True}, {"rid": "a"}, {"rid": "b"}]
+            assert engine.url in str(caught.value)
+        assert "HTTP 404" in str(caught.value)
+
+
+async def test_one_dead_engine_among_living_ones_is_named():
+    dead = closed_url()
+    with FakeEngine() as engine:
+        async with EngineClient("", [engine.url, dead]) as client:
+            with pytest.raises(EngineError) as caught:
+                await client.health()
+    assert dead in str(caught.value)
+    assert engine.url not in str(caught.value)
+
+
+def test_synchronous_control_works_without_and_within_an_event_loop():
+    with FakeEngine(version=2) as engine:
+        control = EngineControlClient([engine.url], timeout_s=10)
+        control.pause()
+        control.flush()
+        control.resume()
+        control.abort(["r"])
+        control.health()
+        assert control.versions() == {engine.url: "2"}
+
+        async def inside():
+            return control.versions()
+
+        assert asyncio.run(inside()) == {engine.url: "2"}
+    with pytest.raises(EngineError):
+        control.health()
+
+
+def good_answer():
+    return {
+        "output_ids": [4],
+        "text": "x",
+        "meta_info": {
+            "finish_reason": {"type": "stop", "matched": 4},
+            "output_token_logprobs": [[-1.0, 4, None]],
+            "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: a.pop("output_ids"),
+        lambda a: a["meta_info"].pop("output_token_logprobs"),
+        lambda a: a["meta_info"].update(finish_reason={"type": "tired"}),
+        lambda a: a["meta_info"].update(output_token_logprobs=[[-1.0, 5, None]]),
+        lambda a: a["meta_info"].update(output_token_logprobs=[]),
+        lambda a: a["meta_info"].update(weight_versions=[{"version": "default", "start": 0, "end": 1}]),
+    ],
+)
+def test_an_answer_that_breaks_the_protocol_is_an_error(change):
+    assert parse_answer(good_answer(), "u").output_ids == [4]
+    broken = good_answer()
+    change(broken)
+    with pytest.raises(EngineError):
+        parse_answer(broken, "u")

@@ -1,0 +1,176 @@
+"""Real processes: engines, the real router, and what is left when something fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from buffer_rl.engine.client import EngineClient
+from buffer_rl.engine.embedded.launcher import launch
+from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.engine.process import ChildProcess
+from buffer_rl.errors import ConfigError, DeadlineError, EngineError
+
+
+def alive(pid):
+    """Whether a process runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition, what, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.02)
+
+
+def pids_of(fleet):
+    return [engine.process.pid for engine in fleet._engines] + ([fleet._router.pid] if fleet._router else [])
+
+
+def group_members(leader):
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[2]) == leader and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def test_two_engines_behind_the_router_share_the_work_and_end_without_a_trace(engine_args, tmp_path):
+    with EngineFleet(engine_args(rollout_num_engines=2), str(tmp_path), launch) as fleet:
+        fleet.wait_ready()
+        pids = pids_of(fleet)
+        assert len(fleet.engine_urls) == 2
+
+        async def generate():
+            async with EngineClient(fleet.router_url, fleet.engine_urls) as client:
+                requests = [
+                    client.agenerate(f"{g}-{i}", [5 + g, 6, 7], {"max_new_tokens": 4, "sampling_seed": 8 * g + i})
+                    for g in range(12)
+                    for i in range(4)
+                ]
+                return await asyncio.gather(*requests)
+
+        results = asyncio.run(generate())
+        # Samples of a prompt reach one engine, which runs the prompt once: 3 of 4 find it there.
+        assert sum(result.cached_tokens > 0 for result in results) == 36
+        fleet.check()
+    assert [pid for leader in pids for pid in group_members(leader)] == []
+    assert (tmp_path / "logs" / "engine_1.log").exists()
+    assert (tmp_path / "logs" / "router.log").exists()
+    fleet.stop()
+
+
+def test_a_dead_engine_is_named_with_its_log(engine_args, tmp_path):
+    with EngineFleet(engine_args(), str(tmp_path), launch) as fleet:
+        fleet.wait_ready()
+        os.kill(fleet._engines[0].process.pid, signal.SIGKILL)
+        wait_until(lambda: fleet._engines[0].process.exit_status is not None, "the engine's death")
+        with pytest.raises(EngineError, match=r"embedded engine 0 was killed by signal 9") as caught:
+            fleet.check()
+        assert "engine_0.log" in str(caught.value)
+
+
+def test_an_engine_that_cannot_load_fails_the_start_with_its_log_and_stops_the_others(engine_args, tmp_path):
+    broken = tmp_path / "model"
+    broken.mkdir()
+    good = engine_args()
+    fleet = EngineFleet(
+        engine_args(rollout_num_engines=2),
+        str(tmp_path),
+        lambda args, index, log: launch(good if index == 0 else engine_args(hf_checkpoint=str(broken)), index, log),
+    )
+    fleet.start()
+    pids = pids_of(fleet)
+    with pytest.raises(EngineError, match="config.json is missing"):
+        fleet.wait_ready()
+    assert not any(alive(pid) for pid in pids)
+    assert fleet.engine_urls == []
+
+
+def test_a_launch_that_fails_stops_what_was_started(engine_args, tmp_path):
+    started = []
+
+    def second_fails(args, index, log):
+        if index == 1:
+            raise EngineError("no machine left")
+        started.append(launch(args, index, log))
+        return started[-1]
+
+    fleet = EngineFleet(engine_args(rollout_num_engines=2), str(tmp_path), second_fails)
+    with pytest.raises(EngineError, match="no machine left"):
+        fleet.start()
+    assert not alive(started[0].process.pid)
+
+
+def test_an_engine_that_does_not_answer_in_time_is_a_deadline_error_and_is_stopped(engine_args, tmp_path):
+    with EngineFleet(engine_args(engine_start_timeout_s=0.05), str(tmp_path), launch) as fleet:
+        pids = pids_of(fleet)
+        with pytest.raises(DeadlineError, match="engine 0 did not answer"):
+            fleet.wait_ready()
+        assert not any(alive(pid) for pid in pids)
+
+
+def test_an_external_router_is_used_as_it_is(engine_args, tmp_path):
+    args = engine_args(router_url="http://router:1", engine_urls=["http://engine:2"])
+    with EngineFleet(args, str(tmp_path), launch) as fleet:
+        fleet.wait_ready()
+        fleet.check()
+        assert (fleet.router_url, fleet.engine_urls) == ("http://router:1", ["http://engine:2"])
+    with pytest.raises(ConfigError, match="--router-url needs the engines"):
+        EngineFleet(engine_args(router_url="http://router:1"), str(tmp_path), launch)
+
+
+def test_engines_and_router_die_with_a_parent_that_is_killed(engine_args, tmp_path):
+    script = f"""
+import sys, time
+from types import SimpleNamespace
+from buffer_rl.engine.embedded.launcher import launch
+from buffer_rl.engine.fleet import EngineFleet
+fleet = EngineFleet(SimpleNamespace(**{vars(engine_args())!r}), {str(tmp_path)!r}, launch)
+fleet.start()
+fleet.wait_ready()
+print(fleet._engines[0].process.pid, fleet._router.pid, flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        engine, router = map(int, parent.stdout.readline().split())
+        assert group_members(engine)
+        assert len(group_members(router)) == 2  # the router and its watcher
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    wait_until(lambda: not group_members(engine) and not group_members(router), "the children's end")
+
+
+def test_a_process_that_ignores_sigterm_is_killed(tmp_path):
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    child = ChildProcess("stubborn", [sys.executable, "-c", code], str(tmp_path / "log"))
+    wait_until(lambda: "up" in child.log_tail(), "the start")
+    child.stop(timeout_s=0.2)
+    assert child.exit_status == -signal.SIGKILL
+    child.stop()
+
+
+def test_a_command_that_does_not_exist_is_an_engine_error(tmp_path):
+    with pytest.raises(EngineError, match="cannot be started"):
+        ChildProcess("ghost", [str(tmp_path / "nothing")], str(tmp_path / "log"))
