@@ -53,6 +53,6 @@ class Hooks(Protocol):
         ...
 
     @hookspec
-    def buffer_rl_on_weight_update(self, rollout_id: int, version: int, metrics: Mapping[str, float]) -> None:
-        """Every engine serves weight version ``version``, which the training on ``rollout_id`` produced."""
+    def buffer_rl_on_weight_update(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Every engine serves weight version ``version``: the weights after ``version`` training steps."""
         ...

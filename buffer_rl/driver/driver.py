@@ -25,22 +25,32 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Sees what happens; must not raise."""
+    """Sees what happens. What it raises ends the run."""
 
     def phase(self, name: str) -> None:
         """The driver entered a phase: generate, train, save, publish, evaluate."""
         ...
 
+    def rollout_ended(
+        self, rollout_id: int, evaluation: bool, metrics: Mapping[str, float], samples: list[dict[str, Any]]
+    ) -> None:
+        """A rollout, or the evaluation of version ``rollout_id``, is done; some of its samples to show."""
+        ...
+
+    def trained(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
+        """The optimizer took step ``step`` and the Buffer committed the rollout."""
+        ...
+
+    def published(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Every engine has ``version``."""
+        ...
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Rollout ``step`` was trained on and published."""
+        """Rollout ``step`` was trained on and published: all metrics of the step."""
         ...
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The weights of version ``step`` were evaluated."""
-        ...
-
-    def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> None:
-        """Some samples of a rollout (kind ``train``) or an evaluation (kind ``eval``)."""
         ...
 
 
@@ -136,9 +146,11 @@ class Driver:
             metrics = self._finished_rollout(rollout_id)
         with self._timed("train"):
             self._observer.phase("train")
-            metrics |= self._train(rollout_id)
+            trained = self._train(rollout_id)
         step = rollout_id + 1
         self._buffer("commit", rollout_id, step)
+        self._observer.trained(rollout_id, step, trained)
+        metrics |= trained
         self._version = self._result.steps = step
         if self._saves_at(step):
             self._save(step)
@@ -157,10 +169,10 @@ class Driver:
 
     def _finished_rollout(self, rollout_id: int) -> dict[str, float]:
         report, metrics, samples = self._wait(self._generating.pop(rollout_id), self._plan.rollout_timeout_s)
-        self._observer.samples(rollout_id, "train", samples)
         metrics = dict(metrics)
         metrics |= {f"rollout/drop_{reason}": float(count) for reason, count in report.drops.items()}
         metrics["rollout/num_groups"] = float(report.num_groups)
+        self._observer.rollout_ended(rollout_id, False, metrics, samples)
         if report.num_groups == 0:
             raise RolloutError(
                 "no group was finished, so there is nothing to train on",
@@ -185,8 +197,9 @@ class Driver:
             return
         with self._timed("publish"):
             self._observer.phase("publish")
-            self._call("publish", "publish", self._version, timeout_s=self._plan.publish_timeout_s)
+            times = self._call("publish", "publish", self._version, timeout_s=self._plan.publish_timeout_s)
         self._published = self._version
+        self._observer.published(self._version, times)
 
     def _evaluate(self) -> None:
         self._observer.phase("evaluate")
@@ -195,7 +208,7 @@ class Driver:
         _, metrics, samples = self._wait(task, self._plan.rollout_timeout_s)
         self._buffer("clear", ticket.task)
         self._result.evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
-        self._observer.samples(self._version, "eval", samples)
+        self._observer.rollout_ended(self._version, True, metrics, samples)
         self._observer.evaluation(self._version, metrics)
         stop = self._plan.early_stop
         self._result.stopped_early = stop is not None and stop.met(metrics)

@@ -42,6 +42,7 @@ def launch_training(args: Options, registry: PluginRegistry) -> RunResult:
     checkpoint = open_checkpoint(args.load) if args.load else None
     run_dir = Path(args.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    registry.hook.buffer_rl_configure(config=args)
     with ExitStack() as stack:
         stack.enter_context(_termination_as_exception())
         run = _Run(args, registry, run_dir, checkpoint, stack)
@@ -100,11 +101,11 @@ class _Run:
             engines = EngineControlClient(self.fleet.engine_urls, timeout_s=args.update_weights_timeout_s)
             publisher = Publisher(transport, _TrainExport(self.train, args.train_timeout_s), engines)
             targets["publish"] = LocalTarget("publish", publisher)
-        checkpoints = None
-        if args.save:
-            checkpoints = RunCheckpoints(args, buffer=self.buffer, train=self.train)
+        checkpoints = RunCheckpoints(args, buffer=self.buffer, train=self.train) if args.save else None
         watchers = [self._watch_progress] + ([self.fleet.check] if self.fleet is not None else [])
-        return Driver(self._plan(), RayRuntime(targets, watchers), self.observer, checkpoints)
+        plan = self._plan()
+        self.observer.planned(plan.num_rollouts)
+        return Driver(plan, RayRuntime(targets, watchers), self.observer, checkpoints)
 
     def _plan(self) -> RunPlan:
         args = self.args

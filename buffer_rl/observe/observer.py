@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from buffer_rl.errors import BufferRLError, PluginError
 from buffer_rl.observe.metrics import MetricHub
 from buffer_rl.observe.progress import Progress
 from buffer_rl.observe.samples import SampleDump
@@ -26,6 +27,10 @@ class RunObserver:
         self._dump = SampleDump(run_dir, resume=resume)
         self._progress = Progress(args.progress, args.num_rollout, title=f"buffer-rl · {Path(run_dir).name}")
         self._stack = ExitStack()
+
+    def planned(self, total_steps: int) -> None:
+        """How many steps the run has; known only once the data were read where ``--num-epoch`` says it."""
+        self._progress.planned(total_steps)
 
     def __enter__(self) -> RunObserver:
         self._stack.callback(self._metrics.close)
@@ -46,6 +51,22 @@ class RunObserver:
         """How many groups of the running rollout are finished."""
         self._progress.groups(done, wanted)
 
+    def rollout_ended(
+        self, rollout_id: int, evaluation: bool, metrics: Mapping[str, float], samples: list[dict[str, Any]]
+    ) -> None:
+        """A rollout or an evaluation is done."""
+        kind = "eval" if evaluation else "train"
+        self._dump.write(rollout_id, [{"kind": kind, **sample} for sample in samples])
+        self._notify("buffer_rl_on_rollout_end", rollout_id=rollout_id, evaluation=evaluation, metrics=metrics)
+
+    def trained(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
+        """The optimizer took a step and the Buffer committed the rollout."""
+        self._notify("buffer_rl_on_train_step", rollout_id=rollout_id, step=step, metrics=metrics)
+
+    def published(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Every engine has ``version``."""
+        self._notify("buffer_rl_on_weight_update", version=version, metrics=metrics)
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Rollout ``step`` was trained on and published."""
         self._metrics.log(metrics, step)
@@ -56,6 +77,10 @@ class RunObserver:
         self._metrics.log(metrics, step)
         self._progress.eval(metrics, step)
 
-    def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> None:
-        """Some samples of a rollout or an evaluation."""
-        self._dump.write(step, [{"kind": kind, **sample} for sample in samples])
+    def _notify(self, hook: str, **facts: Any) -> None:
+        try:
+            getattr(self._registry.hook, hook)(**facts)
+        except BufferRLError:
+            raise
+        except Exception as error:  # the boundary to plugins
+            raise PluginError(f"a plugin raised {type(error).__name__}: {error}", where=hook) from error

@@ -75,6 +75,11 @@ class Progress:
             if name != self._board.phase:
                 self._board.phase, self._board.phase_since = name, self._clock()
 
+    def planned(self, total_steps: int) -> None:
+        """How many training steps the run has."""
+        with self._lock:
+            self._board.total_steps = total_steps
+
     def groups(self, done: int, wanted: int) -> None:
         """How many of the current rollout's groups are finished."""
         with self._lock:

@@ -53,7 +53,7 @@ class Request:
     def version_spans(self) -> list[dict[str, Any]]:
         """``[{"version", "start", "end"}]`` over the output tokens, without empty spans."""
         starts = [start for _, start in self.version_marks]
-        ends = [*starts[1:], len(self.output_ids)]
+        ends = [*starts[1:], len(self.output_ids)] if starts else []
         return [
             {"version": version, "start": start, "end": end}
             for (version, start), end in zip(self.version_marks, ends, strict=True)

@@ -42,6 +42,7 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
         self.metrics: list[dict[str, float]] = []
+        self.notices: list[tuple[str, int]] = []
 
     def phase(self, name: str) -> None:
         pass
@@ -53,8 +54,14 @@ class Recorder:
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.events.append(("evaluation", step))
 
-    def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> None:
-        pass
+    def rollout_ended(self, rollout_id: int, evaluation: bool, metrics: Any, samples: Any) -> None:
+        self.notices.append(("eval" if evaluation else "rollout", rollout_id))
+
+    def trained(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
+        self.notices.append(("trained", step))
+
+    def published(self, version: int, metrics: Mapping[str, float]) -> None:
+        self.notices.append(("published", version))
 
 
 class Saves:
@@ -154,6 +161,13 @@ def test_in_lockstep_a_rollout_starts_when_the_version_before_it_is_published(tm
     assert [metrics["perf/step_time"] for metrics in world.recorder.metrics] == [10 + 2 + 5 + 1] * 3
     assert world.recorder.metrics[0]["perf/rollout_time"] == 10
     assert world.recorder.metrics[0]["perf/tokens_per_s"] == 4 / 10
+
+
+def test_the_observer_hears_of_every_rollout_training_step_and_publication(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.driver(replace(PLAN, num_rollouts=2)).run()
+    one_step = [[("rollout", r), ("trained", r + 1), ("published", r + 1)] for r in range(2)]
+    assert world.recorder.notices == [("eval", 0), *one_step[0], *one_step[1], ("eval", 2)]
 
 
 def test_every_group_is_trained_exactly_once(tmp_path: Path) -> None:

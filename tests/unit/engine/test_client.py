@@ -48,7 +48,7 @@ async def test_a_lost_request_is_repeated_under_its_rid_after_an_abort(fault):
 async def test_retries_are_bounded_and_the_error_says_where_and_what():
     with FakeEngine(fault=lambda body, number: Fault.SERVER_ERROR) as engine:
         async with client_of(engine, max_retries=1) as client:
-            with pytest.raises(EngineError, match="HTTP 500.*scripted failure") as caught:
+            with pytest.raises(EngineError, match=r"HTTP 500.*scripted failure") as caught:
                 await client.agenerate("r", [1], {})
         assert len(engine.log.requests) == 2
         assert engine.url in str(caught.value)
@@ -82,7 +82,7 @@ async def test_a_cancelled_call_is_not_swallowed():
     with FakeEngine(latency=lambda body: 60.0) as engine:
         async with client_of(engine) as client:
             task = asyncio.create_task(client.agenerate("r", [1], {}))
-            while not engine.log.requests:
+            while not engine.log.requests:  # noqa: ASYNC110 (the log belongs to another thread)
                 await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -98,7 +98,7 @@ def test_an_engine_that_cannot_load_fails_the_start_with_its_log_and_stops_the_o
     )
     fleet.start()
     pids = pids_of(fleet)
-    with pytest.raises(EngineError, match="config.json is missing"):
+    with pytest.raises(EngineError, match=r"config\.json is missing"):
         fleet.wait_ready()
     assert not any(alive(pid) for pid in pids)
     assert fleet.engine_urls == []
@@ -163,7 +163,9 @@ time.sleep(600)
 
 
 def test_a_process_that_ignores_sigterm_is_killed(tmp_path):
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
     child = ChildProcess("stubborn", [sys.executable, "-c", code], str(tmp_path / "log"))
     wait_until(lambda: "up" in child.log_tail(), "the start")
     child.stop(timeout_s=0.2)

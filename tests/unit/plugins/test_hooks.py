@@ -153,5 +153,5 @@ def test_an_object_can_be_a_hook_plugin_of_the_manager() -> None:
 
     registry, counter = PluginRegistry(), Counter()
     registry.manager.register(counter)
-    registry.hook.buffer_rl_on_weight_update(rollout_id=0, version=5, metrics={})
+    registry.hook.buffer_rl_on_weight_update(version=5, metrics={})
     assert counter.seen == 5

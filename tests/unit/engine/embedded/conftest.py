@@ -37,7 +37,12 @@ def make_scheduler(module: Callable[..., Any]) -> Callable[..., Scheduler]:
     """A scheduler over a tiny model, with the decoder that the server would choose, or the fallback."""
 
     def make(
-        architecture: str = "qwen3", *, deterministic: bool = False, fallback: bool = False, running: int = 16, **more: Any
+        architecture: str = "qwen3",
+        *,
+        deterministic: bool = False,
+        fallback: bool = False,
+        running: int = 16,
+        **more: Any,
     ) -> Scheduler:
         model = module(architecture)
         use_fast = FastDecoder.supports(model.config) and not fallback

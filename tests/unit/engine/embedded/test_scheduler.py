@@ -115,6 +115,7 @@ def test_abort_keeps_partial_output_and_frees_the_slot(make_scheduler, make_requ
     assert running.finish_reason["type"] == "abort"
     assert len(running.output_ids) == len(running.log_probs) == 6
     assert never.output_ids == []
+    assert never.version_spans() == []
     assert [r.rid for r in run(scheduler)] == ["b"]
     assert scheduler.idle
 
