@@ -13,10 +13,10 @@ import traceback
 from collections.abc import Sequence
 
 from buffer_rl.config import did_you_mean
-from buffer_rl.config_help import FlagParser, flags_of, normalise_flags, refuse_unknown
+from buffer_rl.configuration.help import FlagParser, flags_of, normalise_flags, refuse_unknown
 from buffer_rl.errors import BufferRLError, ConfigError
 
-# Verb to summary. The module ``buffer_rl.verbs.VERB`` has ``add_parser(subparsers)``, which sets ``run``.
+# Verb to summary. The module ``buffer_rl.verbs.VERB`` has ``add_parser(subparsers, argv)``, which sets ``run``.
 VERBS = {
     "train": "train a model",
     "plugins": "list and check plugins",
@@ -58,7 +58,7 @@ def _run(arguments: Sequence[str]) -> int:
     subparsers = parser.add_subparsers(metavar="VERB", title="verbs (buffer-rl VERB --help tells more)")
     verb = arguments[0] if arguments else ""
     if verb in VERBS:
-        importlib.import_module(f"buffer_rl.verbs.{verb}").add_parser(subparsers)
+        importlib.import_module(f"buffer_rl.verbs.{verb}").add_parser(subparsers, arguments)
     elif verb and not verb.startswith("-"):
         raise ConfigError(
             f"there is no verb {verb!r}", expected=f"one of {', '.join(VERBS)}", hint=did_you_mean(verb, VERBS)

@@ -5,7 +5,7 @@ makes one flat class of all of them. ``args`` everywhere is an instance of that 
 signature can ask for its own section. Across processes options travel as JSON plus the references of their
 sections (``dump_args``, ``load_args``), because a class composed at run time cannot be pickled by name.
 
-Reading them from flags, environment and files is in ``config_sources``; the help text is in ``config_help``.
+Reading them from flags, environment and files is in ``buffer_rl.configuration``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks of what plugins return: a reward, a filter's decision, a rollout's output.
 
-The checkers of plugin objects themselves are in ``buffer_rl.plugin_signature``.
+The checkers of plugin objects themselves are in ``buffer_rl.resolution.signature``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 
 from buffer_rl.errors import RewardError, RolloutError
-from buffer_rl.plugin_errors import short_repr
+from buffer_rl.resolution.errors import short_repr
 from buffer_rl.types import FilterDecision, RolloutOutput, SampleGroup
 
 

@@ -16,15 +16,15 @@ import pluggy
 
 from buffer_rl.contracts import KINDS, PluginKind, kind_named
 from buffer_rl.errors import PluginError
-from buffer_rl.module_search import find_module
-from buffer_rl.plugin_entry_points import AUTOLOAD_VARIABLE, Offer, Offers, join_offers
-from buffer_rl.plugin_errors import nearest, plugin_error
-from buffer_rl.plugin_hooks import Adapter, HookPlugins, Provided
-from buffer_rl.plugin_import import import_object
-from buffer_rl.plugin_info import PluginInfo, origin_of_object
-from buffer_rl.plugin_locate import Search
-from buffer_rl.plugin_reference import Form, Origin, form_of
-from buffer_rl.plugin_signature import check_contract, describe
+from buffer_rl.resolution.entry_points import AUTOLOAD_VARIABLE, Offer, Offers, join_offers
+from buffer_rl.resolution.errors import nearest, plugin_error
+from buffer_rl.resolution.hooks import Adapter, HookPlugins, Provided
+from buffer_rl.resolution.importing import import_object
+from buffer_rl.resolution.info import PluginInfo, origin_of_object
+from buffer_rl.resolution.locate import Search
+from buffer_rl.resolution.module_search import find_module
+from buffer_rl.resolution.reference import Form, Origin, form_of
+from buffer_rl.resolution.signature import check_contract, describe
 
 __all__ = ["Origin", "PluginInfo", "PluginRegistry", "check_contract"]
 

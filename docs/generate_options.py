@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from buffer_rl.config import flag_of, load_section
-from buffer_rl.config_help import default_text, short_flag
-from buffer_rl.config_values import option_type
+from buffer_rl.configuration.help import default_text, short_flag
+from buffer_rl.configuration.values import option_type
 from buffer_rl.options import CORE_SECTIONS
 
 PAGE = Path(__file__).with_name("options.md")

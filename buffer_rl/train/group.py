@@ -127,7 +127,6 @@ def start_train_group(args: TrainOptions, args_text: str, buffer: Any, log_dir: 
     environment = {"env_vars": {"OMP_NUM_THREADS": threads}}
     remote = cast(Any, ray.remote)(num_cpus=0, num_gpus=num_gpus, max_restarts=0, runtime_env=environment)(TrainRank)
     actors = [
-        remote.remote(args_text, buffer, rank, world_size, f"{log_dir}/train_{rank}.log")
-        for rank in range(world_size)
+        remote.remote(args_text, buffer, rank, world_size, f"{log_dir}/train_{rank}.log") for rank in range(world_size)
     ]
     return WorkerGroup("train", actors, combine=combine_metrics)

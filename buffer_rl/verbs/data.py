@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from buffer_rl.data.options import DataOptions
@@ -16,7 +17,7 @@ from buffer_rl.errors import DataError
 _KEYS = ("input_key", "label_key", "metadata_key", "id_key")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
     """Add the verb."""
     parser = subparsers.add_parser("data", description="Validate and show data files.")
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from buffer_rl.config import load_section
-from buffer_rl.config_sources import Resolved
+from buffer_rl.configuration.sources import Resolved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

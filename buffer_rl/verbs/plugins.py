@@ -9,15 +9,15 @@ from dataclasses import asdict
 from typing import Any
 
 from buffer_rl.contracts import KINDS
-from buffer_rl.plugin_errors import plugin_error
-from buffer_rl.plugin_reference import Form, form_of
-from buffer_rl.plugin_signature import fitting_kinds, signature_of
 from buffer_rl.plugins import PluginInfo, PluginRegistry
+from buffer_rl.resolution.errors import plugin_error
+from buffer_rl.resolution.reference import Form, form_of
+from buffer_rl.resolution.signature import fitting_kinds, signature_of
 
 _WIDTH_OF_FILES = 160  # characters of a line where the output goes to a file or a pipe
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
     """Add the verb with its two actions."""
     parser = subparsers.add_parser("plugins", help="list and check plugins", description=__doc__)
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)

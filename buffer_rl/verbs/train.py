@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.config import compose, flag_of, plugin_kind_of
-from buffer_rl.config_help import add_options, given_flags
-from buffer_rl.config_sources import Resolved, resolve
+from buffer_rl.config import Section, compose, flag_of, plugin_kind_of
+from buffer_rl.configuration.help import add_options, given_flags
+from buffer_rl.configuration.sources import Resolved, resolve
 from buffer_rl.data.eval_sets import parse_eval_sets
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.row import RowKeys
@@ -32,16 +33,17 @@ Options come from a YAML file (--config), from variables BUFFER_RL_<NAME> and fr
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add the verb with a flag for every option."""
+def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
+    """Add the verb with a flag for every option, those of plugins included (installed ones, and ``-p`` in argv)."""
+    sections = sections_of(plugins_named(argv))
     parser = subparsers.add_parser(
         "train", description=_DESCRIPTION, usage="buffer-rl train [--config FILE] [--OPTION VALUE ...]"
     )
     parser.add_argument("--config", default=None, metavar="FILE", help="a YAML file of 'option: value' lines")
     parser.add_argument("--dry-run", action="store_true", help="check everything, show options and plugins, and stop")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
-    add_options(parser, CORE_SECTIONS)
-    parser.set_defaults(run=run)
+    add_options(parser, sections)
+    parser.set_defaults(run=run, sections=sections)
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -49,7 +51,7 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.json and not namespace.dry_run:
         raise ConfigError("--json goes with --dry-run", where="--json")
     resolved = resolve(
-        compose(CORE_SECTIONS), flags=given_flags(namespace), environ=os.environ, config_path=namespace.config
+        compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_path=namespace.config
     )
     args: Any = resolved.args
     check_options(args)
@@ -77,6 +79,22 @@ def check_folders(args: Any) -> None:
             )
     if args.load is not None and not Path(args.load).is_dir():
         raise CheckpointError(f"there is no folder {args.load!r}", where="--load")
+
+
+def plugins_named(argv: Sequence[str]) -> list[str]:
+    """What ``-p`` and ``--plugin`` name on the command line, read before the options of plugins are known."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("-p", "--plugin", nargs="*", action="extend", default=[])
+    return list(early.parse_known_args(argv)[0].plugin)
+
+
+def sections_of(plugins: Sequence[str]) -> list[str | type[Section]]:
+    """The core's option sections, then those that installed plugins and ``plugins`` declare. Raises PluginError."""
+    registry = PluginRegistry.from_flags(plugins)
+    sections: list[str | type[Section]] = list(CORE_SECTIONS)
+    for declared in reversed(registry.hook.buffer_rl_add_options()):  # pluggy: the last registered comes first
+        sections.extend(declared)
+    return sections
 
 
 def locate_plugins(resolved: Resolved, registry: PluginRegistry) -> list[PluginUse]:

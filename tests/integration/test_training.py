@@ -52,11 +52,42 @@ def children() -> set[int]:
     return found
 
 
-def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(
-    train: Run, make_options: MakeOptions, task: Path
+HOOKS = """
+import json, pathlib
+from buffer_rl.hookspecs import hookimpl
+
+class Notes:
+    @hookimpl
+    def buffer_rl_configure(self, config):
+        self.file = pathlib.Path(config.run_dir) / "notes"
+
+    @hookimpl
+    def buffer_rl_on_rollout_end(self, rollout_id, evaluation):
+        self.note("eval" if evaluation else "rollout", rollout_id)
+
+    @hookimpl
+    def buffer_rl_on_train_step(self, step, metrics):
+        assert metrics["train/grad_norm"] > 0
+        self.note("step", step)
+
+    @hookimpl
+    def buffer_rl_on_weight_update(self, version):
+        self.note("weights", version)
+
+    def note(self, *words):
+        with self.file.open("a") as file:
+            print(*words, file=file)
+
+notes = Notes()
+"""
+
+
+def test_a_run_trains_evaluates_calls_hooks_and_leaves_a_model_that_transformers_loads(
+    train: Run, make_options: MakeOptions, task: Path, tmp_path: Path
 ) -> None:
     before = children()
-    args = make_options()
+    (tmp_path / "notes.py").write_text(HOOKS)
+    args = make_options(plugin=[f"{tmp_path / 'notes.py'}:notes"])
     result = train(args)
     assert result.steps == 3
     assert children() <= before
@@ -71,6 +102,9 @@ def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(
     assert model.num_parameters() > 0
     assert AutoTokenizer.from_pretrained(folder).decode([3, 4]) == "ab"
     assert not equal_weights(folder, task / "model")
+    notes = (Path(args.run_dir) / "notes").read_text().split("\n")[:-1]
+    steps = [[f"rollout {r}", f"step {r + 1}", f"weights {r + 1}"] for r in range(3)]
+    assert notes == ["eval 0", *steps[0], *steps[1], "eval 2", *steps[2], "eval 3"]
 
 
 def test_equal_seeds_give_equal_metrics_and_parameters(train: Run, make_options: MakeOptions, tmp_path: Path) -> None:

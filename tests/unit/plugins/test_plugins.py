@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import ConfigError, PluginError
-from buffer_rl.plugin_reference import Form
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.reference import Form
 
 REWARD = """
 def score(args, sample):

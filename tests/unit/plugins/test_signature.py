@@ -10,8 +10,8 @@ import pytest
 
 from buffer_rl.contracts import KINDS
 from buffer_rl.errors import ConfigError, PluginError
-from buffer_rl.plugin_signature import call_rollout, fitting_kinds
 from buffer_rl.plugins import check_contract
+from buffer_rl.resolution.signature import call_rollout, fitting_kinds
 
 FUNCTION_KINDS = [name for name, kind in KINDS.items() if not kind.constructed]
 CLASS_KINDS = [name for name, kind in KINDS.items() if kind.constructed]

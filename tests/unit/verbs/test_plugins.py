@@ -15,7 +15,7 @@ from buffer_rl.verbs.plugins import add_parser
 
 def run(*argv: str) -> int:
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    add_parser(parser.add_subparsers(), [])
     namespace = parser.parse_args(["plugins", *argv])
     return int(namespace.run(namespace))
 

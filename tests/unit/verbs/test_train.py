@@ -130,3 +130,32 @@ def test_what_is_absent_or_contradictory_is_named(
 
 def test_a_blocked_plugin_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "blocked" in refusal(capsys, "--rm-type", "exact_match", "-p", "no:exact_match")
+
+
+PLUGIN = """
+from typing import ClassVar
+
+from buffer_rl.config import Section, option
+from buffer_rl.hookspecs import hookimpl
+
+
+class PaceOptions(Section):
+    heading: ClassVar[str] = "Pace"
+
+    pace_limit: int = option(7, "an option of this plugin", ge=1)
+
+
+@hookimpl
+def buffer_rl_add_options():
+    return [PaceOptions]
+"""
+
+
+def test_a_plugin_named_with_p_adds_options_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "pace_plugin.py").write_text(PLUGIN)
+    flags = ("--json", "--custom-rm-path", "my_reward:score")
+    assert train("-p", "pace_plugin", "--pace-limit", "3", *flags) == 0
+    assert json.loads(capsys.readouterr().out)["options"]["pace_limit"]["value"] == 3
+    err = refusal(capsys, "-p", "pace_plugin", "--pace-limit", "0", *flags)
+    assert "--pace-limit" in err
+    assert "--pace-limit" in refusal(capsys, "--pace-limit", "3", *flags)

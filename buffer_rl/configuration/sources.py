@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from buffer_rl.config import ENV_PREFIX, Options, Section, compose, did_you_mean, env_of, flag_of
-from buffer_rl.config_help import FlagParser, add_options, flags_of, given_flags, normalise_flags, refuse_unknown
-from buffer_rl.config_values import Raw, convert, option_type
-from buffer_rl.config_yaml import read_yaml
+from buffer_rl.configuration.help import FlagParser, add_options, flags_of, given_flags, normalise_flags, refuse_unknown
+from buffer_rl.configuration.values import Raw, convert, option_type
+from buffer_rl.configuration.yaml_file import read_yaml
 from buffer_rl.errors import ConfigError
 
 # Variables of the program itself, which are no options.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from buffer_rl.plugin_errors import nearest
+from buffer_rl.resolution.errors import nearest
 
 # A top-level module may be any of hundreds installed, so the suggestion must be closer than one among siblings.
 _CUTOFF_AMONG_INSTALLED = 0.75

@@ -11,12 +11,12 @@ import pluggy
 
 from buffer_rl.errors import PluginError
 from buffer_rl.hookspecs import PROJECT_NAME, Hooks, hookimpl
-from buffer_rl.plugin_entry_points import Offers, join_offers
-from buffer_rl.plugin_errors import nearest, plugin_error, short_repr
-from buffer_rl.plugin_import import import_module, import_object
-from buffer_rl.plugin_locate import Search
-from buffer_rl.plugin_reference import Form, Origin, form_of
-from buffer_rl.plugin_signature import describe
+from buffer_rl.resolution.entry_points import Offers, join_offers
+from buffer_rl.resolution.errors import nearest, plugin_error, short_repr
+from buffer_rl.resolution.importing import import_module, import_object
+from buffer_rl.resolution.locate import Search
+from buffer_rl.resolution.reference import Form, Origin, form_of
+from buffer_rl.resolution.signature import describe
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from pydantic.fields import FieldInfo
 
 from buffer_rl.config import Section, did_you_mean, flag_of, load_section
-from buffer_rl.config_values import OptionType, Raw, option_type
+from buffer_rl.configuration.values import OptionType, Raw, option_type
 from buffer_rl.errors import ConfigError
 
 _DEST = "option "  # an option may have the name of a command's own flag, so its destination needs a prefix
@@ -47,7 +47,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def add_options(parser: argparse.ArgumentParser, sections: Sequence[str | type[Section]]) -> None:
-    """Add a flag for each option, grouped by section. Values stay text; ``config_sources.resolve`` converts them."""
+    """Add a flag for each option, grouped by section. Values stay text; ``sources.resolve`` converts them."""
     for given in sections:
         section = load_section(given) if isinstance(given, str) else given
         group = parser.add_argument_group(section.heading or section.__name__)

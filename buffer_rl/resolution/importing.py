@@ -13,9 +13,9 @@ from pathlib import Path
 from types import ModuleType
 
 from buffer_rl.errors import PluginError
-from buffer_rl.plugin_errors import nearest
-from buffer_rl.plugin_locate import Search
-from buffer_rl.plugin_reference import Origin, shorten
+from buffer_rl.resolution.errors import nearest
+from buffer_rl.resolution.locate import Search
+from buffer_rl.resolution.reference import Origin, shorten
 
 
 def import_object(search: Search, origin: Origin) -> object:

@@ -8,9 +8,16 @@ from pathlib import Path
 
 from buffer_rl.contracts import PluginKind
 from buffer_rl.errors import PluginError
-from buffer_rl.module_search import FoundModule, SourceNames, files_named, find_module, nearest_module, read_names
-from buffer_rl.plugin_errors import nearest, plugin_error
-from buffer_rl.plugin_reference import Form, Origin, form_of, resolve_file, shorten, split_file
+from buffer_rl.resolution.errors import nearest, plugin_error
+from buffer_rl.resolution.module_search import (
+    FoundModule,
+    SourceNames,
+    files_named,
+    find_module,
+    nearest_module,
+    read_names,
+)
+from buffer_rl.resolution.reference import Form, Origin, form_of, resolve_file, shorten, split_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from buffer_rl.config import Section, compose, option
-from buffer_rl.config_sources import parse, resolve
+from buffer_rl.configuration.sources import parse, resolve
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 
@@ -234,7 +234,7 @@ def test_unknown_variables_are_errors_with_the_nearest_one() -> None:
 
 def test_parsing_imports_neither_torch_nor_ray() -> None:
     program = (
-        "import sys\nfrom buffer_rl.config_sources import parse\nfrom buffer_rl.options import CORE_SECTIONS\n"
+        "import sys\nfrom buffer_rl.configuration.sources import parse\nfrom buffer_rl.options import CORE_SECTIONS\n"
         "parse(['--lr', '1e-3'], sections=CORE_SECTIONS, environ={})\n"
         "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from buffer_rl.config import did_you_mean
-from buffer_rl.config_values import Raw
+from buffer_rl.configuration.values import Raw
 from buffer_rl.errors import ConfigError
 
 _PLACEHOLDER = re.compile(r"\$?\$\{([^}]*)\}")

@@ -8,9 +8,9 @@ import inspect
 from dataclasses import dataclass
 from pathlib import Path
 
-from buffer_rl.plugin_entry_points import OWN_DISTRIBUTION, normalise
-from buffer_rl.plugin_reference import Form, Origin
-from buffer_rl.plugin_signature import describe, inner_function
+from buffer_rl.resolution.entry_points import OWN_DISTRIBUTION, normalise
+from buffer_rl.resolution.reference import Form, Origin
+from buffer_rl.resolution.signature import describe, inner_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Options from flags, environment and YAML: the parts behind ``buffer_rl.config``."""
