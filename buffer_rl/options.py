@@ -2,6 +2,37 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from buffer_rl.buffer.options import BufferOptions
+    from buffer_rl.config import Options
+    from buffer_rl.data.options import DataOptions
+    from buffer_rl.driver.options import RunOptions
+    from buffer_rl.engine.options import EngineOptions
+    from buffer_rl.observe.options import ObserveOptions
+    from buffer_rl.rollout.options import EvalOptions, RewardOptions, RolloutOptions
+    from buffer_rl.train.options import LossOptions, OptimizerOptions, TrainOptions
+    from buffer_rl.weights.options import WeightOptions
+
+    class Args(
+        RunOptions,
+        DataOptions,
+        RolloutOptions,
+        RewardOptions,
+        EvalOptions,
+        BufferOptions,
+        EngineOptions,
+        TrainOptions,
+        OptimizerOptions,
+        LossOptions,
+        WeightOptions,
+        ObserveOptions,
+        Options,
+    ):
+        """What ``args`` is for a type checker. The class itself is composed at run time, plugins' sections included."""
+
+
 CORE_SECTIONS: tuple[str, ...] = (
     "buffer_rl.driver.options:RunOptions",
     "buffer_rl.data.options:DataOptions",

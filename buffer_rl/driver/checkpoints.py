@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl import __version__
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.checkpoint import write_checkpoint
 from buffer_rl.cluster.worker_group import WorkerGroup
-from buffer_rl.config import Options
+
+if TYPE_CHECKING:
+    from buffer_rl.options import Args
 
 
 class RunCheckpoints:
@@ -19,14 +21,15 @@ class RunCheckpoints:
     ``buffer.json`` the queue, the ledger and the position in the data.
     """
 
-    def __init__(self, args: Options, *, buffer: BufferClient, train: WorkerGroup) -> None:
-        self._args: Any = args
+    def __init__(self, args: Args, *, buffer: BufferClient, train: WorkerGroup) -> None:
+        self._args = args
         self._buffer = buffer
         self._train = train
 
     def save(self, step: int) -> None:
         """Save after ``step`` optimizer steps. Raises CheckpointError, or what a rank or the Buffer raised."""
         facts = {"buffer_rl": __version__, "options": self._args.model_dump(mode="json")}
+        assert self._args.save is not None  # there would be no RunCheckpoints otherwise
         write_checkpoint(self._args.save, step, self._fill, facts)
 
     def _fill(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.client import BufferClient
@@ -17,7 +17,7 @@ from buffer_rl.checkpoint import Checkpoint, open_checkpoint
 from buffer_rl.cluster.resources import train_gpus
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.cluster.worker_group import WorkerGroup
-from buffer_rl.config import Options, dump_args
+from buffer_rl.config import dump_args
 from buffer_rl.driver.checkpoints import RunCheckpoints
 from buffer_rl.driver.driver import Driver, RunPlan, RunResult
 from buffer_rl.driver.early_stop import parse_early_stop
@@ -31,10 +31,13 @@ from buffer_rl.rollout.worker import GRACE_S, start_rollout_workers
 from buffer_rl.train.group import start_train_group
 from buffer_rl.weights.publish import Publisher
 
+if TYPE_CHECKING:
+    from buffer_rl.options import Args
+
 CLOSE_TIMEOUT_S = 10.0
 
 
-def launch_training(args: Options, registry: PluginRegistry) -> RunResult:
+def launch_training(args: Args, registry: PluginRegistry) -> RunResult:
     """Run ``args`` to its end. The final weights are then in ``run_dir/hf``.
 
     Raises the error of ``buffer_rl.errors`` that ended the run; by then everything that was started has stopped.
@@ -56,7 +59,7 @@ class _Run:
 
     def __init__(
         self,
-        args: Options,
+        args: Args,
         registry: PluginRegistry,
         run_dir: Path,
         checkpoint: Checkpoint | None,
@@ -111,6 +114,7 @@ class _Run:
         args = self.args
         num_rollouts = args.num_rollout
         if num_rollouts is None:
+            assert args.num_epoch is not None  # checked with the options
             num_rollouts = args.num_epoch * self.buffer.get_num_rollout_per_epoch()
         return RunPlan(
             num_rollouts=num_rollouts,

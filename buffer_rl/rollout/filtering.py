@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from buffer_rl.contract_check import check_filter_decision
 from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.rollout.calling import call_user
 from buffer_rl.rollout.failures import traceback_tail
 from buffer_rl.types import FilterDecision, SampleGroup
 
@@ -26,9 +27,7 @@ async def apply_filter(
         return FilterDecision(keep=True)
     where = f"dynamic sampling filter {reference!r}, group {group.uid}"
     try:
-        answer = function(args, group)
-        if inspect.isawaitable(answer):
-            answer = await answer
+        answer = await call_user(function, partial(function, args, group))
     except BufferRLError:
         raise
     except Exception as error:  # fault boundary: the user's code

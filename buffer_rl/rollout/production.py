@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Coroutine, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError
+from buffer_rl.rollout.calling import call_user
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
 from buffer_rl.rollout.failures import RewardFailure, traceback_tail
 from buffer_rl.rollout.generate import generate
@@ -76,12 +77,8 @@ async def _call_custom(context: RolloutContext, sample: Sample, params: dict[str
     where = f"generate function {context.args.custom_generate_function_path!r}, row {sample.row_id}"
     uid, sample_index = sample.uid, sample.sample_index
     try:
-        if _is_async(context.generate):
-            answer = await context.generate(context.args, sample, params)
-        else:
-            answer = await asyncio.to_thread(context.generate, context.args, sample, params)
-            if inspect.isawaitable(answer):
-                answer = await answer
+        call = partial(context.generate, context.args, sample, params)
+        answer = await call_user(context.generate, call)
     except BufferRLError:
         raise
     except Exception as error:  # fault boundary: the user's code
@@ -97,12 +94,6 @@ async def _call_custom(context: RolloutContext, sample: Sample, params: dict[str
                 "it left sample.status pending", where=where, expected="completed, truncated, aborted or failed"
             )
     return parts
-
-
-def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 (an object with an asynchronous __call__)
-    )
 
 
 def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:

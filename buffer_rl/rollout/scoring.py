@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.config import dump_args
 from buffer_rl.contract_check import check_reward
 from buffer_rl.errors import BufferRLError, ConfigError, RewardError
+from buffer_rl.rollout.calling import is_async
 from buffer_rl.rollout.failures import FailureKind, RewardFailure, traceback_tail
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
@@ -89,7 +89,7 @@ class Scorer:
     async def _run(self, target: RewardTarget, samples: list[Sample]) -> list[Outcome]:
         if target not in self._functions:
             call = target.resolve(self._registry)
-            self._functions[target] = _Function(call, _is_async(call))
+            self._functions[target] = _Function(call, is_async(call))
         function = self._functions[target]
         if not function.is_async:
             return await self.pool.score(target, samples)
@@ -122,7 +122,3 @@ class Scorer:
         sample.reward = None
         sample.status = Status.FAILED
         failures[id(sample)] = RewardFailure(kind=kind, error=RewardError(text, where=where, expected=expected))
-
-
-def _is_async(call: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004

@@ -7,8 +7,8 @@ call); the driver waits for ``run``, with a deadline for the whole rollout.
 from __future__ import annotations
 
 import asyncio
-import inspect
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
@@ -21,9 +21,14 @@ from buffer_rl.engine.client import EngineClient
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.observe.samples import sample_record
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.signature import call_rollout
+from buffer_rl.rollout.calling import call_user
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.types import RolloutOutput, RolloutReport, Ticket
+
+if TYPE_CHECKING:
+    from buffer_rl.options import Args
 
 GRACE_S = 30.0
 """The built-in functions keep the deadline themselves, and say more when it passes; this one is for all others."""
@@ -36,7 +41,7 @@ class RolloutWorker:
 
     def __init__(self, args_text: str, buffer: Any, log_path: str) -> None:
         redirect_output(log_path)
-        self._args: Any = load_args(args_text)
+        self._args = cast("Args", load_args(args_text))
         self._client = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller="rollout")
         self._registry = PluginRegistry.from_flags(self._args.plugin)
         self._converter = GroupConverter(self._args)
@@ -78,12 +83,9 @@ class RolloutWorker:
 
     async def _call(self, ticket: Ticket, buffer: RolloutClient) -> Any:
         function = self._functions[ticket.evaluation]
-        arguments = (self._args, ticket.rollout_id, buffer)
+        call = partial(call_rollout, function, self._args, ticket.rollout_id, buffer, ticket.evaluation)
         with self._context().active():
-            if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-                return await function(*arguments, evaluation=ticket.evaluation)
-            answer = await asyncio.to_thread(function, *arguments, evaluation=ticket.evaluation)
-            return await answer if inspect.isawaitable(answer) else answer
+            return await call_user(function, call)
 
     def _context(self) -> RolloutContext:
         """Made on first use, because it belongs to the event loop that runs the rollouts."""
@@ -115,8 +117,8 @@ def start_rollout_workers(args: Any, args_text: str, buffer: Any, log_dir: str) 
     return WorkerGroup("rollout", actors, one_at_a_time=True)
 
 
-def _construct(resolved: Any, args: Any) -> Any:
-    return resolved(args) if inspect.isclass(resolved) else resolved
+def _construct(resolved: Any, args: Args) -> Any:
+    return resolved(args) if isinstance(resolved, type) else resolved
 
 
 def _named(output: RolloutOutput) -> dict[str, float]:

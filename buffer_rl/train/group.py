@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import torch
@@ -25,6 +25,9 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.types import TrainBatch
 
+if TYPE_CHECKING:
+    from buffer_rl.options import Args
+
 FIELD_OF_ROLE = {"ref": "ref_log_probs", "actor": "old_log_probs"}
 
 
@@ -33,7 +36,7 @@ class TrainRank:
 
     def __init__(self, args_text: str, buffer: Any, rank: int, world_size: int, log_path: str) -> None:
         redirect_output(log_path)
-        self._args: Any = load_args(args_text)
+        self._args = cast("Args", load_args(args_text))
         self._rank, self._world_size = rank, world_size
         self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"train-{rank}")
         self._built: Trainer | None = None

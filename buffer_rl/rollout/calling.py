@@ -1,0 +1,26 @@
+"""Calls a user's function from the event loop, whether it is synchronous or not."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling ``function`` gives something to await; objects with an asynchronous ``__call__`` count."""
+    called = getattr(function, "__call__", None)  # noqa: B004 (not whether it can be called, but how)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+async def call_user(function: Callable[..., Any], invoke: Callable[[], Any]) -> Any:
+    """``invoke()``, which calls ``function`` with its arguments.
+
+    A synchronous function runs in a thread, so that it cannot hold up the event loop; an awaitable that it
+    returns is awaited.
+    """
+    if is_async(function):
+        return await invoke()
+    answer = await asyncio.to_thread(invoke)
+    return await answer if inspect.isawaitable(answer) else answer
