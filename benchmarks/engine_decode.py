@@ -39,7 +39,7 @@ from buffer_rl.testing.tiny import make_tiny_model
 
 SAMPLES_PER_PROMPT = 8
 VOCAB = 512
-MODEL = {
+MODEL: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 3,
@@ -166,7 +166,8 @@ def main() -> int:
     tokens = sum(item.length for item in items)
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(folder, "qwen3", vocab=VOCAB, **MODEL)
-        module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        loader: Any = AutoModelForCausalLM
+        module: Any = loader.from_pretrained(folder, dtype=torch.float32).eval()
         size = sum(weight.numel() for weight in module.parameters())
         print(
             f"{size / 1e6:.2f}M parameters, {len(items)} responses, {tokens} tokens, {torch.get_num_threads()} thread"

@@ -31,11 +31,12 @@ def load_module(path: str, device: str, dtype: str) -> Any:
     """The causal language model in ``path``, in evaluation mode. Raises EngineError if it is not there, cannot be
     read, or lacks weights (which ``transformers`` alone would fill with random numbers)."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils import logging as transformers_logging
 
     if not Path(path, "config.json").is_file():
         raise EngineError("no model folder (config.json is missing)", where=path)
-    disable_progress_bar()  # a log file is no place for one
+    quiet: Any = transformers_logging.disable_progress_bar  # a log file is no place for one
+    quiet()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=DTYPES[dtype], output_loading_info=True, local_files_only=True
