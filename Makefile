@@ -9,13 +9,14 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart test lint format format-check types imports wheel ci clean
+.PHONY: help env quickstart test bench lint format format-check types imports wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
 	@echo "make test         run the tests (PYTEST_ARGS='-k name' to choose)"
 	@echo "make lint         format check, ruff, mypy --strict, import rules"
 	@echo "make format       reformat and apply ruff's safe fixes"
+	@echo "make bench        step time by phase, and the engine against transformers"
 	@echo "make wheel        build the distribution into dist/"
 	@echo "make ci           what continuous integration runs"
 	@echo "make clean        remove the environment and everything that was built"
@@ -41,6 +42,9 @@ env: $(VENV)/.stamp-dev
 
 test: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.stamp-dev
+	$(BIN)/python benchmarks/run.py
 
 lint: format-check types imports
 

@@ -1,0 +1,103 @@
+"""The time of whole training steps, by phase: everything a real run does, on the quickstart's sizes.
+
+    python benchmarks/step_time.py            # about a minute
+
+32 prompts with 16 samples of at most 12 tokens a step, a Qwen3 of 0.18 million random parameters, one thread each for
+the engine and the trainer. Every prompt is trained on (no filter), so that all steps do the same work. The first
+step is left out. Shares are of the median step; generation contains scoring, training contains the old
+log-probabilities.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import string
+import sys
+import tempfile
+from pathlib import Path
+
+from buffer_rl.config import compose
+from buffer_rl.driver.launch import launch_training
+from buffer_rl.observe.metrics import read_metrics
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.testing.tiny import make_tiny_model
+
+PHASES = ("rollout", "train", "old_log_probs", "publish", "step")
+
+
+def make_task(folder: Path, seed: int) -> None:
+    """A model and 2,000 prompts of 3 to 10 letters."""
+    make_tiny_model(
+        folder / "model",
+        characters=string.ascii_lowercase + "=",
+        seed=seed,
+        hidden_size=96,
+        intermediate_size=192,
+        head_dim=24,
+        max_position_embeddings=64,
+    )
+    rng = random.Random(seed)
+    words = ("".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 10))) for _ in range(2000))
+    rows = (json.dumps({"prompt": f"{word}=", "label": word[::-1]}) + "\n" for word in words)
+    (folder / "train.jsonl").write_text("".join(rows))
+
+
+def run_steps(folder: Path, num_steps: int, seed: int) -> list[dict[str, float]]:
+    """Run a training and return the timings of its steps, the first one left out."""
+    args = compose(CORE_SECTIONS).model_validate(
+        {
+            "run_dir": str(folder / "run"),
+            "prompt_data": str(folder / "train.jsonl"),
+            "hf_checkpoint": str(folder / "model"),
+            "num_rollout": num_steps + 1,
+            "rollout_batch_size": 32,
+            "n_samples_per_prompt": 16,
+            "rollout_max_response_len": 12,
+            "rm_type": "exact_match",
+            "rollout_seed": seed,
+            "lr": 3e-4,
+            "max_tokens_per_gpu": 2048,
+            "engine_max_running_requests": 512,
+            "logger": [],
+            "progress": "none",
+        }
+    )
+    launch_training(args, PluginRegistry())  # type: ignore[arg-type]
+    steps: dict[int, dict[str, float]] = {}
+    for line in read_metrics(args.run_dir):  # type: ignore[attr-defined]
+        steps.setdefault(int(line["step"]), {}).update(line)
+    return [steps[step] for step in sorted(steps) if step > 0]
+
+
+def table(steps: list[dict[str, float]]) -> list[str]:
+    """One line a phase: median, range, share of the step."""
+    whole = statistics.median(step["perf/step_time"] for step in steps)
+    lines = [f"{'phase':16}{'median s':>10}{'min':>8}{'max':>8}{'share':>8}"]
+    for phase in PHASES:
+        times = [step[f"perf/{phase}_time"] for step in steps]
+        median = statistics.median(times)
+        lines.append(f"{phase:16}{median:>10.3f}{min(times):>8.3f}{max(times):>8.3f}{median / whole:>8.0%}")
+    tokens = statistics.median(step["rollout/generated_tokens"] for step in steps)
+    lines.append(f"{tokens:.0f} tokens a step, {tokens / whole:.0f} tokens/s over whole steps")
+    return lines
+
+
+def main() -> int:
+    """Run and print; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="measured steps")
+    parser.add_argument("--seed", type=int, default=0)
+    flags = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        make_task(Path(name), flags.seed)
+        steps = run_steps(Path(name), flags.steps, flags.seed)
+    print("\n".join([f"{len(steps)} steps of 32 x 16 samples, one thread a process", *table(steps)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
