@@ -189,7 +189,8 @@ class EvalSource:
         return [
             make_group(
                 row,
-                GroupUid(dataset.source_hash, row.row, 0),
+                # The name keeps two sets apart that read the same rows of one file.
+                GroupUid(f"{name}@{dataset.source_hash}", row.row, 0),
                 num_samples=self._samples_per_group,
                 group_index=row.row,
                 index=row.row * self._samples_per_group,

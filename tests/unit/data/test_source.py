@@ -187,3 +187,18 @@ def test_evaluation_sets_are_handed_out_in_file_order(tmp_path: Path) -> None:
 def test_malformed_evaluation_sets_are_refused(sets: list[str]) -> None:
     with pytest.raises(ConfigError, match="--eval-prompt-data"):
         EvalSource(compose(CORE_SECTIONS).model_validate({"eval_prompt_data": sets}))
+
+
+def test_two_evaluation_sets_of_one_file_have_groups_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    args: Any = compose(CORE_SECTIONS)(eval_prompt_data=[f"one={path}", f"two={path}"])
+    groups = EvalSource(args).all_groups()
+    assert [(group.data_set, group[0].prompt) for group in groups] == [
+        ("one", "a"),
+        ("one", "b"),
+        ("two", "a"),
+        ("two", "b"),
+    ]
+    assert len({group.uid for group in groups}) == 4
+    assert all(GroupUid.parse(str(group.uid)) == group.uid for group in groups)
