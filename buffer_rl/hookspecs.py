@@ -23,7 +23,7 @@ class Hooks(Protocol):
 
     @hookspec
     def buffer_rl_provide(self, kind: str) -> Mapping[str, object]:
-        """Objects of the plugin kind ``kind`` (a key of ``buffer_rl.contracts.KINDS``) by the names that users write.
+        """Objects of the plugin kind ``kind`` (a key of ``buffer_rl.kinds.KINDS``) by the names that users write.
 
         Called once a process and kind; return an empty mapping for kinds that the plugin has nothing for.
         """

@@ -14,8 +14,8 @@ from typing import Any
 
 import pluggy
 
-from buffer_rl.contracts import KINDS, PluginKind, kind_named
 from buffer_rl.errors import PluginError
+from buffer_rl.kinds import KINDS, PluginKind, kind_named
 from buffer_rl.resolution.entry_points import AUTOLOAD_VARIABLE, Offer, Offers, join_offers
 from buffer_rl.resolution.errors import nearest, plugin_error
 from buffer_rl.resolution.hooks import Adapter, HookPlugins, Provided

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from buffer_rl.contracts import PluginKind
 from buffer_rl.errors import PluginError
+from buffer_rl.kinds import PluginKind
 
 _MOST_NAMES_SHOWN = 12
 

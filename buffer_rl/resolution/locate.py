@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from buffer_rl.contracts import PluginKind
 from buffer_rl.errors import PluginError
+from buffer_rl.kinds import PluginKind
 from buffer_rl.resolution.errors import nearest, plugin_error
 from buffer_rl.resolution.module_search import (
     FoundModule,

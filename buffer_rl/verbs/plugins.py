@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from buffer_rl.contracts import KINDS
+from buffer_rl.kinds import KINDS
 from buffer_rl.plugins import PluginInfo, PluginRegistry
 from buffer_rl.resolution.errors import plugin_error
 from buffer_rl.resolution.reference import Form, form_of

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.contracts import KINDS
 from buffer_rl.errors import PluginError
 from buffer_rl.hookspecs import Hooks
+from buffer_rl.kinds import KINDS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.types import Sample
 

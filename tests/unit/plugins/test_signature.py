@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.contracts import KINDS
 from buffer_rl.errors import ConfigError, PluginError
+from buffer_rl.kinds import KINDS
 from buffer_rl.plugins import check_contract
 from buffer_rl.resolution.signature import call_rollout, fitting_kinds
 

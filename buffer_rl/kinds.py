@@ -1,0 +1,220 @@
+"""The table of plugin kinds: the flag, the entry-point group and the signature of each are derived from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from buffer_rl.contracts import (
+    AdvantageEstimator,
+    BufferFilter,
+    DataSource,
+    DynamicSamplingFilter,
+    EngineLauncher,
+    GenerateFunction,
+    GroupRewardModel,
+    MetricLogger,
+    ModelConverter,
+    ModelProvider,
+    PolicyLoss,
+    RewardModel,
+    RewardPostProcess,
+    RolloutFunction,
+    SampleFilter,
+    SamplesToTrainData,
+    Trainer,
+    WeightTransport,
+)
+from buffer_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginKind:
+    """One row of the table of plugin kinds.
+
+    positional: names of the positional arguments that a function of this kind is called with.
+    methods: for kinds that are classes, the methods an object must have.
+    constructed: the reference names a class (or factory) that is called with ``positional`` first.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    protocol: type
+    signature: str
+    positional: tuple[str, ...]
+    methods: tuple[str, ...] = ()
+    constructed: bool = False
+    may_be_async: bool = False
+
+    @property
+    def entry_point_group(self) -> str:
+        """The entry-point group of this kind, for example ``buffer_rl.reward``."""
+        return f"buffer_rl.{self.name}"
+
+
+_TRAINER_METHODS = (
+    "log_probs",
+    "compute_advantages",
+    "forward_backward",
+    "optimizer_step",
+    "export_buckets",
+    "save_hf",
+    "save",
+    "load",
+    "sleep",
+    "wake_up",
+)
+
+_KIND_ROWS: tuple[PluginKind, ...] = (
+    PluginKind(
+        name="rollout",
+        flags=("--rollout-function-path", "--eval-function-path"),
+        protocol=RolloutFunction,
+        signature="(args, rollout_id, buffer, evaluation=False) -> RolloutOutput | list[SampleGroup]",
+        positional=("args", "rollout_id", "buffer", "evaluation"),
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="generate",
+        flags=("--custom-generate-function-path",),
+        protocol=GenerateFunction,
+        signature="async (args, sample, sampling_params) -> Sample | list[Sample]",
+        positional=("args", "sample", "sampling_params"),
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="reward",
+        flags=("--rm-type", "--custom-rm-path"),
+        protocol=RewardModel,
+        signature="(args, sample) -> float | dict",
+        positional=("args", "sample"),
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="group_reward",
+        flags=("--custom-group-rm-path",),
+        protocol=GroupRewardModel,
+        signature="(args, group) -> list[float]",
+        positional=("args", "group"),
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="filter",
+        flags=("--dynamic-sampling-filter-path",),
+        protocol=DynamicSamplingFilter,
+        signature="(args, group) -> FilterDecision | bool",
+        positional=("args", "group"),
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="sample_filter",
+        flags=("--rollout-sample-filter-path",),
+        protocol=SampleFilter,
+        signature="(args, groups) -> None",
+        positional=("args", "groups"),
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="buffer_filter",
+        flags=("--buffer-filter-path",),
+        protocol=BufferFilter,
+        signature="(args, rollout_id, buffer, num_samples) -> chosen headers",
+        positional=("args", "rollout_id", "buffer", "num_samples"),
+    ),
+    PluginKind(
+        name="reward_post_process",
+        flags=("--custom-reward-post-process-path",),
+        protocol=RewardPostProcess,
+        signature="(args, samples) -> (raw_rewards, rewards)",
+        positional=("args", "samples"),
+    ),
+    PluginKind(
+        name="samples_to_train_data",
+        flags=("--custom-convert-samples-to-train-data-path",),
+        protocol=SamplesToTrainData,
+        signature="(args, samples) -> dict of columns",
+        positional=("args", "samples"),
+    ),
+    PluginKind(
+        name="advantage",
+        flags=("--advantage-estimator", "--custom-advantage-function-path"),
+        protocol=AdvantageEstimator,
+        signature="(args, batch) -> None",
+        positional=("args", "batch"),
+    ),
+    PluginKind(
+        name="loss",
+        flags=("--loss-type", "--custom-loss-function-path"),
+        protocol=PolicyLoss,
+        signature="(args, inputs) -> LossOutputs",
+        positional=("args", "inputs"),
+    ),
+    PluginKind(
+        name="data_source",
+        flags=("--data-source-path",),
+        protocol=DataSource,
+        signature="class (args) with get_samples, add_samples, save, load, __len__",
+        positional=("args",),
+        methods=("get_samples", "add_samples", "save", "load", "__len__"),
+        constructed=True,
+    ),
+    PluginKind(
+        name="converter",
+        flags=("--model-converter-path",),
+        protocol=ModelConverter,
+        signature="class (args) with to_trainer, to_hf",
+        positional=("args",),
+        methods=("to_trainer", "to_hf"),
+        constructed=True,
+    ),
+    PluginKind(
+        name="model_provider",
+        flags=("--custom-model-provider-path",),
+        protocol=ModelProvider,
+        signature="(args) -> model",
+        positional=("args",),
+    ),
+    PluginKind(
+        name="trainer",
+        flags=("--train-backend",),
+        protocol=Trainer,
+        signature="class (args, rank, world_size) with the methods of buffer_rl.contracts.Trainer",
+        positional=("args", "rank", "world_size"),
+        methods=_TRAINER_METHODS,
+        constructed=True,
+    ),
+    PluginKind(
+        name="engine",
+        flags=("--rollout-engine",),
+        protocol=EngineLauncher,
+        signature="(args, index, log_path) -> EngineProcess",
+        positional=("args", "index", "log_path"),
+    ),
+    PluginKind(
+        name="weight_transport",
+        flags=("--weight-sync-mode",),
+        protocol=WeightTransport,
+        signature="class (args) with prepare, load, cleanup",
+        positional=("args",),
+        methods=("prepare", "load", "cleanup"),
+        constructed=True,
+    ),
+    PluginKind(
+        name="logger",
+        flags=("--logger",),
+        protocol=MetricLogger,
+        signature="class (args, run_dir) with log, close",
+        positional=("args", "run_dir"),
+        methods=("log", "close"),
+        constructed=True,
+    ),
+)
+
+KINDS: Mapping[str, PluginKind] = {row.name: row for row in _KIND_ROWS}
+
+
+def kind_named(name: str) -> PluginKind:
+    """The plugin kind called ``name``. Raises ConfigError listing the known kinds."""
+    if name not in KINDS:
+        raise ConfigError(f"there is no plugin kind {name!r}", expected=f"one of {', '.join(KINDS)}")
+    return KINDS[name]
