@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from buffer_rl.errors import CheckpointError
+from buffer_rl.errors import BufferRLError, CheckpointError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -46,6 +46,7 @@ def write_checkpoint(root: str | Path, step: int, fill: Callable[[Path], None], 
     target = base / f"step_{step:06d}"
     try:
         base.mkdir(parents=True, exist_ok=True)
+        _forget_unfinished(target)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=base))
     except OSError as error:
         raise CheckpointError(f"the checkpoint folder cannot be made: {error}", where=str(base)) from error
@@ -53,6 +54,8 @@ def write_checkpoint(root: str | Path, step: int, fill: Callable[[Path], None], 
         fill(temporary)
         _seal(temporary, step, facts)
         _swap(temporary, target)
+    except BufferRLError:  # a deadline of this library is an OSError too
+        raise
     except OSError as error:
         raise CheckpointError(f"the checkpoint cannot be written: {error}", where=str(target)) from error
     finally:
@@ -76,9 +79,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(f"the manifest cannot be read: {error}", where=str(chosen / MANIFEST)) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError("the manifest is of another format", where=str(chosen), expected=f"format {FORMAT}")
-    for name, facts in manifest["files"].items():
-        _verify(chosen / name, facts)
-    return Checkpoint(folder=chosen, step=int(manifest["step"]), facts=manifest["facts"])
+    try:
+        step, run_facts, files = int(manifest["step"]), dict(manifest["facts"]), dict(manifest["files"])
+        sealed = {name: (int(file["size"]), str(file["sha256"])) for name, file in files.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the manifest is damaged: {error!r}", where=str(chosen / MANIFEST)) from error
+    for name, (size, sha256) in sealed.items():
+        _verify(chosen / name, size, sha256)
+    return Checkpoint(folder=chosen, step=step, facts=run_facts)
 
 
 def _newest(root: Path) -> Path:
@@ -90,13 +98,13 @@ def _newest(root: Path) -> Path:
     return steps[max(steps)]
 
 
-def _verify(path: Path, facts: Mapping[str, Any]) -> None:
+def _verify(path: Path, size: int, sha256: str) -> None:
     if not path.is_file():
         raise CheckpointError("the file is missing", where=str(path))
-    size = path.stat().st_size
-    if size != facts["size"]:
-        raise CheckpointError(f"the file is damaged: {size} bytes", where=str(path), expected=f"{facts['size']} bytes")
-    if _sha256(path) != facts["sha256"]:
+    found = path.stat().st_size
+    if found != size:
+        raise CheckpointError(f"the file is damaged: {found} bytes", where=str(path), expected=f"{size} bytes")
+    if _sha256(path) != sha256:
         raise CheckpointError("the file is damaged: its hash differs from the manifest's", where=str(path))
 
 
@@ -113,8 +121,20 @@ def _seal(folder: Path, step: int, facts: Mapping[str, Any]) -> None:
     folder.chmod(0o755)  # mkdtemp makes it private
 
 
+def _forget_unfinished(target: Path) -> None:
+    """A run that was killed while it wrote this step left its temporary folder behind."""
+    replaced = _replaced(target)
+    for folder in target.parent.glob(f".{target.name}.*"):
+        if folder != replaced:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
 def _swap(temporary: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.replaced")
+    old = _replaced(target)
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)

@@ -1,13 +1,15 @@
 """The command ``buffer-rl``: finds the verb, prints errors as one clear message, returns the exit status.
 
-Exit statuses: 0 done; 1 the verb says no; 2 an error that was reported; 130 interrupted. Only the module of the verb
-that was asked for is imported, so that help and mistakes answer at once.
+Exit statuses: 0 done; 1 the verb says no; 2 an error that was reported; 130 interrupted; 141 nobody reads the
+output; 143 terminated. Only the module of the verb that was asked for is imported, so that help and mistakes answer
+at once.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -38,7 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("buffer-rl: interrupted", file=sys.stderr)
         return 130
-    except SystemExit as stop:  # argparse ends --help and --version so
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter's last flush fails as well
+        return 128 + signal.SIGPIPE
+    except SystemExit as stop:  # argparse ends --help and --version so, and a run ends so on SIGTERM
+        if stop.code == 128 + signal.SIGTERM:
+            print("buffer-rl: terminated", file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else 0
 
 

@@ -145,7 +145,7 @@ class PluginRegistry:
         if name in names:
             return self.resolve(kind, name)
         if form_of(name) is Form.NAME:
-            raise self._unknown_name(row, name)
+            raise self._unknown_name(row, name, otherwise="")
         what = "data may choose only registered names, never a path to code"
         raise plugin_error(row, name, what, known=names)
 
@@ -213,7 +213,7 @@ class PluginRegistry:
             )
         return candidates[0] if candidates else None
 
-    def _unknown_name(self, row: PluginKind, name: str) -> PluginError:
+    def _unknown_name(self, row: PluginKind, name: str, *, otherwise: str = "or write module:function") -> PluginError:
         refused = [offer for offer in self._offers.all(row.name) if offer.name == name]
         if refused:
             reasons = "; ".join(f"{offer}: {self._offers.refusal(offer)}" for offer in refused)
@@ -226,5 +226,5 @@ class PluginRegistry:
             f"there is no {row.name} of that name",
             suggestion=nearest(name, names),
             known=names,
-            hint=f"these plugins are broken: {broken}" if broken else "or write module:function",
+            hint=f"these plugins are broken: {broken}" if broken else otherwise,
         )

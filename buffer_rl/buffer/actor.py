@@ -29,7 +29,6 @@ CHANGES = frozenset(
         "finish",
         "reject",
         "close_rollout",
-        "get_data",  # fixes the assignment of rows to ranks
         "put_fields",
         "clear",
         "commit",
@@ -38,7 +37,18 @@ CHANGES = frozenset(
         "load",
     }
 )
-READS = frozenset({"get_eval_data", "get_metadata", "get_buffer_length", "get_num_rollout_per_epoch", "save"})
+READS = frozenset(
+    {
+        # It fixes the assignment of rows to ranks, but repeats give the same rows by themselves; its answers are the
+        # payloads of a whole step, too large to keep.
+        "get_data",
+        "get_eval_data",
+        "get_metadata",
+        "get_buffer_length",
+        "get_num_rollout_per_epoch",
+        "save",
+    }
+)
 
 STATE_FILE = "buffer.json"
 
@@ -67,7 +77,7 @@ class BufferActor:
         return self._calls.once(caller, sequence, lambda: target(*args))
 
     def read(self, method: str, *args: Any) -> Any:
-        """Execute a method that changes nothing."""
+        """Execute a method whose repeat changes nothing."""
         if method not in READS:
             raise BufferStateError(f"the Buffer has no method {method!r} that reads")
         return (self._save if method == "save" else getattr(self._state, method))(*args)

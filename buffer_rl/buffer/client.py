@@ -40,7 +40,7 @@ class BufferClient:
         return await self._await(method, self.actor.change.remote(self._caller, next(self._sequence), method, *args))
 
     def read(self, method: str, *args: Any) -> Any:
-        """Call a method that changes nothing, and wait for its answer."""
+        """Call a method whose repeat changes nothing, and wait for its answer."""
         return self._wait(method, self.actor.read.remote(method, *args))
 
     async def aread(self, method: str, *args: Any) -> Any:
@@ -59,7 +59,7 @@ class BufferClient:
 
     def get_data(self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1) -> TrainBatch:
         """One rank's share of a step; see ``DataPool.share``."""
-        return self.change("get_data", rollout_id, dp_rank, dp_size)  # type: ignore[no-any-return]
+        return self.read("get_data", rollout_id, dp_rank, dp_size)  # type: ignore[no-any-return]
 
     def get_eval_data(self, rollout_id: int) -> TrainBatch:
         """All rows of an evaluation."""

@@ -125,6 +125,8 @@ class BufferState:
     def add_samples(self, ticket: Ticket, leases: Sequence[tuple[GroupUid, int]]) -> None:
         """Give leased groups (uid and attempt) back to the queue, as prompts."""
         rollout = self._rollout(ticket)
+        if len({uid for uid, _ in leases}) != len(leases):
+            raise BufferStateError("a group is given back twice", where=ticket.task)
         for uid, attempt in leases:
             self._live(rollout, uid, attempt)
         for uid, attempt in leases:
@@ -194,10 +196,16 @@ class BufferState:
         self._pool(task).put_fields(row_ids, columns)
 
     def clear(self, task: str) -> None:
-        """Forget a task and its payloads. Unknown tasks are ignored, so that a repeat does no harm."""
-        pool = self._pools.pop(task, None)
+        """Forget a task and its payloads. Unknown tasks are ignored, so that a repeat does no harm.
+
+        Raises BufferStateError for a step that was not committed: its groups would be in no queue and in no step.
+        """
+        pool = self._pools.get(task)
         if pool is None:
             return
+        if _is_train(pool) and pool.rollout_id not in self._committed:
+            raise BufferStateError(f"{task} cannot be cleared: it is not committed", hint="commit it first")
+        del self._pools[task]
         for uid in pool.uids:
             self._planes[not _is_train(pool)].drop(uid)
             if _is_train(pool):
@@ -313,13 +321,13 @@ class BufferState:
 
     def _take(self, rollout: OpenRollout, num_samples: int) -> list[SampleGroup]:
         queue = rollout.waiting if rollout.ticket.evaluation else self._queue
-        groups = [queue.popleft() for _ in range(min(num_samples, len(queue)))]
-        missing = num_samples - len(groups)
-        if missing and not rollout.ticket.evaluation:
+        queued = min(num_samples, len(queue))
+        fresh: list[SampleGroup] = []
+        if queued < num_samples and not rollout.ticket.evaluation:
             if self._source is None:
                 raise BufferStateError("there is no training data", hint="name it with --prompt-data")
-            groups += self._source.get_samples(missing)
-        return groups
+            fresh = self._source.get_samples(num_samples - queued)  # it may fail: before anything leaves the queue
+        return [queue.popleft() for _ in range(queued)] + fresh
 
     def _requeue(self, rollout: OpenRollout, uid: GroupUid, attempt: int, group: SampleGroup) -> None:
         if rollout.ticket.evaluation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -9,7 +10,7 @@ from typing import Any
 
 import ray
 
-from buffer_rl.cluster.failures import name_failure
+from buffer_rl.cluster.failures import name_failure, root_failure
 from buffer_rl.errors import DeadlineError
 
 Combine = Callable[[str, list[Any]], Any]
@@ -46,14 +47,29 @@ class WorkerGroup:
         """``start`` and wait for all answers, combined. Raises DeadlineError, or a member's error, named."""
         futures = self.start(method, *args)
         _, late = wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
-        for rank, future in enumerate(futures):
-            if future.done() and (error := future.exception()) is not None:
-                raise name_failure(f"{self.role} {rank}.{method}", error) from error
+        failures = {
+            f"{self.role} {rank}.{method}": error
+            for rank, future in enumerate(futures)
+            if future.done() and (error := future.exception()) is not None
+        }
+        if failures:
+            role, error = root_failure(failures)
+            raise name_failure(role, error) from error
         if late:
             raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{self.role}.{method}")
         return self.combine(method, [future.result() for future in futures])
 
-    def stop(self) -> None:
-        """End the members' processes."""
+    def stop(self, farewell: str = "", timeout_s: float = 0.0) -> None:
+        """End the members' processes. Never raises: it is called while another error is on its way.
+
+        farewell: a method that every member is asked to execute first, within ``timeout_s`` for all of them.
+        """
+        if farewell:
+            asked: list[Future[Any]] = []
+            for actor in self.actors:
+                with contextlib.suppress(Exception):  # fault boundary: a member, or Ray itself, may be gone
+                    asked.append(getattr(actor, farewell).remote().future())
+            wait(asked, timeout=timeout_s)
         for actor in self.actors:
-            ray.kill(actor, no_restart=True)
+            with contextlib.suppress(Exception):  # as above
+                ray.kill(actor, no_restart=True)

@@ -119,9 +119,10 @@ class Driver:
         """Run to the end of the plan. Raises the first error of any role, named."""
         plan = self._plan
         self._buffer("release", self._version)
-        if self._published is None and (plan.publish_each_step or self._evaluates_at(self._version)):
+        evaluates = self._evaluates_at(self._version)
+        if self._published is None and (plan.publish_each_step or evaluates):
             self._publish()
-        if plan.evaluate and plan.eval_before_train and plan.first_rollout == 0:
+        if evaluates:
             self._evaluate()
         while self._result.steps < plan.num_rollouts and not self._result.stopped_early:
             self._admit()
@@ -227,9 +228,9 @@ class Driver:
         plan = self._plan
         if not plan.evaluate:
             return False
-        if step == plan.first_rollout:
+        if step == plan.first_rollout and step < plan.num_rollouts:  # the run that saved this step evaluated it
             return plan.eval_before_train and step == 0
-        return step == plan.num_rollouts or (plan.eval_interval is not None and step % plan.eval_interval == 0)
+        return step >= plan.num_rollouts or (plan.eval_interval is not None and step % plan.eval_interval == 0)
 
     def _saves_at(self, step: int) -> bool:
         if self._checkpoints is None:

@@ -5,11 +5,9 @@ Everything that is started is put on one exit stack, so that whatever fails, not
 
 from __future__ import annotations
 
-import signal
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.client import BufferClient
@@ -21,6 +19,7 @@ from buffer_rl.config import dump_args
 from buffer_rl.driver.checkpoints import RunCheckpoints
 from buffer_rl.driver.driver import Driver, RunPlan, RunResult
 from buffer_rl.driver.early_stop import parse_early_stop
+from buffer_rl.driver.process import sole_user, termination_as_exception
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.engine.client import EngineControlClient
@@ -44,13 +43,13 @@ def launch_training(args: Args, registry: PluginRegistry) -> RunResult:
     """
     checkpoint = open_checkpoint(args.load) if args.load else None
     run_dir = Path(args.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    registry.hook.buffer_rl_configure(config=args)
     with ExitStack() as stack:
-        stack.enter_context(_termination_as_exception())
+        stack.enter_context(termination_as_exception())
+        stack.enter_context(sole_user(run_dir))
+        registry.hook.buffer_rl_configure(config=args)
         run = _Run(args, registry, run_dir, checkpoint, stack)
         result = run.driver().run()
-        run.train.call("save_hf", str(run_dir / "hf"), timeout_s=args.train_timeout_s)
+        run.train.call("save_hf", str((run_dir / "hf").absolute()), timeout_s=args.train_timeout_s)
     return result
 
 
@@ -65,6 +64,7 @@ class _Run:
         checkpoint: Checkpoint | None,
         stack: ExitStack,
     ) -> None:
+        self.stack = stack
         self.registry = registry
         self.run_dir = run_dir
         self.checkpoint = checkpoint
@@ -84,18 +84,21 @@ class _Run:
         self.args = args
         args_text = dump_args(args)
         logs = str((run_dir / "logs").absolute())
+        # Each is on the stack before the next is started; what is stopped last is what the others ask.
         actor = start_buffer(args_text)
+        stack.callback(WorkerGroup("buffer", [actor]).stop)
         self.buffer = BufferClient(actor, timeout_s=args.buffer_timeout_s, caller="driver")
         self.train = start_train_group(args, args_text, actor, logs, train_gpus(args))
+        stack.callback(self.train.stop)
         self.rollout = start_rollout_workers(args, args_text, actor, logs)
-        stack.callback(self._close_workers)
+        stack.callback(self.rollout.stop, "close", CLOSE_TIMEOUT_S)
         self._wait_ready()
 
     def driver(self) -> Driver:
         """The driver, with its plan, roles and watchers."""
         args = self.args
         targets: dict[str, Target] = {
-            "buffer": LocalTarget("buffer", self.buffer),
+            "buffer": self._local("buffer", self.buffer),
             "rollout": self.rollout,
             "train": self.train,
         }
@@ -103,7 +106,7 @@ class _Run:
             transport = self.registry.resolve("weight_transport", args.weight_sync_mode)(args)
             engines = EngineControlClient(self.fleet.engine_urls, timeout_s=args.update_weights_timeout_s)
             publisher = Publisher(transport, _TrainExport(self.train, args.train_timeout_s), engines)
-            targets["publish"] = LocalTarget("publish", publisher)
+            targets["publish"] = self._local("publish", publisher)
         checkpoints = RunCheckpoints(args, buffer=self.buffer, train=self.train) if args.save else None
         watchers = [self._watch_progress] + ([self.fleet.check] if self.fleet is not None else [])
         plan = self._plan()
@@ -150,12 +153,10 @@ class _Run:
         if progress.get("wanted"):
             self.observer.groups(progress["finished"], progress["wanted"])
 
-    def _close_workers(self) -> None:
-        for _ in self.rollout.actors:
-            for future in self.rollout.start("close"):
-                future.exception(timeout=CLOSE_TIMEOUT_S)
-        self.rollout.stop()
-        self.train.stop()
+    def _local(self, role: str, obj: object) -> LocalTarget:
+        target = LocalTarget(role, obj)
+        self.stack.callback(target.stop)
+        return target
 
 
 class _TrainExport:
@@ -168,17 +169,3 @@ class _TrainExport:
     def save_hf(self, path: str) -> None:
         """Write the newest weights as a Hugging Face folder."""
         self._train.call("save_hf", path, timeout_s=self._timeout_s)
-
-
-class _termination_as_exception:
-    """Turns SIGTERM into SystemExit for the length of the block, so that the exit stack runs."""
-
-    def __enter__(self) -> None:
-        self._previous: Any = signal.signal(signal.SIGTERM, self._raise)
-
-    def __exit__(self, *exc_info: object) -> None:
-        signal.signal(signal.SIGTERM, self._previous)
-
-    @staticmethod
-    def _raise(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)

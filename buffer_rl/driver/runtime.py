@@ -6,13 +6,15 @@ watchers (engine health, progress display); a watcher that raises ends the wait.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Protocol, cast
 
-from buffer_rl.cluster.failures import name_failure
+from buffer_rl.cluster.failures import name_failure, root_failure
 from buffer_rl.driver.tasks import Task
 from buffer_rl.errors import DeadlineError
 
@@ -28,15 +30,21 @@ class Target(Protocol):
 
 
 class LocalTarget:
-    """Calls on an object of this process, one after another on one thread."""
+    """Calls on an object of this process, one after another on one thread.
+
+    A daemon thread rather than an executor's: the interpreter waits for those when it ends, and a call may hang.
+    """
 
     def __init__(self, role: str, obj: Any) -> None:
         self._object = obj
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=role)
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        threading.Thread(target=_work, args=(self._calls,), name=role, daemon=True).start()
 
     def start(self, method: str, *args: Any) -> list[Future[Any]]:
         """See ``Target.start``."""
-        return [self._executor.submit(getattr(self._object, method), *args)]
+        future: Future[Any] = Future()
+        self._calls.put((future, getattr(self._object, method), args))
+        return [future]
 
     @property
     def combine(self) -> Callable[[str, list[Any]], Any]:
@@ -44,8 +52,21 @@ class LocalTarget:
         return lambda method, answers: answers[0]
 
     def stop(self) -> None:
-        """Take no more calls; one under way is not waited for."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """End the thread after the calls that were started; they are not waited for."""
+        self._calls.put(None)
+
+
+_Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+def _work(calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        future, function, args = call
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # fault boundary: whatever a call raises is its answer
+            future.set_exception(error)
+        del call, future, function, args  # an idle thread must not keep the last answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,15 +119,15 @@ class RayRuntime:
     def result(self, task: Task) -> Any:
         """A finished task's answer, members' answers combined."""
         mine = cast(RayTask, task)
-        answers = []
-        for rank, future in enumerate(mine.futures):
-            if not future.done():
-                continue  # another member failed: its error is the one to raise
-            if (error := future.exception()) is not None:
+        failures = {}
+        for rank, future in enumerate(mine.futures):  # once one failed, the others may still be at work
+            if future.done() and (error := future.exception()) is not None:
                 member = f" {rank}" if len(mine.futures) > 1 else ""
-                raise name_failure(f"{mine.role}{member}.{mine.method}", error) from error
-            answers.append(future.result())
-        return mine.target.combine(mine.method, answers)
+                failures[f"{mine.role}{member}.{mine.method}"] = error
+        if failures:
+            role, error = root_failure(failures)
+            raise name_failure(role, error) from error
+        return mine.target.combine(mine.method, [future.result() for future in mine.futures])
 
     def now(self) -> float:
         """Seconds of a clock that never goes back."""

@@ -82,6 +82,7 @@ def draw_curves(curves: Curves, title: str) -> Figure:
     """The figure: evaluations as marked lines, their first and last value in the legend; training reward behind."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.6), dpi=144, layout="constrained")
     FigureCanvasAgg(figure)
@@ -91,6 +92,7 @@ def draw_curves(curves: Curves, title: str) -> Figure:
         _draw_eval(axes, name, series, _EVAL_COLOURS[number % len(_EVAL_COLOURS)])
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     axes.set_xlabel("training steps")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("mean reward")
     everything = [*curves.reward.values, *(v for s in curves.evals.values() for v in s.values)]
     if everything and min(everything) >= 0 and max(everything) <= 1:

@@ -25,6 +25,8 @@ from buffer_rl.observe.curve import sparkline
 Mode = Literal["auto", "rich", "plain", "none"]
 _REFRESH_HZ = 4
 _BAR_WIDTH = 32
+_ROLLOUT_PHASES = ("generate", "evaluate")  # those that the bar of groups is of
+_STOPPED = "stopped"
 
 
 class Progress:
@@ -64,7 +66,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.phase("done" if kind is None else "stopped")
+        self.phase("done" if kind is None else _STOPPED)
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -73,6 +75,8 @@ class Progress:
         """What the run does now: ``generate``, ``train``, ``publish``, ``evaluate`` …"""
         with self._lock:
             if name != self._board.phase:
+                if self._board.phase in _ROLLOUT_PHASES and name != _STOPPED:
+                    self._board.groups_done = self._board.groups_wanted  # the last groups end between two looks
                 self._board.phase, self._board.phase_since = name, self._clock()
 
     def planned(self, total_steps: int) -> None:
@@ -110,7 +114,7 @@ class Progress:
 def _panel(board: Board, now: float) -> Panel:
     left = f"{format_duration(now - board.started_at)} elapsed"
     remaining = board.remaining_s(now)
-    if remaining is not None and board.phase not in ("done", "stopped"):
+    if remaining is not None and board.phase not in ("done", _STOPPED):
         left += f", about {format_duration(remaining)} to go"
     return Panel(
         Group(_bars(board, now), Text(""), _figures(board)),

@@ -54,6 +54,9 @@ def gain_table(gains: Iterable[EvalGain], title: str = "Mean reward on evaluatio
     for heading in ("before", "after", "gain", "steps"):
         table.add_column(heading, justify="right")
     for gain in gains:
+        if gain.first_step == gain.last_step:  # evaluated once: there is nothing to compare with
+            table.add_row(gain.name, "-", f"{gain.after:.3f}", "-", str(gain.last_step))
+            continue
         style = "green" if gain.gain > 0 else "red" if gain.gain < 0 else ""
         steps = f"{gain.first_step} → {gain.last_step}"
         change = Text(f"{round(gain.gain, 3) + 0.0:+.3f}", style=style)  # + 0.0: no negative zero

@@ -15,7 +15,7 @@ from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
-from buffer_rl.rollout.failures import RewardFailure
+from buffer_rl.rollout.failures import COSTLY, RewardFailure
 from buffer_rl.rollout.filtering import apply_filter
 from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.production import produce, run_all, within_deadline
@@ -23,6 +23,7 @@ from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.types import RolloutOutput, SampleGroup, Status
 
 GIVE_UP_AFTER = 8  # groups that could not be scored, while none could
+GIVE_UP_AFTER_COSTLY = 2  # where there are only time-outs and crashes: such groups take long
 
 
 class DefaultRollout:
@@ -99,14 +100,16 @@ class _Run:
     def _count_unscored(self, failure: RewardFailure) -> None:
         self._unscored.append(failure)
         count = len(self._unscored)
-        hopeless = not self._num_scored and count >= min(GIVE_UP_AFTER, self._wanted)
+        costly = all(failure.kind in COSTLY for failure in self._unscored)
+        enough = min(GIVE_UP_AFTER_COSTLY if costly else GIVE_UP_AFTER, self._wanted)
+        hopeless = not self._num_scored and count >= enough
         if hopeless or count > self._wanted:
             first = self._unscored[0]
             raise RolloutError(
                 f"the rewards of {count} groups could not be computed, those of {self._num_scored} could. "
                 f"The first failure ({first.kind}):\n{first.error}",
                 where=self.buffer.ticket.task,
-                hint="buffer-rl plugins check --kind reward REF tries a reward function on its own",
+                hint="what the reward function prints is in the logs of the run: logs/rollout_*",
             ) from first.error
 
     def _count_drop(self, reason: str) -> None:

@@ -20,6 +20,9 @@ class FailureKind(StrEnum):
     INVALID = "invalid"
 
 
+COSTLY = frozenset({FailureKind.TIMEOUT, FailureKind.CRASH})  # each costs a deadline, or the start of a process
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailure:
     """One sample without a reward: why, and the error that says so in full."""

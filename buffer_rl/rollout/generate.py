@@ -63,7 +63,11 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     params = dict(sampling_params)
     params["max_new_tokens"] = _room(args, sample, len(prompt_ids), params["max_new_tokens"])
     params["sampling_seed"] = sampling_seed(context.seed, sample.row_id.uid, sample.sample_index)
-    result = await context.engine.agenerate(request_id(sample), prompt_ids, params)
+    try:
+        result = await context.engine.agenerate(request_id(sample), prompt_ids, params)
+    except EngineError as error:  # it names the engine; which prompt the engine refuses is known here only
+        where = f"row {sample.row_id}, {error.where}".removesuffix(", ")
+        raise EngineError(error.what, where=where, expected=error.expected, hint=error.hint) from error
     _fill(sample, prompt_ids, result)
     return sample
 

@@ -35,7 +35,7 @@ class RolloutOptions(Section):
         None, "decides whether a finished group is trained on; dropped groups are replaced", kind="filter"
     )
     dynamic_sampling_max_drops: int = option(
-        1000, "give up a rollout after this many dropped groups for each wanted one", ge=1
+        100, "give up a rollout after this many dropped groups for each wanted one", ge=1
     )
 
 

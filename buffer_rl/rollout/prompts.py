@@ -21,14 +21,15 @@ def load_tokenizer(path: str | None) -> Any:
         raise RolloutError("no tokenizer: --hf-checkpoint is not set", hint="name a Hugging Face folder")
     from transformers import AutoTokenizer  # here, because it takes a second and option parsing must not pay for it
 
+    where, expected = f"--hf-checkpoint {path}", "a folder with tokenizer.json or another file that AutoTokenizer reads"
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise RolloutError(
-            f"the tokenizer does not load: {error}",
-            where=f"--hf-checkpoint {path}",
-            expected="a folder with tokenizer.json or another file that AutoTokenizer reads",
-        ) from error
+        raise RolloutError(f"the tokenizer does not load: {error}", where=where, expected=expected) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        # Where the folder holds a model only, transformers makes an empty tokenizer of the model's usual class.
+        raise RolloutError("there is no tokenizer in the folder", where=where, expected=expected)
+    return tokenizer
 
 
 class PromptEncoder:

@@ -22,13 +22,13 @@ from typing import Any
 import orjson
 
 from buffer_rl.errors import PluginError, RolloutError
-from buffer_rl.rollout.failures import FailureKind
+from buffer_rl.rollout.failures import COSTLY, FailureKind
 from buffer_rl.rollout.reward_process import HEADER, RewardTarget
 from buffer_rl.types import Sample
 
 START_TIMEOUT_S = 120.0  # interpreter, args, plugin registry; and, separately, the import of the user's module
 EXIT_TIMEOUT_S = 5.0
-MAX_TIMEOUTS_PER_CALL = 2  # then the rest of the call is given up: one hanging function must not cost n deadlines
+MAX_LOST_PER_CALL = 2  # processes; then the rest of the call is given up: each costs a deadline or a fresh start
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
@@ -63,8 +63,9 @@ class RewardPool:
         outcomes: list[Outcome] = []
         async with self._free:
             while len(outcomes) < len(samples):
-                if sum(outcome.kind is FailureKind.TIMEOUT for outcome in outcomes) >= MAX_TIMEOUTS_PER_CALL:
-                    outcomes.extend([_given_up()] * (len(samples) - len(outcomes)))
+                lost = [outcome.kind for outcome in outcomes if outcome.kind in COSTLY]
+                if len(lost) >= MAX_LOST_PER_CALL:
+                    outcomes.extend([_given_up(lost[-1])] * (len(samples) - len(outcomes)))
                     break
                 await self._score_on_one(target, samples[len(outcomes) :], outcomes)
         return outcomes
@@ -229,6 +230,5 @@ def _outcome(answer: dict[str, Any]) -> Outcome:
     return Outcome(value=answer["ok"])
 
 
-def _given_up() -> Outcome:
-    text = f"not run: {MAX_TIMEOUTS_PER_CALL} samples of this group already ran out of time"
-    return Outcome(kind=FailureKind.TIMEOUT, text=text)
+def _given_up(kind: FailureKind | None) -> Outcome:
+    return Outcome(kind=kind, text=f"not run: {MAX_LOST_PER_CALL} samples of this group already cost a reward process")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import inspect
+import io
 import pickle
 import signal
 import socket
@@ -48,6 +49,8 @@ class RewardTarget:
 def main(file_descriptor: int) -> None:
     """Serve the socket until the parent closes it."""
     _die_with_parent()
+    for stream in (sys.stdout, sys.stderr):  # what user code prints is read while it runs, and after it was killed
+        cast("io.TextIOWrapper", stream).reconfigure(line_buffering=True)
     with socket.socket(fileno=file_descriptor) as channel:
         try:
             _serve(channel)

@@ -118,7 +118,7 @@ class Scorer:
             except BufferRLError as error:
                 kind, text, expected = FailureKind.INVALID, error.what, error.expected
             except ValueError as error:  # a mapping without --reward-key
-                kind, text = FailureKind.INVALID, str(error)
+                kind, text = FailureKind.INVALID, str(error).removeprefix(f"{sample.row_id}: ")
         sample.reward = None
         sample.status = Status.FAILED
         failures[id(sample)] = RewardFailure(kind=kind, error=RewardError(text, where=where, expected=expected))

@@ -66,14 +66,15 @@ class RolloutWorker:
         """Produce the ticket's rollout. Returns the Buffer's report, flat metrics and some samples to show."""
         buffer = RolloutClient(self._client, ticket, self._converter)
         where = f"{ticket.task}, {self._reference(ticket)}"
+        deadline = asyncio.timeout(self._args.rollout_timeout_s + GRACE_S)
         try:
-            async with asyncio.timeout(self._args.rollout_timeout_s + GRACE_S):
+            async with deadline:
                 output = check_rollout_output(await self._call(ticket, buffer), where=where)
         except BufferRLError:
             raise
-        except TimeoutError as error:
-            raise RolloutError(f"not done within {self._args.rollout_timeout_s:g} s", where=where) from error
         except Exception as error:  # the boundary to user code: name it, and keep its traceback
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise RolloutError(f"not done within {self._args.rollout_timeout_s:g} s", where=where) from error
             raise RolloutError(f"the rollout function raised {type(error).__name__}: {error}", where=where) from error
         for group in output.groups:
             if group.uid not in buffer.finished:

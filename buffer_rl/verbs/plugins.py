@@ -19,7 +19,7 @@ _WIDTH_OF_FILES = 160  # characters of a line where the output goes to a file or
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
     """Add the verb with its two actions."""
-    parser = subparsers.add_parser("plugins", help="list and check plugins", description=__doc__)
+    parser = subparsers.add_parser("plugins", help="list and check plugins", description="List and check plugins.")
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     listing = actions.add_parser("list", help="every plugin that is installed or provided, and where it is from")
     listing.add_argument("--kind", choices=list(KINDS), help="only plugins of this kind")

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from buffer_rl.checkpoint import open_checkpoint
 from buffer_rl.config import Section, compose, flag_of, plugin_kind_of
 from buffer_rl.configuration.help import add_options, given_flags
 from buffer_rl.configuration.sources import Resolved, resolve
+from buffer_rl.data.dataset import PromptDataset
 from buffer_rl.data.eval_sets import parse_eval_sets
-from buffer_rl.data.reader import read_dataset
+from buffer_rl.data.reader import DataPath, read_dataset
 from buffer_rl.data.row import RowKeys
 from buffer_rl.driver.checks import check_options
-from buffer_rl.errors import CheckpointError, ConfigError
+from buffer_rl.errors import CheckpointError, ConfigError, DataError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.verbs.dry_run import DataFile, DryRun, PluginUse, print_json, print_text
@@ -31,6 +33,9 @@ Options come from a YAML file (--config), from variables BUFFER_RL_<NAME> and fr
 --rollout-batch-size and --rollout_batch_size are one flag. BOOL: --flag, --no-flag or --flag false. Several values:
 --flag a b. REF names a plugin: package.module:name, ./file.py:name or a registered name (buffer-rl plugins list).
 """
+
+# Every file that a tokenizer of transformers keeps its vocabulary in, by the names that models use.
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken", "*.model", "*.spm")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -57,18 +62,21 @@ def run(namespace: argparse.Namespace) -> int:
     check_options(args)
     check_folders(args)
     registry = PluginRegistry.from_flags(args.plugin)
-    plan = DryRun(resolved=resolved, plugins=locate_plugins(resolved, registry), data=read_data(args))
+    plan = DryRun(resolved=resolved, plugins=locate_plugins(resolved, registry), data=read_data(args, registry))
     # What the user named comes first: their mistakes show before heavy built-in modules are imported.
     for use in sorted(plan.plugins, key=lambda use: use.origin == "default"):
         registry.resolve(use.kind, use.reference)
     if namespace.dry_run:
+        if args.load is not None:
+            open_checkpoint(args.load)  # a run does it itself; it reads every byte
         (print_json if namespace.json else print_text)(plan)
         return 0
     return _launch(args, registry)
 
 
 def check_folders(args: Any) -> None:
-    """Raises ConfigError for a model folder, CheckpointError for a checkpoint folder that is not there."""
+    """Raises ConfigError for a model folder that is not there or a folder that cannot be written to, CheckpointError
+    for a checkpoint folder that is not there."""
     for name in ("hf_checkpoint", "ref_load"):
         folder = getattr(args, name)
         if folder is not None and not (Path(folder) / "config.json").is_file():
@@ -77,8 +85,40 @@ def check_folders(args: Any) -> None:
                 where=flag_of(name),
                 hint="a model of the Hub is downloaded first: hf download ORG/NAME --local-dir FOLDER",
             )
+    check_tokenizer(args.hf_checkpoint)
     if args.load is not None and not Path(args.load).is_dir():
         raise CheckpointError(f"there is no folder {args.load!r}", where="--load")
+    for name in ("run_dir", "save"):
+        if getattr(args, name) is not None:
+            check_writable(flag_of(name), Path(getattr(args, name)))
+
+
+def check_tokenizer(folder: str) -> None:
+    """Raises ConfigError if no file of the model folder looks like a tokenizer's; transformers would make one up."""
+    if not any(path for pattern in TOKENIZER_FILES for path in Path(folder).glob(pattern)):
+        raise ConfigError(
+            f"there is no tokenizer in {folder!r}",
+            where=flag_of("hf_checkpoint"),
+            expected="tokenizer.json or another tokenizer file beside config.json",
+            hint="AutoTokenizer.from_pretrained(ORIGIN).save_pretrained(FOLDER) writes it",
+        )
+
+
+def check_writable(flag: str, folder: Path) -> None:
+    """Raises ConfigError if ``folder`` cannot be made or written to. Makes nothing."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"{str(nearest)!r} is a file, not a folder", where=flag)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"no permission to write to {str(nearest)!r}", where=flag)
+
+
+def make_folder(flag: str, folder: Path) -> None:
+    """Raises ConfigError if the folder is not there and cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {str(folder)!r} cannot be made: {error.strerror}", where=flag) from error
 
 
 def plugins_named(argv: Sequence[str]) -> list[str]:
@@ -120,22 +160,48 @@ def locate_plugins(resolved: Resolved, registry: PluginRegistry) -> list[PluginU
     return uses
 
 
-def read_data(args: Any) -> list[DataFile]:
-    """Read and validate every data file that the options name. Raises DataError."""
+def read_data(args: Any, registry: PluginRegistry) -> list[DataFile]:
+    """Read and validate every data file that the options name, and the rewards that its rows choose.
+
+    Raises DataError.
+    """
     keys = RowKeys.from_args(args)
     named = [] if args.prompt_data is None else [("train", args.prompt_data)]
     named += [(f"eval/{eval_set.name}", eval_set.path) for eval_set in parse_eval_sets(args.eval_prompt_data)]
     files = []
     for use, path in named:
         dataset = read_dataset(path, keys)
+        if args.custom_rm_path is None:
+            check_row_rewards(path, dataset, registry)
         files.append(DataFile(use=use, path=path, num_rows=len(dataset), source_hash=dataset.source_hash))
     return files
+
+
+def check_row_rewards(path: str, dataset: PromptDataset, registry: PluginRegistry) -> None:
+    """Raises DataError for the first row whose metadata choose a reward that is no registered name or is broken."""
+    checked = set()
+    for row in dataset:
+        name = row.metadata.get("rm_type")
+        if not name or str(name) in checked:
+            continue
+        try:
+            registry.resolve_registered("reward", str(name))
+        except PluginError as error:
+            raise DataError(
+                f"rm_type {str(name)!r} in the metadata: {error.what}",
+                where=f"{DataPath.parse(path).path}:{row.line}",
+                hint=error.hint,
+            ) from error
+        checked.add(str(name))
 
 
 def _launch(args: Any, registry: PluginRegistry) -> int:
     from buffer_rl.driver.launch import launch_training
     from buffer_rl.observe.summary import run_report
 
+    for name in ("run_dir", "save"):
+        if getattr(args, name) is not None:
+            make_folder(flag_of(name), Path(getattr(args, name)))
     launch_training(args, registry)
     run_report(args.run_dir)
     return 0

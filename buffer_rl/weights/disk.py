@@ -51,6 +51,6 @@ class DiskTransport:
 
     def cleanup(self, prepared: Any) -> None:
         """All engines have the version: forget the older ones."""
-        for folder in self._folder.glob("v*"):
+        for folder in (*self._folder.glob("v*"), *self._folder.glob(".v*.tmp")):  # the latter of a run that was killed
             if folder != prepared:
                 shutil.rmtree(folder, ignore_errors=True)

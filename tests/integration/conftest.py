@@ -36,34 +36,43 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def options_of(task: Path, folder: Path, **changes: Any) -> Any:
+    """Options of a run of seconds; ``changes`` replace any of them."""
+    options: dict[str, Any] = {
+        "run_dir": str(folder),
+        "prompt_data": str(task / "train.jsonl"),
+        "eval_prompt_data": [f"held={task / 'train.jsonl'}@[0:4]"],
+        "eval_interval": 2,
+        "hf_checkpoint": str(task / "model"),
+        "num_rollout": 3,
+        "rollout_batch_size": 3,
+        "n_samples_per_prompt": 4,
+        "rollout_max_response_len": 6,
+        "custom_rm_path": f"{task / 'letters.py'}:count_a",
+        "lr": 1e-2,
+        "logger": [],
+        "progress": "none",
+        "engine_max_running_requests": 16,
+        "engine_context_length": 64,
+    }
+    return compose(CORE_SECTIONS)(**{**options, **changes})
+
+
 @pytest.fixture
 def make_options(task: Path, tmp_path: Path) -> Callable[..., Any]:
-    """Options of a run of seconds; keywords replace any of them."""
-
-    def make(**changes: Any) -> Any:
-        options: dict[str, Any] = {
-            "run_dir": str(tmp_path / "run"),
-            "prompt_data": str(task / "train.jsonl"),
-            "eval_prompt_data": [f"held={task / 'train.jsonl'}@[0:4]"],
-            "eval_interval": 2,
-            "hf_checkpoint": str(task / "model"),
-            "num_rollout": 3,
-            "rollout_batch_size": 3,
-            "n_samples_per_prompt": 4,
-            "rollout_max_response_len": 6,
-            "custom_rm_path": f"{task / 'letters.py'}:count_a",
-            "lr": 1e-2,
-            "logger": [],
-            "progress": "none",
-            "engine_max_running_requests": 16,
-            "engine_context_length": 64,
-        }
-        return compose(CORE_SECTIONS)(**{**options, **changes})
-
-    return make
+    """``options_of`` with a folder of the test's own."""
+    return lambda **changes: options_of(task, tmp_path / "run", **changes)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def train(ray_cluster: None) -> Callable[[Any], Any]:
     """Runs options to their end, in this process."""
     return lambda args: launch_training(args, PluginRegistry.from_flags(args.plugin))
+
+
+@pytest.fixture(scope="session")
+def whole_run(train: Callable[[Any], Any], task: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The options of a deterministic run of four steps that has ended."""
+    args = options_of(task, tmp_path_factory.mktemp("whole"), deterministic=True, num_rollout=4)
+    train(args)
+    return args

@@ -6,18 +6,17 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from buffer_rl.errors import BufferRLError, CheckpointError, RolloutError, WorkerError
+from buffer_rl.errors import CheckpointError, RolloutError, WorkerError
+from buffer_rl.testing.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -39,17 +38,27 @@ def equal_weights(a: Path, b: Path) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def children() -> set[int]:
-    """Processes whose parent is this one, Ray's aside."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = stat.read_text().partition(")")
-            if int(rest.split()[1]) == os.getpid() and "ray" not in name and rest.split()[0] != "Z":
-                found.add(int(stat.parent.name))
-        except (OSError, IndexError):
-            continue
-    return found
+def has_trained(run_dir: str) -> bool:
+    metrics = Path(run_dir) / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
+
+
+ROLES = ("ray::RolloutWorker", "ray::TrainRank", "ray::BufferActor")
+
+
+def running() -> set[int]:
+    """What a run may leave behind: this process's children, Ray's own aside, and the run's actors."""
+    mine = descendants(os.getpid())
+    return {
+        process.pid
+        for process in mine
+        if process.command.startswith(ROLES) or (process.parent == os.getpid() and "ray" not in process.command)
+    }
+
+
+def no_others_than(before: set[int]) -> bool:
+    """Waits for actors that were killed to be gone; everything else is gone when the run returns."""
+    return holds_within(30, lambda: running() <= before)
 
 
 HOOKS = """
@@ -85,12 +94,12 @@ notes = Notes()
 def test_a_run_trains_evaluates_calls_hooks_and_leaves_a_model_that_transformers_loads(
     train: Run, make_options: MakeOptions, task: Path, tmp_path: Path
 ) -> None:
-    before = children()
+    before = running()
     (tmp_path / "notes.py").write_text(HOOKS)
     args = make_options(plugin=[f"{tmp_path / 'notes.py'}:notes"])
     result = train(args)
     assert result.steps == 3
-    assert children() <= before
+    assert no_others_than(before)
     lines = metrics_of(args.run_dir, timings=True)
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 2, 3]
     assert [line["step"] for line in lines if line["kind"] == "train"] == [0, 1, 2]
@@ -107,22 +116,17 @@ def test_a_run_trains_evaluates_calls_hooks_and_leaves_a_model_that_transformers
     assert notes == ["eval 0", *steps[0], *steps[1], "eval 2", *steps[2], "eval 3"]
 
 
-def test_equal_seeds_give_equal_metrics_and_parameters(train: Run, make_options: MakeOptions, tmp_path: Path) -> None:
-    runs = []
-    for name in ("a", "b"):
-        args = make_options(run_dir=str(tmp_path / name), deterministic=True, num_rollout=3, n_samples_per_prompt=8)
-        train(args)
-        runs.append(args.run_dir)
-    assert metrics_of(runs[0]) == metrics_of(runs[1])
-    assert len(metrics_of(runs[0])) >= 3
-    assert equal_weights(Path(runs[0]) / "hf", Path(runs[1]) / "hf")
+def test_equal_seeds_give_equal_metrics_and_parameters(train: Run, make_options: MakeOptions, whole_run: Any) -> None:
+    again = make_options(deterministic=True, num_rollout=4)
+    train(again)
+    assert metrics_of(again.run_dir) == metrics_of(whole_run.run_dir)
+    assert len(metrics_of(again.run_dir)) >= 4
+    assert equal_weights(Path(again.run_dir) / "hf", Path(whole_run.run_dir) / "hf")
 
 
-def test_a_resumed_run_ends_with_the_parameters_of_an_uninterrupted_one(
-    train: Run, make_options: MakeOptions, tmp_path: Path
+def test_a_resumed_run_ends_with_the_metrics_and_parameters_of_an_uninterrupted_one(
+    train: Run, make_options: MakeOptions, whole_run: Any, tmp_path: Path
 ) -> None:
-    whole = make_options(run_dir=str(tmp_path / "whole"), deterministic=True, num_rollout=4)
-    train(whole)
     saved = str(tmp_path / "checkpoints")
     head = make_options(
         run_dir=str(tmp_path / "parts"), deterministic=True, num_rollout=2, save=saved, lr_warmup_iters=0
@@ -131,16 +135,17 @@ def test_a_resumed_run_ends_with_the_parameters_of_an_uninterrupted_one(
     assert [path.name for path in Path(saved).iterdir()] == ["step_000002"]
     tail = make_options(run_dir=str(tmp_path / "parts"), deterministic=True, num_rollout=4, load=saved)
     assert train(tail).steps == 4
-    assert equal_weights(Path(whole.run_dir) / "hf", Path(tail.run_dir) / "hf")
+    assert equal_weights(Path(whole_run.run_dir) / "hf", Path(tail.run_dir) / "hf")
+    assert metrics_of(tail.run_dir) == metrics_of(whole_run.run_dir)
     steps = [line["step"] for line in metrics_of(tail.run_dir) if line["kind"] == "train"]
     assert steps == [0, 1, 2, 3]
 
 
 def test_a_missing_checkpoint_is_an_error_before_anything_starts(make_options: MakeOptions, train: Run) -> None:
-    before = children()
+    before = running()
     with pytest.raises(CheckpointError, match="no such folder"):
         train(make_options(load="absent"))
-    assert children() <= before
+    assert no_others_than(before)
 
 
 REWARDS = """
@@ -152,13 +157,13 @@ def fails(args, sample):
 def test_a_failing_reward_ends_the_run_with_its_own_words_and_nothing_running(
     train: Run, make_options: MakeOptions, tmp_path: Path
 ) -> None:
-    before = children()
+    before = running()
     path = tmp_path / "my_reward.py"
     path.write_text(REWARDS)
     with pytest.raises(RolloutError, match="the judge is on holiday") as caught:
         train(make_options(custom_rm_path=f"{path}:fails"))
     assert "my_reward.py" in str(caught.value)
-    assert children() <= before
+    assert no_others_than(before)
 
 
 ROLLOUTS = """
@@ -192,12 +197,16 @@ def test_a_blocking_rollout_function_that_returns_a_bare_list_trains(
     assert [line["rollout/num_groups"] for line in lines if line["kind"] == "rollout"] == [3, 3]
 
 
-@pytest.mark.parametrize("role", ["RolloutWorker", "TrainRank", "BufferActor"])
+@pytest.mark.parametrize(
+    ("role", "with_engine"), [("RolloutWorker", True), ("TrainRank", False), ("BufferActor", False)]
+)
 def test_a_killed_actor_ends_the_run_and_is_named(
-    train: Run, make_options: MakeOptions, tmp_path: Path, role: str
+    train: Run, make_options: MakeOptions, tmp_path: Path, role: str, with_engine: bool
 ) -> None:
-    before = children()
-    args = make_options(num_rollout=100_000, eval_prompt_data=[], eval_interval=None)
+    before = running()
+    (tmp_path / "my_rollout.py").write_text(f"{ROLLOUTS}\nblocking.uses_engine = False\n")
+    function = {} if with_engine else {"rollout_function_path": f"{tmp_path / 'my_rollout.py'}:blocking"}
+    args = make_options(num_rollout=100_000, eval_prompt_data=[], eval_interval=None, **function)
     victim = threading.Thread(target=_kill_when_training, args=(args.run_dir, role))
     victim.start()
     try:
@@ -207,49 +216,11 @@ def test_a_killed_actor_ends_the_run_and_is_named(
         victim.join()
     names = {"RolloutWorker": "rollout", "TrainRank": "train", "BufferActor": "buffer"}
     assert names[role] in caught.value.where
-    assert children() <= before
+    assert no_others_than(before)
 
 
 def _kill_when_training(run_dir: str, role: str) -> None:
-    deadline = time.monotonic() + 120
-    metrics = Path(run_dir) / "metrics.jsonl"
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.05)
-    for stat in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if f"ray::{role}" in stat.read_bytes().decode(errors="replace"):
-                os.kill(int(stat.parent.name), signal.SIGKILL)
-        except (OSError, ValueError):
-            continue
-
-
-def test_the_buffer_answers_a_repeated_call_with_the_stored_answer(
-    ray_cluster: None, make_options: MakeOptions
-) -> None:
-    from buffer_rl.buffer.actor import start_buffer
-    from buffer_rl.buffer.client import BufferClient
-    from buffer_rl.config import dump_args
-
-    actor = start_buffer(dump_args(make_options()))
-    try:
-        ticket = BufferClient(actor, timeout_s=60).generate(0)
-        first = ray.get(actor.change.remote("me", 0, "get_samples", ticket, 2), timeout=60)
-        again = ray.get(actor.change.remote("me", 0, "get_samples", ticket, 2), timeout=60)
-        other = ray.get(actor.change.remote("me", 1, "get_samples", ticket, 2), timeout=60)
-    finally:
-        ray.kill(actor)
-    assert [group.uid for group in again] == [group.uid for group in first]
-    assert not {group.uid for group in other} & {group.uid for group in first}
-
-
-def test_a_buffer_that_died_is_an_error_of_this_library(ray_cluster: None, make_options: MakeOptions) -> None:
-    from buffer_rl.buffer.actor import start_buffer
-    from buffer_rl.buffer.client import BufferClient
-    from buffer_rl.config import dump_args
-
-    actor = start_buffer(dump_args(make_options()))
-    client = BufferClient(actor, timeout_s=60)
-    client.generate(0)
-    ray.kill(actor)
-    with pytest.raises(BufferRLError, match="buffer"):
-        client.generate(1)
+    holds_within(120, lambda: has_trained(run_dir))
+    for process in descendants(os.getpid()):  # not of this machine: there may be other runs
+        if process.command.startswith(f"ray::{role}"):
+            os.kill(process.pid, signal.SIGKILL)

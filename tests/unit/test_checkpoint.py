@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from buffer_rl.checkpoint import open_checkpoint, write_checkpoint
-from buffer_rl.errors import CheckpointError
+from buffer_rl.errors import CheckpointError, DeadlineError
 
 
 def fill(folder: Path) -> None:
@@ -78,3 +79,34 @@ def test_a_missing_folder_and_an_empty_one_are_errors(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "absent")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["step", "facts", "files"])
+def test_a_manifest_that_lacks_a_part_is_an_error(tmp_path: Path, missing: str) -> None:
+    folder = write_checkpoint(tmp_path, 1, fill, {})
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest[missing]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=f"manifest is damaged: KeyError\\('{missing}'\\)"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_deadline_that_passes_while_writing_stays_a_deadline(tmp_path: Path) -> None:
+    late = DeadlineError("no answer within 5 s", where="train.save")
+
+    def waits(folder: Path) -> None:
+        raise late
+
+    with pytest.raises(DeadlineError) as caught:
+        write_checkpoint(tmp_path, 1, waits, {})
+    assert caught.value is late
+
+
+def test_what_a_killed_writer_left_of_a_step_goes_when_the_step_is_written_again(tmp_path: Path) -> None:
+    for name in (".step_000004.k3x", ".step_000005.abc"):
+        fill_into = tmp_path / name
+        fill_into.mkdir()
+        fill(fill_into)
+    write_checkpoint(tmp_path, 4, fill, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step_000005.abc", "step_000004"]
+    assert open_checkpoint(tmp_path).step == 4

@@ -95,6 +95,28 @@ def test_an_interrupt_is_status_130(tmp_path: Path) -> None:
     assert err == "buffer-rl: interrupted\n"
 
 
+def test_a_termination_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended_by_sigterm(*_: object) -> int:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    monkeypatch.setattr("buffer_rl.verbs.data.run_validate", ended_by_sigterm)
+    assert main(["data", "validate", "x"]) == 143
+    assert capsys.readouterr().err == "buffer-rl: terminated\n"
+
+
+def test_a_reader_that_has_seen_enough_ends_the_command_quietly(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "long " * 50}) + "\n" for _ in range(3000)))
+    command = [sys.executable, "-m", "buffer_rl.cli", "data", "show", str(path), "-n", "3000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141
+
+
 def test_the_working_directory_is_appended_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["/first", "/second"])

@@ -335,3 +335,56 @@ def test_prompts_handed_out_do_not_share_state_with_the_buffer(tmp_path: Path) -
     (again,) = state.get_samples(ticket, 1)
     assert len(again) == 2
     assert "touched" not in again[0].metadata
+
+
+def test_a_group_given_back_twice_in_one_call_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 4), groups_per_step=2)
+    ticket = state.generate(0)
+    (group,) = state.get_samples(ticket, 1)
+    with pytest.raises(BufferStateError, match="given back twice"):
+        state.add_samples(ticket, [(group.uid, group.attempt)] * 2)
+    assert state.get_buffer_length() == 0
+    finish(state, ticket, group)
+
+
+def test_a_step_that_was_not_committed_cannot_be_cleared(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 4), groups_per_step=2)
+    ticket = state.generate(0)
+    groups = state.get_samples(ticket, 2)
+    for group in groups:
+        finish(state, ticket, group)
+    state.close_rollout(ticket)
+    with pytest.raises(BufferStateError, match="not committed"):
+        state.clear("train_0")
+    saved = state.state_dict()
+    assert len(saved["queue"]) == 2  # whoever resumes from here trains on them
+    state.commit(0, 1)
+    state.clear("train_0")
+    state.clear("train_0")
+    state.release(1)
+
+
+class FailingSource(JsonlDataSource):
+    """Hands out one group and then breaks."""
+
+    def get_samples(self, num_samples: int) -> list[SampleGroup]:
+        if self._group_index:
+            raise OSError("the disk is gone")
+        return super().get_samples(num_samples)
+
+
+def test_a_data_source_that_fails_costs_no_queued_group(tmp_path: Path) -> None:
+    args: Any = compose(CORE_SECTIONS)(prompt_data=write_rows(tmp_path, 4), rollout_batch_size=1)
+    state = BufferState(
+        FailingSource(args),
+        ledger=MemoryLedger(),
+        plane=LocalDataPlane(),
+        eval_plane=LocalDataPlane(),
+        groups_per_step=1,
+    )
+    ticket = state.generate(0)
+    (group,) = state.get_samples(ticket, 1)
+    state.add_samples(ticket, [(group.uid, group.attempt)])
+    with pytest.raises(OSError, match="disk is gone"):
+        state.get_samples(ticket, 2)
+    assert state.get_buffer_length() == 1

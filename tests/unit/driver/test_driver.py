@@ -251,3 +251,20 @@ def test_a_rollout_without_groups_is_an_error_that_shows_the_drops(tmp_path: Pat
 def test_lockstep_with_staleness_is_a_contradiction() -> None:
     with pytest.raises(ValueError, match="max_staleness is 0"):
         Schedule(mode=Mode.LOCKSTEP, max_staleness=1)
+
+
+@pytest.mark.parametrize("num_rollouts", [3, 4])
+def test_a_run_that_is_resumed_at_its_end_trains_no_more_and_evaluates_what_it_loaded(
+    tmp_path: Path, num_rollouts: int
+) -> None:
+    """The run before may have been killed between its last checkpoint and its last evaluation."""
+    whole = World(tmp_path)
+    whole.driver(replace(PLAN, num_rollouts=4)).run()
+    world = World(tmp_path, scores=(0.0, 0.0, 0.0, 0.0, 0.7))
+    world.state.load_state_dict(whole.saves.saved[4])
+    plan = replace(PLAN, num_rollouts=num_rollouts, first_rollout=4, publish_at_start=True, publish_each_step=False)
+    result = world.driver(plan).run()
+    assert (result.steps, result.evaluation) == (4, {"eval/held": 0.7})
+    assert world.publisher.versions == [4]
+    assert world.recorder.events == [("evaluation", 4)]
+    assert world.saves.saved == {}

@@ -89,3 +89,8 @@ def test_a_moving_mean_stays_between_the_extremes_and_window_1_changes_nothing(v
     assert min(values) - 1e-9 <= min(smooth)
     assert max(smooth) <= max(values) + 1e-9
     assert moving_mean(values, 1) == values
+
+
+def test_steps_are_whole_on_the_axis_of_a_short_run():
+    ticks = draw_curves(curves_of([{"step": s, "rollout/raw_reward": 0.5} for s in range(4)]), "t").axes[0].get_xticks()
+    assert all(tick == int(tick) for tick in ticks)

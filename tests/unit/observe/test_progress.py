@@ -75,6 +75,18 @@ def test_the_panel_shows_steps_groups_phase_reward_drops_speed_and_evaluation():
     assert "0:10 elapsed, about 1:30 to go" in text
 
 
+def test_a_phase_that_has_ended_has_all_its_groups_unless_the_run_was_stopped():
+    progress = Progress("rich", 10, "my run", console=_console(terminal=True))
+    progress.phase("generate")
+    progress.groups(5, 32)
+    progress.phase("train")
+    assert "32 of 32" in _rendered(progress)
+    progress.phase("evaluate")
+    progress.groups(269, 400)
+    progress.phase("stopped")
+    assert "269 of 400" in _rendered(progress)
+
+
 def test_drops_add_up_over_the_run():
     progress = Progress("rich", 10, "my run", console=_console(terminal=True))
     progress.step(STEP, 0)

@@ -58,3 +58,13 @@ def test_a_gain_that_rounds_to_nothing_has_no_minus_sign(tmp_path):
     _, text = _report(tmp_path)
     assert "+0.000" in text
     assert "-0.000" not in text
+
+
+def test_a_single_evaluation_has_no_before_and_no_gain(tmp_path):
+    file = MetricsFile(tmp_path)
+    file.write({"eval/dev": 0.25}, 4)
+    file.close()
+    _, text = _report(tmp_path)
+    row = next(line for line in text.splitlines() if "dev" in line)
+    assert row.count("0.250") == 1
+    assert "+" not in row

@@ -56,6 +56,15 @@ async def test_tokens_and_log_probs_of_different_lengths_are_refused(kit: Any) -
             await generate(context.args, kit.make_group(0)[0], sampling_params_for(context.args, False))
 
 
+async def test_a_prompt_that_the_engine_refuses_is_named(kit: Any) -> None:
+    def refuse(ids: list[int], params: dict[str, Any]) -> Any:
+        raise EngineError("HTTP 400: too long", where="http://engine")
+
+    async with kit.opened(kit.ScriptedEngine(respond=refuse)) as context:
+        with pytest.raises(EngineError, match=r"^row source:0:0/0\.0, http://engine: HTTP 400: too long$"):
+            await generate(context.args, kit.make_group(0)[0], sampling_params_for(context.args, False))
+
+
 async def test_the_context_limit_shortens_the_response(kit: Any) -> None:
     engine = kit.ScriptedEngine()
     async with kit.opened(engine, rollout_max_context_len=10, rollout_max_response_len=50) as context:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,12 @@ def with_template() -> Any:
     tokenizer = make_char_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def test_a_model_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    with pytest.raises(RolloutError, match="tokenizer"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_plain_text_is_encoded_without_special_tokens() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.rollout.failures import FailureKind
-from buffer_rl.rollout.reward_pool import MAX_TIMEOUTS_PER_CALL
+from buffer_rl.rollout.reward_pool import MAX_LOST_PER_CALL
 from buffer_rl.types import Status
 
 TIMEOUT_S = 0.5
@@ -76,12 +76,24 @@ async def test_an_exception_shows_the_users_traceback(kit: Any) -> None:
     assert "reward_process.py" not in failure.error.what
 
 
-async def test_after_two_timeouts_the_rest_of_a_group_is_given_up(kit: Any) -> None:
-    group, failures = await score_labels(kit, ["hang", "hang", "1", "hang"], "told_by_label", rm_timeout_s=0.2)
-    assert MAX_TIMEOUTS_PER_CALL == 2
-    assert [failure.kind for failure in failures] == [FailureKind.TIMEOUT] * 4
+@pytest.mark.parametrize(("behaviour", "kind"), [("hang", FailureKind.TIMEOUT), ("die", FailureKind.CRASH)])
+async def test_after_two_lost_processes_the_rest_of_a_group_is_given_up(
+    kit: Any, behaviour: str, kind: FailureKind
+) -> None:
+    labels = [behaviour, behaviour, "1", behaviour]
+    group, failures = await score_labels(kit, labels, "told_by_label", rm_timeout_s=0.2)
+    assert MAX_LOST_PER_CALL == 2
+    assert [failure.kind for failure in failures] == [kind] * 4
     assert "not run" in failures[2].error.what
     assert all(sample.reward is None for sample in group)
+
+
+async def test_what_a_reward_prints_is_not_lost_when_its_process_is_killed(
+    kit: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    await score_labels(kit, ["a7"], "prints_and_hangs", rm_timeout_s=0.5)
+    assert "about to score a7" in capfd.readouterr().out
 
 
 async def test_an_asynchronous_reward_has_the_same_failures(kit: Any) -> None:
@@ -104,6 +116,7 @@ async def test_a_mapping_needs_a_reward_key(kit: Any) -> None:
     assert (group[0].reward, failures) == ({"score": 0.0, "other": 0.0}, [])
     _, (failure,) = await score_labels(kit, ["1"], "as_mapping")
     assert "--reward-key" in failure.error.what
+    assert "source:" not in failure.error.what  # the row is named once, in where
 
 
 async def test_a_reward_that_the_generate_function_set_is_kept_and_checked(kit: Any) -> None:

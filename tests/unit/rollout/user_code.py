@@ -51,6 +51,12 @@ def told_by_label(args: Any, sample: Sample) -> Any:
     return float(sample.label)
 
 
+def prints_and_hangs(args: Any, sample: Sample) -> float:
+    print(f"about to score {sample.label}")
+    time.sleep(3600)
+    return 0.0
+
+
 async def slow_async(args: Any, sample: Sample) -> Any:
     if sample.label == "hang":
         await asyncio.sleep(3600)

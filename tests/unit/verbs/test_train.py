@@ -22,6 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("my_reward", None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "label": "b"}\n{"prompt": "c", "label": "d"}\n')
     (tmp_path / "my_reward.py").write_text(REWARD)
     (tmp_path / "run.yaml").write_text(
@@ -115,6 +116,7 @@ def test_a_bad_data_line_is_told_before_plugins_are_imported(folder: Path, capsy
         (["--hf-checkpoint", "absent"], ["--hf-checkpoint", "'absent'"]),
         (["--ref-load", "."], ["--ref-load", "config.json"]),
         (["--load", "absent"], ["--load", "'absent'"]),
+        (["--load", "model"], ["--load", "no checkpoint"]),
         (["--eval-prompt-data", "dev=absent.jsonl"], ["absent.jsonl", "no such file"]),
         (["--rm-type", "exact_mach"], ["exact_mach", "exact_match"]),
         (["--num-epoch", "1"], ["given twice"]),
@@ -126,6 +128,42 @@ def test_what_is_absent_or_contradictory_is_named(
     message = refusal(capsys, "--custom-rm-path", "my_reward:score", *argv)
     for word in words:
         assert word in message
+
+
+def test_a_model_folder_without_tokenizer_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model" / "tokenizer.json").unlink()
+    assert "no tokenizer in" in refusal(capsys, "--custom-rm-path", "my_reward:score")
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--save"])
+def test_a_folder_that_cannot_be_written_is_told_before_anything_starts(
+    folder: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    message = refusal(capsys, "--custom-rm-path", "my_reward:score", flag, "train.jsonl/run")
+    assert f"{flag}: " in message
+    assert "train.jsonl' is a file" in message
+
+
+def test_a_run_dir_that_cannot_be_made_is_one_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["train", "--config", "run.yaml", "--custom-rm-path", "my_reward:score", "--run-dir", "/proc/run"]
+    assert main(argv) == 2
+    assert "buffer-rl: error: --run-dir: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("exact_mach", ["did you mean 'exact_match'?"]), ("my_reward:score", ["registered names"])]
+)
+def test_a_reward_that_a_row_chooses_and_nobody_offers_is_told_with_its_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, words: list[str]
+) -> None:
+    row = json.dumps({"prompt": "x", "metadata": {"rm_type": name}})
+    with (folder / "train.jsonl").open("a") as file:
+        file.write(row + "\n")
+    message = refusal(capsys, "--rm-type", "exact_match")
+    for word in ["train.jsonl:3: ", repr(name), *words]:
+        assert word in message
+    assert "write module:function" not in message
+    assert train("--custom-rm-path", "my_reward:score") == 0  # one's own function comes before what rows choose
 
 
 def test_a_blocked_plugin_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,3 +65,10 @@ def test_the_folder_of_a_version_is_whole_and_older_ones_go(tmp_path: Path) -> N
     folders = sorted(path.name for path in (tmp_path / "weights").iterdir())
     assert folders == ["v000002"]
     assert (tmp_path / "weights" / "v000002" / "model.safetensors").read_text() == "2"
+
+
+def test_a_half_written_version_of_a_killed_run_goes_with_the_next_publication(tmp_path: Path) -> None:
+    for name in (".v000007.tmp", "v000006"):
+        (tmp_path / "weights" / name).mkdir(parents=True)
+    publisher(tmp_path, FakeEngines()).publish(3)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v000003"]

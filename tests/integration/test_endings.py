@@ -1,0 +1,119 @@
+"""How runs end: by a signal, by a failure while they start, in a folder that is taken. Nothing may stay behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.errors import BufferRLError, ConfigError, WorkerError
+from buffer_rl.testing.processes import Process, descendants, holds_within
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+Run = Callable[[Any], Any]
+MakeOptions = Callable[..., Any]
+
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Ray's agents outlive a driver that was killed for a minute (they wait for its control service), then end."""
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from buffer_rl.config import load_args
+from buffer_rl.driver.launch import launch_training
+from buffer_rl.plugins import PluginRegistry
+launch_training(load_args(Path(sys.argv[1]).read_text()), PluginRegistry())
+"""
+
+
+def start(args: Any, folder: Path) -> subprocess.Popen[bytes]:
+    from buffer_rl.config import dump_args
+
+    options = folder / f"{Path(args.run_dir).name}.json"
+    options.write_text(dump_args(args))
+    return subprocess.Popen([sys.executable, "-c", LAUNCH, str(options)], start_new_session=True)
+
+
+def trained(args: Any) -> bool:
+    metrics = Path(args.run_dir) / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
+
+
+def test_two_runs_at_once_end_when_their_drivers_are_terminated_and_killed_and_leave_nothing(
+    make_options: MakeOptions, tmp_path: Path
+) -> None:
+    endless = {"num_rollout": 100_000, "eval_prompt_data": [], "eval_interval": None}
+    options = [make_options(run_dir=str(tmp_path / name), **endless) for name in ("terminated", "killed")]
+    drivers = [start(args, tmp_path) for args in options]
+    try:
+        for args, driver in zip(options, drivers, strict=True):
+            assert holds_within(150, lambda args=args, driver=driver: trained(args) or driver.poll() is not None)
+            assert driver.poll() is None
+        seen: list[list[Process]] = [descendants(driver.pid) for driver in drivers]
+        for processes in seen:
+            commands = " ".join(process.command for process in processes)
+            for part in ("raylet", "embedded.server", "ray::BufferActor", "ray::TrainRank", "reward_process"):
+                assert part in commands
+        drivers[0].send_signal(signal.SIGTERM)
+        assert drivers[0].wait(60) == 128 + signal.SIGTERM
+        assert holds_within(5, lambda: not any(process.alive() for process in seen[0]))
+        assert drivers[1].poll() is None  # the other run goes on
+        drivers[1].kill()
+        late = [process for process in seen[1] if not process.command.startswith(RAY_AGENTS)]
+        assert holds_within(15, lambda: not any(process.alive() for process in late))
+    finally:
+        for driver in drivers:
+            driver.kill()
+            driver.wait()
+
+
+BROKEN_PLUGINS = """
+import os, sys
+
+class Rollout:
+    uses_engine = False
+
+    def __init__(self, args):
+        if any("default_worker" in word for word in sys.argv) or os.environ.get("RAY_JOB_ID"):
+            raise LookupError("the judge's key is not set")
+
+    def __call__(self, args, rollout_id, buffer, evaluation=False):
+        return []
+"""
+
+
+def test_a_worker_that_cannot_be_set_up_ends_the_start_with_its_own_words_and_nothing_running(
+    train: Run, make_options: MakeOptions, tmp_path: Path
+) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(BROKEN_PLUGINS)
+    args = make_options(rollout_function_path=f"{path}:Rollout", eval_prompt_data=[], eval_interval=None)
+    before = {process.pid for process in descendants(os.getpid()) if process.command.startswith("ray::")}
+    with pytest.raises(BufferRLError, match="the judge's key is not set") as caught:
+        train(args)
+    assert isinstance(caught.value, WorkerError)
+
+    def gone() -> bool:
+        actors = ("ray::RolloutWorker", "ray::TrainRank", "ray::BufferActor")
+        mine = [process for process in descendants(os.getpid()) if process.command.startswith(actors)]
+        return {process.pid for process in mine} <= before
+
+    assert holds_within(30, gone)
+
+
+def test_a_folder_that_another_run_uses_is_refused_before_anything_starts(
+    train: Run, make_options: MakeOptions
+) -> None:
+    from buffer_rl.driver.process import sole_user
+
+    args = make_options()
+    with sole_user(Path(args.run_dir)), pytest.raises(ConfigError, match="another run is at work"):
+        train(args)
+    assert not (Path(args.run_dir) / "metrics.jsonl").exists()

@@ -1,0 +1,154 @@
+"""Groups of real actors, and the Buffer's client: deadlines, deaths and errors, each told by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import ray
+
+from buffer_rl.buffer.actor import start_buffer
+from buffer_rl.buffer.client import BufferClient
+from buffer_rl.cluster.worker_group import WorkerGroup
+from buffer_rl.config import dump_args
+from buffer_rl.errors import BufferStateError, DeadlineError, PluginError, TrainError, WorkerError
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import a test module
+
+
+class Member:
+    """An actor that does as it is told."""
+
+    def __init__(self, rank: int, broken: bool = False) -> None:
+        if broken:
+            raise PluginError("the module has no attribute 'scor'", hint="did you mean score?")
+        self._rank = rank
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def rank(self) -> int:
+        return self._rank
+
+    def fail(self, victim: int, kind: str) -> None:
+        if self._rank != victim:
+            threading.Event().wait()
+        if kind == "named":
+            raise TrainError("the loss is not finite")
+        if kind == "unexpected":
+            raise ZeroDivisionError("by zero")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(self) -> None:
+        threading.Event().wait()
+
+
+@contextmanager
+def group(count: int, **options: Any) -> Iterator[WorkerGroup]:
+    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(Member)
+    members = WorkerGroup("train", [remote.remote(rank) for rank in range(count)], **options)
+    try:
+        yield members
+    finally:
+        members.stop()
+
+
+def test_a_call_goes_to_all_members_or_to_the_next_one(ray_cluster: None) -> None:
+    with group(2, combine=lambda method, answers: answers) as members:
+        assert members.call("rank", timeout_s=60) == [0, 1]
+        in_turn = WorkerGroup("rollout", members.actors, one_at_a_time=True)
+        assert [in_turn.call("rank", timeout_s=60) for _ in range(3)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("named", TrainError, r"train 1\.fail: the loss is not finite"),
+        ("unexpected", WorkerError, r"(?s)train 1\.fail: ZeroDivisionError: by zero.*in fail"),
+        ("death", WorkerError, r"train 1\.fail: the process died"),
+    ],
+)
+def test_one_failing_member_ends_a_call_that_the_other_would_never_answer(
+    ray_cluster: None, kind: str, error: type[Exception], message: str
+) -> None:
+    with group(2) as members, pytest.raises(error, match=message):
+        members.call("fail", 1, kind, timeout_s=60)
+
+
+def test_a_member_that_hangs_is_named_at_the_deadline_and_stopped_though_it_never_says_farewell(
+    ray_cluster: None,
+) -> None:
+    with group(1) as members:
+        pid = members.call("pid", timeout_s=60)
+        with pytest.raises(DeadlineError, match=r"train\.hang: no answer within 0\.1 s"):
+            members.call("hang", timeout_s=0.1)
+        members.stop("rank", timeout_s=0.1)
+        wait_for_end(pid)
+        members.stop("rank", timeout_s=0.1)  # the members are gone: nothing is raised
+        with pytest.raises(WorkerError, match="died"):
+            members.call("rank", timeout_s=60)
+
+
+def test_a_constructor_that_fails_is_told_in_its_own_words(ray_cluster: None) -> None:
+    actor = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(Member).remote(0, broken=True)
+    with pytest.raises(WorkerError, match="has no attribute 'scor'"):
+        WorkerGroup("rollout", [actor]).call("rank", timeout_s=60)
+
+
+def wait_for_end(pid: int) -> None:
+    deadline = threading.Event()
+    for _ in range(300):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        deadline.wait(0.1)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def pid_of(actor: Any) -> int:
+    function = cast(Any, actor).__ray_call__
+    return int(ray.get(function.remote(lambda self: os.getpid()), timeout=60))
+
+
+def test_a_buffer_that_hangs_is_named_at_the_callers_deadline_and_a_repeat_changes_nothing(
+    ray_cluster: None, make_options: Callable[..., Any]
+) -> None:
+    actor = start_buffer(dump_args(make_options()))
+    client = BufferClient(actor, timeout_s=60)
+    ticket = client.generate(0)
+    pid = pid_of(actor)
+    hasty = BufferClient(actor, timeout_s=0.2)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineError, match=r"buffer: the Buffer did not answer get_samples within 0\.2 s"):
+            hasty.change("get_samples", ticket, 2)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    # The late call was executed. Its repeat, under the same caller and sequence, finds the same groups leased.
+    caller, sequence = hasty._caller, 0
+    groups = ray.get(actor.change.remote(caller, sequence, "get_samples", ticket, 2), timeout=60)
+    again = ray.get(actor.change.remote(caller, sequence, "get_samples", ticket, 2), timeout=60)
+    other = client.change("get_samples", ticket, 1)
+    assert [group.uid for group in again] == [group.uid for group in groups]
+    assert other[0].uid not in {group.uid for group in groups}
+    assert client.get_progress()["leased"] == 3
+    for leased in groups:
+        columns = {"tokens": [np.zeros(3, np.int32)], "loss_mask": [np.ones(2, np.float32)]}
+        client.change("finish", ticket, leased.uid, leased.attempt, [leased[0].row_id], columns)
+    with pytest.raises(BufferStateError, match="not leased"):
+        client.change("finish", ticket, groups[0].uid, groups[0].attempt, [groups[0][0].row_id], columns)
+    client.close_rollout(ticket)
+    assert client.get_data(0).row_ids == client.get_data(0).row_ids
+    ray.kill(actor)
+    with pytest.raises(WorkerError, match=r"buffer\.generate: the Buffer's process died"):
+        client.generate(1)

@@ -1,0 +1,85 @@
+"""The Buffer's process, called in this one: what is kept of answers, and what may be called."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buffer_rl.buffer.actor import CHANGES, READS, BufferActor
+from buffer_rl.buffer.state import BufferState
+from buffer_rl.config import compose, dump_args
+from buffer_rl.errors import BufferStateError, CheckpointError
+from buffer_rl.options import CORE_SECTIONS
+
+
+def make_actor(folder: Path) -> BufferActor:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(6)))
+    args: Any = compose(CORE_SECTIONS)(prompt_data=str(path), rollout_batch_size=2, n_samples_per_prompt=2)
+    return BufferActor(dump_args(args))
+
+
+class Caller:
+    def __init__(self, actor: BufferActor) -> None:
+        self._actor = actor
+        self._sequence = 0
+
+    def change(self, method: str, *args: Any) -> Any:
+        self._sequence += 1
+        return self._actor.change("me", self._sequence, method, *args)
+
+
+def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
+    actor = make_actor(tmp_path)
+    caller = Caller(actor)
+    ticket = caller.change("generate", 0, False)
+    payloads = []
+    for group in caller.change("get_samples", ticket, 2):
+        tokens = [np.zeros(5, dtype=np.int32) for _ in group]
+        payloads += [weakref.ref(row) for row in tokens]
+        columns = {"tokens": tokens, "loss_mask": [np.ones(2, dtype=np.float32) for _ in group]}
+        caller.change("finish", ticket, group.uid, group.attempt, [sample.row_id for sample in group], columns)
+        del tokens, columns
+    caller.change("close_rollout", ticket)
+    for rank in range(2):
+        assert len(actor.read("get_data", 0, rank, 2)) == 2
+    assert all(payload() is not None for payload in payloads)
+    caller.change("commit", 0, 1)
+    caller.change("release", 1)
+    gc.collect()
+    assert [payload() for payload in payloads] == [None] * 4
+
+
+def test_every_public_method_of_the_state_is_a_change_or_a_read() -> None:
+    own = {"state_dict", "load_state_dict", "counts", "get_progress"}  # reached by save, load and get_progress
+    public = {name for name, value in vars(BufferState).items() if callable(value) and not name.startswith("_")}
+    assert CHANGES.isdisjoint(READS)
+    assert public - own == (CHANGES | READS) - {"save", "load"}
+
+
+def test_anything_else_is_refused(tmp_path: Path) -> None:
+    actor = make_actor(tmp_path)
+    with pytest.raises(BufferStateError, match="no method 'commit' that reads"):
+        actor.read("commit", 0, 1)
+    with pytest.raises(BufferStateError, match="no method '_take' that changes"):
+        actor.change("me", 0, "_take")
+
+
+def test_what_was_saved_is_loaded_and_a_missing_state_is_an_error(tmp_path: Path) -> None:
+    first = make_actor(tmp_path)
+    caller = Caller(first)
+    ticket = caller.change("generate", 0, False)
+    leased = caller.change("get_samples", ticket, 2)
+    first.read("save", str(tmp_path))
+    again = Caller(make_actor(tmp_path))
+    again.change("load", str(tmp_path))
+    ticket = again.change("generate", 0, False)
+    assert [group.uid for group in again.change("get_samples", ticket, 2)] == [group.uid for group in leased]
+    with pytest.raises(CheckpointError, match=r"cannot be read.*absent|absent.*cannot be read"):
+        make_actor(tmp_path).change("me", 0, "load", str(tmp_path / "absent"))

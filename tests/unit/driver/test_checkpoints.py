@@ -1,0 +1,58 @@
+"""A run's checkpoint: what is asked of whom, and that errors keep their class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from buffer_rl.checkpoint import open_checkpoint
+from buffer_rl.config import compose
+from buffer_rl.driver.checkpoints import RunCheckpoints
+from buffer_rl.errors import BufferRLError, DeadlineError, TrainError
+from buffer_rl.options import CORE_SECTIONS
+
+
+class Ranks:
+    """A trainer group that writes a file for each call."""
+
+    def __init__(self, failure: BufferRLError | None = None) -> None:
+        self._failure = failure
+        self.limits: list[float] = []
+
+    def call(self, method: str, path: str, *, timeout_s: float) -> None:
+        self.limits.append(timeout_s)
+        if method == "save_hf" and self._failure is not None:
+            raise self._failure
+        Path(path).mkdir(exist_ok=True)
+        Path(path, method).write_text(method)
+
+
+class SavingBuffer:
+    def save(self, folder: str) -> None:
+        Path(folder, "buffer.json").write_text("{}")
+
+
+def checkpoints(folder: Path, ranks: Ranks) -> RunCheckpoints:
+    args: Any = compose(CORE_SECTIONS)(save=str(folder), train_timeout_s=17.0, lr=0.5)
+    return RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), train=cast(Any, ranks))
+
+
+def test_a_checkpoint_holds_the_ranks_the_model_the_buffer_and_the_options(tmp_path: Path) -> None:
+    ranks = Ranks()
+    checkpoints(tmp_path, ranks).save(12)
+    opened = open_checkpoint(tmp_path)
+    assert opened.step == 12
+    assert opened.facts["options"]["lr"] == 0.5
+    names = sorted(str(path.relative_to(opened.folder)) for path in opened.folder.rglob("*") if path.is_file())
+    assert names == ["buffer.json", "hf/save_hf", "manifest.json", "trainer/save"]
+    assert ranks.limits == [17.0, 17.0]
+
+
+@pytest.mark.parametrize("failure", [TrainError("asleep"), DeadlineError("no answer within 17 s", where="train.save")])
+def test_what_a_rank_raises_is_raised_as_it_is_and_nothing_is_left(tmp_path: Path, failure: BufferRLError) -> None:
+    with pytest.raises(type(failure)) as caught:
+        checkpoints(tmp_path, Ranks(failure)).save(1)
+    assert caught.value is failure
+    assert list(tmp_path.iterdir()) == []
