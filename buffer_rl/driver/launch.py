@@ -71,7 +71,7 @@ class _Run:
         self.rollouts_use_engine = bool(
             getattr(registry.resolve("rollout", args.rollout_function_path), "uses_engine", True)
         )
-        self.observer = stack.enter_context(RunObserver(args, registry))
+        self.observer = stack.enter_context(RunObserver(args, registry, checkpoint.step if checkpoint else None))
         # The engines load while Ray starts: they are separate processes and take the longest.
         self.fleet: EngineFleet | None = None
         if self.rollouts_use_engine or args.eval_prompt_data:
@@ -151,7 +151,7 @@ class _Run:
     def _watch_progress(self) -> None:
         progress = self.buffer.get_progress()
         if progress.get("wanted"):
-            self.observer.groups(progress["finished"], progress["wanted"])
+            self.observer.groups(progress["finished"], progress["wanted"], progress["dropped"])
 
     def _local(self, role: str, obj: object) -> LocalTarget:
         target = LocalTarget(role, obj)

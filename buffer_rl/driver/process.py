@@ -17,18 +17,20 @@ LOCK_NAME = ".lock"
 
 @contextmanager
 def termination_as_exception() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit for the length of the block, so that everything is taken down.
+    """Turn SIGTERM and SIGHUP (a closed terminal) into SystemExit for the length of the block, so that everything
+    is taken down.
 
-    Outside the main thread, where Python allows no handlers, SIGTERM keeps its meaning.
+    Outside the main thread, where Python allows no handlers, the signals keep their meaning.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, _exit)
+    previous = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
@@ -42,7 +44,10 @@ def sole_user(run_dir: Path) -> Iterator[None]:
     Two runs in one folder would read each other's weights. The lock ends with the process, however that ends.
     Raises ConfigError if another run has it.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder cannot be made: {error}", where="--run-dir") from error
     with (run_dir / LOCK_NAME).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -25,6 +25,7 @@ class Board:
     last_step: int | None = None
     groups_done: int = 0
     groups_wanted: int = 0
+    running_drops: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     drops: dict[str, int] = field(default_factory=dict)
     evals: dict[str, float] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class Board:
         if "rollout/raw_reward" in metrics:
             self.rewards.append(float(metrics["rollout/raw_reward"]))
         self.groups_done = 0
+        self.running_drops = {}
 
     def record_eval(self, metrics: Mapping[str, float], step: int) -> None:
         """Take over the results of the evaluation after ``step`` training steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,16 +29,17 @@ def set_aside(path: Path) -> Path | None:
 class JsonlWriter:
     """Appends records to a file; every line is flushed, so that a reader never waits for a buffer.
 
-    resume: go on with the file that is there, after cutting off a last line that a killed run left unfinished.
-    Otherwise an existing file is set aside. Safe to use from several threads.
+    keep: go on with the file that is there, keeping the records for which ``keep(record)`` is true; a last line
+    that a killed run left unfinished goes too. Where it is None, an existing file is set aside. Safe to use from
+    several threads.
     """
 
-    def __init__(self, path: Path, *, resume: bool = False) -> None:
+    def __init__(self, path: Path, *, keep: Callable[[Mapping[str, Any]], bool] | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if resume:
-            _cut_unfinished_line(path)
-        else:
+        if keep is None:
             set_aside(path)
+        elif path.exists():
+            _keep_records(path, keep)
         self.path = path
         self._lock = threading.Lock()
         self._file: TextIO = path.open("a", encoding="utf-8")
@@ -79,11 +80,23 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _cut_unfinished_line(path: Path) -> None:
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    complete = data.rfind(b"\n") + 1
-    if complete != len(data):
-        with path.open("r+b") as file:
-            file.truncate(complete)
+def records_before(resume_step: int | None, step_field: str) -> Callable[[Mapping[str, Any]], bool] | None:
+    """Which records of an earlier run stay when a run goes on after ``resume_step`` steps; None keeps no file.
+
+    Step ``r`` of training is the work of rollout ``r``, so it stays if it is below; an evaluation at step ``r`` is of
+    the weights after ``r`` steps, so the one at ``resume_step`` itself stays as well.
+    """
+    if resume_step is None:
+        return None
+    last_eval, last_step = resume_step, resume_step - 1
+    return lambda record: record[step_field] <= (last_eval if record.get("kind") == "eval" else last_step)
+
+
+def _keep_records(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Rewrite ``path`` with the records to keep; it is replaced in one go."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        for record in read_jsonl(path):
+            if keep(record):
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    temporary.replace(path)

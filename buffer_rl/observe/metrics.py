@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.contracts import MetricLogger
-from buffer_rl.observe.files import JsonlWriter, read_jsonl
+from buffer_rl.observe.files import JsonlWriter, read_jsonl, records_before
 
 METRICS_FILE = "metrics.jsonl"
 _log = logging.getLogger(__name__)
@@ -23,11 +23,13 @@ _log = logging.getLogger(__name__)
 class MetricsFile:
     """Writes ``metrics.jsonl`` in a run's folder: ``{"step": 3, "kind": "train", "train/loss": 0.12, ...}``.
 
-    resume: append to the file that is there; otherwise an existing one is kept aside as ``metrics.N.jsonl``.
+    resume_step: append to the file that is there, which then ends with the checkpoint after that many steps: what
+    an earlier run did beyond it is done again. Where it is None, an existing file is kept aside as
+    ``metrics.N.jsonl``.
     """
 
-    def __init__(self, run_dir: str | Path, *, resume: bool = False) -> None:
-        self._writer = JsonlWriter(Path(run_dir) / METRICS_FILE, resume=resume)
+    def __init__(self, run_dir: str | Path, *, resume_step: int | None = None) -> None:
+        self._writer = JsonlWriter(Path(run_dir) / METRICS_FILE, keep=records_before(resume_step, "step"))
         self.path = self._writer.path
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
@@ -55,9 +57,9 @@ class MetricHub:
     """
 
     def __init__(
-        self, run_dir: str | Path, loggers: Mapping[str, MetricLogger] | None = None, *, resume: bool = False
+        self, run_dir: str | Path, loggers: Mapping[str, MetricLogger] | None = None, *, resume_step: int | None = None
     ) -> None:
-        self._file = MetricsFile(run_dir, resume=resume)
+        self._file = MetricsFile(run_dir, resume_step=resume_step)
         self._loggers = dict(loggers or {})
 
     @property

@@ -16,15 +16,17 @@ from buffer_rl.plugins import PluginRegistry
 
 
 class RunObserver:
-    """See ``buffer_rl.driver.driver.Observer``. A context manager; a resumed run appends to its files."""
+    """See ``buffer_rl.driver.driver.Observer``. A context manager.
 
-    def __init__(self, args: Any, registry: PluginRegistry) -> None:
+    resume_step: steps of the checkpoint that the run goes on from; its files are then continued from there.
+    """
+
+    def __init__(self, args: Any, registry: PluginRegistry, resume_step: int | None = None) -> None:
         run_dir = str(args.run_dir)
-        resume = args.load is not None
         loggers = {name: registry.resolve("logger", name)(args, run_dir) for name in args.logger}
         self._registry = registry
-        self._metrics = MetricHub(run_dir, loggers, resume=resume)
-        self._dump = SampleDump(run_dir, resume=resume)
+        self._metrics = MetricHub(run_dir, loggers, resume_step=resume_step)
+        self._dump = SampleDump(run_dir, resume_step=resume_step)
         self._progress = Progress(args.progress, args.num_rollout, title=f"buffer-rl · {Path(run_dir).name}")
         self._stack = ExitStack()
 
@@ -47,9 +49,9 @@ class RunObserver:
         """The driver entered a phase."""
         self._progress.phase(name)
 
-    def groups(self, done: int, wanted: int) -> None:
-        """How many groups of the running rollout are finished."""
-        self._progress.groups(done, wanted)
+    def groups(self, done: int, wanted: int, drops: Mapping[str, int]) -> None:
+        """How many groups of the running rollout are finished, and how many were dropped for which reason."""
+        self._progress.groups(done, wanted, drops)
 
     def rollout_ended(
         self, rollout_id: int, evaluation: bool, metrics: Mapping[str, float], samples: list[dict[str, Any]]

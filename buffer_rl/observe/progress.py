@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
@@ -84,10 +85,11 @@ class Progress:
         with self._lock:
             self._board.total_steps = total_steps
 
-    def groups(self, done: int, wanted: int) -> None:
-        """How many of the current rollout's groups are finished."""
+    def groups(self, done: int, wanted: int, drops: Mapping[str, int] = MappingProxyType({})) -> None:
+        """How many of the current rollout's groups are finished, and how many were dropped, by reason."""
         with self._lock:
             self._board.groups_done, self._board.groups_wanted = done, wanted
+            self._board.running_drops = dict(drops)
 
     def step(self, metrics: Mapping[str, float], step: int) -> None:
         """Training step ``step`` (counted from 0) has ended with these metrics."""
@@ -173,7 +175,7 @@ def _figures(board: Board) -> Table:
         if "perf/step_time" in metrics:
             speed.append(f"{metrics['perf/step_time']:.1f} s a step")
         grid.add_row("speed", Text("  ".join(speed)))
-    if board.drops:
-        dropped = "  ".join(f"{count} {reason}" for reason, count in sorted(board.drops.items()))
+    if drops := Counter(board.drops) + Counter(board.running_drops):
+        dropped = "  ".join(f"{count} {reason}" for reason, count in sorted(drops.items()))
         grid.add_row("dropped", Text(f"{dropped}  (groups, whole run)"))
     return grid

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.observe.files import JsonlWriter
+from buffer_rl.observe.files import JsonlWriter, records_before
 from buffer_rl.types import Sample
 
 SAMPLES_FILE = "samples.jsonl"
@@ -31,10 +31,10 @@ def sample_record(sample: Sample) -> dict[str, Any]:
 
 
 class SampleDump:
-    """Writes ``samples.jsonl`` in a run's folder. ``resume`` as in ``MetricsFile``."""
+    """Writes ``samples.jsonl`` in a run's folder. ``resume_step`` as in ``MetricsFile``."""
 
-    def __init__(self, run_dir: str | Path, *, resume: bool = False) -> None:
-        self._writer = JsonlWriter(Path(run_dir) / SAMPLES_FILE, resume=resume)
+    def __init__(self, run_dir: str | Path, *, resume_step: int | None = None) -> None:
+        self._writer = JsonlWriter(Path(run_dir) / SAMPLES_FILE, keep=records_before(resume_step, "rollout_id"))
         self.path = self._writer.path
 
     def write(self, rollout_id: int, samples: Iterable[Mapping[str, Any]]) -> None:

@@ -15,12 +15,13 @@ from buffer_rl.driver.process import sole_user, termination_as_exception
 from buffer_rl.errors import ConfigError
 
 
-def test_sigterm_becomes_an_exit_with_status_143_and_the_handler_is_put_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_to_end_becomes_an_exit_with_its_status_and_the_handler_is_put_back(number: int, status: int) -> None:
+    before = signal.getsignal(number)
     with pytest.raises(SystemExit) as caught, termination_as_exception():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert caught.value.code == 143
-    assert signal.getsignal(signal.SIGTERM) is before
+        os.kill(os.getpid(), number)
+    assert caught.value.code == status
+    assert signal.getsignal(number) is before
 
 
 def test_outside_the_main_thread_no_handler_is_set_and_none_is_needed() -> None:

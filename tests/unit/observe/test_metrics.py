@@ -75,19 +75,35 @@ def test_a_logger_that_fails_is_named_once_closed_and_dropped_while_the_others_g
 
 
 def test_a_fresh_run_keeps_the_earlier_file_aside_and_a_resumed_one_appends(tmp_path):
-    for step, resume in ((0, False), (1, True), (0, False)):
-        file = MetricsFile(tmp_path, resume=resume)
+    for step, resume in ((0, None), (1, 1), (0, None)):
+        file = MetricsFile(tmp_path, resume_step=resume)
         file.write({"train/loss": float(step)}, step)
         file.close()
     assert [record["step"] for record in read_metrics(tmp_path)] == [0]
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.1.jsonl")] == [0, 1]
 
 
+def test_a_resumed_run_replaces_what_was_done_beyond_its_checkpoint(tmp_path):
+    file = MetricsFile(tmp_path)
+    for step in range(5):
+        file.write({"eval/dev": 0.1}, step)
+        file.write({"train/loss": 1.0}, step)
+    file.close()
+    file = MetricsFile(tmp_path, resume_step=3)
+    file.write({"train/loss": 2.0}, 3)
+    file.close()
+    records = [(record["kind"], record["step"]) for record in read_metrics(tmp_path)]
+    train = [("train", 0), ("train", 1), ("train", 2)]
+    assert [record for record in records if record[0] == "train"] == [*train, ("train", 3)]
+    assert [record for record in records if record[0] == "eval"] == [("eval", step) for step in range(4)]
+    assert read_metrics(tmp_path)[-1]["train/loss"] == 2.0
+
+
 def test_a_line_that_a_killed_run_left_unfinished_is_neither_read_nor_kept_on_resume(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "kind": "train"}\n{"step": 1, "ki')
     assert [record["step"] for record in read_metrics(path)] == [0]
-    file = MetricsFile(tmp_path, resume=True)
+    file = MetricsFile(tmp_path, resume_step=9)
     file.write({"train/loss": 2.0}, 1)
     file.close()
     assert [record["step"] for record in read_metrics(path)] == [0, 1]

@@ -52,6 +52,16 @@ def test_plain_mode_writes_one_line_a_step_and_one_an_evaluation():
     ]
 
 
+def test_drops_of_the_running_rollout_show_at_once_and_count_once():
+    progress = Progress("rich", 10, "my run", console=_console())
+    progress.groups(0, 32, {"zero_std": 2})
+    assert "2 zero_std" in _rendered(progress)
+    progress.step(STEP, 0)
+    assert "3 zero_std" in _rendered(progress)
+    progress.groups(1, 32, {"zero_std": 4})
+    assert "7 zero_std" in _rendered(progress)
+
+
 def test_mode_none_writes_nothing():
     console = _console(terminal=True)
     with Progress("none", 10, "my run", console=console) as progress:
