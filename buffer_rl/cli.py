@@ -17,13 +17,7 @@ from collections.abc import Sequence
 from buffer_rl.config import did_you_mean
 from buffer_rl.configuration.help import FlagParser, flags_of, normalise_flags, refuse_unknown
 from buffer_rl.errors import BufferRLError, ConfigError
-
-# Verb to summary. The module ``buffer_rl.verbs.VERB`` has ``add_parser(subparsers, argv)``, which sets ``run``.
-VERBS = {
-    "train": "train a model",
-    "plugins": "list and check plugins",
-    "data": "validate and show data files",
-}
+from buffer_rl.verbs.table import VERBS
 
 
 def main(argv: Sequence[str] | None = None) -> int:

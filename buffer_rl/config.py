@@ -14,10 +14,11 @@ import difflib
 import functools
 import importlib
 import json
+import types
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
 from buffer_rl.errors import ConfigError
 
@@ -30,6 +31,12 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
     heading: ClassVar[str] = ""
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _one_text_is_a_list_of_one(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields.get(info.field_name or "")
+        return [value] if isinstance(value, str) and field is not None and _is_list(field.annotation) else value
+
 
 class Options(Section):
     """Base of the classes that ``compose`` makes: ``args`` is an ``Options`` and each of its sections.
@@ -41,6 +48,11 @@ class Options(Section):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return load_args, (dump_args(self),)
+
+
+def _is_list(annotation: Any) -> bool:
+    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    return any(get_origin(member) is list for member in members)
 
 
 def option(default: Any, help: str, *, kind: str = "", metavar: str = "", short: str = "", **constraints: Any) -> Any:

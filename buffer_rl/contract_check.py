@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from buffer_rl.errors import RewardError, RolloutError
 from buffer_rl.resolution.errors import short_repr
-from buffer_rl.types import FilterDecision, RolloutOutput, SampleGroup
+from buffer_rl.types import FilterDecision, GroupUid, RolloutOutput, Sample, SampleGroup
 
 
 def check_reward(value: object, *, where: str) -> float | dict[str, float]:
@@ -32,16 +36,26 @@ def check_reward(value: object, *, where: str) -> float | dict[str, float]:
     return rewards
 
 
+def check_group_rewards(value: object, count: int, *, where: str) -> list[float]:
+    """The rewards of a group's ``count`` samples, in order: finite numbers. Raises RewardError otherwise."""
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes) or len(value) != count:
+        raise RewardError(f"the reward is {short_repr(value)}", where=where, expected=f"a list of {count} numbers")
+    return [_finite_number(entry, f"{where}, entry {i}") for i, entry in enumerate(value)]
+
+
 def check_filter_decision(value: object, *, where: str) -> FilterDecision:
-    """The decision of a dynamic sampling filter; a bare boolean is accepted. Raises RolloutError otherwise."""
+    """The decision of a dynamic sampling filter; a bare boolean and any object with ``keep`` and perhaps ``reason``
+    are accepted. Raises RolloutError otherwise."""
     if isinstance(value, FilterDecision):
         keep = _as_bool(value.keep)
         if keep is not None and isinstance(value.reason, str):
             return FilterDecision(keep=keep, reason=value.reason)
-    else:
-        keep = _as_bool(value)
-        if keep is not None:
-            return FilterDecision(keep=keep)
+    elif (keep := _as_bool(value)) is not None:
+        return FilterDecision(keep=keep)
+    elif (keep := _as_bool(getattr(value, "keep", None))) is not None:  # a record of slime's or of the user's own
+        reason = getattr(value, "reason", None)
+        if reason is None or isinstance(reason, str):
+            return FilterDecision(keep=keep, reason=reason or "")
     raise RolloutError(
         f"the filter returned {short_repr(value)}",
         where=where,
@@ -50,31 +64,67 @@ def check_filter_decision(value: object, *, where: str) -> FilterDecision:
     )
 
 
-def check_rollout_output(value: object, *, where: str) -> RolloutOutput:
-    """The output of a rollout function; a bare list of groups is accepted. Raises RolloutError otherwise."""
-    if isinstance(value, RolloutOutput):
-        groups, metrics = value.groups, value.metrics
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes | SampleGroup):
-        groups, metrics = list(value), {}
-    else:
-        raise RolloutError(
-            f"the rollout function returned {short_repr(value)}",
-            where=where,
-            expected="RolloutOutput(groups=[...], metrics={...}), or a list of SampleGroup",
-            hint="return RolloutOutput() if every group was reported with buffer.finish" if value is None else "",
-        )
+def check_rollout_output(
+    value: object, *, where: str, leased: Mapping[GroupUid, SampleGroup] | None = None
+) -> RolloutOutput:
+    """The output of a rollout function; a bare list of groups is accepted, and an object with ``samples`` and
+    ``metrics``.
+
+    A group may be a plain list of its samples if ``leased`` has its lease. Raises RolloutError otherwise.
+    """
+    groups, metrics = _groups_and_metrics(value, where)
+    checked: list[SampleGroup] = []
     seen: set[object] = set()
-    for position, group in enumerate(groups):
-        if not isinstance(group, SampleGroup):
+    for position, entry in enumerate(groups):
+        group = as_leased_group(entry, leased or {})
+        if group is None:
             raise RolloutError(
-                f"entry {position} of the returned groups is {short_repr(group)}",
+                f"entry {position} of the returned groups is {short_repr(entry)}",
                 where=where,
-                expected="SampleGroup, as buffer.get_samples handed it out",
+                expected="SampleGroup, as buffer.get_samples handed it out, or the list of its samples",
             )
         if group.uid in seen:
             raise RolloutError(f"the group {group.uid} was returned twice", where=where, expected="each group once")
         seen.add(group.uid)
-    return RolloutOutput(groups=list(groups), metrics=_check_metrics(metrics, where))
+        checked.append(group)
+    return RolloutOutput(groups=checked, metrics=_check_metrics(metrics, where))
+
+
+def as_leased_group(value: object, leased: Mapping[GroupUid, SampleGroup]) -> SampleGroup | None:
+    """A group as it is; a list of samples of one leased group as that lease with these samples; else None.
+
+    Several samples with one ``sample_index`` become its parts, numbered in order.
+    """
+    if isinstance(value, SampleGroup):
+        return value
+    if not isinstance(value, list) or not all(isinstance(sample, Sample) for sample in value):
+        return None
+    uids = {sample.uid for sample in value}
+    lease = leased.get(uid) if len(uids) == 1 and (uid := uids.pop()) is not None else None
+    if lease is None:
+        return None
+    parts: Counter[int] = Counter()
+    for sample in value:
+        sample.part = parts[sample.sample_index]
+        parts[sample.sample_index] += 1
+    return replace(lease, samples=list(value))
+
+
+def _groups_and_metrics(value: object, where: str) -> tuple[list[object], object]:
+    if isinstance(value, RolloutOutput):
+        return list(value.groups), value.metrics
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | SampleGroup):
+        return list(value), {}
+    samples = getattr(value, "samples", None)
+    if isinstance(samples, list) and not isinstance(value, SampleGroup):
+        metrics = getattr(value, "metrics", None)
+        return samples, {} if metrics is None else metrics
+    raise RolloutError(
+        f"the rollout function returned {short_repr(value)}",
+        where=where,
+        expected="RolloutOutput(groups=[...], metrics={...}), or a list of SampleGroup",
+        hint="return RolloutOutput() if every group was reported with buffer.finish" if value is None else "",
+    )
 
 
 def _check_metrics(metrics: object, where: str) -> dict[str, float]:

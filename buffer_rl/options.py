@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from buffer_rl.buffer.options import BufferOptions
     from buffer_rl.config import Options
     from buffer_rl.data.options import DataOptions
-    from buffer_rl.driver.options import RunOptions
+    from buffer_rl.driver.options import DebugOptions, RunOptions
     from buffer_rl.engine.options import EngineOptions
     from buffer_rl.observe.options import ObserveOptions
     from buffer_rl.rollout.options import EvalOptions, RewardOptions, RolloutOptions
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         LossOptions,
         WeightOptions,
         ObserveOptions,
+        DebugOptions,
         Options,
     ):
         """What ``args`` is for a type checker. The class itself is composed at run time, plugins' sections included."""
@@ -46,4 +47,5 @@ CORE_SECTIONS: tuple[str, ...] = (
     "buffer_rl.train.options:LossOptions",
     "buffer_rl.weights.options:WeightOptions",
     "buffer_rl.observe.options:ObserveOptions",
+    "buffer_rl.driver.options:DebugOptions",
 )

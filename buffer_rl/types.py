@@ -142,6 +142,8 @@ class SampleGroup(Sequence[Sample]):
 
     attempt and incarnation identify the lease: the Buffer refuses a report whose lease is not the live one.
     data_set names the evaluation set that the group comes from; it is empty for training groups.
+    sampling_params: what that set says about sampling, under the names of SGLang's protocol; it is stronger than the
+    options.
     """
 
     uid: GroupUid
@@ -149,6 +151,7 @@ class SampleGroup(Sequence[Sample]):
     attempt: int = 1
     incarnation: str = ""
     data_set: str = ""
+    sampling_params: dict[str, Any] = field(default_factory=dict)
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...
@@ -181,6 +184,24 @@ class SampleGroup(Sequence[Sample]):
             if s.part == 0
         ]
         return replace(self, samples=fresh)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueHeader:
+    """What a buffer filter sees of one queued group.
+
+    admitted: running number that the data source gave the group. prompt_length: characters of its text (the Buffer
+    has no tokenizer). attempts: leases so far.
+    reward: mean reward of an earlier attempt; None if there is none.
+    version: the oldest weights that its tokens were sampled from; None for a group without tokens.
+    """
+
+    uid: GroupUid
+    admitted: int
+    prompt_length: int
+    attempts: int = 0
+    reward: float | None = None
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

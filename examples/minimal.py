@@ -31,7 +31,7 @@ from buffer_rl.buffer.ledger import MemoryLedger
 from buffer_rl.buffer.pool import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import Options, compose
-from buffer_rl.data.source import EvalSource, JsonlDataSource
+from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.engine.embedded.model import FastDecoder
 from buffer_rl.engine.embedded.request import Request
 from buffer_rl.engine.embedded.sampling import SamplingParams
@@ -170,7 +170,7 @@ def accuracy(engine: Engine, groups: list[SampleGroup], version: int) -> float:
 def make_buffer(args: Any) -> BufferState:
     """The Buffer's logic; a real run puts it into a Ray actor of its own."""
     return BufferState(
-        JsonlDataSource(args),
+        PromptDataSource(args),
         ledger=MemoryLedger(),
         plane=LocalDataPlane(),
         eval_plane=LocalDataPlane(),

@@ -18,7 +18,7 @@ from buffer_rl.buffer.ledger import MemoryLedger
 from buffer_rl.buffer.pool import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import load_args
-from buffer_rl.data.source import EvalSource, JsonlDataSource
+from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
 
 CHANGES = frozenset(
@@ -28,6 +28,7 @@ CHANGES = frozenset(
         "add_samples",
         "finish",
         "reject",
+        "adopt",
         "close_rollout",
         "put_fields",
         "clear",
@@ -43,6 +44,7 @@ READS = frozenset(
         # payloads of a whole step, too large to keep.
         "get_data",
         "get_eval_data",
+        "get_headers",
         "get_metadata",
         "get_buffer_length",
         "get_num_rollout_per_epoch",
@@ -58,7 +60,7 @@ class BufferActor:
 
     def __init__(self, args_text: str) -> None:
         args: Any = load_args(args_text)
-        source = JsonlDataSource(args) if args.prompt_data else None
+        source = PromptDataSource(args) if args.prompt_data else None
         self._state = BufferState(
             source,
             ledger=MemoryLedger(),

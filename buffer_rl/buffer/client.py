@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import ray
 
 from buffer_rl.errors import BufferRLError, DeadlineError, WorkerError
-from buffer_rl.types import Column, GroupUid, RolloutReport, RowId, SampleGroup, Ticket, TrainBatch
+from buffer_rl.types import Column, GroupUid, QueueHeader, RolloutReport, RowId, SampleGroup, Ticket, TrainBatch
 
 
 class BufferClient:
@@ -57,9 +57,15 @@ class BufferClient:
         """Select the step's groups; see ``BufferState.close_rollout``."""
         return self.change("close_rollout", ticket)  # type: ignore[no-any-return]
 
-    def get_data(self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1) -> TrainBatch:
-        """One rank's share of a step; see ``DataPool.share``."""
-        return self.read("get_data", rollout_id, dp_rank, dp_size)  # type: ignore[no-any-return]
+    def adopt(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
+        """Take groups over that were finished elsewhere; see ``BufferState.adopt``."""
+        self.change("adopt", ticket, list(row_ids), dict(columns))
+
+    def get_data(
+        self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1, num_steps: int = 1, step: int = 0
+    ) -> TrainBatch:
+        """One rank's share of mini-batch ``step`` of ``num_steps``; see ``DataPool.share``."""
+        return self.read("get_data", rollout_id, dp_rank, dp_size, num_steps, step)  # type: ignore[no-any-return]
 
     def get_eval_data(self, rollout_id: int) -> TrainBatch:
         """All rows of an evaluation."""
@@ -137,13 +143,20 @@ class GroupEncoder(Protocol):
     def encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]: ...
 
 
+ChooseQueued = Callable[[list[QueueHeader], int], list[GroupUid]]
+"""A buffer filter: of the queue's headers, which groups to lease next, in order."""
+
+
 class RolloutClient:
     """The ``buffer`` of one rollout (see ``buffer_rl.contracts.RolloutBuffer``)."""
 
-    def __init__(self, client: BufferClient, ticket: Ticket, encoder: GroupEncoder) -> None:
+    def __init__(
+        self, client: BufferClient, ticket: Ticket, encoder: GroupEncoder, choose: ChooseQueued | None = None
+    ) -> None:
         self._client = client
         self._ticket = ticket
         self._encoder = encoder
+        self._choose = None if ticket.evaluation else choose
         self.finished: dict[GroupUid, SampleGroup] = {}
 
     @property
@@ -152,12 +165,20 @@ class RolloutClient:
         return self._ticket
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
-        """Lease groups."""
-        return self._client.change("get_samples", self._ticket, num_samples)  # type: ignore[no-any-return]
+        """Lease groups; the queued ones that the buffer filter chooses come first."""
+        chosen = None
+        if self._choose is not None and (headers := self._client.read("get_headers")):
+            chosen = self._choose(headers, num_samples)
+        return self._client.change("get_samples", self._ticket, num_samples, chosen)  # type: ignore[no-any-return]
 
     async def aget_samples(self, num_samples: int) -> list[SampleGroup]:
-        """Lease groups."""
-        return await self._client.achange("get_samples", self._ticket, num_samples)  # type: ignore[no-any-return]
+        """Lease groups; the queued ones that the buffer filter chooses come first."""
+        chosen = None
+        if self._choose is not None and (headers := await self._client.aread("get_headers")):
+            chosen = await asyncio.to_thread(self._choose, headers, num_samples)
+        return await self._client.achange(  # type: ignore[no-any-return]
+            "get_samples", self._ticket, num_samples, chosen
+        )
 
     def add_samples(self, groups: Sequence[SampleGroup]) -> None:
         """Give leased groups back."""

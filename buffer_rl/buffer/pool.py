@@ -113,39 +113,42 @@ class DataPool:
         self.uids = sorted(uids)
         self._plane = plane
         self._require_equal_fields()
-        self._assignments: dict[int, list[list[int]]] = {}
+        self._assignments: dict[tuple[int, int, int], list[list[int]]] = {}
 
-    def row_ids(self) -> list[RowId]:
-        """All rows of the task, ordered by (uid, sample, part)."""
-        return [row for uid in self.uids for row in self._plane.rows(uid)]
+    def batch(self, num_steps: int = 1, step: int = 0) -> TrainBatch:
+        """The rows of the task, with the fields that every group has by now.
 
-    def batch(self) -> TrainBatch:
-        """All rows of the task, with the fields that every group has by now."""
-        groups = [self._plane.columns(uid) for uid in self.uids]
+        num_steps, step: the rows of mini-batch ``step`` of ``num_steps`` alone, as if they were the whole task: the
+        groups are cut, in uid order, into parts of equal size, of which the first ones have one more where the number
+        does not divide. Raises BufferStateError if there is no such mini-batch.
+        """
+        uids = self._mini_batch(num_steps, step)
+        groups = [self._plane.columns(uid) for uid in uids]
         common = [name for name in groups[0] if all(name in columns for columns in groups)]
         columns = concat_columns([{name: columns[name] for name in common} for columns in groups])
         total_tokens = int(sum(float(np.sum(mask)) for mask in columns["loss_mask"]))
         return TrainBatch(
             rollout_id=self.rollout_id,
             task=self.task,
-            row_ids=self.row_ids(),
+            row_ids=[row for uid in uids for row in self._plane.rows(uid)],
             columns=columns,
             total_rows=len(columns["loss_mask"]),
             total_tokens=total_tokens,
         )
 
-    def share(self, dp_rank: int, dp_size: int) -> TrainBatch:
-        """The rows of one data-parallel rank, balanced by tokens. The first call fixes the assignment for
-        ``dp_size``; repeats return the same rows. Raises BufferStateError if there are fewer rows than ranks."""
+    def share(self, dp_rank: int, dp_size: int, num_steps: int = 1, step: int = 0) -> TrainBatch:
+        """The rows of one data-parallel rank in mini-batch ``step`` of ``num_steps`` (see ``batch``), balanced by
+        tokens. The first call fixes the assignment; repeats return the same rows. Raises BufferStateError if there
+        are fewer rows than ranks."""
         if not 0 <= dp_rank < dp_size:
             raise BufferStateError(f"rank {dp_rank} of {dp_size} does not exist", where=self.task)
-        batch = self.batch()
-        if dp_size not in self._assignments:
+        batch = self.batch(num_steps, step)
+        key = (dp_size, num_steps, step)
+        if key not in self._assignments:
             if len(batch) < dp_size:
                 raise BufferStateError(f"{len(batch)} rows cannot be shared among {dp_size} ranks", where=self.task)
-            parts = balanced_partition(batch.lengths, dp_size)
-            self._assignments[dp_size] = [sorted(part) for part in parts]
-        return batch.select(self._assignments[dp_size][dp_rank])
+            self._assignments[key] = balanced_partition(batch.lengths, dp_size)
+        return batch.select(self._assignments[key][dp_rank])
 
     def put_fields(self, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
         """Add derived ragged fields (one array a row) for ``row_ids``, in any order.
@@ -166,6 +169,20 @@ class DataPool:
                 by_group.setdefault(uid, {})[position] = value
             for uid, rows in by_group.items():
                 self._plane.put_field(uid, name, rows)
+
+    def _mini_batch(self, num_steps: int, step: int) -> list[GroupUid]:
+        if not 0 <= step < num_steps:
+            raise BufferStateError(f"mini-batch {step} of {num_steps} does not exist", where=self.task)
+        if len(self.uids) < num_steps:
+            raise BufferStateError(
+                f"{len(self.uids)} groups cannot be split into {num_steps} mini-batches",
+                where=self.task,
+                expected="at least one group for each optimizer step",
+                hint="lower --num-steps-per-rollout, or finish more groups",
+            )
+        size, larger = divmod(len(self.uids), num_steps)
+        start = step * size + min(step, larger)
+        return self.uids[start : start + size + (step < larger)]
 
     def _require_equal_fields(self) -> None:
         """Derived fields come later and one by one; the producer's fields must be alike from the start."""

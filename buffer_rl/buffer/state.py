@@ -6,6 +6,7 @@ that a refused request changes nothing.
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,17 @@ from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.buffer.ledger import GroupState, Ledger
 from buffer_rl.buffer.pool import DataPlane, DataPool
 from buffer_rl.errors import BufferStateError, CheckpointError
-from buffer_rl.types import Column, GroupUid, RolloutReport, RowId, SampleGroup, Ticket, TrainBatch
+from buffer_rl.types import (
+    Column,
+    GroupUid,
+    QueueHeader,
+    RolloutReport,
+    RowId,
+    SampleGroup,
+    Ticket,
+    TrainBatch,
+    take_rows,
+)
 
 FORMAT = 1
 """Version of ``state_dict``; a file of another version is refused."""
@@ -106,12 +117,27 @@ class BufferState:
         self._open[ticket.task] = OpenRollout(ticket=ticket, waiting=groups)
         return ticket
 
-    def get_samples(self, ticket: Ticket, num_samples: int) -> list[SampleGroup]:
-        """Lease up to ``num_samples`` groups: from the queue first, then from the data source."""
+    def get_headers(self) -> list[QueueHeader]:
+        """What a buffer filter sees: the queue's groups, the next one first."""
+        return [header_of(group) for group in self._queue]
+
+    def get_samples(
+        self, ticket: Ticket, num_samples: int, chosen: Sequence[GroupUid] | None = None
+    ) -> list[SampleGroup]:
+        """Lease up to ``num_samples`` groups: from the queue first, then from the data source.
+
+        chosen: which queued groups to take, in this order, in place of the first ones; those that are no longer
+        queued are passed over.
+        """
         rollout = self._rollout(ticket)
         if num_samples < 0:
             raise BufferStateError(f"{num_samples} groups were asked for", where=ticket.task)
-        groups = [] if num_samples == 0 else self._take(rollout, num_samples)
+        if chosen is not None and not ticket.evaluation:
+            self._bring_forward(list(dict.fromkeys(chosen))[:num_samples])
+            num_queued = sum(group.uid in set(chosen) for group in itertools.islice(self._queue, num_samples))
+        else:
+            num_queued = num_samples
+        groups = [] if num_samples == 0 else self._take(rollout, num_samples, num_queued)
         leased = []
         for group in groups:
             attempt = 1 if ticket.evaluation else self._ledger.lease(group.uid, ticket.rollout_id)
@@ -153,6 +179,36 @@ class BufferState:
         self._live(rollout, uid, attempt)
         self._reject(rollout, uid, attempt, reason)
 
+    def adopt(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
+        """Store groups that were finished elsewhere, such as in the run that recorded them. They are leased and
+        finished at once, past the data source; one that waits in the queue leaves it.
+
+        Raises BufferStateError, with nothing changed, for an evaluation, for more groups than the step trains on, or
+        if one of them is not pending."""
+        rollout = self._rollout(ticket)
+        rows: dict[GroupUid, list[int]] = {}
+        for index, row in enumerate(row_ids):
+            rows.setdefault(row.uid, []).append(index)
+        if ticket.evaluation or len(rows) > ticket.num_groups:
+            raise BufferStateError(
+                f"{len(rows)} groups cannot be taken over",
+                where=ticket.task,
+                expected=f"a training step of at most {ticket.num_groups} groups",
+                hint=f"the rows fit --rollout-batch-size {len(rows)}",
+            )
+        for uid in rows:
+            if (state := self._ledger.entry(uid).state) is not GroupState.PENDING:
+                raise BufferStateError(f"group {uid} cannot be taken over: it is {state}", where=ticket.task)
+        self._queue = deque(group for group in self._queue if group.uid not in rows)
+        for uid, indices in rows.items():
+            attempt = self._ledger.lease(uid, ticket.rollout_id)
+            self._ledger.finish(uid, attempt)
+            stored = {name: take_rows(column, indices) for name, column in columns.items()}
+            self._planes[False].put(uid, [row_ids[index] for index in indices], stored)
+            group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self.incarnation)
+            rollout.leases[uid] = Lease(group=group, admitted=self._admitted, finished=True)
+            self._admitted += 1
+
     def close_rollout(self, ticket: Ticket) -> RolloutReport:
         """Select the step's groups: the oldest finished ones. Surplus goes back to the queue as prompts; what was
         leased and never mentioned again is rejected as ``unreported``."""
@@ -183,9 +239,12 @@ class BufferState:
 
     # -- pools ---------------------------------------------------------------------------------------
 
-    def get_data(self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1) -> TrainBatch:
-        """The share of one data-parallel rank; repeats return the same rows (see ``DataPool.share``)."""
-        return self._pool(f"train_{rollout_id}").share(dp_rank, dp_size)
+    def get_data(
+        self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1, num_steps: int = 1, step: int = 0
+    ) -> TrainBatch:
+        """The share of one data-parallel rank in one mini-batch; repeats return the same rows (see
+        ``DataPool.share``)."""
+        return self._pool(f"train_{rollout_id}").share(dp_rank, dp_size, num_steps, step)
 
     def get_eval_data(self, rollout_id: int) -> TrainBatch:
         """All rows of an evaluation."""
@@ -319,9 +378,17 @@ class BufferState:
 
     # -- helpers -------------------------------------------------------------------------------------
 
-    def _take(self, rollout: OpenRollout, num_samples: int) -> list[SampleGroup]:
+    def _bring_forward(self, uids: Sequence[GroupUid]) -> None:
+        """Move queued groups to the front, in the order of ``uids``; the others keep theirs."""
+        by_uid = {group.uid: group for group in self._queue}
+        front = [by_uid[uid] for uid in uids if uid in by_uid]
+        moved = {group.uid for group in front}
+        self._queue = deque([*front, *(group for group in self._queue if group.uid not in moved)])
+
+    def _take(self, rollout: OpenRollout, num_samples: int, num_queued: int) -> list[SampleGroup]:
+        """At most ``num_queued`` groups of the queue, and new ones up to ``num_samples``."""
         queue = rollout.waiting if rollout.ticket.evaluation else self._queue
-        queued = min(num_samples, len(queue))
+        queued = min(num_queued, num_samples, len(queue))
         fresh: list[SampleGroup] = []
         if queued < num_samples and not rollout.ticket.evaluation:
             if self._source is None:
@@ -361,6 +428,15 @@ class BufferState:
         if task not in self._pools:
             raise BufferStateError(f"there is no pool {task}", expected=f"one of {sorted(self._pools) or 'none'}")
         return self._pools[task]
+
+
+def header_of(group: SampleGroup) -> QueueHeader:
+    """What a buffer filter sees of a queued group."""
+    sample = group[0]
+    prompt = sample.prompt if isinstance(sample.prompt, str) else "".join(str(turn) for turn in sample.prompt)
+    return QueueHeader(
+        uid=group.uid, admitted=sample.group_index or 0, prompt_length=len(prompt), attempts=group.attempt
+    )
 
 
 def _is_train(pool: DataPool) -> bool:

@@ -117,6 +117,11 @@ def given_flags(namespace: argparse.Namespace) -> dict[str, Raw]:
     return {key.removeprefix(_DEST): value for key, value in vars(namespace).items() if key.startswith(_DEST)}
 
 
+def set_flag(namespace: argparse.Namespace, name: str, value: Raw) -> None:
+    """Have the option ``name`` as if its flag had been given with ``value``."""
+    setattr(namespace, _DEST + name, value)
+
+
 def refuse_unknown(extra: Sequence[str], flags: Sequence[str], *, prog: str) -> None:
     """Raises ConfigError for arguments that no flag took, with the nearest of ``flags``."""
     if not extra:

@@ -69,7 +69,7 @@ def resolve(
     origins = {name: Origin(source=Source.DEFAULT) for name in known}
     if config_path is not None:
         for name, value in read_yaml(config_path, known=known, environ=environ).items():
-            raws[name] = value.raw
+            raws[name] = _one_item(value.raw) if option_type(known[name]).many else value.raw
             origins[name] = Origin(source=Source.FILE, where=value.where)
     for name, text in read_environ(environ, known=list(known)).items():
         raws[name] = text
@@ -100,6 +100,11 @@ def read_environ(environ: Mapping[str, str], *, known: Sequence[str]) -> dict[st
             )
         found[names[variable]] = text
     return found
+
+
+def _one_item(raw: Raw) -> Raw:
+    """A scalar in a file is the only item of a list: a path may hold spaces. Text in brackets is JSON."""
+    return [raw] if isinstance(raw, str) and not raw.lstrip().startswith("[") else raw
 
 
 def _explain(

@@ -41,7 +41,7 @@ class OptionType:
         if self.choices:
             words = "one of " + ", ".join(str(choice) for choice in self.choices)
         elif self.mapping:
-            words = "mapping (JSON)"
+            words = "mapping (NAME=VALUE,... or JSON)"
         else:
             words = _TYPE_WORDS.get(self.base, getattr(self.base, "__name__", str(self.base)))
         if self.many:
@@ -77,7 +77,8 @@ def option_type(field: FieldInfo) -> OptionType:
 def convert(wanted: OptionType, raw: Raw) -> Any:
     """The value to validate. What does not convert is returned as it is, for validation to refuse.
 
-    ``none`` is None where the option may be None; a text for a list is a JSON list or words split as a shell does.
+    ``none`` is None where the option may be None; a text for a list is a JSON list or words split as a shell does; a
+    text for a mapping is JSON or ``name=value`` pairs joined by commas.
     """
     if raw is None:
         return None
@@ -87,7 +88,7 @@ def convert(wanted: OptionType, raw: Raw) -> Any:
         if wanted.many:
             raw = _split(raw)
         elif wanted.mapping:
-            return _json_or_text(raw)
+            return _mapping(raw)
     if isinstance(raw, list):
         if not wanted.many:
             return raw
@@ -109,6 +110,15 @@ def _split(text: str) -> list[str] | Any:
         return shlex.split(text)
     except ValueError:  # an open quote
         return [text]
+
+
+def _mapping(text: str) -> Any:
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    names = [name.strip() for name, _, _ in pairs]
+    plain = not text.lstrip().startswith("{") and all(equals for _, equals, _ in pairs) and all(names)
+    if plain and len(set(names)) == len(names):
+        return {name: value.strip() for name, (_, _, value) in zip(names, pairs, strict=True)}
+    return _json_or_text(text)
 
 
 def _json_or_text(text: str) -> Any:

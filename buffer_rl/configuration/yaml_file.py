@@ -31,14 +31,14 @@ def read_yaml(path: str, *, known: Collection[str], environ: Mapping[str, str]) 
     Keys may be spelt with ``_`` or ``-``. Raises ConfigError with ``file:line`` for a file that is no flat mapping,
     an unknown key (with the nearest known one), a key that comes twice and a placeholder that cannot be filled.
     """
-    root = _parse(path)
+    root = parse_yaml(path)
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError("the file is not a mapping", where=_where(path, root), expected="lines of 'option: value'")
+        raise ConfigError("the file is not a mapping", where=where_of(path, root), expected="lines of 'option: value'")
     values: dict[str, YamlValue] = {}
     for key, node in root.value:
-        where = _where(path, key)
+        where = where_of(path, key)
         name = str(key.value).replace("-", "_")
         if name not in known:
             raise ConfigError(f"unknown option {key.value!r}", where=where, hint=did_you_mean(name, known))
@@ -49,7 +49,8 @@ def read_yaml(path: str, *, known: Collection[str], environ: Mapping[str, str]) 
     return values
 
 
-def _parse(path: str) -> yaml.Node | None:
+def parse_yaml(path: str) -> yaml.Node | None:
+    """The file as nodes that know their lines; None for an empty one. Raises ConfigError with ``file:line``."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -73,12 +74,22 @@ def _raw(node: yaml.Node, fill: Callable[[str], str], where: str) -> Raw:
         if not all(isinstance(item, yaml.ScalarNode) for item in node.value):
             raise ConfigError("a list holds something that is not a plain value", where=where)
         return [fill(item.value) for item in node.value]
-    loader = yaml.SafeLoader("")
+    mapping: dict[Any, Any] = _construct(node, fill, where)
+    return {str(key): value for key, value in mapping.items()}
+
+
+def plain_value(path: str, node: yaml.Node, environ: Mapping[str, str]) -> Any:
+    """A node as Python values, placeholders filled in. Raises ConfigError with ``file:line``."""
+    where = where_of(path, node)
+    return _construct(node, _filler(str(Path(path).absolute().parent), environ, where), where)
+
+
+def _construct(node: yaml.Node, fill: Callable[[str], str], where: str) -> Any:
     try:
-        mapping = loader.construct_document(node)
+        value = yaml.SafeLoader("").construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError(f"invalid YAML: {error}", where=where) from error
-    return {str(key): _fill_deep(value, fill) for key, value in mapping.items()}
+    return _fill_deep(value, fill)
 
 
 def _fill_deep(value: Any, fill: Callable[[str], str]) -> Any:
@@ -115,5 +126,6 @@ def _filler(here: str, environ: Mapping[str, str], where: str) -> Callable[[str]
     return lambda text: _PLACEHOLDER.sub(replace, text)
 
 
-def _where(path: str, node: yaml.Node) -> str:
+def where_of(path: str, node: yaml.Node) -> str:
+    """``file:line`` of a node."""
     return f"{path}:{node.start_mark.line + 1}"

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from buffer_rl.types import Prompt
+
+Unit = Literal["line", "row"]
+"""How a file's records are counted in errors: lines from 1, or rows from 0 (as slices count them)."""
+
+
+def place(path: str, unit: Unit, number: int) -> str:
+    """Where a record stands: ``file.jsonl:7`` or ``file.parquet, row 6``."""
+    return f"{path}:{number}" if unit == "line" else f"{path}, row {number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +22,8 @@ class PromptRow:
     """One validated row.
 
     row: position among the rows that were read, from 0; it is the ``row`` of the group's uid.
-    line: line of the file, from 1, blank lines counted.
+    line: line of the file, from 1, blank lines counted; of formats without lines, the row of the file, from 0.
+    multimodal: columns passed through as they are, by media type (``--multimodal-keys``); those that the row has.
     """
 
     row: int
@@ -22,19 +31,27 @@ class PromptRow:
     prompt: Prompt
     label: Any = None
     metadata: dict[str, Any]
+    multimodal: dict[str, Any] | None = None
     id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDataset(Sequence[PromptRow]):
     """Rows in file order.
 
     source_hash: 12 hexadecimal digits of the SHA-256 of the file's bytes, the slice and the field names. It is the
     ``source`` of every group's uid, so that state saved for other data is recognised.
+    path, unit: the file, and whether its records are counted as lines or rows.
     """
 
     rows: tuple[PromptRow, ...]
     source_hash: str
+    path: str = ""
+    unit: Unit = "line"
+
+    def where(self, row: PromptRow) -> str:
+        """The file and the row's line or number, for errors."""
+        return place(self.path, self.unit, row.line)
 
     @overload
     def __getitem__(self, index: int) -> PromptRow: ...

@@ -13,17 +13,33 @@ from buffer_rl.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowKeys:
-    """The names of a row's fields. Without ``label`` no labels are read."""
+    """The names of a row's fields. Without ``label`` no labels are read.
+
+    multimodal: pairs of a media type and the field that holds it, in the order of the media types.
+    """
 
     prompt: str = "prompt"
     label: str | None = "label"
     metadata: str = "metadata"
     id: str = "id"
+    multimodal: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def from_args(cls, args: DataOptions) -> Self:
         """The names that the options give."""
-        return cls(prompt=args.input_key, label=args.label_key, metadata=args.metadata_key, id=args.id_key)
+        return cls(
+            prompt=args.input_key,
+            label=args.label_key,
+            metadata=args.metadata_key,
+            id=args.id_key,
+            multimodal=tuple(sorted((args.multimodal_keys or {}).items())),
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Every field that is read; one may come twice."""
+        named = [self.prompt, self.label, self.metadata, self.id, *(field for _, field in self.multimodal)]
+        return [name for name in named if name is not None]
 
 
 class RowError(ValueError):
@@ -43,6 +59,7 @@ def build_row(record: dict[str, Any], keys: RowKeys, *, row: int, line: int) -> 
         prompt=_prompt(record[keys.prompt], keys.prompt),
         label=_label(record.get(keys.label), keys.label) if keys.label is not None else None,
         metadata=_metadata(record.get(keys.metadata), keys.metadata),
+        multimodal=_multimodal(record, keys),
         id=_id(record.get(keys.id), keys.id),
     )
 
@@ -93,6 +110,12 @@ def _metadata(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RowError(f"the metadata {key!r} is {_kind(value)}, not a mapping")
     return value
+
+
+def _multimodal(record: dict[str, Any], keys: RowKeys) -> dict[str, Any] | None:
+    """What the row has of the multimodal fields, untouched."""
+    found = {media: record[field] for media, field in keys.multimodal if record.get(field) is not None}
+    return found or None
 
 
 def _id(value: Any, key: str) -> str | None:

@@ -1,8 +1,7 @@
-"""Prompt groups from JSONL: for training without end, epoch after epoch; for evaluation each set once."""
+"""Prompt groups from data files: for training without end, epoch after epoch; for evaluation each set once."""
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections import deque
@@ -10,66 +9,66 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from buffer_rl.data.dataset import PromptDataset, PromptRow
-from buffer_rl.data.eval_sets import parse_eval_sets
+from buffer_rl.data.dataset import PromptDataset
+from buffer_rl.data.eval_config import eval_sets_of
+from buffer_rl.data.groups import make_group
+from buffer_rl.data.mixing import Cursor, JoinedOrder, RowOrder, WeightedOrder, seed_of_source
 from buffer_rl.data.options import DataOptions
-from buffer_rl.data.order import epoch_order
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.row import RowKeys
-from buffer_rl.errors import CheckpointError, ConfigError, DataError
-from buffer_rl.types import GroupUid, Sample, SampleGroup
+from buffer_rl.data.training_files import check_sources, read_sources
+from buffer_rl.errors import CheckpointError, DataError
+from buffer_rl.types import GroupUid, SampleGroup
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 
 
 class _EvalArgs(Protocol):
     @property
     def eval_prompt_data(self) -> list[str]: ...
     @property
+    def eval_config(self) -> str | None: ...
+    @property
     def n_samples_per_eval_prompt(self) -> int: ...
 
 
-class JsonlDataSource:
+class PromptDataSource:
     """The training prompts (``--prompt-data``) in epoch order, without end. A ``DataSource``; not thread-safe.
 
+    Several sources are one data set, or have shares of their own (``--prompt-data-weights``): see
+    ``buffer_rl.data.mixing``. A group's uid names its source, the row in it, and the epoch that the row belongs to.
+
     args: the flat options; ``DataOptions``, ``n_samples_per_prompt`` and ``rollout_batch_size`` are read.
-    Raises ConfigError without ``--prompt-data`` and DataError for bad data.
+    Raises ConfigError without ``--prompt-data`` or for unfit weights, DataError for bad data.
     """
 
     def __init__(self, args: Any) -> None:
         options: DataOptions = args
-        if options.prompt_data is None:
-            raise ConfigError("there are no training prompts", where="--prompt-data")
-        self.dataset: PromptDataset = read_dataset(options.prompt_data, RowKeys.from_args(options))
+        check_sources(options)
+        self.datasets: list[PromptDataset] = read_sources(options)
+        self._number_of = {dataset.source_hash: number for number, dataset in enumerate(self.datasets)}
         self._seed = options.rollout_seed
         self._shuffle = options.rollout_shuffle
+        self._weights = None if len(self.datasets) == 1 else options.prompt_data_weights
+        self._order = _order(self.datasets, self._weights, seed=self._seed, shuffle=self._shuffle)
         self._samples_per_group: int = args.n_samples_per_prompt
         self._groups_per_rollout: int = args.rollout_batch_size
         self._group_index = 0
         self._index = 0
         self._returned: deque[SampleGroup] = deque()
-        self._enter(epoch=0, position=0)
 
     @property
-    def source_hash(self) -> str:
-        """Names the data; the ``source`` of each group's uid."""
-        return self.dataset.source_hash
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next new group, if it has rows left; from 0."""
-        return self._epoch
+    def source_hashes(self) -> list[str]:
+        """Names the sources in the order of the option; the ``source`` of each group's uid."""
+        return [dataset.source_hash for dataset in self.datasets]
 
     def __len__(self) -> int:
-        """Number of rows of one epoch."""
-        return len(self.dataset)
+        """Number of rows of all sources."""
+        return sum(len(dataset) for dataset in self.datasets)
 
     def get_num_rollout_per_epoch(self) -> int:
-        """Whole rollouts in one epoch, at least 1. A tail smaller than a rollout belongs to the next epoch."""
-        return max(1, len(self.dataset) // self._groups_per_rollout)
+        """Whole rollouts in as many groups as there are rows, at least 1."""
+        return max(1, len(self) // self._groups_per_rollout)
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
         """The next ``num_samples`` **groups**: first those given back, then rows in epoch order."""
@@ -80,24 +79,26 @@ class JsonlDataSource:
     def add_samples(self, groups: list[SampleGroup]) -> None:
         """Take groups back, as prompts only; they are handed out again first. Raises DataError for foreign groups."""
         for group in groups:
-            if group.uid.source != self.source_hash or not 0 <= group.uid.row < len(self.dataset):
-                raise DataError(f"the group {group.uid} is not from this data source", where=self.source_hash)
+            number = self._number_of.get(group.uid.source)
+            if number is None or not 0 <= group.uid.row < len(self.datasets[number]):
+                raise DataError(
+                    f"the group {group.uid} is not from this data source", where=", ".join(self.source_hashes)
+                )
         self._returned.extend(group.as_prompts() for group in groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands, as JSON values; the same source goes on from it exactly."""
+        """Where the order stands, as JSON values; the same sources go on from it exactly."""
         return {
             "format": STATE_FORMAT,
-            "source_hash": self.source_hash,
+            "sources": self.source_hashes,
+            "weights": self._weights,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "epoch": self._epoch,
-            "position": self._position,
+            "cursors": [list(cursor) for cursor in self._order.cursors],
             "group_index": self._group_index,
             "index": self._index,
             "returned": [
-                [group.uid.row, group.uid.epoch, group[0].group_index, group[0].index, len(group)]
-                for group in self._returned
+                [str(group.uid), group[0].group_index, group[0].index, len(group)] for group in self._returned
             ],
         }
 
@@ -105,23 +106,20 @@ class JsonlDataSource:
         """The inverse of ``state_dict``. Raises CheckpointError, changing nothing, if the state is of other data,
         of another order or damaged."""
         mine = self.state_dict()
-        for name in ("format", "source_hash", "seed", "shuffle"):
-            if state.get(name) != mine[name]:
+        for name in ("format", "sources", "weights", "seed", "shuffle"):
+            if name not in state or state[name] != mine[name]:
                 raise CheckpointError(
                     f"the saved data source has {name} {state.get(name)!r}, this one {mine[name]!r}",
-                    hint="resume with the data, field names and --rollout-seed of the saved run",
+                    hint="resume with the data, weights, field names and --rollout-seed of the saved run",
                 )
-        epoch, position, group_index, index = (
-            _count(state, name) for name in ("epoch", "position", "group_index", "index")
-        )
-        if position > len(self.dataset):
-            raise CheckpointError(f"the saved position {position} is beyond the {len(self.dataset)} rows")
+        cursors = _cursors(state.get("cursors"), self._order.lengths)
+        group_index, index = (_count(state.get(name), name) for name in ("group_index", "index"))
         try:
-            returned = [self._group(self.dataset[row], *rest) for row, *rest in state["returned"]]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            returned = [self._group(GroupUid.parse(uid), *numbers) for uid, *numbers in state["returned"]]
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved groups that were given back are damaged: {error!r}") from error
         self._group_index, self._index, self._returned = group_index, index, deque(returned)
-        self._enter(epoch=epoch, position=position)
+        self._order.seek(cursors)
 
     def save(self, path: str) -> None:
         """Write the state as JSON: temporary file, fsync, rename."""
@@ -142,30 +140,23 @@ class JsonlDataSource:
             raise CheckpointError("the data source's state is not a mapping", where=path)
         self.load_state_dict(state)
 
-    def _enter(self, *, epoch: int, position: int) -> None:
-        self._epoch = epoch
-        self._position = position
-        self._order: NDArray[np.int64] = epoch_order(
-            len(self.dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle
-        )
-
     def _next_group(self) -> SampleGroup:
-        if self._position == len(self.dataset):
-            self._enter(epoch=self._epoch + 1, position=0)
-        row = self.dataset[int(self._order[self._position])]
-        group = self._group(row, self._epoch, self._group_index, self._index, self._samples_per_group)
-        self._position += 1
+        source, row, epoch = self._order.next()
+        uid = GroupUid(self.datasets[source].source_hash, row, epoch)
+        group = self._group(uid, self._group_index, self._index, self._samples_per_group)
         self._group_index += 1
         self._index += self._samples_per_group
         return group
 
-    def _group(self, row: PromptRow, epoch: int, group_index: int, index: int, count: int) -> SampleGroup:
-        uid = GroupUid(self.source_hash, row.row, epoch)
+    def _group(self, uid: GroupUid, group_index: int, index: int, count: int) -> SampleGroup:
+        if uid.row < 0:
+            raise IndexError(f"there is no row {uid.row}")
+        row = self.datasets[self._number_of[uid.source]][uid.row]
         return make_group(row, uid, num_samples=count, group_index=group_index, index=index)
 
 
 class EvalSource:
-    """The evaluation sets (``--eval-prompt-data NAME=PATH …``), each read once and handed out in file order.
+    """The evaluation sets (``--eval-prompt-data``, ``--eval-config``), each read once and handed out in file order.
 
     args: the flat options; ``DataOptions`` and ``EvalOptions`` are read. Raises ConfigError and DataError.
     """
@@ -174,27 +165,30 @@ class EvalSource:
         options: _EvalArgs = args
         keys = RowKeys.from_args(args)
         self._samples_per_group = options.n_samples_per_eval_prompt
+        self._sets = {eval_set.name: eval_set for eval_set in eval_sets_of(options)}
         self.datasets: dict[str, PromptDataset] = {
-            eval_set.name: read_dataset(eval_set.path, keys) for eval_set in parse_eval_sets(options.eval_prompt_data)
+            name: read_dataset(eval_set.path, eval_set.row_keys(keys)) for name, eval_set in self._sets.items()
         }
 
     @property
     def names(self) -> list[str]:
-        """The sets' names in the order of the option."""
+        """The sets' names in the order of the options."""
         return list(self.datasets)
 
     def groups(self, name: str) -> list[SampleGroup]:
         """Fresh groups of one set in file order: ``data_set`` is its name, the epoch 0."""
-        dataset = self.datasets[name]
+        dataset, eval_set = self.datasets[name], self._sets[name]
+        num_samples = eval_set.n_samples_per_eval_prompt or self._samples_per_group
         return [
             make_group(
-                row,
+                eval_set.adapt(row),
                 # The name keeps two sets apart that read the same rows of one file.
                 GroupUid(f"{name}@{dataset.source_hash}", row.row, 0),
-                num_samples=self._samples_per_group,
+                num_samples=num_samples,
                 group_index=row.row,
-                index=row.row * self._samples_per_group,
+                index=row.row * num_samples,
                 data_set=name,
+                sampling_params=eval_set.sampling_params(),
             )
             for row in dataset
         ]
@@ -204,30 +198,29 @@ class EvalSource:
         return [group for name in self.datasets for group in self.groups(name)]
 
 
-def make_group(
-    row: PromptRow, uid: GroupUid, *, num_samples: int, group_index: int, index: int, data_set: str = ""
-) -> SampleGroup:
-    """A group of empty samples for one row. Samples share nothing that can be changed.
-
-    group_index: running number of the group; index: running number of its first sample.
-    """
-    samples = [
-        Sample(
-            uid=uid,
-            sample_index=number,
-            group_index=group_index,
-            index=index + number,
-            prompt=copy.deepcopy(row.prompt),
-            label=copy.deepcopy(row.label),
-            metadata=copy.deepcopy(row.metadata),
-        )
-        for number in range(num_samples)
-    ]
-    return SampleGroup(uid=uid, samples=samples, data_set=data_set)
+def _order(datasets: list[PromptDataset], weights: list[float] | None, *, seed: int, shuffle: bool) -> RowOrder:
+    sizes = [len(dataset) for dataset in datasets]
+    if weights is None:
+        return JoinedOrder(sizes, seed=seed, shuffle=shuffle)
+    seeds = [seed_of_source(seed, dataset.source_hash) for dataset in datasets]
+    return WeightedOrder(sizes, weights, seeds=seeds, shuffle=shuffle)
 
 
-def _count(state: Mapping[str, Any], name: str) -> int:
-    value = state.get(name)
+def _cursors(saved: Any, lengths: list[int]) -> list[Cursor]:
+    if not isinstance(saved, list) or len(saved) != len(lengths):
+        raise CheckpointError(f"the saved cursors are {saved!r}", expected=f"{len(lengths)} of them")
+    cursors = []
+    for pair, length in zip(saved, lengths, strict=True):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise CheckpointError(f"the saved cursor is {pair!r}", expected="an epoch and a position")
+        cursor = Cursor(_count(pair[0], "epoch"), _count(pair[1], "position"))
+        if cursor.position > length:
+            raise CheckpointError(f"the saved position {cursor.position} is beyond the {length} rows")
+        cursors.append(cursor)
+    return cursors
+
+
+def _count(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise CheckpointError(f"the saved {name} is {value!r}", expected="a count from 0")
     return value

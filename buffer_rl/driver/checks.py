@@ -1,12 +1,15 @@
-"""What must hold between options before a training run starts. Pure: no file is read, nothing is imported."""
+"""What must hold between options before a training run starts. Nothing is imported, and no file is read but
+that of ``--eval-config``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from buffer_rl.config import did_you_mean
-from buffer_rl.data.eval_sets import parse_eval_sets
+from buffer_rl.data.eval_config import eval_sets_of
+from buffer_rl.data.training_files import check_sources
 from buffer_rl.driver.early_stop import EarlyStop, parse_early_stop
+from buffer_rl.driver.modes import check_modes, train_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import RolloutOptions
 
@@ -18,10 +21,13 @@ def check_options(args: Any) -> None:
 
     args: the flat options of a training run, with every core section.
     """
+    check_modes(args)
     _check_required(args)
     _check_length(args)
-    _check_reward(args)
+    if not train_only(args):
+        _check_reward(args)
     _check_evaluation(args)
+    _check_optimizer(args)
     if args.early_stop is not None:
         _check_early_stop(args)
     if args.save_interval is not None and args.save is None:
@@ -33,8 +39,10 @@ def _check_required(args: Any) -> None:
         ("hf_checkpoint", "--hf-checkpoint", "there is no model to train"),
         ("prompt_data", "--prompt-data", "there are no training prompts"),
     ):
-        if getattr(args, name) is None:
+        if not getattr(args, name) and not (name == "prompt_data" and train_only(args)):
             raise ConfigError(what, where=flag, hint=f"add {flag} PATH, or '{name}: PATH' in the file of --config")
+    if args.prompt_data:
+        check_sources(args)
 
 
 def _check_length(args: Any) -> None:
@@ -53,7 +61,7 @@ def _check_length(args: Any) -> None:
 def _check_reward(args: Any) -> None:
     """A rollout function of the user's own may score for itself; the built-in ones cannot."""
     own_rollout = args.rollout_function_path != RolloutOptions.model_fields["rollout_function_path"].default
-    scores = args.rm_type is not None or args.custom_rm_path is not None
+    scores = any((args.rm_type, args.custom_rm_path, args.custom_group_rm_path))
     if not scores and not own_rollout and args.loss_type != "sft_loss":
         raise ConfigError(
             "nothing scores the samples",
@@ -63,18 +71,45 @@ def _check_reward(args: Any) -> None:
 
 
 def _check_evaluation(args: Any) -> None:
-    sets = parse_eval_sets(args.eval_prompt_data)
+    sets = eval_sets_of(args)
     if args.eval_interval is not None and not sets:
         raise ConfigError(
             "--eval-interval has nothing to evaluate",
             where="--eval-prompt-data",
             hint="add --eval-prompt-data NAME=PATH",
         )
+    if args.custom_rm_path is not None and (named := [s.name for s in sets if s.rm_type]):
+        raise ConfigError(
+            f"the evaluation set {named[0]!r} names an rm_type, but --custom-rm-path scores every sample",
+            where="--eval-config and --custom-rm-path",
+            hint="take one of them out",
+        )
+
+
+def _check_optimizer(args: Any) -> None:
+    if args.num_steps_per_rollout > args.rollout_batch_size:
+        raise ConfigError(
+            f"{args.num_steps_per_rollout} optimizer steps on {args.rollout_batch_size} groups",
+            where="--num-steps-per-rollout and --rollout-batch-size",
+            expected="at least one group for each step",
+        )
+    if args.lr_decay_style == "constant":
+        return
+    if args.min_lr > args.lr:
+        raise ConfigError(
+            f"the learning rate would rise from {args.lr:g} to {args.min_lr:g}", where="--lr and --min-lr"
+        )
+    if args.lr_decay_iters is not None and args.lr_decay_iters <= args.lr_warmup_iters:
+        raise ConfigError(
+            f"the decay ends at step {args.lr_decay_iters}, the warm-up at step {args.lr_warmup_iters}",
+            where="--lr-decay-iters and --lr-warmup-iters",
+            hint="--lr-decay-iters counts the warm-up too",
+        )
 
 
 def _check_early_stop(args: Any) -> None:
     condition = parse_early_stop(args.early_stop)
-    metrics = [f"eval/{eval_set.name}" for eval_set in parse_eval_sets(args.eval_prompt_data)]
+    metrics = [f"eval/{eval_set.name}" for eval_set in eval_sets_of(args)]
     if not any(condition.metric == metric or condition.metric.startswith(f"{metric}/") for metric in metrics):
         raise ConfigError(
             f"the metric {condition.metric!r} is of no evaluation set",

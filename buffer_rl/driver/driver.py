@@ -62,17 +62,27 @@ class Checkpoints(Protocol):
         ...
 
 
+class RolloutData(Protocol):
+    """Keeps the rows of rollouts, for debugging."""
+
+    def save(self, rollout_id: int) -> None:
+        """Keep the rows of a rollout that is closed and not trained on yet."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """What a run does, as data.
 
     first_rollout: 0, or the step of the checkpoint that the run continues from.
+    train: false for rollouts alone: nothing is trained or published, every rollout comes from the initial weights.
     publish_each_step: false where rollouts never ask the engine; weights are then published for evaluations only.
     """
 
     num_rollouts: int
     schedule: Schedule
     first_rollout: int = 0
+    train: bool = True
     publish_at_start: bool = False
     publish_each_step: bool = True
     ref_log_probs: bool = False
@@ -101,12 +111,18 @@ class Driver:
     """Runs a plan. ``runtime`` has the roles buffer, rollout, train and publish."""
 
     def __init__(
-        self, plan: RunPlan, runtime: Runtime, observer: Observer, checkpoints: Checkpoints | None = None
+        self,
+        plan: RunPlan,
+        runtime: Runtime,
+        observer: Observer,
+        checkpoints: Checkpoints | None = None,
+        rollout_data: RolloutData | None = None,
     ) -> None:
         self._plan = plan
         self._runtime = runtime
         self._observer = observer
         self._checkpoints = checkpoints
+        self._rollout_data = rollout_data
         self._version = plan.first_rollout
         self._published: int | None = None if plan.publish_at_start else plan.first_rollout
         self._next_rollout = plan.first_rollout
@@ -145,13 +161,8 @@ class Driver:
         with self._timed("rollout"):
             self._observer.phase("generate")
             metrics = self._finished_rollout(rollout_id)
-        with self._timed("train"):
-            self._observer.phase("train")
-            trained = self._train(rollout_id)
         step = rollout_id + 1
-        self._buffer("commit", rollout_id, step)
-        self._observer.trained(rollout_id, step, trained)
-        metrics |= trained
+        metrics |= self._train_and_commit(rollout_id, step)
         self._version = self._result.steps = step
         if self._saves_at(step):
             self._save(step)
@@ -180,7 +191,20 @@ class Driver:
                 where=f"rollout {rollout_id}",
                 hint=f"dropped: {report.drops}" if report.drops else "does the rollout function report its groups?",
             )
+        if self._rollout_data is not None:
+            self._rollout_data.save(rollout_id)
         return metrics
+
+    def _train_and_commit(self, rollout_id: int, step: int) -> dict[str, float]:
+        if not self._plan.train:
+            self._buffer("commit", rollout_id, step)  # the Buffer is to let go of the groups
+            return {}
+        with self._timed("train"):
+            self._observer.phase("train")
+            trained = self._train(rollout_id)
+        self._buffer("commit", rollout_id, step)
+        self._observer.trained(rollout_id, step, trained)
+        return trained
 
     def _train(self, rollout_id: int) -> dict[str, float]:
         limit = self._plan.train_timeout_s
@@ -194,7 +218,7 @@ class Driver:
         return dict(self._call("train", "train", timeout_s=limit))
 
     def _publish(self) -> None:
-        if self._published == self._version:
+        if self._published == self._version or not self._plan.train:
             return
         with self._timed("publish"):
             self._observer.phase("publish")

@@ -19,14 +19,17 @@ from buffer_rl.config import dump_args
 from buffer_rl.driver.checkpoints import RunCheckpoints
 from buffer_rl.driver.driver import Driver, RunPlan, RunResult
 from buffer_rl.driver.early_stop import parse_early_stop
+from buffer_rl.driver.modes import rollout_only, train_only
 from buffer_rl.driver.process import sole_user, termination_as_exception
+from buffer_rl.driver.rollout_files import RecordedRollouts, RolloutRecorder
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.engine.client import EngineControlClient
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.rollout.worker import GRACE_S, start_rollout_workers
+from buffer_rl.rollout.user_rollout import GRACE_S
+from buffer_rl.rollout.worker import start_rollout_workers
 from buffer_rl.train.group import start_train_group
 from buffer_rl.weights.publish import Publisher
 
@@ -37,7 +40,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 def launch_training(args: Args, registry: PluginRegistry) -> RunResult:
-    """Run ``args`` to its end. The final weights are then in ``run_dir/hf``.
+    """Run ``args`` to its end. The final weights are then in ``run_dir/hf``, where the run has a trainer.
 
     Raises the error of ``buffer_rl.errors`` that ended the run; by then everything that was started has stopped.
     """
@@ -49,7 +52,8 @@ def launch_training(args: Args, registry: PluginRegistry) -> RunResult:
         registry.hook.buffer_rl_configure(config=args)
         run = _Run(args, registry, run_dir, checkpoint, stack)
         result = run.driver().run()
-        run.train.call("save_hf", str((run_dir / "hf").absolute()), timeout_s=args.train_timeout_s)
+        if run.train is not None:
+            run.train.call("save_hf", str((run_dir / "hf").absolute()), timeout_s=args.train_timeout_s)
     return result
 
 
@@ -74,7 +78,8 @@ class _Run:
         self.observer = stack.enter_context(RunObserver(args, registry, checkpoint.step if checkpoint else None))
         # The engines load while Ray starts: they are separate processes and take the longest.
         self.fleet: EngineFleet | None = None
-        if self.rollouts_use_engine or args.eval_prompt_data:
+        self.evaluates = bool(args.eval_prompt_data or args.eval_config) and not train_only(args)
+        if self.evaluates or (self.rollouts_use_engine and not train_only(args)):
             self.fleet = stack.enter_context(EngineFleet(args, str(run_dir), registry))
         stack.enter_context(ray_session(args.ray_address))
         if self.fleet is not None:
@@ -88,46 +93,70 @@ class _Run:
         actor = start_buffer(args_text)
         stack.callback(WorkerGroup("buffer", [actor]).stop)
         self.buffer = BufferClient(actor, timeout_s=args.buffer_timeout_s, caller="driver")
-        self.train = start_train_group(args, args_text, actor, logs, train_gpus(args))
-        stack.callback(self.train.stop)
-        self.rollout = start_rollout_workers(args, args_text, actor, logs)
-        stack.callback(self.rollout.stop, "close", CLOSE_TIMEOUT_S)
+        self.num_rollouts = self._num_rollouts()
+        self.train: WorkerGroup | None = None
+        if not rollout_only(args):
+            self.train = start_train_group(args, dump_args(self._train_args()), actor, logs, train_gpus(args))
+            stack.callback(self.train.stop)
+        self.rollout: WorkerGroup | None = None
+        if not train_only(args):
+            self.rollout = start_rollout_workers(args, args_text, actor, logs)
+            stack.callback(self.rollout.stop, "close", CLOSE_TIMEOUT_S)
         self._wait_ready()
 
     def driver(self) -> Driver:
         """The driver, with its plan, roles and watchers."""
         args = self.args
-        targets: dict[str, Target] = {
-            "buffer": self._local("buffer", self.buffer),
-            "rollout": self.rollout,
-            "train": self.train,
-        }
-        if self.fleet is not None:
+        targets: dict[str, Target] = {"buffer": self._local("buffer", self.buffer)}
+        if self.rollout is not None:
+            targets["rollout"] = self.rollout
+        else:
+            recorded = RecordedRollouts(args.load_debug_rollout_data or "", self.buffer)
+            targets["rollout"] = self._local("rollout", recorded)
+        if self.train is not None:
+            targets["train"] = self.train
+        if self.fleet is not None and self.train is not None:
             transport = self.registry.resolve("weight_transport", args.weight_sync_mode)(args)
             engines = EngineControlClient(self.fleet.engine_urls, timeout_s=args.update_weights_timeout_s)
             publisher = Publisher(transport, _TrainExport(self.train, args.train_timeout_s), engines)
             targets["publish"] = self._local("publish", publisher)
-        checkpoints = RunCheckpoints(args, buffer=self.buffer, train=self.train) if args.save else None
+        checkpoints = None
+        if args.save and self.train is not None:
+            checkpoints = RunCheckpoints(args, buffer=self.buffer, train=self.train)
+        template = args.save_debug_rollout_data
+        recorder = RolloutRecorder(template, self.buffer) if template else None
         watchers = [self._watch_progress] + ([self.fleet.check] if self.fleet is not None else [])
         plan = self._plan()
         self.observer.planned(plan.num_rollouts)
-        return Driver(plan, RayRuntime(targets, watchers), self.observer, checkpoints)
+        return Driver(plan, RayRuntime(targets, watchers), self.observer, checkpoints, recorder)
+
+    def _num_rollouts(self) -> int:
+        args = self.args
+        if args.num_rollout is not None:
+            return args.num_rollout
+        assert args.num_epoch is not None  # checked with the options
+        return args.num_epoch * self.buffer.get_num_rollout_per_epoch()
+
+    def _train_args(self) -> Args:
+        """The options with the length of the learning rate's decay, which may depend on that of the data."""
+        if self.args.lr_decay_iters is not None:
+            return self.args
+        steps = self.num_rollouts * self.args.num_steps_per_rollout
+        return self.args.model_copy(update={"lr_decay_iters": max(1, steps)})
 
     def _plan(self) -> RunPlan:
         args = self.args
-        num_rollouts = args.num_rollout
-        if num_rollouts is None:
-            assert args.num_epoch is not None  # checked with the options
-            num_rollouts = args.num_epoch * self.buffer.get_num_rollout_per_epoch()
+        asks_engine = self.rollouts_use_engine and not train_only(args)
         return RunPlan(
-            num_rollouts=num_rollouts,
+            num_rollouts=self.num_rollouts,
             schedule=Schedule.named(args.schedule),
             first_rollout=self.checkpoint.step if self.checkpoint else 0,
+            train=self.train is not None,
             publish_at_start=self.checkpoint is not None,
-            publish_each_step=self.rollouts_use_engine,
+            publish_each_step=asks_engine and self.train is not None,
             ref_log_probs=args.use_kl_loss,
-            old_log_probs=self.rollouts_use_engine and not args.use_rollout_logprobs,
-            evaluate=bool(args.eval_prompt_data),
+            old_log_probs=self._needs_old_log_probs(),
+            evaluate=self.evaluates,
             eval_interval=args.eval_interval,
             eval_before_train=not args.skip_eval_before_train,
             save_interval=args.save_interval,
@@ -138,15 +167,25 @@ class _Run:
             buffer_timeout_s=args.buffer_timeout_s,
         )
 
+    def _needs_old_log_probs(self) -> bool:
+        """For rows that an engine sampled, because it computes a little otherwise than the trainer, and for several
+        steps on a rollout; not for the supervised loss, which has no ratio to them."""
+        args = self.args
+        supervised = args.loss_type == "sft_loss" and args.custom_loss_function_path is None
+        several = args.num_steps_per_rollout > 1 and not supervised
+        return (self.rollouts_use_engine or several) and not args.use_rollout_logprobs
+
     def _wait_ready(self) -> None:
         limit = self.args.train_timeout_s
-        master, port = self.train.call("host", timeout_s=limit)
-        self.train.call("setup", master, port, timeout_s=limit)
-        if self.checkpoint is not None:
-            self.train.call("load", str(self.checkpoint.folder / "trainer"), timeout_s=limit)
-            self.buffer.load(str(self.checkpoint.folder))
-        for _ in self.rollout.actors:
-            self.rollout.call("ready", timeout_s=limit)
+        if self.train is not None:
+            master, port = self.train.call("host", timeout_s=limit)
+            self.train.call("setup", master, port, timeout_s=limit)
+            if self.checkpoint is not None:
+                self.train.call("load", str(self.checkpoint.folder / "trainer"), timeout_s=limit)
+                self.buffer.load(str(self.checkpoint.folder))
+        if self.rollout is not None:
+            for _ in self.rollout.actors:
+                self.rollout.call("ready", timeout_s=limit)
 
     def _watch_progress(self) -> None:
         progress = self.buffer.get_progress()

@@ -25,3 +25,20 @@ class RunOptions(Section):
     num_rollout_workers: int = option(1, "processes that run rollout functions", ge=1)
     ray_address: str | None = option(None, "a running Ray cluster; a local one is started where absent")
     plugin: list[str] = option([], "pluggy plugins to load, or no:NAME to block one", metavar="NAME", short="-p")
+
+
+class DebugOptions(Section):
+    """Halves of a run, for looking into one of them alone."""
+
+    heading: ClassVar[str] = "Debugging"
+
+    debug_rollout_only: bool = option(False, "generate and evaluate with the initial weights; no trainer is started")
+    debug_train_only: bool = option(
+        False, "train on the rollouts of --load-debug-rollout-data; no engine, no rollout worker, no evaluation"
+    )
+    save_debug_rollout_data: str | None = option(
+        None, "write the rows of each rollout; the path holds {rollout_id}", metavar="PATH"
+    )
+    load_debug_rollout_data: str | None = option(
+        None, "read the rows of each rollout, in place of generating; implies --debug-train-only", metavar="PATH"
+    )

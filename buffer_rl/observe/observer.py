@@ -8,9 +8,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from buffer_rl.config import Options
 from buffer_rl.errors import BufferRLError, PluginError
 from buffer_rl.observe.metrics import MetricHub
 from buffer_rl.observe.progress import Progress
+from buffer_rl.observe.run_facts import write_facts
 from buffer_rl.observe.samples import SampleDump
 from buffer_rl.plugins import PluginRegistry
 
@@ -23,6 +25,8 @@ class RunObserver:
 
     def __init__(self, args: Any, registry: PluginRegistry, resume_step: int | None = None) -> None:
         run_dir = str(args.run_dir)
+        if isinstance(args, Options):
+            write_facts(run_dir, args)
         loggers = {name: registry.resolve("logger", name)(args, run_dir) for name in args.logger}
         self._registry = registry
         self._metrics = MetricHub(run_dir, loggers, resume_step=resume_step)

@@ -16,6 +16,8 @@ from buffer_rl.observe.curve import CURVE_FILE, curves_of, sparkline, write_curv
 from buffer_rl.observe.metrics import METRICS_FILE, read_metrics
 from buffer_rl.observe.samples import SAMPLES_FILE
 
+REPORT_FILE = "report.html"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalGain:
@@ -68,6 +70,7 @@ def run_files(run_dir: str | Path) -> dict[str, Path]:
     """What a run left behind that exists: name of the thing to its path."""
     folder = Path(run_dir)
     candidates = {
+        "report": folder / REPORT_FILE,
         "picture": folder / CURVE_FILE,
         "metrics": folder / METRICS_FILE,
         "samples": folder / SAMPLES_FILE,
@@ -79,14 +82,17 @@ def run_files(run_dir: str | Path) -> dict[str, Path]:
 
 
 def run_report(run_dir: str | Path, console: Console | None = None, title: str = "Learning curve") -> list[EvalGain]:
-    """Print what the run in ``run_dir`` learned and where its files are, and draw its picture.
+    """Print what the run in ``run_dir`` learned and where its files are, draw its picture and write its page.
 
     Returns the gains that the table shows. Raises DataError if the run has no metrics.
     """
+    from buffer_rl.observe.html_files import write_report  # its page shows the gains of this module
+
     out = console or Console()
     records = read_metrics(run_dir)
     gains = eval_gains(records)
     write_curve(run_dir, title)
+    write_report(run_dir)
     out.print()
     if gains:
         out.print(gain_table(gains))

@@ -66,7 +66,7 @@ _SCOPE: ContextVar[LeaseScope] = ContextVar("buffer_rl_lease_scope", default=Lea
 class RolloutContext:
     """Everything that rollout functions share in one worker process and event loop.
 
-    engine is None where a run needs none (supervised fine-tuning). ``generate`` and ``dynamic_filter`` are the
+    engine is None where a run needs none (supervised fine-tuning). ``generate`` and the filters are the
     user's functions, resolved once; None stands for the built-in generate function and for no filter.
     """
 
@@ -79,6 +79,7 @@ class RolloutContext:
     seed: int
     generate: Callable[..., Any] | None = None
     dynamic_filter: Callable[..., Any] | None = None
+    sample_filter: Callable[..., Any] | None = None
     _closed: bool = field(default=False, init=False)
 
     @classmethod
@@ -100,6 +101,7 @@ class RolloutContext:
             seed=args.rollout_seed,
             generate=_function(registry, "generate", args.custom_generate_function_path),
             dynamic_filter=_function(registry, "filter", args.dynamic_sampling_filter_path),
+            sample_filter=_function(registry, "sample_filter", args.rollout_sample_filter_path),
         )
 
     @contextmanager

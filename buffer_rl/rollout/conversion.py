@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from buffer_rl.algo.group_rewards import group_normalize
-from buffer_rl.errors import RolloutError
+from buffer_rl.contracts import RewardPostProcess, SamplesToTrainData
+from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.rollout.failures import traceback_tail
 from buffer_rl.types import Column, RowId, Sample, SampleGroup
 
+REQUIRED_COLUMNS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
 NO_VERSION = -1  # rows that no engine sampled, such as those of supervised fine-tuning
 INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -27,18 +32,44 @@ class GroupConverter:
     that ``reward`` is the raw one.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(
+        self,
+        args: Any,
+        *,
+        post_process: RewardPostProcess | None = None,
+        to_train_data: SamplesToTrainData | None = None,
+    ) -> None:
         self._args = args
+        self._post_process = post_process
+        self._to_train_data = to_train_data
+
+    @classmethod
+    def from_args(cls, args: Any, registry: PluginRegistry) -> GroupConverter:
+        """With the functions that ``--custom-reward-post-process-path`` and
+        ``--custom-convert-samples-to-train-data-path`` name. Raises PluginError."""
+        post_process, to_train_data = (
+            registry.resolve(kind, path) if path else None
+            for kind, path in (
+                ("reward_post_process", args.custom_reward_post_process_path),
+                ("samples_to_train_data", args.custom_convert_samples_to_train_data_path),
+            )
+        )
+        return cls(args, post_process=post_process, to_train_data=to_train_data)
 
     def encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
         """The group's row ids and columns. Raises RolloutError, naming the row, for what cannot be used."""
         samples = group.samples
         row_ids = _row_ids(group)
+        if self._to_train_data is not None and not evaluation:
+            call = partial(self._to_train_data, self._args, samples)
+            path = self._args.custom_convert_samples_to_train_data_path
+            return row_ids, checked_columns(_call_user(call, path, group), samples, f"{path!r}, group {group.uid}")
         raw = self._raw_rewards(samples)
+        shown, reward = (raw, raw) if evaluation else self._rewards(group, raw)
         columns: dict[str, Column] = {
             "response_length": np.asarray([_response_length(s, evaluation) for s in samples], dtype=np.int32),
             "loss_mask": [_loss_mask(s) for s in samples],
-            "raw_reward": raw.astype(np.float32),
+            "raw_reward": shown.astype(np.float32),
             "truncated": np.asarray([s.status is s.Status.TRUNCATED for s in samples], dtype=np.bool_),
             "weight_version": np.asarray([_oldest_version(s) for s in samples], dtype=np.int32),
         }
@@ -46,7 +77,7 @@ class GroupConverter:
             columns["reward"] = columns["raw_reward"]
             return row_ids, columns
         columns["tokens"] = [_tokens(s) for s in samples]
-        columns["reward"] = self._normalised(samples, raw).astype(np.float32)
+        columns["reward"] = reward.astype(np.float32)
         if any(s.rollout_log_probs is not None for s in samples):
             columns["rollout_log_probs"] = [_log_probs(s) for s in samples]
         return row_ids, columns
@@ -62,6 +93,25 @@ class GroupConverter:
                 raise _refused(sample, f"its reward is {rewards[i]}", "a number that is finite in float32")
         return rewards
 
+    def _rewards(self, group: SampleGroup, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Raw and post-processed rewards ``[num_rows]``: normalised within the group, or by the user's function."""
+        if self._post_process is None:
+            return raw, self._normalised(group.samples, raw)
+        path = self._args.custom_reward_post_process_path
+        answer = _call_user(partial(self._post_process, self._args, group.samples), path, group)
+        where = f"{path!r}, group {group.uid}"
+        expected = f"(raw_rewards, rewards), {len(raw)} finite numbers each"
+        try:
+            raw_rewards, rewards = (np.asarray(values, dtype=np.float64) for values in answer)
+        except (TypeError, ValueError) as error:
+            raise RolloutError(
+                f"it returned {type(answer).__name__}: {error}", where=where, expected=expected
+            ) from error
+        for values in (raw_rewards, rewards):
+            if values.shape != raw.shape or not np.isfinite(values).all():
+                raise RolloutError(f"it returned {values.tolist()}", where=where, expected=expected)
+        return raw_rewards, rewards
+
     def _normalised(self, samples: Sequence[Sample], raw: np.ndarray) -> np.ndarray:
         """Normalised over ``sample_index``: a sample that fanned out counts once, with the mean of its parts,
         and every part gets its sample's value."""
@@ -72,6 +122,47 @@ class GroupConverter:
         per_sample = np.bincount(place, weights=raw) / np.bincount(place)
         normalised: np.ndarray = group_normalize(per_sample, std)[place]
         return normalised
+
+
+def checked_columns(answer: object, samples: Sequence[Sample], where: str) -> dict[str, Column]:
+    """What a user's conversion returned, with the types that the trainer reads. Raises RolloutError if a required
+    column is missing, or one has not a row for each sample; all but the required ones pass as they are."""
+    num_rows = len(samples)
+    if not isinstance(answer, dict) or REQUIRED_COLUMNS - answer.keys():
+        got = sorted(answer) if isinstance(answer, dict) else type(answer).__name__
+        expected = f"a dict with at least {', '.join(sorted(REQUIRED_COLUMNS))}"
+        raise RolloutError(f"it returned {got}", where=where, expected=expected)
+    for name, column in answer.items():
+        if len(column) != num_rows:
+            raise RolloutError(f"column {name!r} has {len(column)} rows", where=where, expected=f"{num_rows}")
+    columns: dict[str, Column] = dict(answer)
+    try:
+        columns["tokens"] = [np.asarray(row, dtype=np.int32) for row in answer["tokens"]]
+        columns["response_length"] = np.asarray(answer["response_length"], dtype=np.int32)
+        columns["loss_mask"] = [np.asarray(row, dtype=np.float32) for row in answer["loss_mask"]]
+        columns["reward"] = np.asarray(answer["reward"], dtype=np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RolloutError(f"a column holds no numbers: {error}", where=where) from error
+    if not np.isfinite(columns["reward"]).all():
+        raise RolloutError("column 'reward' is not finite", where=where)
+    for length, mask, tokens in zip(columns["response_length"], columns["loss_mask"], columns["tokens"], strict=True):
+        if not 1 <= length <= len(tokens) or len(mask) != length:
+            raise RolloutError(
+                f"a row has {len(tokens)} tokens, response_length {length} and a loss_mask of {len(mask)}",
+                where=where,
+                expected="response_length from 1 to the number of tokens, and a loss_mask of that length",
+            )
+    return columns
+
+
+def _call_user(call: Callable[[], Any], path: str, group: SampleGroup) -> Any:
+    try:
+        return call()
+    except BufferRLError:
+        raise
+    except Exception as error:  # fault boundary: the user's code
+        text = f"it raised {type(error).__name__}: {error}\n{traceback_tail(error)}"
+        raise RolloutError(text, where=f"{path!r}, group {group.uid}") from error
 
 
 def _row_ids(group: SampleGroup) -> list[RowId]:

@@ -16,9 +16,10 @@ from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.failures import COSTLY, RewardFailure
-from buffer_rl.rollout.filtering import apply_filter
+from buffer_rl.rollout.filtering import apply_filter, apply_sample_filter
 from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.production import produce, run_all, within_deadline
+from buffer_rl.rollout.prompts import TOO_LONG
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.types import RolloutOutput, SampleGroup, Status
 
@@ -62,10 +63,17 @@ class _Run:
         self._params = sampling_params_for(context.args, evaluation=False)
         self._wanted = buffer.ticket.num_groups
         self._num_scored = 0
+        self._held: list[SampleGroup] = []
         self._unscored: list[RewardFailure] = []
 
     async def produce_all(self) -> None:
         await run_all(self._fill_slot(group) for group in await self._lease(self._wanted))
+        if self.context.sample_filter is not None:
+            path = self._args.rollout_sample_filter_path
+            self._held.sort(key=lambda group: group.uid)  # not in the order of time, which differs from run to run
+            await apply_sample_filter(self.context.sample_filter, path, self._args, self._held, self.buffer.ticket.task)
+            for group in self._held:
+                await self.buffer.afinish(group)
 
     async def _lease(self, num_groups: int) -> list[SampleGroup]:
         groups = await self.buffer.aget_samples(num_groups)
@@ -80,11 +88,16 @@ class _Run:
             await self.buffer.areject(group, reason)
             self._count_drop(reason)
             (group,) = await self._lease(1)
-        await self.buffer.afinish(group)
+        if self.context.sample_filter is None:
+            await self.buffer.afinish(group)
+        else:  # it sees the whole rollout, so no group is done before all are
+            self._held.append(group)
         self.stats.count_kept(group, [sample.get_reward_value(self._args) for sample in group])
 
     async def _drop_reason(self, group: SampleGroup) -> str:
         """Produce the group; why it is not kept, or an empty text."""
+        if self.context.prompts.too_long(group[0], self._args.rollout_max_prompt_len):
+            return TOO_LONG
         failures = await produce(self.context, self.buffer.ticket, group, self._params, self.stats)
         if failures:
             self._count_unscored(failures[0])

@@ -45,7 +45,8 @@ class _Evaluation:
             await run_all(self._produce_one(group) for group in groups)
 
     async def _produce_one(self, group: SampleGroup) -> None:
-        failures = await produce(self._context, self._buffer.ticket, group, self._params, self.stats)
+        params = self._params | group.sampling_params
+        failures = await produce(self._context, self._buffer.ticket, group, params, self.stats)
         for failure in failures:
             raise RolloutError(
                 f"an evaluation sample could not be scored ({failure.kind}): {failure.error.what}",
@@ -65,7 +66,7 @@ class _Evaluation:
         values: dict[str, float] = {}
         for name, samples in by_name.items():
             values |= {
-                f"eval/{name}": float(np.mean([s.get_reward_value(self._context.args) for s in samples])),
+                f"eval/{name}": float(np.mean(sorted(s.get_reward_value(self._context.args) for s in samples))),
                 f"eval/{name}/response_len": float(np.mean([s.response_length for s in samples])),
                 f"eval/{name}/truncated": float(np.mean([s.status is Status.TRUNCATED for s in samples])),
             }

@@ -23,6 +23,9 @@ class RolloutOptions(Section):
     rollout_temperature: float = option(1.0, "sampling temperature; 0 is greedy", ge=0)
     rollout_top_p: float = option(1.0, "nucleus sampling: keep the most probable tokens up to this mass", gt=0, le=1)
     rollout_top_k: int = option(-1, "keep this many of the most probable tokens; -1 keeps all", ge=-1)
+    rollout_max_prompt_len: int | None = option(
+        None, "training prompts of more tokens than this are rejected as prompt_too_long, and replaced", ge=1
+    )
     rollout_max_response_len: int = option(1024, "most response tokens of a sample", ge=1)
     rollout_max_context_len: int | None = option(None, "most tokens of prompt and response together", ge=2)
     rollout_stop: list[str] = option([], "stop strings")
@@ -33,6 +36,12 @@ class RolloutOptions(Section):
     generate_timeout_s: float = option(600.0, "deadline of one generation request, in seconds", gt=0)
     dynamic_sampling_filter_path: str | None = option(
         None, "decides whether a finished group is trained on; dropped groups are replaced", kind="filter"
+    )
+    buffer_filter_path: str | None = option(
+        None, "chooses which queued groups to lease next; the oldest where absent", kind="buffer_filter"
+    )
+    rollout_sample_filter_path: str | None = option(
+        None, "marks samples of a whole rollout that are not trained on", kind="sample_filter"
     )
     dynamic_sampling_max_drops: int = option(
         100, "give up a rollout after this many dropped groups for each wanted one", ge=1
@@ -47,6 +56,24 @@ class RewardOptions(Section):
     rm_type: str | None = option(None, "a registered reward model; a row's metadata may override it", kind="reward")
     custom_rm_path: str | None = option(None, "your reward function, module:fn or ./file.py:fn", kind="reward")
     reward_key: str | None = option(None, "which entry to train on where a reward is a mapping")
+    rm_url: str | None = option(
+        None,
+        "address of a reward server, for the reward 'remote'; rows of data cannot choose one",
+        pattern="^https?://.",
+    )
+    custom_group_rm_path: str | None = option(
+        None, "your reward function for all samples of a prompt together, in place of the others", kind="group_reward"
+    )
+    custom_reward_post_process_path: str | None = option(
+        None,
+        "turns a group's rewards into those to train on (else normalised)",
+        kind="reward_post_process",
+    )
+    custom_convert_samples_to_train_data_path: str | None = option(
+        None,
+        "turns a group's samples into training columns",
+        kind="samples_to_train_data",
+    )
     rm_timeout_s: float = option(30.0, "deadline of one reward, in seconds", gt=0)
     rm_workers: int = option(1, "processes that compute synchronous rewards off the event loop", ge=1)
     grpo_std_normalization: bool = option(True, "divide a group's centred rewards by their standard deviation")
@@ -60,7 +87,12 @@ class EvalOptions(Section):
     eval_function_path: str | None = option(
         None, "the function that evaluates; the rollout function where absent", kind="rollout"
     )
-    eval_prompt_data: list[str] = option([], "evaluation sets, as NAME=PATH", metavar="NAME=PATH")
+    eval_prompt_data: list[str] = option(
+        [], "evaluation sets, as NAME=PATH; see also --eval-config", metavar="NAME=PATH"
+    )
+    eval_config: str | None = option(
+        None, "a YAML file of evaluation sets, each with sampling options of its own", metavar="FILE"
+    )
     eval_interval: int | None = option(None, "evaluate every this many training steps (and at the end)", ge=1)
     skip_eval_before_train: bool = option(False, "do not evaluate the initial weights")
     n_samples_per_eval_prompt: int = option(1, "samples an evaluation prompt", ge=1)

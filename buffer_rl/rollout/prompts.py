@@ -9,6 +9,7 @@ from typing import Any
 from buffer_rl.errors import DataError, RolloutError
 from buffer_rl.types import Prompt, Sample
 
+TOO_LONG = "prompt_too_long"  # why a training group is rejected; see --rollout-max-prompt-len
 CACHE_SIZE = 4096  # prompts; a rollout asks for each prompt n_samples_per_prompt times in close succession
 
 
@@ -58,6 +59,10 @@ class PromptEncoder:
             if len(self._cache) > CACHE_SIZE:
                 self._cache.popitem(last=False)
         return list(cached)
+
+    def too_long(self, sample: Sample, limit: int | None) -> bool:
+        """Whether the sample's prompt has more tokens than ``limit``. Raises DataError as ``encode`` does."""
+        return limit is not None and len(self.encode(sample)) > limit
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of ``text`` without special tokens."""

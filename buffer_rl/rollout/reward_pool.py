@@ -24,7 +24,7 @@ import orjson
 from buffer_rl.errors import PluginError, RolloutError
 from buffer_rl.rollout.failures import COSTLY, FailureKind
 from buffer_rl.rollout.reward_process import HEADER, RewardTarget
-from buffer_rl.types import Sample
+from buffer_rl.types import Sample, SampleGroup
 
 START_TIMEOUT_S = 120.0  # interpreter, args, plugin registry; and, separately, the import of the user's module
 EXIT_TIMEOUT_S = 5.0
@@ -57,9 +57,12 @@ class RewardPool:
         self._live: set[_Process] = set()
         self._closed = False
 
-    async def score(self, target: RewardTarget, samples: Sequence[Sample]) -> list[Outcome]:
-        """One outcome for each sample, in order. Raises PluginError if the function cannot be resolved in the
-        reward process, RolloutError if such a process does not start."""
+    async def score(self, target: RewardTarget, samples: Sequence[Sample | SampleGroup]) -> list[Outcome]:
+        """One outcome for each sample (or group, as the function wants), in order.
+
+        Raises PluginError if the function cannot be resolved in the reward process, RolloutError if such a process
+        does not start.
+        """
         outcomes: list[Outcome] = []
         async with self._free:
             while len(outcomes) < len(samples):
@@ -88,7 +91,9 @@ class RewardPool:
         """Reward processes that have a batch in hand."""
         return len(self._live) - len(self._idle)
 
-    async def _score_on_one(self, target: RewardTarget, samples: Sequence[Sample], outcomes: list[Outcome]) -> None:
+    async def _score_on_one(
+        self, target: RewardTarget, samples: Sequence[Sample | SampleGroup], outcomes: list[Outcome]
+    ) -> None:
         process = self._idle.pop() if self._idle else await self._start()
         healthy = False
         try:
@@ -158,7 +163,7 @@ class _Process:
             raise RolloutError(f"a reward process could not be set up: {answer['error']}")
 
     async def score(
-        self, target: RewardTarget, samples: Sequence[Sample], outcomes: list[Outcome], timeout_s: float
+        self, target: RewardTarget, samples: Sequence[Sample | SampleGroup], outcomes: list[Outcome], timeout_s: float
     ) -> bool:
         """Append outcomes for ``samples`` until all have one or the process is lost (then False)."""
         try:

@@ -23,11 +23,11 @@ from typing import Any, cast
 import orjson
 
 from buffer_rl.config import load_args
-from buffer_rl.contract_check import check_reward
+from buffer_rl.contract_check import check_group_rewards, check_reward
 from buffer_rl.errors import BufferRLError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.failures import FailureKind, traceback_tail
-from buffer_rl.types import Sample
+from buffer_rl.types import Sample, SampleGroup
 
 HEADER = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -35,15 +35,26 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @dataclass(frozen=True, slots=True)
 class RewardTarget:
-    """Which reward function: a reference of the user's, or (``registered``) a name that data may choose."""
+    """Which reward function: a reference of the user's, or (``registered``) a name that data may choose.
+
+    of_group: it scores a whole ``SampleGroup``, and answers with one number a sample.
+    """
 
     reference: str
     registered: bool
+    of_group: bool = False
 
     def resolve(self, registry: PluginRegistry) -> Callable[..., Any]:
         """The function. Raises PluginError."""
         find = registry.resolve_registered if self.registered else registry.resolve
-        return cast("Callable[..., Any]", find("reward", self.reference))
+        return cast("Callable[..., Any]", find("group_reward" if self.of_group else "reward", self.reference))
+
+    def check(self, value: object, item: Sample | SampleGroup) -> Any:
+        """The function's answer for ``item``, as JSON values. Raises RewardError if it cannot be used."""
+        name = f"reward {self.reference!r}"
+        if isinstance(item, SampleGroup):
+            return check_group_rewards(value, len(item), where=f"{name}, group {item.uid}")
+        return check_reward(value, where=f"{name}, row {item.row_id}")
 
 
 def main(file_descriptor: int) -> None:
@@ -68,7 +79,7 @@ def _serve(channel: socket.socket) -> None:
     _send(channel, {"ok": None})
     functions: dict[RewardTarget, Callable[..., Any]] = {}
     while True:
-        target, samples = pickle.loads(_receive(channel))
+        target, items = pickle.loads(_receive(channel))
         try:
             if target not in functions:
                 functions[target] = target.resolve(registry)
@@ -76,25 +87,31 @@ def _serve(channel: socket.socket) -> None:
             _send(channel, {"error": str(error)})
             continue
         _send(channel, {"ok": None})
-        _score(channel, functions[target], args, target, samples)
+        _score(channel, functions[target], args, target, items)
 
 
 def _score(
-    channel: socket.socket, function: Callable[..., Any], args: Any, target: RewardTarget, samples: Sequence[Sample]
+    channel: socket.socket,
+    function: Callable[..., Any],
+    args: Any,
+    target: RewardTarget,
+    items: Sequence[Sample | SampleGroup],
 ) -> None:
-    for sample in samples:
-        _send(channel, _outcome(function, args, target, sample))
+    for item in items:
+        _send(channel, _outcome(function, args, target, item))
 
 
-def _outcome(function: Callable[..., Any], args: Any, target: RewardTarget, sample: Sample) -> dict[str, Any]:
+def _outcome(
+    function: Callable[..., Any], args: Any, target: RewardTarget, item: Sample | SampleGroup
+) -> dict[str, Any]:
     try:
-        value = function(args, sample)
+        value = function(args, item)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
     except BaseException as error:  # fault boundary: user code, which may also call sys.exit
         return {"error": f"{type(error).__name__}: {error}\n{traceback_tail(error)}", "kind": FailureKind.EXCEPTION}
     try:
-        return {"ok": check_reward(value, where=f"reward {target.reference!r}, row {sample.row_id}")}
+        return {"ok": target.check(value, item)}
     except BufferRLError as error:
         return {"error": error.what, "expected": error.expected, "kind": FailureKind.INVALID}
 

@@ -14,7 +14,7 @@ from buffer_rl.rollout.calling import is_async
 from buffer_rl.rollout.failures import FailureKind, RewardFailure, traceback_tail
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
-from buffer_rl.types import Sample, Status
+from buffer_rl.types import Sample, SampleGroup, Status
 
 if TYPE_CHECKING:
     from buffer_rl.plugins import PluginRegistry
@@ -29,7 +29,8 @@ class _Function:
 class Scorer:
     """Computes rewards for one rollout worker. Belongs to one event loop.
 
-    A sample's function is ``--custom-rm-path``, else the row's metadata ``rm_type`` (registered names only), else
+    ``--custom-group-rm-path`` scores the samples of a prompt together. Else a sample's function is
+    ``--custom-rm-path``, else the row's metadata ``rm_type`` (registered names only), else
     ``--rm-type``. Synchronous functions run in processes that are killed at ``--rm-timeout-s``, so what they
     change on the sample is not seen here: they answer with their return value. Asynchronous ones run on the
     event loop under the same deadline. A sample that already has a reward keeps it, after the same check.
@@ -47,6 +48,8 @@ class Scorer:
         Returns one failure for each of the others, in order. Raises ConfigError if no reward function is
         configured, PluginError if it cannot be resolved: these are not one sample's fault.
         """
+        if self._args.custom_group_rm_path and samples:
+            return await self._score_together(samples)
         by_target: dict[RewardTarget, list[Sample]] = {}
         failures: dict[int, RewardFailure] = {}
         for sample in samples:
@@ -58,6 +61,24 @@ class Scorer:
             for sample, outcome in zip(rows, await self._run(target, rows), strict=True):
                 self._settle(sample, repr(target.reference), outcome, failures)
         return [failures[id(sample)] for sample in samples if id(sample) in failures]
+
+    async def _score_together(self, samples: Sequence[Sample]) -> list[RewardFailure]:
+        """Score the samples of one prompt by ``--custom-group-rm-path``; without an answer all of them have failed."""
+        target = RewardTarget(self._args.custom_group_rm_path, registered=False, of_group=True)
+        group = SampleGroup(uid=samples[0].row_id.uid, samples=list(samples))
+        (outcome,) = await self._run(target, [group])
+        where = f"reward {target.reference!r}, group {group.uid}"
+        kind, text, expected = outcome.kind, outcome.text, outcome.expected
+        if kind is None:
+            try:
+                for sample, reward in zip(samples, target.check(outcome.value, group), strict=True):
+                    sample.reward = reward
+                return []
+            except RewardError as error:
+                kind, text, expected = FailureKind.INVALID, error.what, error.expected
+        for sample in samples:
+            sample.reward, sample.status = None, Status.FAILED
+        return [RewardFailure(kind=kind, error=RewardError(text, where=where, expected=expected))]
 
     async def aclose(self) -> None:
         """Stop the reward processes."""
@@ -86,7 +107,7 @@ class Scorer:
             expected="--custom-rm-path module:fn, --rm-type NAME, or a row whose metadata holds rm_type",
         )
 
-    async def _run(self, target: RewardTarget, samples: list[Sample]) -> list[Outcome]:
+    async def _run(self, target: RewardTarget, samples: Sequence[Sample | SampleGroup]) -> list[Outcome]:
         if target not in self._functions:
             call = target.resolve(self._registry)
             self._functions[target] = _Function(call, is_async(call))
@@ -95,7 +116,7 @@ class Scorer:
             return await self.pool.score(target, samples)
         return await asyncio.gather(*(self._run_async(function.call, sample) for sample in samples))
 
-    async def _run_async(self, call: Callable[..., Any], sample: Sample) -> Outcome:
+    async def _run_async(self, call: Callable[..., Any], sample: Sample | SampleGroup) -> Outcome:
         timeout_s = self._args.rm_timeout_s
         deadline = asyncio.timeout(timeout_s)
         try:

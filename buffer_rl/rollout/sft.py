@@ -9,6 +9,7 @@ from buffer_rl.errors import DataError, RolloutError
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.production import run_all, within_deadline
+from buffer_rl.rollout.prompts import TOO_LONG
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.types import RolloutOutput, Sample, SampleGroup, Status
 
@@ -77,12 +78,31 @@ def fill_from_label(context: RolloutContext, sample: Sample) -> None:
 
 async def _produce_all(context: RolloutContext, buffer: RolloutBuffer, stats: RolloutStats) -> None:
     async def produce_one(group: SampleGroup) -> None:
+        while context.prompts.too_long(group[0], context.args.rollout_max_prompt_len):
+            await buffer.areject(group, TOO_LONG)
+            stats.drops[TOO_LONG] += 1
+            (group,) = await _lease(context, buffer, stats, 1)
         for sample in group:
             fill_from_label(context, sample)
         await buffer.afinish(group)
         stats.count_kept(group, [0.0] * len(group))
 
-    groups = await buffer.aget_samples(buffer.ticket.num_groups)
+    groups = await _lease(context, buffer, stats, buffer.ticket.num_groups)
+    await run_all(produce_one(group) for group in groups)
+
+
+async def _lease(
+    context: RolloutContext, buffer: RolloutBuffer, stats: RolloutStats, num_groups: int
+) -> list[SampleGroup]:
+    limit = context.args.dynamic_sampling_max_drops * buffer.ticket.num_groups
+    if stats.drops.total() > limit:
+        raise RolloutError(
+            stats.drops_text(),
+            where=buffer.ticket.task,
+            expected=f"at most {limit} drops (--dynamic-sampling-max-drops for each wanted group)",
+            hint="nearly every prompt is longer than --rollout-max-prompt-len",
+        )
+    groups = await buffer.aget_samples(num_groups)
     if not groups:
         raise RolloutError("the buffer gave no groups", where=buffer.ticket.task)
-    await run_all(produce_one(group) for group in groups)
+    return groups

@@ -74,9 +74,10 @@ class RolloutStats:
         }
         values.update({f"drop_{reason}": float(count) for reason, count in sorted(self.drops.items())})
         if self.rewards:
+            rewards = sorted(self.rewards)  # they came in the order of time; the last bits of a sum depend on its order
             values |= {
-                "raw_reward": float(np.mean(self.rewards)),
-                "raw_reward_std": float(np.std(self.rewards)),
+                "raw_reward": float(np.mean(rewards)),
+                "raw_reward_std": float(np.std(rewards)),
                 "response_len/mean": float(np.mean(self.response_lengths)),
                 "response_len/max": float(max(self.response_lengths)),
                 "truncated_ratio": self.num_truncated / len(self.rewards),

@@ -6,7 +6,6 @@ call); the driver waits for ``run``, with a deadline for the whole rollout.
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,22 +15,17 @@ from buffer_rl.buffer.client import BufferClient, RolloutClient
 from buffer_rl.cluster.logs import redirect_output
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args
-from buffer_rl.contract_check import check_rollout_output
 from buffer_rl.engine.client import EngineClient
-from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.observe.samples import sample_record
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.signature import call_rollout
-from buffer_rl.rollout.calling import call_user
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
+from buffer_rl.rollout.filtering import choose_queued
+from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.types import RolloutOutput, RolloutReport, Ticket
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
-
-GRACE_S = 30.0
-"""The built-in functions keep the deadline themselves, and say more when it passes; this one is for all others."""
 
 NAMESPACES = ("rollout", "eval", "perf")
 
@@ -44,11 +38,13 @@ class RolloutWorker:
         self._args = cast("Args", load_args(args_text))
         self._client = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller="rollout")
         self._registry = PluginRegistry.from_flags(self._args.plugin)
-        self._converter = GroupConverter(self._args)
+        self._converter = GroupConverter.from_args(self._args, self._registry)
         train = _construct(self._registry.resolve("rollout", self._args.rollout_function_path), self._args)
         path = self._args.eval_function_path
         evaluate = _construct(self._registry.resolve("rollout", path), self._args) if path else train
         self._functions = {False: train, True: evaluate}
+        filter_path = self._args.buffer_filter_path
+        self._buffer_filter = self._registry.resolve("buffer_filter", filter_path) if filter_path else None
         self._opened: RolloutContext | None = None
 
     async def ready(self) -> None:
@@ -64,29 +60,20 @@ class RolloutWorker:
 
     async def run(self, ticket: Ticket) -> tuple[RolloutReport, dict[str, float], list[dict[str, Any]]]:
         """Produce the ticket's rollout. Returns the Buffer's report, flat metrics and some samples to show."""
-        buffer = RolloutClient(self._client, ticket, self._converter)
+        choose = None
+        if self._buffer_filter is not None:
+            path = self._args.buffer_filter_path
+            choose = partial(choose_queued, self._buffer_filter, path, self._args, ticket.rollout_id)
+        buffer = RolloutClient(self._client, ticket, self._converter, choose)
         where = f"{ticket.task}, {self._reference(ticket)}"
-        deadline = asyncio.timeout(self._args.rollout_timeout_s + GRACE_S)
-        try:
-            async with deadline:
-                output = check_rollout_output(await self._call(ticket, buffer), where=where)
-        except BufferRLError:
-            raise
-        except Exception as error:  # the boundary to user code: name it, and keep its traceback
-            if isinstance(error, TimeoutError) and deadline.expired():
-                raise RolloutError(f"not done within {self._args.rollout_timeout_s:g} s", where=where) from error
-            raise RolloutError(f"the rollout function raised {type(error).__name__}: {error}", where=where) from error
+        function = self._functions[ticket.evaluation]
+        with self._context().active():
+            output = await run_user_rollout(function, self._args, buffer, where=where)
         for group in output.groups:
             if group.uid not in buffer.finished:
                 await buffer.afinish(group)
         report: RolloutReport = await self._client.achange("close_rollout", ticket)
         return report, _named(output), self._shown(ticket, buffer)
-
-    async def _call(self, ticket: Ticket, buffer: RolloutClient) -> Any:
-        function = self._functions[ticket.evaluation]
-        call = partial(call_rollout, function, self._args, ticket.rollout_id, buffer, ticket.evaluation)
-        with self._context().active():
-            return await call_user(function, call)
 
     def _context(self) -> RolloutContext:
         """Made on first use, because it belongs to the event loop that runs the rollouts."""

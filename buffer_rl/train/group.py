@@ -23,6 +23,7 @@ from buffer_rl.contracts import Trainer
 from buffer_rl.errors import TrainError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.train.options import TrainOptions
+from buffer_rl.train.steps import require_old_log_probs, train_steps
 from buffer_rl.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class TrainRank:
         self._rank, self._world_size = rank, world_size
         self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"train-{rank}")
         self._built: Trainer | None = None
-        self._batch: TrainBatch | None = None
+        self._batches: list[TrainBatch] = []
 
     def host(self) -> tuple[str, int]:
         """This rank's address and a free port, for the ranks to meet at."""
@@ -69,24 +70,26 @@ class TrainRank:
         return self._built
 
     def fetch(self, rollout_id: int) -> None:
-        """Get this rank's rows of a step."""
-        self._batch = self._buffer.get_data(rollout_id, self._rank, self._world_size)
+        """Get this rank's rows: its share of each of the rollout's mini-batches."""
+        steps = self._args.num_steps_per_rollout
+        self._batches = [
+            self._buffer.get_data(rollout_id, self._rank, self._world_size, steps, step) for step in range(steps)
+        ]
 
     def log_probs(self, role: str) -> None:
         """Compute a role's log-probabilities of the fetched rows; they go into the pool, and stay here."""
-        batch = self._fetched()
         field = FIELD_OF_ROLE[role]
-        batch.columns[field] = self._trainer.log_probs(role, batch)
-        self._buffer.put_fields(batch.task, batch.row_ids, {field: batch.columns[field]})
+        for batch in self._fetched():
+            batch.columns[field] = self._trainer.log_probs(role, batch)
+            self._buffer.put_fields(batch.task, batch.row_ids, {field: batch.columns[field]})
 
     def train(self) -> dict[str, float]:
-        """Advantages, forward and backward, and one optimizer step on the fetched rows."""
-        batch = self._fetched()
-        self._trainer.compute_advantages(batch)
-        shares = self._trainer.forward_backward(batch)
-        same = self._trainer.optimizer_step()
-        self._batch = None
-        return {**{f"sum/{name}": value for name, value in shares.items()}, **same}
+        """Advantages, forward and backward, and one optimizer step on each mini-batch of the fetched rows."""
+        batches = self._fetched()
+        require_old_log_probs(self._args, batches)
+        metrics = train_steps(self._trainer, batches)
+        self._batches = []
+        return metrics
 
     def save_hf(self, path: str) -> None:
         """Write the weights as a Hugging Face folder."""
@@ -100,10 +103,10 @@ class TrainRank:
         """The inverse of ``save``."""
         self._trainer.load(path)
 
-    def _fetched(self) -> TrainBatch:
-        if self._batch is None:
+    def _fetched(self) -> list[TrainBatch]:
+        if not self._batches:
             raise TrainError("no rows were fetched", hint="call fetch(rollout_id) first")
-        return self._batch
+        return self._batches
 
 
 def combine_metrics(method: str, answers: list[Any]) -> Any:

@@ -17,6 +17,9 @@ class TrainOptions(Section):
     ref_load: str | None = option(None, "the reference model; --hf-checkpoint where absent", metavar="PATH")
     num_rollout: int | None = option(None, "training steps (rollouts) of the run", ge=0)
     num_epoch: int | None = option(None, "length of the run in epochs, in place of --num-rollout", ge=1)
+    num_steps_per_rollout: int = option(
+        1, "optimizer steps on each rollout: its groups are split, in order, into that many mini-batches", ge=1
+    )
     num_train_ranks: int = option(1, "data-parallel trainer ranks", ge=1)
     num_train_threads: int = option(1, "torch threads a trainer rank", ge=1)
     train_device: Literal["auto", "cpu", "cuda"] = option("auto", "where the trainer runs")
@@ -31,6 +34,13 @@ class OptimizerOptions(Section):
 
     lr: float = option(1e-6, "peak learning rate", ge=0)
     lr_warmup_iters: int = option(0, "steps of linear warm-up", ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = option(
+        "constant", "how the learning rate falls from --lr to --min-lr after the warm-up"
+    )
+    lr_decay_iters: int | None = option(
+        None, "optimizer steps, warm-up included, after which it is --min-lr; all of the run where absent", ge=1
+    )
+    min_lr: float = option(0.0, "learning rate at the end of the decay", ge=0)
     weight_decay: float = option(0.0, "AdamW weight decay", ge=0)
     adam_beta1: float = option(0.9, "AdamW beta 1", ge=0, lt=1)
     adam_beta2: float = option(0.95, "AdamW beta 2", ge=0, lt=1)

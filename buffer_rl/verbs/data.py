@@ -1,4 +1,4 @@
-"""``buffer-rl data validate FILES…`` and ``buffer-rl data show FILE -n 3``."""
+"""``buffer-rl data validate FILES…``, ``buffer-rl data show FILE -n 3`` and ``buffer-rl data stats FILES…``."""
 
 from __future__ import annotations
 
@@ -7,28 +7,36 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from buffer_rl.configuration.values import convert, option_type
 from buffer_rl.data.options import DataOptions
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.row import RowKeys
+from buffer_rl.data.stats import dataset_stats, stats_text
 from buffer_rl.errors import DataError
 
+_FILE_HELP = "a .jsonl or .parquet file, or a folder of Hugging Face datasets; file@[start:end] is a slice"
 _KEYS = ("input_key", "label_key", "metadata_key", "id_key")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
     """Add the verb."""
-    parser = subparsers.add_parser("data", description="Validate and show data files.")
+    parser = subparsers.add_parser("data", description="Validate, show and count data files.")
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
     validate = actions.add_parser("validate", help="read every row; exit status 2 if one is bad")
-    validate.add_argument("files", nargs="+", metavar="FILE", help="file.jsonl or file.jsonl@[start:end]")
+    validate.add_argument("files", nargs="+", metavar="FILE", help=_FILE_HELP)
     validate.set_defaults(run=run_validate)
     show = actions.add_parser("show", help="print rows as they are understood, one JSON object a line")
-    show.add_argument("file", metavar="FILE", help="file.jsonl or file.jsonl@[start:end]")
+    show.add_argument("file", metavar="FILE", help=_FILE_HELP)
     show.add_argument("-n", type=int, default=3, metavar="INT", help="how many rows (default: 3)")
     show.set_defaults(run=run_show)
-    for action in (validate, show):
+    stats = actions.add_parser("stats", help="count rows, lengths, duplicates and metadata of each file")
+    stats.add_argument("files", nargs="+", metavar="FILE", help=_FILE_HELP)
+    stats.add_argument("--json", action="store_true", help="print one JSON object a file")
+    stats.set_defaults(run=run_stats)
+    for action in (validate, show, stats):
         for name in _KEYS:
             field = DataOptions.model_fields[name]
             action.add_argument(
@@ -37,6 +45,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
                 metavar="TEXT",
                 help=f"{field.description} (default: {field.default})",
             )
+        action.add_argument(
+            "--multimodal-keys",
+            type=_media,
+            default=(),
+            metavar="MEDIA=FIELD,...",
+            help=DataOptions.model_fields["multimodal_keys"].description,
+        )
 
 
 def run_validate(namespace: argparse.Namespace) -> int:
@@ -58,17 +73,40 @@ def run_show(namespace: argparse.Namespace) -> int:
     dataset = read_dataset(namespace.file, _row_keys(namespace))
     for row in itertools.islice(dataset, max(0, namespace.n)):
         shown = {
-            "line": row.line,
+            dataset.unit if dataset.unit == "line" else "file_row": row.line,
             "row": row.row,
             "id": row.id,
             "prompt": row.prompt,
             "label": row.label,
             "metadata": row.metadata,
         }
-        print(json.dumps(shown, ensure_ascii=False))
+        if row.multimodal is not None:
+            shown["multimodal"] = row.multimodal
+        print(json.dumps(shown, ensure_ascii=False, default=lambda value: f"<{len(value)} bytes>"))
+    return 0
+
+
+def run_stats(namespace: argparse.Namespace) -> int:
+    """Print what the rows of each file are like."""
+    for file in namespace.files:
+        facts = dataset_stats(file, read_dataset(file, _row_keys(namespace)))
+        print(json.dumps(asdict(facts), ensure_ascii=False) if namespace.json else stats_text(facts))
     return 0
 
 
 def _row_keys(namespace: argparse.Namespace) -> RowKeys:
     label = None if namespace.label_key.lower() == "none" else namespace.label_key
-    return RowKeys(prompt=namespace.input_key, label=label, metadata=namespace.metadata_key, id=namespace.id_key)
+    return RowKeys(
+        prompt=namespace.input_key,
+        label=label,
+        metadata=namespace.metadata_key,
+        id=namespace.id_key,
+        multimodal=namespace.multimodal_keys,
+    )
+
+
+def _media(text: str) -> tuple[tuple[str, str], ...]:
+    value = convert(option_type(DataOptions.model_fields["multimodal_keys"]), text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not MEDIA=FIELD, for example image=images")
+    return tuple(sorted((str(media), str(field)) for media, field in value.items()))

@@ -1,4 +1,4 @@
-"""``buffer-rl plugins``: what is installed and loaded, and whether one reference can be used."""
+"""``buffer-rl plugins``: what is installed and loaded, whether one reference can be used, and new ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from buffer_rl.kinds import KINDS
@@ -13,13 +14,16 @@ from buffer_rl.plugins import PluginInfo, PluginRegistry
 from buffer_rl.resolution.errors import plugin_error
 from buffer_rl.resolution.reference import Form, form_of
 from buffer_rl.resolution.signature import fitting_kinds, signature_of
+from buffer_rl.verbs.new_plugin import object_name, write_plugin
 
 _WIDTH_OF_FILES = 160  # characters of a line where the output goes to a file or a pipe
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
-    """Add the verb with its two actions."""
-    parser = subparsers.add_parser("plugins", help="list and check plugins", description="List and check plugins.")
+    """Add the verb with its three actions."""
+    parser = subparsers.add_parser(
+        "plugins", help="list, check and begin plugins", description="List and check plugins, begin a new one."
+    )
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     listing = actions.add_parser("list", help="every plugin that is installed or provided, and where it is from")
     listing.add_argument("--kind", choices=list(KINDS), help="only plugins of this kind")
@@ -27,6 +31,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     check = actions.add_parser("check", help="import one plugin and check it against its contract")
     check.add_argument("--kind", choices=list(KINDS), help="the kind to check for; guessed where absent")
     check.add_argument("reference", metavar="REF", help="module:name, ./file.py:name or a registered name")
+    new = actions.add_parser("new", help="write a working plugin of your own, with its test")
+    new.add_argument("kind", metavar="KIND", choices=list(KINDS), help=f"one of {', '.join(KINDS)}")
+    new.add_argument("name", metavar="NAME", help="of the file and of the function in it")
+    new.add_argument("--output", metavar="FOLDER", default=".", help="where the two files go; the working directory")
     for action in (listing, check):
         action.add_argument(
             "-p",
@@ -40,7 +48,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 
 def run(ns: argparse.Namespace) -> int:
-    """Returns the exit status 0; raises PluginError for a reference that cannot be used."""
+    """Returns the exit status 0; raises PluginError for a reference that cannot be used, ConfigError for a file that
+    cannot be written."""
+    if ns.action == "new":
+        return _new(ns.kind, ns.name, Path(ns.output))
     registry = PluginRegistry.from_flags(ns.plugin)
     if ns.action == "check":
         return _check(registry, ns.reference, ns.kind)
@@ -49,6 +60,15 @@ def run(ns: argparse.Namespace) -> int:
         print(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
     else:
         _print_table(rows)
+    return 0
+
+
+def _new(kind: str, name: str, folder: Path) -> int:
+    plugin, test = write_plugin(kind, name, folder)
+    row = KINDS[kind]
+    print(f"{plugin}: {row.signature}\n{test}: its test")
+    print(f"  try it:  python -m pytest {test}")
+    print(f"  use it:  {row.flags[0]} {plugin.resolve()}:{object_name(row, name)}")
     return 0
 
 

@@ -17,9 +17,11 @@ from buffer_rl.config import Section, compose, flag_of, plugin_kind_of
 from buffer_rl.configuration.help import add_options, given_flags
 from buffer_rl.configuration.sources import Resolved, resolve
 from buffer_rl.data.dataset import PromptDataset
-from buffer_rl.data.eval_sets import parse_eval_sets
-from buffer_rl.data.reader import DataPath, read_dataset
+from buffer_rl.data.eval_config import eval_sets_of
+from buffer_rl.data.eval_sets import EvalSet
+from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.row import RowKeys
+from buffer_rl.data.training_files import read_sources
 from buffer_rl.driver.checks import check_options
 from buffer_rl.errors import CheckpointError, ConfigError, DataError, PluginError
 from buffer_rl.options import CORE_SECTIONS
@@ -38,12 +40,20 @@ Options come from a YAML file (--config), from variables BUFFER_RL_<NAME> and fr
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken", "*.model", "*.spm")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
-    """Add the verb with a flag for every option, those of plugins included (installed ones, and ``-p`` in argv)."""
+def add_parser(
+    subparsers: argparse._SubParsersAction[Any],
+    argv: Sequence[str],
+    *,
+    name: str = "train",
+    description: str = _DESCRIPTION,
+    usage: str = "buffer-rl train [--config FILE] [--OPTION VALUE ...]",
+) -> None:
+    """Add the verb with a flag for every option, those of plugins included (installed ones, and ``-p`` in argv).
+
+    name, description, usage: for a verb that is this one with some options fixed.
+    """
     sections = sections_of(plugins_named(argv))
-    parser = subparsers.add_parser(
-        "train", description=_DESCRIPTION, usage="buffer-rl train [--config FILE] [--OPTION VALUE ...]"
-    )
+    parser = subparsers.add_parser(name, description=description, usage=usage)
     parser.add_argument("--config", default=None, metavar="FILE", help="a YAML file of 'option: value' lines")
     parser.add_argument("--dry-run", action="store_true", help="check everything, show options and plugins, and stop")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
@@ -165,34 +175,40 @@ def read_data(args: Any, registry: PluginRegistry) -> list[DataFile]:
 
     Raises DataError.
     """
-    keys = RowKeys.from_args(args)
-    named = [] if args.prompt_data is None else [("train", args.prompt_data)]
-    named += [(f"eval/{eval_set.name}", eval_set.path) for eval_set in parse_eval_sets(args.eval_prompt_data)]
     files = []
-    for use, path in named:
-        dataset = read_dataset(path, keys)
+    for path, dataset in zip(args.prompt_data or (), read_sources(args), strict=True):
         if args.custom_rm_path is None:
-            check_row_rewards(path, dataset, registry)
-        files.append(DataFile(use=use, path=path, num_rows=len(dataset), source_hash=dataset.source_hash))
+            check_row_rewards(dataset, registry)
+        files.append(DataFile(use="train", path=path, num_rows=len(dataset), source_hash=dataset.source_hash))
+    keys = RowKeys.from_args(args)
+    for eval_set in eval_sets_of(args):
+        dataset = read_dataset(eval_set.path, eval_set.row_keys(keys))
+        if eval_set.rm_type:
+            check_reward_name(eval_set.rm_type, f"the evaluation set {eval_set.name!r}", args.eval_config, registry)
+        elif args.custom_rm_path is None:
+            check_row_rewards(dataset, registry, eval_set)
+        use = f"eval/{eval_set.name}"
+        files.append(DataFile(use=use, path=eval_set.path, num_rows=len(dataset), source_hash=dataset.source_hash))
     return files
 
 
-def check_row_rewards(path: str, dataset: PromptDataset, registry: PluginRegistry) -> None:
+def check_row_rewards(dataset: PromptDataset, registry: PluginRegistry, eval_set: EvalSet | None = None) -> None:
     """Raises DataError for the first row whose metadata choose a reward that is no registered name or is broken."""
     checked = set()
     for row in dataset:
-        name = row.metadata.get("rm_type")
+        name = (eval_set.adapt(row) if eval_set else row).metadata.get("rm_type")
         if not name or str(name) in checked:
             continue
-        try:
-            registry.resolve_registered("reward", str(name))
-        except PluginError as error:
-            raise DataError(
-                f"rm_type {str(name)!r} in the metadata: {error.what}",
-                where=f"{DataPath.parse(path).path}:{row.line}",
-                hint=error.hint,
-            ) from error
+        check_reward_name(str(name), "the metadata", dataset.where(row), registry)
         checked.add(str(name))
+
+
+def check_reward_name(name: str, whose: str, where: str, registry: PluginRegistry) -> None:
+    """Raises DataError if ``name`` is no registered reward, or a broken one."""
+    try:
+        registry.resolve_registered("reward", name)
+    except PluginError as error:
+        raise DataError(f"rm_type {name!r} in {whose}: {error.what}", where=where, hint=error.hint) from error
 
 
 def _launch(args: Any, registry: PluginRegistry) -> int:

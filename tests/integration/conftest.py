@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ def make_options(task: Path, tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
+def options_in(task: Path) -> Callable[..., Any]:
+    """``options_of`` with the folder given: ``options_in(folder, **changes)``."""
+    return partial(options_of, task)
+
+
+@pytest.fixture(scope="session")
 def train(ray_cluster: None) -> Callable[[Any], Any]:
     """Runs options to their end, in this process."""
     return lambda args: launch_training(args, PluginRegistry.from_flags(args.plugin))
@@ -72,7 +79,8 @@ def train(ray_cluster: None) -> Callable[[Any], Any]:
 
 @pytest.fixture(scope="session")
 def whole_run(train: Callable[[Any], Any], task: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The options of a deterministic run of four steps that has ended."""
-    args = options_of(task, tmp_path_factory.mktemp("whole"), deterministic=True, num_rollout=4)
+    """The options of a deterministic run of four steps that has ended; its learning rate falls along a cosine."""
+    schedule = {"lr_decay_style": "cosine", "lr_decay_iters": 4}
+    args = options_of(task, tmp_path_factory.mktemp("whole"), deterministic=True, num_rollout=4, **schedule)
     train(args)
     return args

@@ -116,8 +116,11 @@ def test_a_run_trains_evaluates_calls_hooks_and_leaves_a_model_that_transformers
     assert notes == ["eval 0", *steps[0], *steps[1], "eval 2", *steps[2], "eval 3"]
 
 
+SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 4}
+
+
 def test_equal_seeds_give_equal_metrics_and_parameters(train: Run, make_options: MakeOptions, whole_run: Any) -> None:
-    again = make_options(deterministic=True, num_rollout=4)
+    again = make_options(deterministic=True, num_rollout=4, **SCHEDULE)
     train(again)
     assert metrics_of(again.run_dir) == metrics_of(whole_run.run_dir)
     assert len(metrics_of(again.run_dir)) >= 4
@@ -128,12 +131,10 @@ def test_a_resumed_run_ends_with_the_metrics_and_parameters_of_an_uninterrupted_
     train: Run, make_options: MakeOptions, whole_run: Any, tmp_path: Path
 ) -> None:
     saved = str(tmp_path / "checkpoints")
-    head = make_options(
-        run_dir=str(tmp_path / "parts"), deterministic=True, num_rollout=2, save=saved, lr_warmup_iters=0
-    )
+    head = make_options(run_dir=str(tmp_path / "parts"), deterministic=True, num_rollout=2, save=saved, **SCHEDULE)
     train(head)
     assert [path.name for path in Path(saved).iterdir()] == ["step_000002"]
-    tail = make_options(run_dir=str(tmp_path / "parts"), deterministic=True, num_rollout=4, load=saved)
+    tail = make_options(run_dir=str(tmp_path / "parts"), deterministic=True, num_rollout=4, load=saved, **SCHEDULE)
     assert train(tail).steps == 4
     assert equal_weights(Path(whole_run.run_dir) / "hf", Path(tail.run_dir) / "hf")
     assert metrics_of(tail.run_dir) == metrics_of(whole_run.run_dir)

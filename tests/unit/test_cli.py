@@ -69,7 +69,7 @@ def test_train_help_groups_the_options_and_shows_defaults(capsys: pytest.Capture
     assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
     run_group, data_group = text.index("\nRun:\n"), text.index("\nData:\n")
-    assert run_group < text.index("--run-dir PATH") < data_group < text.index("--prompt-data PATH")
+    assert run_group < text.index("--run-dir PATH") < data_group < text.index("--prompt-data")
     line = next(line for line in text.splitlines() if "--rollout-batch-size" in line and "INT" in line)
     assert "(default: 32)" in line
 

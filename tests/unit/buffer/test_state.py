@@ -16,7 +16,7 @@ from buffer_rl.buffer.ledger import GroupState, MemoryLedger
 from buffer_rl.buffer.pool import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
-from buffer_rl.data.source import EvalSource, JsonlDataSource
+from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.types import Sample, SampleGroup, Ticket
@@ -37,7 +37,7 @@ def make_state(path: str, *, groups_per_step: int, samples: int = 2, eval_too: b
     )
     evals = EvalSource(args)
     return BufferState(
-        JsonlDataSource(args),
+        PromptDataSource(args),
         ledger=MemoryLedger(),
         plane=LocalDataPlane(),
         eval_plane=LocalDataPlane(),
@@ -185,6 +185,64 @@ def test_ranks_get_each_row_once_and_the_same_rows_again(tmp_path: Path) -> None
             assert (tokens[0], len(tokens), reward) == (row.uid.row, 3 + row.sample_index, row.sample_index)
 
 
+def test_mini_batches_are_whole_groups_in_uid_order_with_totals_of_their_own(tmp_path: Path) -> None:
+    """Five groups in two steps: 3 and 2. Each group has rows of 2 and 3 unmasked tokens."""
+    state = make_state(write_rows(tmp_path, 9), groups_per_step=5)
+    ticket = state.generate(0)
+    for group in state.get_samples(ticket, 5):
+        finish(state, ticket, group)
+    state.close_rollout(ticket)
+    parts = [state.get_data(0, 0, 1, 2, step) for step in range(2)]
+    assert [row for part in parts for row in part.row_ids] == state.get_data(0).row_ids
+    assert [(part.total_rows, part.total_tokens) for part in parts] == [(6, 15), (4, 10)]
+    for step, part in enumerate(parts):
+        shares = [state.get_data(0, rank, 2, 2, step) for rank in range(2)]
+        assert sorted(row for share in shares for row in share.row_ids) == part.row_ids
+        assert all((share.total_rows, share.total_tokens) == (part.total_rows, part.total_tokens) for share in shares)
+    for step, expected in ((2, "does not exist"), (0, "5 groups cannot be split into 6")):
+        with pytest.raises(BufferStateError, match=expected):
+            state.get_data(0, 0, 1, 2 if step else 6, step)
+
+
+def test_groups_that_were_finished_elsewhere_are_taken_over_once_and_trained(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, 6)
+    first = make_state(path, groups_per_step=2)
+    ticket = first.generate(0)
+    for group in first.get_samples(ticket, 2):
+        finish(first, ticket, group)
+    first.close_rollout(ticket)
+    batch = first.get_data(0)
+
+    second = make_state(path, groups_per_step=2)
+    ticket = second.generate(0)
+    second.adopt(ticket, batch.row_ids, batch.columns)
+    with pytest.raises(BufferStateError, match="finished"):
+        second.adopt(ticket, batch.row_ids, batch.columns)
+    report = second.close_rollout(ticket)
+    assert (report.num_groups, report.num_rows, report.surplus) == (2, 4, 0)
+    again = second.get_data(0)
+    assert (again.row_ids, again.total_tokens) == (batch.row_ids, batch.total_tokens)
+    for name, column in batch.columns.items():
+        assert all(np.array_equal(a, b) for a, b in zip(again.columns[name], column, strict=True))
+    second.commit(0, 1)
+    second.release(1)
+    with pytest.raises(BufferStateError, match="trained"):
+        second.adopt(second.generate(1), batch.row_ids, batch.columns)
+
+
+def test_more_groups_than_a_step_trains_on_are_not_taken_over(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, 6)
+    first = make_state(path, groups_per_step=3)
+    ticket = first.generate(0)
+    for group in first.get_samples(ticket, 3):
+        finish(first, ticket, group)
+    first.close_rollout(ticket)
+    batch = first.get_data(0)
+    second = make_state(path, groups_per_step=2)
+    with pytest.raises(BufferStateError, match="--rollout-batch-size 3"):
+        second.adopt(second.generate(0), batch.row_ids, batch.columns)
+
+
 def test_commit_and_release_are_two_things(tmp_path: Path) -> None:
     state = make_state(write_rows(tmp_path, 6), groups_per_step=2)
     ticket = state.generate(0)
@@ -319,7 +377,7 @@ def test_a_state_of_other_data_or_another_format_is_refused(tmp_path: Path) -> N
     saved = state.state_dict()
     other = tmp_path / "other"
     other.mkdir()
-    with pytest.raises(CheckpointError, match="source_hash"):
+    with pytest.raises(CheckpointError, match="sources"):
         make_state(write_rows(other, 5), groups_per_step=2).load_state_dict(saved)
     with pytest.raises(CheckpointError, match="format"):
         make_state(write_rows(tmp_path, 4), groups_per_step=2).load_state_dict({**saved, "format": 99})
@@ -364,7 +422,7 @@ def test_a_step_that_was_not_committed_cannot_be_cleared(tmp_path: Path) -> None
     state.release(1)
 
 
-class FailingSource(JsonlDataSource):
+class FailingSource(PromptDataSource):
     """Hands out one group and then breaks."""
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
@@ -388,3 +446,36 @@ def test_a_data_source_that_fails_costs_no_queued_group(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk is gone"):
         state.get_samples(ticket, 2)
     assert state.get_buffer_length() == 1
+
+
+def queue_of(state: BufferState, count: int) -> tuple[Ticket, list[SampleGroup]]:
+    """A state whose queue holds ``count`` groups, in order."""
+    ticket = state.generate(0)
+    groups = state.get_samples(ticket, count)
+    state.add_samples(ticket, [(group.uid, group.attempt) for group in groups])
+    return ticket, groups
+
+
+def test_chosen_groups_leave_the_queue_in_the_chosen_order_and_new_rows_fill_up(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 9), groups_per_step=4)
+    ticket, queued = queue_of(state, 4)
+    uids = [group.uid for group in queued]
+    assert [header.uid for header in state.get_headers()] == uids
+    assert [(header.admitted, header.prompt_length, header.attempts) for header in state.get_headers()] == [
+        (number, 2, 1) for number in range(4)
+    ]
+    taken = state.get_samples(ticket, 3, [uids[3], uids[1]])
+    assert [group.uid for group in taken[:2]] == [uids[3], uids[1]]
+    assert taken[2].uid not in uids
+    assert [header.uid for header in state.get_headers()] == [uids[0], uids[2]]
+
+
+def test_choosing_nothing_leaves_the_queue_and_unknown_choices_are_passed_over(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 9), groups_per_step=4)
+    ticket, queued = queue_of(state, 2)
+    (fresh,) = state.get_samples(ticket, 1, [])
+    assert fresh.uid not in {group.uid for group in queued}
+    assert state.get_buffer_length() == 2
+    (again,) = state.get_samples(ticket, 1, [fresh.uid, queued[1].uid, queued[0].uid][1:])
+    assert again.uid == queued[1].uid
+    assert [header.uid for header in state.get_headers()] == [queued[0].uid]

@@ -123,9 +123,19 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     assert read(["--config", write(tmp_path, "# nothing\n")]) == read()
 
 
-def test_mappings_on_the_command_line_are_json() -> None:
+def test_mappings_on_the_command_line_are_json_or_pairs() -> None:
     assert read(["--extra", '{"a": [1]}']).extra == {"a": [1]}
-    assert "mapping (JSON)" in refusal(["--extra", "a=1"])
+    assert read(["--extra", "a=1, b=x=y"]).extra == {"a": "1", "b": "x=y"}
+    for text in ("a", "a=1,b", "a=1,a=2", "=1", "[1]"):
+        assert "mapping (NAME=VALUE,... or JSON)" in refusal(["--extra", text])
+
+
+def test_a_scalar_in_a_file_is_one_item_of_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("words: a b\n")
+    assert read(["--config", str(path)]).words == ["a b"]
+    path.write_text('words: \'["a", "b"]\'\n')
+    assert read(["--config", str(path)]).words == ["a", "b"]
 
 
 def test_placeholders_are_filled(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.data.reader import DataPath, read_dataset
+from buffer_rl.data.path import DataPath
+from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.row import RowKeys
 from buffer_rl.errors import DataError
 
@@ -134,7 +135,9 @@ def test_files_without_rows_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"")
     assert "the file has no rows" in refusal(str(tmp_path / "empty.jsonl"))
     assert "no such file" in refusal(str(tmp_path / "absent.jsonl"))
-    assert "cannot read the file" in refusal(str(tmp_path))
+    (tmp_path / "folder.parquet").mkdir()
+    for folder in (tmp_path, tmp_path / "folder.parquet"):
+        assert "the folder was not written by Dataset.save_to_disk" in refusal(str(folder))
 
 
 def test_an_empty_slice_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from buffer_rl.config import compose
 from buffer_rl.contracts import DataSource
-from buffer_rl.data.source import EvalSource, JsonlDataSource
+from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.types import GroupUid, SampleGroup, Status
@@ -24,9 +24,9 @@ def write(folder: Path, num_rows: int, name: str = "data.jsonl") -> str:
     return str(path)
 
 
-def source_of(path: str, **options: Any) -> JsonlDataSource:
+def source_of(path: str, **options: Any) -> PromptDataSource:
     values = {"prompt_data": path, "n_samples_per_prompt": 2, **options}
-    return JsonlDataSource(compose(CORE_SECTIONS).model_validate(values))
+    return PromptDataSource(compose(CORE_SECTIONS).model_validate(values))
 
 
 def facts(groups: list[SampleGroup]) -> list[tuple[Any, ...]]:
@@ -40,7 +40,7 @@ def test_it_is_a_data_source(tmp_path: Path) -> None:
 def test_samples_carry_identity_and_the_rows_fields(tmp_path: Path) -> None:
     source = source_of(write(tmp_path, 3), rollout_shuffle=False)
     groups = source.get_samples(4)
-    assert [g.uid for g in groups] == [GroupUid(source.source_hash, row, epoch) for row, epoch in
+    assert [g.uid for g in groups] == [GroupUid(source.source_hashes[0], row, epoch) for row, epoch in
                                        ((0, 0), (1, 0), (2, 0), (0, 1))]  # fmt: skip
     last = groups[3]
     assert [(s.sample_index, s.group_index, s.index) for s in last] == [(0, 3, 6), (1, 3, 7)]
@@ -65,7 +65,7 @@ def test_a_batch_may_span_any_number_of_epochs(tmp_path: Path) -> None:
         assert sorted(g.uid.row for g in groups if g.uid.epoch == epoch) == [0, 1, 2]
     assert len({g.uid.row for g in groups if g.uid.epoch == 2}) == 2
     state = source.state_dict()
-    assert (state["epoch"], state["position"]) == (2, 2)
+    assert state["cursors"] == [[2, 2]]
 
 
 @given(num_rows=st.integers(1, 7), seed=st.integers(0, 5), sizes=st.lists(st.integers(0, 9), max_size=6))
@@ -122,15 +122,20 @@ def test_groups_of_other_data_are_not_taken_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"source_hash": "0"},
+        {"sources": ["0"]},
+        {"weights": [1.0]},
         {"seed": 1},
         {"shuffle": False},
         {"format": 0},
-        {"position": 4},
-        {"position": -1},
-        {"epoch": None},
+        {"cursors": [[0, 4]]},
+        {"cursors": [[0, -1]]},
+        {"cursors": [[None, 0]]},
+        {"cursors": [[0, 0], [0, 0]]},
+        {"cursors": [[0]]},
+        {"cursors": None},
         {"index": True},
-        {"returned": [[9, 0, 0, 0, 2]]},
+        {"returned": [["other:0:0", 0, 0, 2]]},
+        {"returned": [["0:0", 0, 0, 2]]},
         {"returned": [1]},
         {"returned": None},
     ],
@@ -167,7 +172,7 @@ def test_rollouts_per_epoch_are_whole_and_at_least_one(tmp_path: Path) -> None:
 
 def test_without_prompts_there_is_no_source() -> None:
     with pytest.raises(ConfigError, match="--prompt-data"):
-        JsonlDataSource(compose(CORE_SECTIONS)())
+        PromptDataSource(compose(CORE_SECTIONS)())
 
 
 def test_evaluation_sets_are_handed_out_in_file_order(tmp_path: Path) -> None:

@@ -96,3 +96,44 @@ def test_a_condition_is_met_by_its_own_metric_alone(op: str, met_by: set[float])
     assert {value for value in (0.4, 0.5, 0.6) if stop.met({"m": value})} == met_by
     assert not stop.met({"other": 0.5})
     assert not stop.met({"m": float("nan")})
+
+
+RECORDED = "rows_{rollout_id}.safetensors"
+TRAIN_ONLY: dict[str, Any] = {"load_debug_rollout_data": RECORDED, "early_stop": None}
+ROLLOUT_ONLY: dict[str, Any] = {"debug_rollout_only": True, "save": None, "save_interval": None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**TRAIN_ONLY, "prompt_data": [], "rm_type": None},
+        {**TRAIN_ONLY, "debug_train_only": True},
+        {**ROLLOUT_ONLY, "save_debug_rollout_data": RECORDED},
+        {"num_steps_per_rollout": 4, "rollout_batch_size": 4},
+        {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "lr_decay_iters": 3, "lr": 1e-3, "min_lr": 1e-3},
+    ],
+)
+def test_half_runs_and_decays_that_fit_are_accepted(changes: dict[str, Any]) -> None:
+    check(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"save_debug_rollout_data": "rows"}, "--save-debug-rollout-data"),
+        ({**TRAIN_ONLY, "load_debug_rollout_data": "rows"}, "--load-debug-rollout-data"),
+        ({"debug_train_only": True}, "no rollouts to train on"),
+        ({**TRAIN_ONLY, **ROLLOUT_ONLY}, "nothing is left"),
+        ({**TRAIN_ONLY, "prompt_data": [], "num_rollout": None, "num_epoch": 1}, "--num-rollout"),
+        ({**TRAIN_ONLY, "early_stop": "eval/dev>=0.25"}, "--early-stop"),
+        ({**TRAIN_ONLY, "save_debug_rollout_data": RECORDED}, "--save-debug-rollout-data"),
+        ({**ROLLOUT_ONLY, "save": "folder"}, "--debug-rollout-only and --save"),
+        ({**ROLLOUT_ONLY, "load": "folder"}, "--debug-rollout-only and --load"),
+        ({"num_steps_per_rollout": 5, "rollout_batch_size": 4}, "--num-steps-per-rollout"),
+        ({"lr_decay_style": "linear", "lr": 1e-6, "min_lr": 1e-5}, "--min-lr"),
+        ({"lr_decay_style": "linear", "lr_warmup_iters": 5, "lr_decay_iters": 5}, "--lr-decay-iters"),
+    ],
+)
+def test_half_runs_and_decays_that_do_not_fit_are_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        check(**changes)

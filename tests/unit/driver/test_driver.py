@@ -14,7 +14,7 @@ from buffer_rl.buffer.ledger import GroupState, MemoryLedger
 from buffer_rl.buffer.pool import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
-from buffer_rl.data.source import EvalSource, JsonlDataSource
+from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver, RunPlan
 from buffer_rl.driver.early_stop import parse_early_stop
 from buffer_rl.driver.schedule import Mode, Schedule
@@ -94,7 +94,7 @@ class World:
         )
         evals = EvalSource(args)
         self.state = BufferState(
-            JsonlDataSource(args),
+            PromptDataSource(args),
             ledger=MemoryLedger(),
             plane=LocalDataPlane(),
             eval_plane=LocalDataPlane(),
@@ -184,6 +184,42 @@ def test_rollouts_that_never_ask_the_engine_publish_for_evaluations_only(tmp_pat
     world.driver(replace(PLAN, num_rollouts=5, publish_each_step=False, old_log_probs=False)).run()
     assert world.publisher.versions == [2, 4, 5]
     assert "log_probs" not in [span.method for span in world.runtime.spans]
+
+
+class Kept:
+    """Notes what a rollout's pool holds when it is to be kept."""
+
+    def __init__(self, state: BufferState) -> None:
+        self._state = state
+        self.kept: dict[int, list[str]] = {}
+
+    def save(self, rollout_id: int) -> None:
+        self.kept[rollout_id] = sorted(self._state.get_data(rollout_id).columns)
+
+
+def test_rollouts_alone_are_kept_released_and_evaluated_and_nothing_is_trained_or_published(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    del world.roles["train"], world.roles["publish"]
+    kept = Kept(world.state)
+    plan = replace(PLAN, train=False, publish_each_step=False)
+    result = Driver(plan, VirtualRuntime(world.roles, cost), world.recorder, None, kept).run()
+    assert (result.steps, list(kept.kept)) == (3, [0, 1, 2])
+    assert [notice for notice in world.recorder.notices if notice[0] not in ("rollout", "eval")] == []
+    assert [event for event in world.recorder.events if event[0] == "evaluation"] == [
+        ("evaluation", 0),
+        ("evaluation", 2),
+        ("evaluation", 3),
+    ]
+    assert all("perf/train_time" not in metrics for metrics in world.recorder.metrics)
+    assert world.state.get_progress()["version"] == 3
+
+
+def test_a_rollout_is_kept_before_the_trainer_adds_to_it(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    kept = Kept(world.state)
+    world.runtime = VirtualRuntime(world.roles, cost)
+    Driver(PLAN, world.runtime, world.recorder, world.saves, kept).run()
+    assert kept.kept == {r: ["loss_mask", "response_length", "reward", "tokens"] for r in range(3)}
 
 
 def test_early_stop_ends_the_run_after_the_evaluation_that_reached_it_and_saves(tmp_path: Path) -> None:

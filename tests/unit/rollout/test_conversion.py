@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.errors import RolloutError
+from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.types import RowId, Sample, SampleGroup, Status, VersionSpan, concat_columns
 
@@ -169,3 +170,42 @@ def _uid(row: int) -> Any:
     from buffer_rl.types import GroupUid
 
     return GroupUid("s", row, 0)
+
+
+def encode_with(kit: Any, group: SampleGroup, **paths: str) -> Any:
+    args = kit.make_args(**{name: kit.user(function) for name, function in paths.items()})
+    return GroupConverter.from_args(args, PluginRegistry()).encode(group, False)[1]
+
+
+def test_a_post_process_replaces_the_normalisation(kit: Any) -> None:
+    group = scored(kit, [5.0, -1.0, 7.0])
+    columns = encode_with(kit, group, custom_reward_post_process_path="rank_rewards")
+    assert columns["raw_reward"].tolist() == [5.0, -1.0, 7.0]
+    assert columns["reward"].tolist() == [1.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"), [("too_few_rewards", "2 finite numbers"), ("raising_post_process", "no rank today")]
+)
+def test_a_bad_post_process_is_named_with_its_group(kit: Any, function: str, words: str) -> None:
+    with pytest.raises(RolloutError, match=words) as caught:
+        encode_with(kit, scored(kit, [0.0, 1.0]), custom_reward_post_process_path=function)
+    assert function in caught.value.where
+    assert "source:0:0" in caught.value.where
+
+
+def test_a_conversion_of_the_user_makes_the_columns(kit: Any) -> None:
+    columns = encode_with(kit, scored(kit, [3.0, 4.0]), custom_convert_samples_to_train_data_path="last_token_only")
+    assert columns["response_length"].tolist() == [1, 1]
+    assert [mask.tolist() for mask in columns["loss_mask"]] == [[1.0], [1.0]]
+    assert columns["tokens"][1].dtype == np.int32
+    assert columns["reward"].tolist() == [3.0, 4.0]
+    assert columns["note"] == ["x", "x"]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"), [("no_loss_mask", "at least loss_mask"), ("wrong_mask", "a loss_mask of 2")]
+)
+def test_columns_that_cannot_be_trained_on_are_refused(kit: Any, function: str, words: str) -> None:
+    with pytest.raises(RolloutError, match=words):
+        encode_with(kit, scored(kit, [0.0, 1.0]), custom_convert_samples_to_train_data_path=function)

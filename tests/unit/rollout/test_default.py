@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError, RolloutError
 from buffer_rl.rollout.default import DefaultRollout
+from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.testing.fake_buffer import FakeBuffer
-from buffer_rl.types import GroupUid, RowId
+from buffer_rl.types import GroupUid, RowId, Sample, SampleGroup
 
 RULE = "told_by_label"
 
@@ -256,3 +257,46 @@ async def test_a_broken_filter_ends_the_rollout(kit: Any) -> None:
     async with kit.opened(kit.ScriptedEngine(), **options) as context:
         with pytest.raises(BufferRLError, match="IndexError: filter bug"):
             await roll(context, make_buffer(kit, ["1"] * 2, wanted=2))
+
+
+async def test_a_prompt_that_is_too_long_is_rejected_before_the_engine_is_asked(kit: Any) -> None:
+    engine = kit.ScriptedEngine()
+    buffer = FakeBuffer([kit.make_group(row) for row in (100, 7, 8)], kit.make_ticket(2))
+    async with kit.opened(engine, custom_rm_path=kit.user("slow_async"), rollout_max_prompt_len=8) as context:
+        output = await DefaultRollout(context.args)(context.args, 0, buffer)
+    assert rows(buffer) == [7, 8]
+    assert [(group.uid.row, reason) for group, reason in buffer.rejected] == [(100, "prompt_too_long")]
+    assert not any(":100:" in rid for rid, _, _ in engine.calls)
+    assert any("prompt_too_long" in name and value == 1 for name, value in output.metrics.items())
+
+
+async def test_a_sample_filter_sees_the_whole_rollout_before_any_group_is_done(kit: Any) -> None:
+    buffer = make_buffer(kit, ["1", "0", "3"], wanted=3)
+    options = {"custom_rm_path": kit.user(RULE), "rollout_sample_filter_path": kit.user("drop_second_samples")}
+    async with kit.opened(kit.ScriptedEngine(), **options) as context:
+        await roll(context, buffer)
+    removed = [[sample.remove_sample for sample in group] for group in buffer.finished]
+    assert removed == [[False, False], [False, True], [False, True]]
+
+
+async def test_a_broken_sample_filter_ends_the_rollout_by_name(kit: Any) -> None:
+    buffer = make_buffer(kit, ["1", "0"], wanted=2)
+    options = {"custom_rm_path": kit.user(RULE), "rollout_sample_filter_path": kit.user("raising_sample_filter")}
+    async with kit.opened(kit.ScriptedEngine(), **options) as context:
+        with pytest.raises(RolloutError, match="no such sample") as caught:
+            await roll(context, buffer)
+    assert "raising_sample_filter" in caught.value.where
+    assert buffer.finished == []
+
+
+@given(st.permutations(range(6)))
+def test_metrics_do_not_depend_on_the_order_in_which_groups_are_done(order: list[int]) -> None:
+    def metrics(rows: list[int]) -> dict[str, float]:
+        stats = RolloutStats()
+        for row in rows:
+            uid = GroupUid("s", row, 0)
+            group = SampleGroup(uid=uid, samples=[Sample(uid=uid, response_length=row + 1)] * 2)
+            stats.count_kept(group, [0.1 * row, 1 / (row + 3)])
+        return {name: value for name, value in stats.metrics().items() if not name.startswith("perf/")}
+
+    assert metrics(order) == metrics(list(range(6)))

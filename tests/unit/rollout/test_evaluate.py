@@ -46,6 +46,15 @@ async def test_evaluation_uses_its_own_parameters_no_filter_and_its_own_request_
     assert len({rid for rid, _, _ in engine.calls}) == 6
 
 
+async def test_what_a_set_says_about_sampling_is_stronger_than_the_options(kit: Any) -> None:
+    engine = kit.ScriptedEngine()
+    groups = [kit.make_group(row, data_set="d") for row in range(2)]
+    groups[1].sampling_params = {"temperature": 0.25, "max_new_tokens": 7}
+    await evaluate(kit, groups, engine, custom_rm_path=kit.user("slow_async"), eval_temperature=0.0)
+    used = {rid.split(":")[2]: (params["temperature"], params["max_new_tokens"]) for rid, _, params in engine.calls}
+    assert used == {"0": (0.0, 1024), "1": (0.25, 7)}
+
+
 @pytest.mark.parametrize("label", ["nan", "raise", "none"])
 async def test_a_failed_reward_ends_the_evaluation_by_name(kit: Any, label: str) -> None:
     groups = [kit.make_group(0, labels=["1"]), kit.make_group(1, labels=[label])]

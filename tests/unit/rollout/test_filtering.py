@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import RolloutError
-from buffer_rl.rollout.filtering import apply_filter
-from buffer_rl.types import FilterDecision
+from buffer_rl.rollout.filtering import apply_filter, choose_queued
+from buffer_rl.types import FilterDecision, GroupUid, QueueHeader
 
 
 async def decide(kit: Any, function: Any) -> FilterDecision:
@@ -44,3 +44,29 @@ async def test_an_exception_names_the_filter_the_group_and_the_line(kit: Any) ->
 async def test_other_answers_are_refused(kit: Any, value: Any) -> None:
     with pytest.raises(RolloutError, match="FilterDecision"):
         await decide(kit, lambda args, group: value)
+
+
+HEADERS = [QueueHeader(uid=GroupUid("s", row, 0), admitted=row, prompt_length=9 - row) for row in range(3)]
+
+
+def choose(function: Any) -> list[int]:
+    return [uid.row for uid in choose_queued(function, "my:filter", None, 4, HEADERS, 2)]
+
+
+def test_a_buffer_filter_chooses_among_the_headers_in_its_order() -> None:
+    assert choose(lambda args, rollout_id, buffer, num: sorted(buffer, key=lambda h: h.prompt_length)[:num]) == [2, 1]
+    assert choose(lambda args, rollout_id, buffer, num: []) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda args, rollout_id, buffer, num: 1 / 0, "ZeroDivisionError"),
+        (lambda args, rollout_id, buffer, num: [GroupUid("s", 0, 0)], "it returned GroupUid"),
+        (lambda args, rollout_id, buffer, num: None, "TypeError"),
+    ],
+)
+def test_a_broken_buffer_filter_is_named(function: Any, message: str) -> None:
+    with pytest.raises(RolloutError, match=message) as caught:
+        choose(function)
+    assert caught.value.where == "buffer filter 'my:filter', rollout 4"

@@ -189,3 +189,30 @@ async def test_a_module_that_breaks_on_import_is_no_samples_fault(kit: Any, tmp_
     async with kit.opened(custom_rm_path=f"{tmp_path / 'bad_reward.py'}:score") as context:
         with pytest.raises(PluginError, match="no_such_module_anywhere"):
             await context.scorer.score(kit.make_group(0).samples)
+
+
+@pytest.mark.parametrize("function", ["rank_in_group", "rank_in_group_later"])
+async def test_a_group_reward_scores_all_samples_together(kit: Any, function: str) -> None:
+    options = {"custom_rm_path": None, "custom_group_rm_path": kit.user(function)}
+    group, failures = await score_labels(kit, ["b", "c", "a"], "told_by_label", **options)
+    assert ([sample.reward for sample in group], failures) == ([1.0, 2.0, 0.0], [])
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "kind", "message"),
+    [
+        ("raise", FailureKind.EXCEPTION, "no such answer"),
+        ("hang", FailureKind.TIMEOUT, "--rm-timeout-s 0.5"),
+        ("nan", FailureKind.INVALID, "not finite"),
+        ("short", FailureKind.INVALID, "a list of 3 numbers"),
+    ],
+)
+async def test_a_bad_group_reward_fails_the_whole_group_by_name(
+    kit: Any, behaviour: str, kind: FailureKind, message: str
+) -> None:
+    options = {"custom_rm_path": None, "custom_group_rm_path": kit.user("rank_in_group")}
+    group, (failure,) = await score_labels(kit, [behaviour, "c", "a"], "told_by_label", **options)
+    assert [(sample.reward, sample.status) for sample in group] == [(None, Status.FAILED)] * 3
+    assert failure.kind is kind
+    assert message in str(failure.error)
+    assert "group source:6:0" in failure.error.where

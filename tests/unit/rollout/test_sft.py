@@ -56,3 +56,20 @@ async def test_it_declares_that_it_needs_no_engine_but_its_evaluation_does(kit: 
     async with kit.opened() as context:
         with pytest.raises(RolloutError, match="no engine"):
             await SFTRollout(context.args)(context.args, 0, buffer, evaluation=True)
+
+
+async def test_a_prompt_that_is_too_long_is_rejected_and_replaced(kit: Any) -> None:
+    groups = [kit.make_group(row, labels=["4"]) for row in (100, 7, 8)]
+    buffer = FakeBuffer(groups, kit.make_ticket(2))
+    async with kit.opened(rollout_max_prompt_len=8) as context:
+        await SFTRollout(context.args)(context.args, 0, buffer)
+    assert sorted(group.uid.row for group in buffer.finished) == [7, 8]
+    assert [(group.uid.row, reason) for group, reason in buffer.rejected] == [(100, "prompt_too_long")]
+
+
+async def test_only_too_long_prompts_end_the_rollout(kit: Any) -> None:
+    groups = [kit.make_group(row, labels=["4"]) for row in range(9)]
+    buffer = FakeBuffer(groups, kit.make_ticket(2))
+    async with kit.opened(rollout_max_prompt_len=1, dynamic_sampling_max_drops=2) as context:
+        with pytest.raises(RolloutError, match="prompt_too_long"):
+            await SFTRollout(context.args)(context.args, 0, buffer)

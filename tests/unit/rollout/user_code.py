@@ -137,3 +137,63 @@ async def broken_generate(args: Any, sample: Sample, sampling_params: dict[str, 
 
 async def forgets_status(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     return sample
+
+
+def rank_rewards(args, samples):
+    """The order of the rewards in place of their size."""
+    raw = [sample.reward for sample in samples]
+    return raw, [float(sorted(raw).index(value)) for value in raw]
+
+
+def too_few_rewards(args, samples):
+    return [0.0], [0.0]
+
+
+def raising_post_process(args, samples):
+    raise RuntimeError("no rank today")
+
+
+def last_token_only(args, samples):
+    """Train on the last token of each response."""
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "response_length": [1 for _ in samples],
+        "loss_mask": [[1] for _ in samples],
+        "reward": [sample.reward for sample in samples],
+        "note": ["x" for _ in samples],
+    }
+
+
+def no_loss_mask(args, samples):
+    return {"tokens": [], "response_length": [], "reward": []}
+
+
+def wrong_mask(args, samples):
+    return {**last_token_only(args, samples), "loss_mask": [[1, 1] for _ in samples]}
+
+
+def rank_in_group(args, group):
+    """Each sample's place in the order of the labels of its group; behaves as the first label says."""
+    first = group[0].label
+    if first in ("raise", "hang", "nan"):
+        told_by_label(args, group[0]) if first != "nan" else None
+        return [float("nan")] * len(group)
+    if first == "short":
+        return [1.0]
+    labels = sorted(sample.label for sample in group)
+    return [labels.index(sample.label) for sample in group]
+
+
+async def rank_in_group_later(args, group):
+    await asyncio.sleep(0)
+    return rank_in_group(args, group)
+
+
+def drop_second_samples(args, groups):
+    """Remove the second sample of every group but the first."""
+    for group in groups[1:]:
+        group[1].remove_sample = True
+
+
+def raising_sample_filter(args, groups):
+    raise LookupError("no such sample")

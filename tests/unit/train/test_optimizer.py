@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from buffer_rl.errors import CheckpointError, TrainError
+from buffer_rl.errors import CheckpointError, ConfigError, TrainError
 from buffer_rl.train.optimizer import Optimizer, learning_rate
 
 
@@ -14,6 +14,11 @@ def _args(**overrides: Any) -> SimpleNamespace:
     defaults = {
         "lr": 0.1,
         "lr_warmup_iters": 0,
+        "lr_decay_style": "constant",
+        "lr_decay_iters": None,
+        "min_lr": 0.0,
+        "num_rollout": None,
+        "num_steps_per_rollout": 1,
         "weight_decay": 0.0,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
@@ -40,6 +45,32 @@ def test_the_learning_rate_warms_up_linearly_and_stays() -> None:
     rates = [learning_rate(_args(lr=0.8, lr_warmup_iters=4), step) for step in range(6)]
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
     assert learning_rate(_args(lr=0.8), 0) == 0.8
+
+
+def test_after_the_warm_up_the_rate_falls_to_its_minimum_linearly_or_along_a_cosine() -> None:
+    """Warm-up of 2 steps to 0.9, then 4 steps towards 0.1: the cosine of 0, 45, 90, 135 and 180 degrees."""
+    common = {"lr": 0.9, "min_lr": 0.1, "lr_warmup_iters": 2, "lr_decay_iters": 6}
+    rates = {
+        style: [learning_rate(_args(lr_decay_style=style, **common), step) for step in range(8)]
+        for style in ("constant", "linear", "cosine")
+    }
+    assert rates["constant"] == pytest.approx([0.45, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9])
+    assert rates["linear"] == pytest.approx([0.45, 0.9, 0.9, 0.7, 0.5, 0.3, 0.1, 0.1])
+    root = 0.5**0.5
+    cosine = [0.45, 0.9, 0.9, 0.5 + 0.4 * root, 0.5, 0.5 - 0.4 * root, 0.1, 0.1]
+    assert rates["cosine"] == pytest.approx(cosine)
+
+
+def test_the_decay_takes_all_steps_of_the_run_where_nothing_else_is_said() -> None:
+    args = _args(lr=1.0, lr_decay_style="linear", num_rollout=5, num_steps_per_rollout=2)
+    assert [learning_rate(args, step) for step in (0, 5, 9, 10)] == pytest.approx([1.0, 0.5, 0.1, 0.0])
+    with pytest.raises(ConfigError, match="--lr-decay-iters"):
+        learning_rate(_args(lr_decay_style="linear"), 0)
+
+
+def test_a_decay_that_ends_with_the_warm_up_leaves_the_minimum() -> None:
+    args = _args(lr=1.0, min_lr=0.2, lr_decay_style="cosine", lr_warmup_iters=2, lr_decay_iters=2)
+    assert [learning_rate(args, step) for step in range(3)] == pytest.approx([0.5, 1.0, 0.2])
 
 
 def test_the_first_step_of_adam_moves_each_parameter_by_the_learning_rate() -> None:

@@ -16,7 +16,14 @@ from buffer_rl.train.state import load_state, save_state
 
 def _trained(size: int = 3) -> tuple[torch.nn.Module, Optimizer]:
     args = SimpleNamespace(
-        lr=0.1, lr_warmup_iters=0, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0
+        lr=0.1,
+        lr_warmup_iters=0,
+        lr_decay_style="constant",
+        weight_decay=0.0,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_eps=1e-8,
+        clip_grad=1.0,
     )
     model = torch.nn.Linear(size, 1)
     optimizer = Optimizer(args, model, world_size=1)

@@ -197,3 +197,43 @@ def test_a_plugin_named_with_p_adds_options_of_its_own(folder: Path, capsys: pyt
     err = refusal(capsys, "-p", "pace_plugin", "--pace-limit", "0", *flags)
     assert "--pace-limit" in err
     assert "--pace-limit" in refusal(capsys, "--pace-limit", "3", *flags)
+
+
+def test_several_sources_and_an_eval_config_are_validated_before_anything_starts(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "more.jsonl").write_text('{"prompt": "e"}\n')
+    (folder / "eval.yaml").write_text(
+        'datasets: [{name: own, path: "${here}/more.jsonl", rm_type: exact_match, temperature: 0}]\n'
+    )
+    flags = ["--prompt-data", "train.jsonl", "more.jsonl", "--eval-config", "eval.yaml", "--rm-type", "exact_match"]
+    assert train("--json", *flags, "--prompt-data-weights", "3", "1") == 0
+    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
+    files = [(file["use"], file["path"].rpartition("/")[2], file["num_rows"]) for file in shown["data"]]
+    assert files == [
+        ("train", "train.jsonl", 2),
+        ("train", "more.jsonl", 1),
+        ("eval/dev", "train.jsonl@[:1]", 1),
+        ("eval/own", "more.jsonl", 1),
+    ]
+    assert "--prompt-data-weights" in refusal(capsys, *flags, "--prompt-data-weights", "1")
+    assert "the same rows come twice" in refusal(
+        capsys, "--rm-type", "exact_match", "--prompt-data", *["more.jsonl"] * 2
+    )
+    score = ["--custom-rm-path", "my_reward:score"]
+    assert "'own' names an rm_type" in refusal(capsys, *score, "--eval-config", "eval.yaml")
+    (folder / "eval.yaml").write_text("datasets:\n- name: own\n  path: more.jsonl\n  rm_type: exact_mach\n")
+    message = refusal(capsys, *flags)
+    assert "eval.yaml" in message
+    assert "'exact_mach'" in message
+    (folder / "eval.yaml").write_text("datasets:\n- name: own\n  pth: more.jsonl\n")
+    assert "eval.yaml:3: unknown option 'pth'" in refusal(capsys, *flags)
+
+
+def test_a_row_that_chooses_an_unknown_reward_is_named_in_the_second_source(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "more.jsonl").write_text('{"prompt": "e"}\n{"prompt": "f", "metadata": {"rm_type": "nobody"}}\n')
+    message = refusal(capsys, "--prompt-data", "train.jsonl", "more.jsonl", "--rm-type", "exact_match")
+    assert "more.jsonl:2" in message
+    assert "'nobody'" in message

@@ -1,0 +1,190 @@
+"""Line charts and stacked bars as inline SVG: plain text from numbers, coloured by the classes of the page's style.
+
+Colours are the classes ``c0`` to ``c7``, so that one picture serves a light and a dark page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+COLOURS = 8
+MAX_POINTS = 400  # points of a line, and bars of a stack; more are averaged, so that a long run's page stays small
+MAX_BARS = 80
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 24
+_TICKS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve. colour: index of a class; marked: a dot at each point; faint: a thin line behind another one."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: int = 0
+    marked: bool = False
+    faint: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frame:
+    """Where data coordinates are on the picture."""
+
+    width: int
+    height: int
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+
+    def x(self, value: float) -> float:
+        """Pixels from the left."""
+        return _LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (self.width - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        """Pixels from the top."""
+        return (
+            self.height - _BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (self.height - _TOP - _BOTTOM)
+        )
+
+
+def line_chart(
+    lines: Sequence[Line], *, label: str, width: int = 460, height: int = 200, unit_range: bool = False
+) -> str:
+    """The lines over training steps. unit_range: the axis is 0 to 1 where all values are inside it.
+
+    An empty text where there is no point.
+    """
+    lines = [thinned(line) for line in lines if line.points]
+    if not lines:
+        return ""
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points]
+    low, high = (0.0, 1.0) if unit_range and min(ys) >= 0 and max(ys) <= 1 else _padded(min(ys), max(ys))
+    frame = _Frame(width=width, height=height, x_low=min(xs), x_high=max(max(xs), min(xs) + 1), y_low=low, y_high=high)
+    parts = [_axes(frame)]
+    for line in lines:
+        points = [(frame.x(x), frame.y(y)) for x, y in line.points]
+        kind = f"line c{line.colour % COLOURS}" + (" faint" if line.faint else "")
+        if len(points) > 1:
+            parts.append(f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
+        if line.marked or len(points) == 1:
+            parts += [
+                f'<circle class="dot c{line.colour % COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3.5">'
+                f"<title>{escape(line.name)}, step {step:g}: {format_number(value)}</title></circle>"
+                for (x, y), (step, value) in zip(points, line.points, strict=True)
+            ]
+    return _svg(frame, label, parts)
+
+
+def stacked_bars(
+    steps: Sequence[int],
+    stacks: Mapping[str, Sequence[float]],
+    *,
+    label: str,
+    share: bool = False,
+    width: int = 460,
+    height: int = 200,
+) -> str:
+    """A bar a step (or a few steps, then their mean), one layer for each entry of ``stacks`` (``[num_steps]``).
+
+    share: each bar is scaled to 1. An empty text where every value is 0.
+    """
+    if not any(value > 0 for layer in stacks.values() for value in layer):
+        return ""
+    edges = _edges(len(steps), MAX_BARS)
+    names = list(stacks)
+    bars = [[sum(stacks[name][a:b]) / (b - a) for name in names] for a, b in pairwise(edges)]
+    if share:
+        bars = [[value / (sum(bar) or 1.0) for value in bar] for bar in bars]
+    top = 1.0 if share else max(sum(bar) for bar in bars)
+    first, last = steps[0], steps[-1]
+    frame = _Frame(width=width, height=height, x_low=first - 0.5, x_high=last + 0.5, y_low=0.0, y_high=top)
+    parts = [_axes(frame, percent=share)]
+    for bar, (start, end) in zip(bars, pairwise(edges), strict=True):
+        left, right = frame.x(steps[start] - 0.5), frame.x(steps[end - 1] + 0.5)
+        span = f"step {steps[start]}" + (f" to {steps[end - 1]}" if end - start > 1 else "")
+        base = 0.0
+        for colour, (name, value) in enumerate(zip(names, bar, strict=True)):
+            if value > 0:
+                shown = f"{value:.0%}" if share else format_number(value)
+                upper, lower = frame.y(base + value), frame.y(base)
+                parts.append(
+                    f'<rect class="bar c{colour % COLOURS}" x="{left:.1f}" y="{upper:.1f}"'
+                    f' width="{max(right - left - 0.6, 0.6):.1f}" height="{lower - upper:.1f}">'
+                    f"<title>{escape(name)}, {span}: {shown}</title></rect>"
+                )
+            base += value
+    return _svg(frame, label, parts)
+
+
+def legend(names: Mapping[str, int]) -> str:
+    """Names beside their colours."""
+    items = (f'<li><span class="key c{colour % COLOURS}"></span>{escape(name)}</li>' for name, colour in names.items())
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def thinned(line: Line) -> Line:
+    """The line with at most ``MAX_POINTS`` points, each the mean of its neighbours."""
+    edges = _edges(len(line.points), MAX_POINTS)
+    if len(edges) == len(line.points) + 1:
+        return line
+    means = []
+    for start, end in pairwise(edges):
+        part = line.points[start:end]
+        means.append((sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)))
+    return Line(name=line.name, points=means, colour=line.colour, marked=line.marked, faint=line.faint)
+
+
+def ticks(low: float, high: float, count: int = _TICKS) -> list[float]:
+    """About ``count`` round numbers from ``low`` to ``high``: multiples of 1, 2, 2.5 or 5 times a power of ten."""
+    raw = (high - low) / max(count - 1, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(number * step, 12) + 0.0 for number in range(first, last + 1)]
+
+
+def format_number(value: float) -> str:
+    """At most four significant digits; thousands as k, millions as M."""
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if suffix == 'k' else size):.4g}{suffix}"
+    return f"{value:.4g}"
+
+
+def _padded(low: float, high: float) -> tuple[float, float]:
+    if low == high:
+        reach = abs(low) * 0.1 or 1.0
+        return low - reach, high + reach
+    room = (high - low) * 0.06
+    return (low if low == 0 else low - room), high + room
+
+
+def _edges(length: int, most: int) -> list[int]:
+    count = min(length, most)
+    return [round(i * length / count) for i in range(count + 1)] if count else []
+
+
+def _axes(frame: _Frame, *, percent: bool = False) -> str:
+    right, bottom = frame.width - _RIGHT, frame.height - _BOTTOM
+    parts = []
+    for value in ticks(frame.y_low, frame.y_high):
+        y = frame.y(value)
+        shown = f"{value:.0%}" if percent else format_number(value)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{shown}</text>')
+    for value in ticks(frame.x_low, frame.x_high, 6):
+        if value == int(value):  # steps are whole
+            x = frame.x(value)
+            parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{format_number(value)}</text>')
+    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    return "".join(parts)
+
+
+def _svg(frame: _Frame, label: str, parts: Sequence[str]) -> str:
+    size = f'viewBox="0 0 {frame.width} {frame.height}"'
+    return f'<svg {size} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'

@@ -1,0 +1,55 @@
+"""``buffer-rl eval``: the evaluation of a training run and nothing else, of a model or of a checkpoint.
+
+It is ``train`` for no step: the same options, checks, files and rewards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from buffer_rl.config import compose
+from buffer_rl.configuration.help import given_flags, set_flag
+from buffer_rl.configuration.sources import resolve
+from buffer_rl.data.eval_config import eval_sets_of
+from buffer_rl.errors import ConfigError
+from buffer_rl.verbs import train
+
+_DESCRIPTION = """\
+Evaluate a model (--hf-checkpoint), or a checkpoint (--load), on --eval-prompt-data or --eval-config.
+
+The options are those of train, and so may be the file of --config; what is about training changes nothing. The
+results go to --run-dir, or to eval/ in the run-dir of the file, so that a run's own files stay as they are.
+"""
+# What would train, or compare evaluations, is taken back.
+_TAKEN_BACK = ("num_epoch", "early_stop", "eval_interval", "save", "save_interval")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
+    """Add the verb, with the flags of ``train``."""
+    usage = "buffer-rl eval [--config FILE] [--OPTION VALUE ...]"
+    train.add_parser(subparsers, argv, name="eval", description=_DESCRIPTION, usage=usage)
+    subparsers.choices["eval"].set_defaults(run=run)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Evaluate. Returns the exit status; raises BufferRLError."""
+    flags = given_flags(namespace)
+    resolved = resolve(compose(namespace.sections), flags=flags, environ=os.environ, config_path=namespace.config)
+    args: Any = resolved.args
+    sets = eval_sets_of(args)
+    if not sets:
+        raise ConfigError(
+            "there is nothing to evaluate on", where="--eval-prompt-data", hint="add --eval-prompt-data NAME=PATH"
+        )
+    set_flag(namespace, "num_rollout", "0")
+    for name in _TAKEN_BACK:
+        set_flag(namespace, name, "none")
+    if "run_dir" not in flags:
+        set_flag(namespace, "run_dir", str(Path(args.run_dir) / "eval"))
+    if not args.prompt_data:  # the Buffer wants training prompts, though none is asked for
+        set_flag(namespace, "prompt_data", [sets[0].path])
+    return train.run(namespace)

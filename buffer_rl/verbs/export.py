@@ -1,0 +1,61 @@
+"""``buffer-rl export --load CHECKPOINT --output FOLDER``: the model of a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from buffer_rl.errors import CheckpointError, ConfigError
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "export",
+        description="Check a checkpoint against its manifest and copy its model and tokenizer into a folder of their"
+        " own, which transformers and every engine can load.",
+    )
+    parser.add_argument(
+        "--load", required=True, metavar="CHECKPOINT", help="a folder step_NNNNNN, or --save's, then the newest in it"
+    )
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="the folder to make; it must not be there")
+    parser.set_defaults(run=run)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Export and say what was written. Raises CheckpointError or ConfigError."""
+    from buffer_rl.checkpoint import open_checkpoint
+
+    target = Path(namespace.output)
+    if target.exists():
+        raise ConfigError(f"{str(target)!r} is there already", where="--output", expected="a new folder")
+    checkpoint = open_checkpoint(namespace.load)
+    copy_model(checkpoint.folder / "hf", target)
+    print(f"{target}: the model after {checkpoint.step} steps, from {checkpoint.folder}")
+    return 0
+
+
+def copy_model(source: Path, target: Path) -> None:
+    """Copy the folder ``source``; ``target`` gets its name only once it is whole.
+
+    Raises CheckpointError if there is no model in ``source``, ConfigError if ``target`` cannot be written.
+    """
+    if not (source / "config.json").is_file():
+        raise CheckpointError("the checkpoint holds no Hugging Face folder", where=str(source), expected="config.json")
+    temporary: str | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
+        shutil.copytree(source, temporary, dirs_exist_ok=True)
+        os.chmod(temporary, 0o755)  # mkdtemp makes it private
+        os.rename(temporary, target)
+    except OSError as error:
+        raise ConfigError(f"the folder cannot be written: {error}", where="--output") from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)

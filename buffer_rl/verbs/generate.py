@@ -1,0 +1,95 @@
+"""``buffer-rl generate``: ask a model, with the engine and the sampling of a training run, but without a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from buffer_rl.config import compose
+from buffer_rl.configuration.help import add_options, given_flags
+from buffer_rl.configuration.sources import resolve
+from buffer_rl.errors import ConfigError
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.verbs.train import check_folders, plugins_named, sections_of
+
+_DESCRIPTION = """\
+Sample responses to prompts, as the rollouts of a run would. The options, their file (--config) and their variables
+are those of train; options that have nothing to do with sampling change nothing.
+"""
+# The groups of options that matter here; a file of options may hold all others as well.
+_SHOWN = ("RunOptions", "DataOptions", "RolloutOptions", "EngineOptions")
+_MODEL_FLAG = "hf_checkpoint"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
+    """Add the verb."""
+    sections = sections_of(plugins_named(argv))
+    parser = subparsers.add_parser(
+        "generate",
+        description=_DESCRIPTION,
+        usage="buffer-rl generate --hf-checkpoint FOLDER (--prompt TEXT | --prompt-data FILE) [-n INT] [--json]",
+    )
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given again")
+    parser.add_argument("-n", type=_count, default=1, metavar="INT", help="responses to each prompt (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a response")
+    parser.add_argument("--config", default=None, metavar="FILE", help="a YAML file of 'option: value' lines")
+    parser.add_argument(
+        "--hf-checkpoint",
+        dest=f"option {_MODEL_FLAG}",
+        default=argparse.SUPPRESS,
+        metavar="PATH",
+        help="the model and tokenizer: a Hugging Face folder",
+    )
+    add_options(parser, [section for section in sections if str(section).rpartition(":")[2] in _SHOWN])
+    parser.set_defaults(run=run, sections=sections)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Start an engine, ask it, print, and stop it. Raises BufferRLError."""
+    resolved = resolve(
+        compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_path=namespace.config
+    )
+    args: Any = resolved.args
+    if not args.hf_checkpoint:
+        raise ConfigError("there is no model to ask", where="--hf-checkpoint", hint="add --hf-checkpoint PATH")
+    check_folders(args.model_copy(update={"ref_load": None, "load": None, "save": None}))
+    if not (namespace.prompt or args.prompt_data):
+        raise ConfigError("there is no prompt", where="--prompt", hint="add --prompt TEXT or --prompt-data FILE")
+    answers = _ask(args, namespace.prompt, namespace.n)
+    for answer in answers:
+        _print(answer, as_json=namespace.json)
+    return 0
+
+
+def _ask(args: Any, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
+    import asyncio
+
+    from buffer_rl.engine.fleet import EngineFleet
+    from buffer_rl.rollout.ask import ask_engine, prompt_samples
+
+    samples = prompt_samples(args, texts, count)
+    registry = PluginRegistry.from_flags(args.plugin)
+    with tempfile.TemporaryDirectory(prefix="buffer-rl-") as logs, EngineFleet(args, logs, registry) as fleet:
+        fleet.wait_ready()
+        args = args.model_copy(update={"router_url": fleet.router_url, "engine_urls": fleet.engine_urls})
+        return asyncio.run(ask_engine(args, samples))
+
+
+def _print(answer: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(answer, ensure_ascii=False))
+        return
+    if answer["sample_index"] == 0:
+        prompt = answer["prompt"] if isinstance(answer["prompt"], str) else json.dumps(answer["prompt"])
+        print(f"prompt: {prompt}")
+    print(f"  [{answer['sample_index']}, {answer['status']}, {answer['tokens']} tokens] {answer['response']}")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
+    return int(text)

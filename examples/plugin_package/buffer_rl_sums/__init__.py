@@ -1,0 +1,1 @@
+"""An example of a plugin package for buffer_rl."""

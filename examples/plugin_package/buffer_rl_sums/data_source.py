@@ -1,0 +1,62 @@
+"""A data source that makes its prompts up: ``12+30=``, with the sum as label."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from buffer_rl.types import GroupUid, Sample, SampleGroup
+
+NAME = "sums"
+ROWS_PER_EPOCH = 10_000
+
+
+class SumsSource:
+    """Problem ``row`` of an epoch is a function of ``--rollout-seed``, the epoch and the row alone.
+
+    So the whole state is one counter and the groups that were given back.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self._next = 0
+        self._returned: deque[GroupUid] = deque()
+
+    def __len__(self) -> int:
+        return ROWS_PER_EPOCH
+
+    def get_samples(self, num_samples: int) -> list[SampleGroup]:
+        """The next ``num_samples`` groups, those given back first."""
+        return [self._make(self._returned.popleft() if self._returned else self._advance()) for _ in range(num_samples)]
+
+    def add_samples(self, groups: list[SampleGroup]) -> None:
+        """Take groups back, as prompts."""
+        self._returned.extend(group.uid for group in groups)
+
+    def save(self, path: str) -> None:
+        """Write the state to the file ``path``."""
+        state = {"next": self._next, "returned": [str(uid) for uid in self._returned]}
+        Path(path).write_text(json.dumps(state), encoding="utf-8")
+
+    def load(self, path: str) -> None:
+        """The inverse of ``save``."""
+        state = json.loads(Path(path).read_text(encoding="utf-8"))
+        self._next = state["next"]
+        self._returned = deque(GroupUid.parse(uid) for uid in state["returned"])
+
+    def _advance(self) -> GroupUid:
+        epoch, row = divmod(self._next, ROWS_PER_EPOCH)
+        self._next += 1
+        return GroupUid(NAME, row, epoch)
+
+    def _make(self, uid: GroupUid) -> SampleGroup:
+        draw = random.Random(f"{self._args.rollout_seed}|{uid}")
+        left, right = (draw.randint(0, self._args.sums_largest) for _ in range(2))
+        samples = [
+            Sample(uid=uid, sample_index=i, prompt=f"{left}+{right}=", label=str(left + right))
+            for i in range(self._args.n_samples_per_prompt)
+        ]
+        return SampleGroup(uid=uid, samples=samples)

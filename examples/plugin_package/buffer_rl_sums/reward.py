@@ -1,0 +1,14 @@
+"""A reward that falls linearly with the distance between the answer and the sum."""
+
+from __future__ import annotations
+
+from buffer_rl.types import Sample
+from buffer_rl_sums.options import SumsOptions
+
+
+def score(args: SumsOptions, sample: Sample) -> float:
+    """1 for the sum, 0 at ``--sums-tolerance`` and beyond, and for what is no number."""
+    answer = sample.response.strip()
+    if not (answer.isascii() and answer.isdigit() and len(answer) <= 9):
+        return 0.0
+    return max(0.0, 1.0 - abs(int(answer) - int(sample.label)) / args.sums_tolerance)

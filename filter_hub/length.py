@@ -1,0 +1,52 @@
+"""Drop groups whose responses ran into the length limit.
+
+Source: overlong filtering of DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.4): the reward of a truncated
+response says little about its reasoning. The paper masks such samples; here that is ``mask_truncated``, a sample
+filter, and the others decide about whole groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from buffer_rl.errors import ConfigError
+from buffer_rl.types import FilterDecision, SampleGroup, Status
+
+
+def some_finished(args: Any, group: SampleGroup) -> FilterDecision:
+    """Keep the group unless every one of its responses was truncated (reason ``all_truncated``)."""
+    if all(sample.status is Status.TRUNCATED for sample in group):
+        return FilterDecision(keep=False, reason="all_truncated")
+    return FilterDecision(keep=True)
+
+
+def all_finished(args: Any, group: SampleGroup) -> FilterDecision:
+    """Keep the group if none of its responses was truncated (else ``truncated``)."""
+    if any(sample.status is Status.TRUNCATED for sample in group):
+        return FilterDecision(keep=False, reason="truncated")
+    return FilterDecision(keep=True)
+
+
+def at_most(num_tokens: int) -> Callable[[Any, SampleGroup], FilterDecision]:
+    """A filter that keeps groups whose mean response length is at most ``num_tokens`` (else ``overlong``).
+
+    Raises ConfigError unless ``num_tokens`` is at least 1.
+    """
+    if num_tokens < 1:
+        raise ConfigError(f"num_tokens is {num_tokens!r}", where="filter_hub.length.at_most", expected="at least 1")
+
+    def short_enough(args: Any, group: SampleGroup) -> FilterDecision:
+        total = sum(sample.response_length for sample in group)
+        keep = total <= num_tokens * len(group)
+        return FilterDecision(keep=keep, reason="" if keep else "overlong")
+
+    return short_enough
+
+
+def mask_truncated(args: Any, groups: list[SampleGroup]) -> None:
+    """A sample filter: truncated samples stay in their group, but nothing is learned from their tokens."""
+    for group in groups:
+        for sample in group:
+            if sample.status is Status.TRUNCATED:
+                sample.remove_sample = True

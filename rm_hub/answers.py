@@ -1,0 +1,67 @@
+r"""Where the answer stands in a response: after the reasoning, in the last box, in the last line. No reward itself.
+
+``\boxed{...}`` is the convention of MATH (Hendrycks et al. 2021, arXiv:2103.03874, section 3.1); ``</think>`` is that
+of reasoning models (DeepSeek-R1, arXiv:2501.12948, table 1). Every function takes time linear in the text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from buffer_rl.errors import RewardError
+from buffer_rl.types import Sample
+
+END_OF_REASONING = "</think>"
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
+
+
+def after_reasoning(text: str) -> str:
+    """What follows the last ``</think>``; the whole text where there is none."""
+    return text[text.rfind(END_OF_REASONING) + len(END_OF_REASONING) :] if END_OF_REASONING in text else text
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last ``\boxed{...}`` (or ``\fbox``) holds, without white space around it; None if it never closes."""
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    opening = _BOX.match(text, start) if start >= 0 else None
+    if opening is None:
+        return None
+    depth = 1
+    for brace in _BRACE.finditer(text, opening.end()):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return text[opening.end() : brace.start()].strip()
+    return None
+
+
+def last_line(text: str) -> str:
+    """The last line that is not blank, without white space around it."""
+    return text.rstrip().rpartition("\n")[2].strip()
+
+
+def labels_of(sample: Sample, *, reward: str) -> list[str]:
+    """The accepted answers as text: the label, or each of a list of labels.
+
+    Raises RewardError if there is none, or one that is neither text nor a number. ``reward`` names who asks.
+    """
+    labels = sample.label if isinstance(sample.label, list) else [sample.label]
+    if not labels or not all(_is_text_or_number(label) for label in labels):
+        raise RewardError(
+            f"the label is {sample.label!r:.80}",
+            where=where(sample, reward),
+            expected="text or a number, or a list of them",
+            hint="name the field that holds it with --label-key",
+        )
+    return [str(label) for label in labels]
+
+
+def where(sample: Sample, reward: str) -> str:
+    """Names the row in an error of a reward."""
+    return str(sample.uid or reward)
+
+
+def _is_text_or_number(label: Any) -> bool:
+    return isinstance(label, str | int | float) and not isinstance(label, bool) and bool(str(label).strip())

@@ -1,0 +1,91 @@
+r"""DAPO's rule for mathematical answers: 1 if the normalised answer line equals the label, else -1.
+
+Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 2.4 (rule-based reward of 1 and -1); the prompt asks for a
+last line ``Answer: $Answer``. The normalisation is that of Lewkowycz et al. 2022, Minerva, arXiv:2206.14858,
+appendix D.1, without its list of units seen in one data set: here a unit goes if it stands in ``\text{...}`` or is
+in ``UNITS``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from buffer_rl.types import Sample, Status
+from rm_hub.answers import after_reasoning, labels_of
+
+RIGHT, WRONG = 1.0, -1.0
+LAST_CHARACTERS = 300
+"""The answer is searched in the end of the response only, as in the grader that was published with the paper."""
+
+UNITS = ("dollars", "cents", "degrees", "percent", "units", "hours", "minutes", "seconds", "meters", "feet", "inches")
+
+_ANSWER = re.compile(r"answer[ \t]*:", re.IGNORECASE)
+_UNIT = re.compile(rf"(?<![a-z\\])(?:{'|'.join(UNITS)})(?![a-z])", re.IGNORECASE)
+_ARTICLE = re.compile(r"(?<![A-Za-z\\])an? (?=\S)")
+_TEXT = re.compile(r"\\(?:text|textbf|mbox|mathrm)\{([^{}]*)\}")
+_WRAPPED = re.compile(r"\\(?:boxed|overline)\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
+_SHORT_FRACTION = re.compile(r"\\[dt]?frac(?:\{([^{}]*)\}|(\w))(?:\{([^{}]*)\}|(\w))")
+_SHORT_ROOT = re.compile(r"\\sqrt(\w)")
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+
+
+def score(args: Any, sample: Sample) -> float:
+    """1.0 if the last ``Answer:`` line equals the label (any one of a list) after normalisation, else -1.0.
+
+    A response without such a line, or that did not end by itself, earns -1.0. Raises RewardError without a label.
+    """
+    labels = [normalize(label) for label in labels_of(sample, reward="rm_hub.dapo")]
+    if sample.status is not Status.COMPLETED:
+        return WRONG
+    answer = answer_line(after_reasoning(sample.response))
+    return RIGHT if answer is not None and normalize(answer) in labels else WRONG
+
+
+def score_binary(args: Any, sample: Sample) -> float:
+    """As ``score``, with 0.0 in place of -1.0."""
+    return float(score(args, sample) == RIGHT)
+
+
+def answer_line(text: str) -> str | None:
+    """What follows the last ``Answer:`` on its line; None where there is nothing."""
+    marks = list(_ANSWER.finditer(text[-LAST_CHARACTERS:]))
+    if not marks:
+        return None
+    return text[-LAST_CHARACTERS:][marks[-1].end() :].partition("\n")[0].strip(" \t*") or None
+
+
+def normalize(answer: str) -> str:
+    r"""One spelling of an answer: ``x = \$1{,}000 \text{ cm}`` and ``1000`` become the same text."""
+    answer = answer[-LAST_CHARACTERS:].strip().rstrip(".")
+    for spelling, kept in (
+        ("\\!", ""),
+        ("{,}", ","),
+        ("\\$", ""),
+        ("\\%", ""),
+        ("%", ""),
+        ("\\left", ""),
+        ("\\right", ""),
+    ):
+        answer = answer.replace(spelling, kept)
+    if answer.count("$") >= 2:
+        answer = answer.split("$")[-2]
+    answer = answer.replace("$", "").rpartition("=")[2]
+    while (inner := _WRAPPED.sub(r"\1", answer)) != answer:
+        answer = inner
+    answer = _without_text(_UNIT.sub("", _ARTICLE.sub("", answer)))
+    answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", _SHORT_FRACTION.sub(_full_fraction, answer))
+    answer = answer.replace("^\\circ", "").replace("^{\\circ}", "").replace(" ", "").rstrip(".")
+    return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
+
+
+def _without_text(answer: str) -> str:
+    r"""Drop ``\text{...}`` beside something else (a unit); keep its content where it is the whole answer."""
+    bare = _TEXT.sub("", answer)
+    return bare if bare.strip() else _TEXT.sub(r"\1", answer)
+
+
+def _full_fraction(match: re.Match[str]) -> str:
+    above = match[1] if match[1] is not None else match[2]
+    below = match[3] if match[3] is not None else match[4]
+    return f"\\frac{{{above}}}{{{below}}}"

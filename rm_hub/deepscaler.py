@@ -1,0 +1,94 @@
+r"""The DeepScaleR rule for mathematical answers: 1 if the boxed answer after the reasoning equals the label, else 0.
+
+Source: Luo et al. 2025, DeepScaleR (https://github.com/agentica-project/rllm): the box after ``</think>``, equal as
+normalised text or mathematically, after the grader of PRM800K (Lightman et al. 2023, arXiv:2305.20050). Where that
+grader asks sympy, which evaluates text as Python, this one compares values (``rm_hub/expressions.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from buffer_rl.types import Sample, Status
+from rm_hub.answers import END_OF_REASONING, after_reasoning, labels_of, last_boxed
+from rm_hub.expressions import MAX_CHARACTERS, equal
+
+_SPACING = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\s+|\\\$|\$|\^\{?\\circ\}?|\\?%")
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}")
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")
+_INTEGER = re.compile(r"[-+]?\d+(?:\.0*)?")
+_FRACTION = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(\d+)\}|(-?)(\d+)/(\d+)")
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+
+
+def score(args: Any, sample: Sample) -> float:
+    r"""1.0 if the last ``\boxed{...}`` after ``</think>`` equals the label (any one of a list), else 0.0.
+
+    Without ``</think>`` or a box there is no answer: 0.0, as for a sample that did not end by itself. Labels may be
+    boxed. As in the source, a whole number must be written as one (not ``1+1``) and a fraction in lowest terms.
+    Raises RewardError without a label.
+    """
+    labels = [normalize(last_boxed(label) or label) for label in labels_of(sample, reward="rm_hub.deepscaler")]
+    if sample.status is not Status.COMPLETED or END_OF_REASONING not in sample.response:
+        return 0.0
+    boxed = last_boxed(after_reasoning(sample.response))
+    if not boxed or len(boxed) > MAX_CHARACTERS:
+        return 0.0
+    answer = normalize(boxed)
+    return float(any(same(answer, label) for label in labels))
+
+
+def normalize(answer: str) -> str:
+    """One spelling: no white space, units, currency, percent signs or separators of thousands."""
+    bare = _TEXT.sub("", answer)
+    answer = bare if bare.strip() else _TEXT.sub(r"\1", answer)
+    answer = _SPACING.sub("", answer).replace("dfrac", "frac").replace("tfrac", "frac").replace("{,}", ",")
+    answer = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), answer).rstrip(".").lower()
+    variable, equals, value = answer.partition("=")
+    return value if equals and len(variable) == 1 and variable.isalpha() else answer
+
+
+def same(answer: str, label: str) -> bool:
+    """Whether two normalised answers are equal: as text, element by element (tuples, intervals), or in value."""
+    if not answer:
+        return False
+    if answer == label:
+        return True
+    answers, expected = _elements(answer), _elements(label)
+    if len(answers) != len(expected) or (len(answers) > 1 and answer[:: len(answer) - 1] != label[:: len(label) - 1]):
+        return False
+    return all(_same_element(one, other) for one, other in zip(answers, expected, strict=True))
+
+
+def _same_element(answer: str, label: str) -> bool:
+    if answer == label:
+        return True
+    if bool(_INTEGER.fullmatch(answer)) != bool(_INTEGER.fullmatch(label)):
+        return False
+    fraction, expected = _FRACTION.fullmatch(answer), _FRACTION.fullmatch(label)
+    if fraction and expected:
+        return _parts(fraction) == _parts(expected)
+    return len(label) <= MAX_CHARACTERS and equal(answer, label)
+
+
+def _parts(fraction: re.Match[str]) -> tuple[bool, int, int]:
+    sign, above, below = fraction.group(1, 2, 3) if fraction[2] else fraction.group(4, 5, 6)
+    numerator = int(above)
+    return (sign == "-") != (numerator < 0), abs(numerator), int(below)
+
+
+def _elements(answer: str) -> list[str]:
+    r"""The parts of a tuple, interval or set in brackets, split at commas outside inner brackets."""
+    inner = answer.replace("\\{", "{").replace("\\}", "}")
+    if len(inner) < 2 or inner[0] not in _BRACKETS or inner[-1] not in ")]}" or "," not in inner:
+        return [answer]
+    parts, depth, start = [], 0, 1
+    for position, character in enumerate(inner[1:-1], 1):
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:  # the first bracket closed before the end: no tuple
+            return [answer]
+        if character == "," and depth == 0:
+            parts.append(inner[start:position])
+            start = position + 1
+    return [*parts, inner[start:-1]]

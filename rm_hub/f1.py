@@ -1,0 +1,52 @@
+"""Token F1 and exact match of reading comprehension.
+
+Source: Rajpurkar et al. 2016, SQuAD, arXiv:1606.05250, section 6.1: ignore case, punctuation, articles and white
+space; the best score over all reference answers. F1 pays for a part of the answer; ``score_exact`` does not.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from typing import Any
+
+from buffer_rl.types import Sample, Status
+from rm_hub.answers import after_reasoning, labels_of
+
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def score(args: Any, sample: Sample) -> float:
+    """F1 of the response's and the label's tokens, 0 to 1, the best over a list of labels.
+
+    What follows the reasoning is graded. 0.0 if the sample did not end by itself. Raises RewardError without a label.
+    """
+    labels = labels_of(sample, reward="rm_hub.f1")
+    if sample.status is not Status.COMPLETED:
+        return 0.0
+    answer = tokens(after_reasoning(sample.response))
+    return max(f1(answer, tokens(label)) for label in labels)
+
+
+def score_exact(args: Any, sample: Sample) -> float:
+    """1.0 if the tokens are the same, in the same order, as those of one label, else 0.0; otherwise as ``score``."""
+    labels = labels_of(sample, reward="rm_hub.f1")
+    if sample.status is not Status.COMPLETED:
+        return 0.0
+    answer = tokens(after_reasoning(sample.response))
+    return float(any(answer == tokens(label) for label in labels))
+
+
+def tokens(text: str) -> list[str]:
+    """Lower-case words without punctuation and articles."""
+    return _ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def f1(answer: list[str], label: list[str]) -> float:
+    """Harmonic mean of precision and recall over the bags of tokens; of two empty ones 1."""
+    if not answer or not label:
+        return float(answer == label)
+    num_same = (Counter(answer) & Counter(label)).total()
+    return 2 * num_same / (len(answer) + len(label))

@@ -1,0 +1,69 @@
+r"""Multiple choice: 1 if the chosen letter is the label's, else 0.
+
+Source: Rein et al. 2023, GPQA, arXiv:2311.12022; the answer sentences are those of its prompts ("The correct
+answer is (insert answer here)") and of the ``Answer: $LETTER`` format in which the set is commonly asked.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import Any
+
+from buffer_rl.errors import RewardError
+from buffer_rl.types import Sample, Status
+from rm_hub.answers import after_reasoning, last_boxed, last_line, where
+
+LAST_CHARACTERS = 1000
+
+_STATED = re.compile(r"(?i:answer(?: is)?)[ \t]*:?[ \t*$]*\(?([A-Z])\)?(?=[\s.,:;*$)]|$)")
+_ALONE = re.compile(r"[*$( ]*([A-Z])[*$) .:]*")
+_BOXED = re.compile(r"(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Z])\)?\}?[.:]?")
+
+
+def score(args: Any, sample: Sample) -> float:
+    r"""1.0 if the response chooses the label's letter and ended by itself, else 0.0.
+
+    The choice is, after the reasoning, the last ``\boxed{C}``; else the last "answer is C" or "Answer: C"; else a
+    last line that is a letter alone. The label is a letter; or, with ``choices`` in the metadata, the text of one
+    of them or its number counted from 0. Raises RewardError if it is none of these.
+    """
+    letter = _label(sample)
+    return float(sample.status is Status.COMPLETED and choice(sample.response) == letter)
+
+
+def choice(response: str) -> str | None:
+    """The capital letter that a response chooses; None where it chooses none."""
+    text = after_reasoning(response)
+    if (boxed := last_boxed(text)) is not None:
+        found = _BOXED.fullmatch(boxed)
+        return found[1] if found else None
+    text = text[-LAST_CHARACTERS:]
+    stated = _STATED.findall(text)
+    if stated:
+        return str(stated[-1])
+    alone = _ALONE.fullmatch(last_line(text))
+    return alone[1] if alone else None
+
+
+def _label(sample: Sample) -> str:
+    label, choices = sample.label, sample.metadata.get("choices")
+    letters = string.ascii_uppercase[: len(choices)] if isinstance(choices, list) else string.ascii_uppercase
+    if isinstance(label, str):
+        if isinstance(choices, list) and label in choices[: len(letters)]:
+            return letters[choices.index(label)]
+        letter = label.strip().strip("().").upper()
+        if len(letter) == 1 and letter in letters:
+            return letter
+    elif (
+        isinstance(label, int)
+        and not isinstance(label, bool)
+        and isinstance(choices, list)
+        and 0 <= label < len(letters)
+    ):
+        return letters[label]
+    raise RewardError(
+        f"the label is {label!r:.80}",
+        where=where(sample, "rm_hub.gpqa"),
+        expected=f"a letter from A to {letters[-1:]}, or the text or number of one of the metadata's choices",
+    )

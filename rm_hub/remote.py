@@ -1,0 +1,97 @@
+"""Rewards from a server: one JSON request a sample, or one a prompt group.
+
+The request and the answer of a sample are those of slime's ``remote_rm`` (https://github.com/THUDM/slime), with
+two more fields. The address comes from ``--rm-url`` alone: a row of data never chooses where requests go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import aiohttp
+
+from buffer_rl.errors import ConfigError, RewardError
+from buffer_rl.types import Sample, SampleGroup
+from rm_hub.answers import where
+
+ATTEMPTS = 3
+FIRST_PAUSE_S = 0.2  # doubled after each attempt, and drawn from half to the whole of it
+DEADLINE_SHARE = 0.9  # of --rm-timeout-s, so that the server's last failure is reported and not a bare timeout
+MAX_ANSWER_BYTES = 1 << 20
+RETRIED = frozenset({429, 500, 502, 503, 504})  # another 4xx says that the request is wrong, and stays so
+
+
+class _PassingFailureError(Exception):
+    """Worth another attempt."""
+
+
+async def score(args: Any, sample: Sample) -> Any:
+    """What the server at ``--rm-url`` answers for one sample: a number, or a mapping of names to numbers.
+
+    Request: ``{"prompt", "response", "label", "metadata", "status"}``. Refused connections and the statuses of
+    ``RETRIED`` are tried up to three times, all within 90% of ``--rm-timeout-s``. Raises ConfigError without
+    ``--rm-url``, RewardError if the server gives no usable answer.
+    """
+    return await _ask(args, _payload(sample), where(sample, "rm_hub.remote"))
+
+
+async def score_group(args: Any, group: SampleGroup) -> list[Any]:
+    """The same for all samples of a prompt in one request, ``{"samples": [...]}``; answered by a list, in order."""
+    place = str(group.uid)
+    answer = await _ask(args, {"samples": [_payload(sample) for sample in group]}, place)
+    if not isinstance(answer, list) or len(answer) != len(group):
+        raise RewardError(
+            f"the reward server answered {answer!r:.120}", where=place, expected=f"a list of {len(group)} rewards"
+        )
+    return answer
+
+
+def _payload(sample: Sample) -> dict[str, Any]:
+    return {
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "metadata": sample.metadata,
+        "status": str(sample.status),
+    }
+
+
+async def _ask(args: Any, payload: dict[str, Any], place: str) -> Any:
+    url = args.rm_url
+    if not url:
+        raise ConfigError("there is no address of a reward server", expected="--rm-url http://HOST:PORT/PATH")
+    failure = "no answer"
+    try:
+        async with asyncio.timeout(DEADLINE_SHARE * args.rm_timeout_s), aiohttp.ClientSession() as session:
+            for attempt in range(ATTEMPTS):
+                if attempt:
+                    await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+                try:
+                    return await _post(session, url, payload, place)
+                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _PassingFailureError) as error:
+                    failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                    failure = failure.removeprefix("_PassingFailureError: ")
+    except TimeoutError:
+        failure = f"{failure} within {DEADLINE_SHARE * args.rm_timeout_s:g} s"
+    raise RewardError(f"the reward server failed: {failure}", where=f"{place}, --rm-url {url}")
+
+
+async def _post(session: aiohttp.ClientSession, url: str, payload: dict[str, Any], place: str) -> Any:
+    async with session.post(url, json=payload, allow_redirects=False) as response:
+        body = bytearray()
+        async for block in response.content.iter_chunked(1 << 16):
+            body += block
+            if len(body) > MAX_ANSWER_BYTES:
+                raise RewardError(f"the reward server sent more than {MAX_ANSWER_BYTES} bytes", where=place)
+        text = body.decode(errors="replace")
+        if response.status in RETRIED:
+            raise _PassingFailureError(f"HTTP {response.status}: {text:.200}")
+        if response.status != 200:
+            raise RewardError(f"the reward server answered HTTP {response.status}: {text:.200}", where=place)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RewardError(f"the reward server answered no JSON: {text:.200}", where=place) from error

@@ -1,0 +1,48 @@
+"""The page for users of slime names only options that exist, and calls missing only what is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from buffer_rl.config import compose
+from buffer_rl.configuration.help import FlagParser, add_options, given_flags
+from buffer_rl.options import CORE_SECTIONS
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "coming_from_slime.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+OPTIONS = compose(CORE_SECTIONS)
+FLAGS = {f"--{name.replace('_', '-')}" for name in OPTIONS.model_fields}
+
+
+def rows(heading: str) -> list[list[str]]:
+    section = TEXT.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+    return cells[2:]
+
+
+def flags(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text))
+
+
+def test_the_command_can_be_typed_and_is_what_the_table_says() -> None:
+    command = shlex.split(re.findall(r"```\n(buffer-rl train .*?)```", TEXT, flags=re.DOTALL)[0].replace("\\\n", ""))
+    parser = FlagParser(prog="buffer-rl")
+    add_options(parser, CORE_SECTIONS)
+    args = OPTIONS(**given_flags(parser.parse_args(command[2:])))
+    assert (args.eps_clip_high, args.eval_prompt_data) == (0.28, ["aime=/data/aime.jsonl"])
+    table = set().union(*(flags(row[1]) for row in rows("A full command line, side by side")))
+    assert table - flags(" ".join(command)) == {"--load", "--ref-load"}
+    assert flags(" ".join(command)) <= table
+
+
+def test_every_flag_on_our_side_is_an_option() -> None:
+    ours = set().union(*(flags(row[1]) for row in rows("A full command line, side by side") + rows("What is not here")))
+    assert ours - FLAGS == set()
+
+
+def test_what_is_called_missing_is_missing() -> None:
+    missing = set().union(*(flags(row[0]) for row in rows("What is not here")))
+    assert missing & FLAGS == set()
+    assert len(missing) > 15

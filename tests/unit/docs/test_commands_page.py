@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from buffer_rl.verbs.table import VERBS
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+def test_every_verb_has_its_section_and_no_other_has_one() -> None:
+    headings = re.findall(r"^## `buffer-rl (\S+)`$", (DOCS / "commands.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(headings) == sorted(VERBS)
+    assert "(commands.md)" in (DOCS / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from buffer_rl.driver.rollout_files import read_rollout, rollout_path, write_rollout
+from buffer_rl.errors import DataError
+from buffer_rl.types import GroupUid, RowId, TrainBatch
+
+
+def make_batch() -> TrainBatch:
+    """Two groups; one response of no tokens; a uid with a colon."""
+    rows = [RowId(GroupUid("a:b", 3, 1), 0), RowId(GroupUid("a:b", 3, 1), 1, 2), RowId(GroupUid("c", 0, 0), 0)]
+    lengths = [2, 0, 3]
+    return TrainBatch(
+        rollout_id=7,
+        task="train_7",
+        row_ids=rows,
+        columns={
+            "tokens": [np.arange(4 + n, dtype=np.int32) for n in lengths],
+            "response_length": np.asarray(lengths, dtype=np.int32),
+            "loss_mask": [np.ones(n, dtype=np.float32) for n in lengths],
+            "reward": np.asarray([0.1, -0.0, 1e-30], dtype=np.float32),
+            "raw.reward": np.asarray([1.0, 2.0, 3.0]),
+        },
+        total_rows=3,
+        total_tokens=5,
+    )
+
+
+def test_a_rollout_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    path = rollout_path(str(tmp_path / "new" / "r{rollout_id}.safetensors"), 7)
+    assert path.name == "r7.safetensors"
+    batch = make_batch()
+    write_rollout(path, batch)
+    again = read_rollout(path)
+    assert (again.row_ids, again.rollout_id, again.task) == (batch.row_ids, 7, "train_7")
+    assert (again.total_rows, again.total_tokens) == (3, 5)
+    assert again.columns.keys() == batch.columns.keys()
+    for name, column in batch.columns.items():
+        assert isinstance(again.columns[name], np.ndarray) == isinstance(column, np.ndarray)
+        for row, expected in zip(again.columns[name], column, strict=True):
+            assert row.dtype == expected.dtype
+            assert row.tobytes() == expected.tobytes()
+    assert [file.name for file in path.parent.iterdir()] == ["r7.safetensors"]
+
+
+def test_a_missing_damaged_or_strange_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rollout"
+    with pytest.raises(DataError, match="no such file"):
+        read_rollout(path)
+    write_rollout(path, make_batch())
+    content = path.read_bytes()
+    path.write_bytes(content[:-3])
+    with pytest.raises(DataError, match=str(path)):
+        read_rollout(path)
+    save_file({"tokens": np.zeros(3)}, path)
+    with pytest.raises(DataError, match="no rollout can be read"):
+        read_rollout(path)
+    path.write_bytes(content.replace(b'\\"format\\": 1', b'\\"format\\": 2'))
+    with pytest.raises(DataError, match="format 2"):
+        read_rollout(path)
+
+
+def test_rows_of_two_dimensions_are_refused(tmp_path: Path) -> None:
+    batch = make_batch()
+    batch.columns["pixels"] = [np.zeros((2, 2))] * 3
+    with pytest.raises(DataError, match="pixels"):
+        write_rollout(tmp_path / "rollout", batch)
+    assert list(tmp_path.iterdir()) == []

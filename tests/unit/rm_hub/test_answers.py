@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from buffer_rl.errors import RewardError
+from buffer_rl.types import GroupUid, Sample
+from rm_hub.answers import after_reasoning, labels_of, last_boxed, last_line
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"\boxed{7}", "7"),
+        (r"\boxed{1} and \boxed{ 2 }", "2"),
+        (r"\boxed {3}", "3"),
+        (r"\fbox{4}", "4"),
+        (r"\boxed{\frac{1}{2}} done", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1} then \boxed{2", None),
+        (r"\boxed", None),
+        ("7", None),
+    ],
+)
+def test_the_last_box_is_read_to_the_brace_that_closes_it(text: str, boxed: str | None) -> None:
+    assert last_boxed(text) == boxed
+
+
+def test_the_answer_stands_after_the_last_end_of_the_reasoning() -> None:
+    assert after_reasoning("a</think>b</think> c") == " c"
+    assert after_reasoning("no reasoning") == "no reasoning"
+    assert last_line("one\n two \n\n ") == "two"
+    assert last_line("") == ""
+
+
+@pytest.mark.parametrize("label", [None, True, "", " ", [], [None], {"a": 1}, ["a", ""]])
+def test_a_missing_label_is_an_error_that_names_the_row(label: Any) -> None:
+    with pytest.raises(RewardError, match="data:4:0: the label is"):
+        labels_of(Sample(label=label, uid=GroupUid("data", 4, 0)), reward="rm")
+
+
+def test_labels_are_text_or_numbers_or_lists_of_them() -> None:
+    assert labels_of(Sample(label=["a", 2, 0.5]), reward="rm") == ["a", "2", "0.5"]
+    assert labels_of(Sample(label=0), reward="rm") == ["0"]

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from buffer_rl.errors import RewardError
+from buffer_rl.types import Sample, Status
+from rm_hub.gpqa import choice, score
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("The correct answer is (C)", "C"),
+        ("The correct answer is C.", "C"),
+        ("Answer: **D**", "D"),
+        ("Answer: $B$", "B"),
+        ("**Answer:** A", "A"),
+        ("Answer: A\nNo. Answer: B", "B"),
+        ("C", "C"),
+        ("long text\n(B).", "B"),
+        (r"answer is A, so \boxed{C}", "C"),
+        (r"\boxed{\text{(C)}}", "C"),
+        (r"answer is A, so \boxed{72}", None),
+        ("The answer is Aluminium", None),
+        ("The answer is a metal", None),
+        ("A or B", None),
+        ("", None),
+        ("Answer: A</think>Answer: B", "B"),
+    ],
+)
+def test_the_chosen_letter(response: str, letter: str | None) -> None:
+    assert choice(response) == letter
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata"),
+    [
+        ("C", {}),
+        ("(c)", {}),
+        ("C", {"choices": ["w", "x", "y", "z"]}),
+        ("y", {"choices": ["w", "x", "y", "z"]}),
+        (2, {"choices": ["w", "x", "y", "z"]}),
+    ],
+)
+def test_a_label_is_a_letter_or_one_of_the_choices(label: Any, metadata: dict[str, Any]) -> None:
+    def graded(response: str, status: Status = Status.COMPLETED) -> float:
+        return score(None, Sample(response=response, label=label, metadata=metadata, status=status))
+
+    assert graded("Answer: C") == 1.0
+    assert graded("Answer: B") == 0.0
+    assert graded("C", Status.TRUNCATED) == 0.0
+
+
+@pytest.mark.parametrize("label", [None, True, 4, 2.0, "E", "v", ["C"]])
+def test_another_label_is_an_error(label: Any) -> None:
+    with pytest.raises(RewardError, match="a letter from A to D"):
+        score(None, Sample(response="C", label=label, metadata={"choices": ["w", "x", "y", "z"]}))

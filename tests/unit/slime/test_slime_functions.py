@@ -1,0 +1,131 @@
+"""Functions written for slime's documented signatures, run unchanged by the built-in rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.config import compose
+from buffer_rl.contract_check import as_leased_group
+from buffer_rl.errors import RolloutError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.conversion import GroupConverter
+from buffer_rl.rollout.default import DefaultRollout
+from buffer_rl.rollout.user_rollout import run_user_rollout
+from buffer_rl.testing.fake_buffer import FakeBuffer
+from buffer_rl.testing.tiny import make_char_tokenizer
+from buffer_rl.types import GroupUid, RolloutOutput, Sample, SampleGroup, Ticket
+
+FILE = Path(__file__).with_name("slime_style.py")
+
+
+def ref(name: str) -> str:
+    return f"{FILE}:{name}"
+
+
+def make_groups(count: int) -> list[SampleGroup]:
+    groups = []
+    for row in range(count):
+        uid = GroupUid("source", row, 0)
+        samples = [
+            Sample(uid=uid, sample_index=i, group_index=row, index=2 * row + i, prompt="ab", label="x")
+            for i in range(2)
+        ]
+        groups.append(SampleGroup(uid=uid, samples=samples, attempt=4, incarnation="inc"))
+    return groups
+
+
+async def run(rollout: str | None = None, *, wanted: int = 2, **options: Any) -> tuple[FakeBuffer, RolloutOutput, Any]:
+    """One rollout; the buffer, the output, and the options."""
+    defaults = {"rollout_batch_size": 2, "custom_generate_function_path": ref("custom_generate")}
+    args = compose(CORE_SECTIONS)(**{**defaults, "custom_rm_path": ref("reward_func"), **options})
+    ticket = Ticket(rollout_id=5, evaluation=False, num_groups=wanted, version=5, incarnation="inc")
+    buffer = FakeBuffer(make_groups(4), ticket)
+    registry = PluginRegistry()
+    function: Callable[..., Any] = registry.resolve("rollout", ref(rollout)) if rollout else DefaultRollout(args)
+    context = RolloutContext.build(args, registry=registry, engine=None, tokenizer=make_char_tokenizer())
+    try:
+        with context.active():
+            output = await run_user_rollout(function, args, buffer, where=f"train_5, {rollout}")
+    finally:
+        await context.aclose()
+    for group in output.groups:
+        buffer.finish(group)
+    return buffer, output, args
+
+
+async def test_generate_reward_and_filter_run_under_the_built_in_rollout() -> None:
+    buffer, output, args = await run(dynamic_sampling_filter_path=ref("check_differ"))
+    assert [[sample.reward for sample in group] for group in buffer.finished] == [[0.0, 1.0]] * 2
+    _, columns = GroupConverter.from_args(args, PluginRegistry()).encode(buffer.finished[0], False)
+    assert columns["loss_mask"][0].tolist() == [1.0, 0.0, 1.0]
+    assert output.metrics["raw_reward"] == 0.5
+
+
+async def test_a_filters_reason_is_counted_and_a_boolean_will_do() -> None:
+    buffer, _, _ = await run(
+        wanted=1, dynamic_sampling_filter_path=ref("check_bool"), custom_generate_function_path=ref("custom_generate")
+    )
+    assert [(group.uid.row, reason) for group, reason in buffer.rejected] == [(0, "filtered")]
+    with pytest.raises(RolloutError, match=r"zero_std_0\.5"):
+        await run(
+            custom_generate_function_path=ref("generate_segments"), dynamic_sampling_filter_path=ref("check_differ"),
+            dynamic_sampling_max_drops=1,
+        )  # fmt: skip
+
+
+async def test_a_sample_may_become_several_segments() -> None:
+    buffer, _, args = await run(custom_generate_function_path=ref("generate_segments"))
+    row_ids, columns = GroupConverter.from_args(args, PluginRegistry()).encode(buffer.finished[0], False)
+    assert [(row.sample_index, row.part) for row in row_ids] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert columns["response_length"].tolist() == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["generate_rollout", "generate_rollout_keyword_only", "generate_rollout_output"])
+async def test_a_rollout_function_may_return_plain_lists_of_samples(name: str) -> None:
+    buffer, output, _ = await run(name)
+    assert [group.uid.row for group in buffer.finished] == [0, 1]
+    assert {(group.attempt, group.incarnation) for group in buffer.finished} == {(4, "inc")}
+    assert [[sample.reward for sample in group] for group in buffer.finished] == [[0.0, 1.0]] * 2
+    assert output.metrics == ({"turns": 2.0} if name.endswith("keyword_only") else {})
+
+
+async def test_plain_lists_can_be_given_back() -> None:
+    buffer, _, _ = await run("give_back_all_but_one")
+    assert [group.uid.row for group in buffer.finished] == [0]
+    assert [group.uid.row for group in buffer.returned] == [1]
+    assert buffer.get_buffer_length() == 1
+
+
+async def test_a_group_reward_a_sample_filter_and_a_post_process_run() -> None:
+    buffer, _, args = await run(
+        custom_group_rm_path=ref("group_reward_func"),
+        custom_rm_path=None,
+        rollout_sample_filter_path=ref("mask_wrong"),
+        custom_reward_post_process_path=ref("centre"),
+    )
+    assert [sample.reward for sample in buffer.finished[0]] == [2.0, 1.0]
+    assert [sample.remove_sample for sample in buffer.finished[0]] == [False, False]
+    _, columns = GroupConverter.from_args(args, PluginRegistry()).encode(buffer.finished[0], False)
+    assert columns["raw_reward"].tolist() == [2.0, 1.0]
+    assert columns["reward"].tolist() == [1.0, 0.0]
+
+
+def test_both_spellings_of_a_reference_lead_to_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FILE.parent)
+    registry = PluginRegistry()
+    found = [registry.resolve("reward", f"slime_style{dot}reward_func") for dot in ".:"]
+    assert found[0] is found[1]
+
+
+def test_a_list_is_a_group_only_if_it_is_one_leased_group() -> None:
+    first, second = make_groups(2)
+    leased = {first.uid: first}
+    assert as_leased_group(list(first), leased) == first
+    for strange in ([], [first[0], second[0]], list(second), [Sample()], [first[0], None], tuple(first), None):
+        assert as_leased_group(strange, leased) is None

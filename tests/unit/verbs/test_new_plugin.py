@@ -1,0 +1,61 @@
+"""``buffer-rl plugins new``: what it writes works as it stands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from buffer_rl.cli import main
+from buffer_rl.kinds import KINDS
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.verbs.new_plugin import SKELETONS, object_name
+
+
+def test_there_is_a_skeleton_for_every_kind() -> None:
+    assert set(SKELETONS) == set(KINDS)
+
+
+def test_every_skeleton_meets_its_contract_passes_its_test_and_is_clean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registry = PluginRegistry(search_path=[str(tmp_path)])
+    for kind, row in KINDS.items():
+        assert main(["plugins", "new", kind, f"my_{kind}", "--output", str(tmp_path)]) == 0
+        reference = f"{tmp_path}/my_{kind}.py:{object_name(row, f'my_{kind}')}"
+        assert f"{row.flags[0]} {reference}" in capsys.readouterr().out
+        registry.resolve(kind, reference)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout
+    assert f"{2 * len(KINDS)} passed" in done.stdout
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", "--select", "F,E,UP"]
+    done = subprocess.run([*ruff, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "test_judge.py").write_text("mine")
+    assert main(["plugins", "new", "reward", "judge", "--output", str(tmp_path)]) == 2
+    assert "test_judge.py is there already" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["test_judge.py"]
+
+
+@pytest.mark.parametrize("name", ["my-reward", "a/b", "class", "", "../up"])
+def test_a_name_that_cannot_be_imported_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["plugins", "new", "reward", name, "--output", str(tmp_path)]) == 2
+    assert "is no name of a Python module" in capsys.readouterr().err
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "new", "rewards", "judge"]) == 2
+    assert "group_reward" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""The verbs report, export, data stats, generate, eval and completion, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.checkpoint import write_checkpoint
+from buffer_rl.cli import main
+from buffer_rl.verbs.completion import command_words, completion_script
+from buffer_rl.verbs.table import VERBS
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "abcd", "label": "xy", "metadata": {"level": 1}},
+    {"prompt": "abcd", "label": "z", "metadata": {"level": 2, "set": "a"}},
+    {"prompt": [{"role": "user", "content": "ab"}, {"role": "user", "content": [{"type": "text", "text": "cdef"}]}]},
+]
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    def fill(folder: Path) -> None:
+        (folder / "hf").mkdir()
+        (folder / "hf" / "config.json").write_text("{}")
+        (folder / "hf" / "model.safetensors").write_bytes(b"weights")
+
+    for step in (3, 12):
+        write_checkpoint(tmp_path / "saves", step, fill, {})
+    return tmp_path / "saves"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(list(argv)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("buffer-rl: error: ")
+    return err
+
+
+def test_a_report_is_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "kind": "train", "train/loss": 0.5}\n')
+    target = tmp_path / "page.html"
+    assert main(["report", str(tmp_path), "--output", str(target), "--title", "My run"]) == 0
+    assert capsys.readouterr().out == f"{target}\n"
+    assert "<h1>My run</h1>" in target.read_text(encoding="utf-8")
+    assert "no folder" in refused(capsys, "report", str(tmp_path / "nothing"))
+    (tmp_path / "empty").mkdir()
+    assert "metrics" in refused(capsys, "report", str(tmp_path / "empty"))
+    assert "cannot be written" in refused(capsys, "report", str(tmp_path), "--output", str(target / "x"))
+
+
+def test_the_newest_checkpoint_is_exported(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "models" / "one"
+    assert main(["export", "--load", str(checkpoints), "--output", str(target)]) == 0
+    assert "after 12 steps" in capsys.readouterr().out
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert [path.name for path in target.parent.iterdir()] == ["one"]
+    assert "is there already" in refused(capsys, "export", "--load", str(checkpoints), "--output", str(target))
+
+
+def test_a_damaged_checkpoint_is_not_exported(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = checkpoints / "step_000003"
+    (step / "hf" / "model.safetensors").write_bytes(b"weighty")
+    target = tmp_path / "one"
+    assert "damaged" in refused(capsys, "export", "--load", str(step), "--output", str(target))
+    assert not target.exists()
+
+
+def test_the_counts_of_a_file_are_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert main(["data", "stats", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "file": str(path),
+        "rows": 3,
+        "chat_rows": 1,
+        "prompt_lengths": {"shortest": 4, "median": 4.0, "mean": 14 / 3, "longest": 6},
+        "labelled_rows": 2,
+        "label_lengths": {"shortest": 1, "median": 1.5, "mean": 1.5, "longest": 2},
+        "distinct_labels": 2,
+        "duplicate_prompts": 1,
+        "conflicting_labels": 1,
+        "metadata": {"level": 2, "set": 1},
+    }
+    assert main(["data", "stats", str(path)]) == 0
+    assert "level (2), set (1)" in capsys.readouterr().out
+
+
+def test_generate_and_eval_say_what_they_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no model" in refused(capsys, "generate", "--prompt", "x")
+    assert "-n: 'no' is not an integer" in refused(capsys, "generate", "-n", "no")
+    assert "nothing to evaluate on" in refused(capsys, "eval", "--num-rollout", "3")
+    assert "--evl-interval" in refused(capsys, "eval", "--evl-interval", "3")
+
+
+def test_eval_is_train_for_no_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "dev.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    (tmp_path / "run.yaml").write_text(
+        "hf_checkpoint: model\nnum_epoch: 3\neval_interval: 5\nearly_stop: eval/dev >= 0.5\nsave: s\nsave_interval: 2\n"
+        "eval_prompt_data: [dev=dev.jsonl]\nrm_type: exact_match\nrun_dir: runs/one\nlogger: []\n"
+    )
+    assert main(["eval", "--config", "run.yaml", "--dry-run", "--json"]) == 0
+    options = json.loads(capsys.readouterr().out)["options"]
+    values = {name: option["value"] for name, option in options.items()}
+    assert values["num_rollout"] == 0
+    assert values["run_dir"] == "runs/one/eval"
+    assert [values[name] for name in ("num_epoch", "early_stop", "save", "eval_interval")] == [None] * 4
+
+
+def test_completion_knows_every_verb_action_and_flag() -> None:
+    words = command_words(tuple(VERBS))
+    assert set(VERBS) <= set(words[""])
+    assert {"validate", "show", "stats"} <= set(words["data"])
+    assert "--rollout-batch-size" in words["train"]
+    assert "--input-key" in words["data show"]
+    assert {"bash", "zsh"} <= set(words["completion"])
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["buffer-rl", "repo"], ["report"]),
+        (["buffer-rl", "train", "--rollout-batch"], ["--rollout-batch-size"]),
+        (["buffer-rl", "data", "sh"], ["show"]),
+        (["buffer-rl", "data", "show", "--inp"], ["--input-key"]),
+    ],
+)
+def test_bash_completes(line: list[str], expected: list[str]) -> None:
+    script = completion_script("bash", command_words(tuple(VERBS)))
+    words = " ".join(f'"{word}"' for word in line)
+    program = f'{script}\nCOMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _buffer_rl; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == expected
