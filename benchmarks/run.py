@@ -1,6 +1,6 @@
-"""All benchmarks in one run: whole steps by phase, then the engine against ``generate``.
+"""All benchmarks in one run: whole steps by phase, publications of weights, then the engine against ``generate``.
 
-    python benchmarks/run.py            # about two minutes
+    python benchmarks/run.py            # about three minutes
 
 Exit status 1 if the engine is less than 4 times as fast as ``generate``.
 """
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BENCHMARKS = (("step_time.py", ()), ("engine_decode.py", ("--http",)))
+BENCHMARKS = (("step_time.py", ()), ("weight_publish.py", ()), ("engine_decode.py", ("--http",)))
 
 
 def main() -> int:

@@ -12,7 +12,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from typing import Any
 import orjson
 
 from buffer_rl.errors import BufferRLError, CheckpointError
+from buffer_rl.redaction import mask_url
+from buffer_rl.remote import is_remote, local_path
+from buffer_rl.remote_checkpoint import FOLDER_KEY, RemoteFolder
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -36,31 +40,67 @@ class Checkpoint:
     facts: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a manifest says. files: size in bytes and SHA-256 by name. folder: where they are, beside the manifest."""
+
+    step: int
+    facts: Mapping[str, Any]
+    files: Mapping[str, tuple[int, str]]
+    folder: str = ""
+
+
 def write_checkpoint(root: str | Path, step: int, fill: Callable[[Path], None], facts: Mapping[str, Any]) -> Path:
     """Write ``root/step_NNNNNN``. ``fill`` receives the temporary folder and writes files into it.
 
     A checkpoint of the same step is replaced only once the new one is whole. Raises whatever ``fill`` raises, and
     CheckpointError if the disk refuses; the temporary folder is then gone.
     """
-    base = Path(root)
+    base = Path(local_path(str(root)))
     target = base / f"step_{step:06d}"
-    try:
-        base.mkdir(parents=True, exist_ok=True)
-        _forget_unfinished(target)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=base))
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint folder cannot be made: {error}", where=str(base)) from error
-    try:
+    with _writing(str(target)), _temporary_folder(base, f".{target.name}.", replaces=target) as temporary:
         fill(temporary)
         _seal(temporary, step, facts)
         _swap(temporary, target)
-    except BufferRLError:  # a deadline of this library is an OSError too
-        raise
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint cannot be written: {error}", where=str(target)) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def upload_checkpoint(
+    url: str, step: int, fill: Callable[[Path], None], facts: Mapping[str, Any], *, scratch: str | Path
+) -> str:
+    """As ``write_checkpoint``, to a URL; returns that of the checkpoint. It is written into a folder in ``scratch``
+    first, where there must be room for it, and uploaded when it is whole. Raises CheckpointError, naming the URL."""
+    remote = RemoteFolder(url, MANIFEST)
+    name = f"step_{step:06d}"
+    with _writing(remote.where(name)), _temporary_folder(Path(scratch), f".{name}.") as temporary:
+        fill(temporary)
+        _seal(temporary, step, facts)
+        remote.upload(temporary, name)
+    return remote.where(name)
+
+
+@contextmanager
+def opened_checkpoint(path: str | Path, scratch: str | Path | None = None) -> Iterator[Checkpoint]:
+    """``open_checkpoint`` for the length of the block, and for URLs: their files are downloaded into a temporary
+    folder in ``scratch`` (the system's where None), checked there, and removed afterwards."""
+    if not is_remote(local_path(str(path))):
+        yield open_checkpoint(path)
+        return
+    remote = RemoteFolder(str(path), MANIFEST)
+    name, manifest = _newest_remote(remote)
+    with _temporary_folder(Path(scratch or tempfile.gettempdir()), ".load.") as temporary:
+        for file, (size, sha256) in manifest.files.items():
+            remote.download("/".join(part for part in (name, manifest.folder) if part), file, temporary / file)
+            _verify(temporary / file, size, sha256, where=remote.where(name, manifest.folder, file))
+        yield Checkpoint(folder=temporary, step=manifest.step, facts=manifest.facts)
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """The manifest of the checkpoint at ``path`` (a folder, a URL, or one of several checkpoints), whose files are not
+    looked at. Raises CheckpointError."""
+    if is_remote(local_path(str(path))):
+        return _newest_remote(RemoteFolder(str(path), MANIFEST))[1]
+    return _read_manifest(_chosen(path))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -68,25 +108,91 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises CheckpointError naming the file that is missing or damaged.
     """
-    chosen = Path(path)
+    chosen = _chosen(path)
+    manifest = _read_manifest(chosen)
+    folder = chosen / manifest.folder  # one that was copied from a store has its files a folder below
+    for name, (size, sha256) in manifest.files.items():
+        _verify(folder / name, size, sha256)
+    return Checkpoint(folder=folder, step=manifest.step, facts=manifest.facts)
+
+
+def _chosen(path: str | Path) -> Path:
+    chosen = Path(local_path(str(path)))
     if not chosen.is_dir():
-        raise CheckpointError("there is no such folder", where=f"--load {path}")
-    if not (chosen / MANIFEST).exists():
-        chosen = _newest(chosen)
+        raise CheckpointError("there is no such folder", where=f"--load {mask_url(str(path))}")
+    return chosen if (chosen / MANIFEST).exists() else _newest(chosen)
+
+
+def _read_manifest(chosen: Path) -> Manifest:
+    where = chosen / MANIFEST
     try:
-        manifest = orjson.loads((chosen / MANIFEST).read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise CheckpointError(f"the manifest cannot be read: {error}", where=str(chosen / MANIFEST)) from error
+        return _parse(where.read_bytes(), str(where))
+    except OSError as error:
+        raise CheckpointError(f"the manifest cannot be read: {error}", where=str(where)) from error
+
+
+def _parse(content: bytes, where: str) -> Manifest:
+    try:
+        manifest = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise CheckpointError(f"the manifest cannot be read: {error}", where=where) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError("the manifest is of another format", where=str(chosen), expected=f"format {FORMAT}")
+        raise CheckpointError("the manifest is of another format", where=where, expected=f"format {FORMAT}")
     try:
-        step, run_facts, files = int(manifest["step"]), dict(manifest["facts"]), dict(manifest["files"])
-        sealed = {name: (int(file["size"]), str(file["sha256"])) for name, file in files.items()}
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the manifest is damaged: {error!r}", where=str(chosen / MANIFEST)) from error
-    for name, (size, sha256) in sealed.items():
-        _verify(chosen / name, size, sha256)
-    return Checkpoint(folder=chosen, step=step, facts=run_facts)
+        files = {name: (int(file["size"]), str(file["sha256"])) for name, file in dict(manifest["files"]).items()}
+        folder = str(manifest.get(FOLDER_KEY, ""))
+        if any(path.startswith("/") or ".." in path.split("/") for path in (folder, *files)):
+            raise ValueError("a path leads out of the checkpoint")
+        return Manifest(step=int(manifest["step"]), facts=dict(manifest["facts"]), files=files, folder=folder)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the manifest is damaged: {error!r}", where=where) from error
+
+
+def _newest_remote(remote: RemoteFolder) -> tuple[str, Manifest]:
+    """Name and manifest of the newest checkpoint; an empty name where the URL is that of one checkpoint.
+
+    A folder without manifest, or with one that was cut off while it was written, is an upload that did not end.
+    """
+    if content := remote.manifest():
+        return "", _parse(content, remote.where(MANIFEST))
+    steps = {int(match[1]): name for name in remote.names() if (match := _STEP_NAME.fullmatch(name))}
+    for step in sorted(steps, reverse=True):
+        content = remote.manifest(steps[step])
+        if content and content.rstrip().endswith(b"}"):
+            return steps[step], _parse(content, remote.where(steps[step], MANIFEST))
+    raise CheckpointError(
+        "the folder holds no checkpoint",
+        where=f"--load {remote.where()}",
+        expected=f"folders step_NNNNNN with a {MANIFEST}",
+    )
+
+
+@contextmanager
+def _writing(where: str) -> Iterator[None]:
+    """What the disk refuses, as a CheckpointError."""
+    try:
+        yield
+    except BufferRLError:  # a deadline of this library is an OSError too
+        raise
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint cannot be written: {error}", where=where) from error
+
+
+@contextmanager
+def _temporary_folder(base: Path, prefix: str, *, replaces: Path | None = None) -> Iterator[Path]:
+    """A new folder in ``base``, removed after the block unless it was renamed. Raises CheckpointError if it cannot be
+    made."""
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        if replaces is not None:
+            _forget_unfinished(replaces)
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint folder cannot be made: {error}", where=str(base)) from error
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _newest(root: Path) -> Path:
@@ -98,14 +204,15 @@ def _newest(root: Path) -> Path:
     return steps[max(steps)]
 
 
-def _verify(path: Path, size: int, sha256: str) -> None:
+def _verify(path: Path, size: int, sha256: str, where: str = "") -> None:
+    where = where or str(path)
     if not path.is_file():
-        raise CheckpointError("the file is missing", where=str(path))
+        raise CheckpointError("the file is missing", where=where)
     found = path.stat().st_size
     if found != size:
-        raise CheckpointError(f"the file is damaged: {found} bytes", where=str(path), expected=f"{size} bytes")
+        raise CheckpointError(f"the file is damaged: {found} bytes", where=where, expected=f"{size} bytes")
     if _sha256(path) != sha256:
-        raise CheckpointError("the file is damaged: its hash differs from the manifest's", where=str(path))
+        raise CheckpointError("the file is damaged: its hash differs from the manifest's", where=where)
 
 
 def _seal(folder: Path, step: int, facts: Mapping[str, Any]) -> None:

@@ -87,27 +87,31 @@ def check_rollout_output(
             raise RolloutError(f"the group {group.uid} was returned twice", where=where, expected="each group once")
         seen.add(group.uid)
         checked.append(group)
-    return RolloutOutput(groups=checked, metrics=_check_metrics(metrics, where))
+    return RolloutOutput(groups=checked, metrics=check_metrics(metrics, where=where))
 
 
 def as_leased_group(value: object, leased: Mapping[GroupUid, SampleGroup]) -> SampleGroup | None:
     """A group as it is; a list of samples of one leased group as that lease with these samples; else None.
 
-    Several samples with one ``sample_index`` become its parts, numbered in order.
+    Several samples with one ``sample_index`` become its parts, numbered in order. In place of a sample the list may
+    hold the list of its parts.
     """
     if isinstance(value, SampleGroup):
         return value
-    if not isinstance(value, list) or not all(isinstance(sample, Sample) for sample in value):
+    if not isinstance(value, list):
         return None
-    uids = {sample.uid for sample in value}
+    samples = [part for entry in value for part in (entry if isinstance(entry, list) else [entry])]
+    if not all(isinstance(sample, Sample) for sample in samples):
+        return None
+    uids = {sample.uid for sample in samples}
     lease = leased.get(uid) if len(uids) == 1 and (uid := uids.pop()) is not None else None
     if lease is None:
         return None
     parts: Counter[int] = Counter()
-    for sample in value:
+    for sample in samples:
         sample.part = parts[sample.sample_index]
         parts[sample.sample_index] += 1
-    return replace(lease, samples=list(value))
+    return replace(lease, samples=samples)
 
 
 def _groups_and_metrics(value: object, where: str) -> tuple[list[object], object]:
@@ -127,7 +131,8 @@ def _groups_and_metrics(value: object, where: str) -> tuple[list[object], object
     )
 
 
-def _check_metrics(metrics: object, where: str) -> dict[str, float]:
+def check_metrics(metrics: object, *, where: str) -> dict[str, float]:
+    """Metrics as floats by name. Raises RolloutError naming the first that is no number."""
     if not isinstance(metrics, Mapping):
         raise RolloutError(f"the metrics are {short_repr(metrics)}", where=where, expected="numbers by name")
     checked: dict[str, float] = {}

@@ -36,7 +36,8 @@ class RolloutBuffer(Protocol):
         ...
 
     def add_samples(self, groups: Sequence[SampleGroup]) -> None:
-        """Give leased groups back to the queue."""
+        """Give leased groups back to the queue, each to its old place: as prompts, or, where ``ticket.keeps_tokens``
+        says so, with what was generated of them so far."""
         ...
 
     def finish(self, group: SampleGroup) -> None:
@@ -82,7 +83,11 @@ class RolloutFunction(Protocol):
 
 
 class GenerateFunction(Protocol):
-    """Fills one sample's response; may return several samples (parts) of one prompt. May be sync."""
+    """Fills one sample's response; may return several samples (parts) of one prompt. May be sync.
+
+    With the attribute ``continues_partial = True`` and ``--partial-rollout`` it also receives samples of status
+    ``aborted`` with the tokens they have, to go on with; without it such a sample comes as a prompt.
+    """
 
     def __call__(
         self, args: Any, sample: Sample, sampling_params: dict[str, Any]
@@ -115,10 +120,53 @@ class SampleFilter(Protocol):
     def __call__(self, args: Any, groups: list[SampleGroup]) -> None: ...
 
 
+class AllSamplesProcess(Protocol):
+    """Receives all groups that a rollout generated, at its end, sorted by uid: kept ones and dropped ones, not those
+    that went back to the queue. What it changes on kept groups is trained on.
+
+    ``data_source`` may be left out; it is the rollout's ``RolloutBuffer``.
+    """
+
+    def __call__(
+        self, args: Any, groups: list[SampleGroup], data_source: RolloutBuffer, /
+    ) -> Awaitable[None] | None: ...
+
+
 class BufferFilter(Protocol):
     """Chooses which queued groups to lease next; ``buffer`` is the list of the queue's headers."""
 
     def __call__(self, args: Any, rollout_id: int, buffer: list[Any], num_samples: int) -> list[Any]: ...
+
+
+class RolloutLogFunction(Protocol):
+    """Sees a finished training rollout; may be async. Called in the rollout worker.
+
+    samples: those of the finished groups, ordered by uid, rewards set. rollout_extra_metrics: the rollout's flat
+    numbers under the names that are logged; what the function adds or changes is logged. rollout_time: seconds.
+    True says that the function did the logging: of the rollout's metrics only ``rollout/raw_reward`` is kept.
+    """
+
+    def __call__(
+        self,
+        rollout_id: int,
+        args: Any,
+        samples: list[Sample],
+        rollout_extra_metrics: dict[str, float],
+        rollout_time: float,
+    ) -> bool | Awaitable[bool | None] | None: ...
+
+
+class EvalRolloutLogFunction(Protocol):
+    """Sees a finished evaluation; may be async. Called in the rollout worker.
+
+    data: for each evaluation set ``rewards``, ``truncated`` (booleans) and ``samples``, lists of equal length.
+    extra_metrics: as ``rollout_extra_metrics`` of a training rollout. True keeps, of the metrics, only the mean
+    reward ``eval/NAME`` of each set and what ``--early-stop`` looks at.
+    """
+
+    def __call__(
+        self, rollout_id: int, args: Any, data: dict[str, dict[str, list[Any]]], extra_metrics: dict[str, float]
+    ) -> bool | Awaitable[bool | None] | None: ...
 
 
 class RewardPostProcess(Protocol):
@@ -179,7 +227,12 @@ class PolicyLoss(Protocol):
 
 @runtime_checkable
 class DataSource(Protocol):
-    """Hands out prompt groups in a reproducible order. Constructed as ``cls(args)``."""
+    """Hands out prompt groups in a reproducible order, and never ends. Constructed as ``cls(args)`` in a process of its
+    own; see docs/plugins.md for what it may return. The groups may be lists of samples, and methods may be async.
+
+    ``save`` writes one file, from which ``load`` of a new object goes on; it is called after each batch.
+    ``add_samples`` is not called by a run: groups that are given back wait in the Buffer's queue.
+    """
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]: ...
     def add_samples(self, groups: list[SampleGroup]) -> None: ...
@@ -189,14 +242,23 @@ class DataSource(Protocol):
 
 
 class ModelConverter(Protocol):
-    """Maps Hugging Face names and tensors to the trainer's and back."""
+    """Maps Hugging Face names and tensors to the trainer's and back. Constructed as ``cls(args)``.
+
+    to_trainer: one tensor of the folder as any number of the trainer's, by the names of its ``state_dict``.
+    to_hf: the inverse; each name of the folder once.
+    """
 
     def to_trainer(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]: ...
     def to_hf(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]: ...
 
 
 class ModelProvider(Protocol):
-    """Builds the trainer's model."""
+    """Builds the trainer's model, or the reference model: the folder to start from is ``args.hf_checkpoint``.
+
+    It is a torch module with ``forward(input_ids, use_cache)``, whose answer has ``logits``
+    ``[num_rows, num_tokens, vocabulary]``, with ``get_output_embeddings()`` and causal attention. It is moved to the
+    trainer's device and to float32.
+    """
 
     def __call__(self, args: Any) -> Any: ...
 
@@ -225,7 +287,8 @@ class Trainer(Protocol):
         ...
 
     def export_buckets(self) -> Iterator[dict[str, Any]]:
-        """The actor's weights under Hugging Face names, in buckets of bounded size, on every rank."""
+        """The actor's weights under Hugging Face names, in buckets of bounded size, on every rank. They may be the
+        weights themselves: they are read before the next ``optimizer_step``."""
         ...
 
     def save_hf(self, path: str) -> None:
@@ -268,6 +331,9 @@ class WeightTransport(Protocol):
     """Moves one version of the weights from the trainer to the engines. Constructed as ``cls(args)``.
 
     ``source`` and ``engines`` are those of ``buffer_rl.weights``: what writes weights, and the control of all engines.
+
+    It may also have ``discard(prepared)``, which is called in place of ``cleanup`` when a publication failed after
+    ``prepare``: free what was prepared; engines may be at the older version.
     """
 
     def prepare(self, source: Any, version: int) -> Any:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from buffer_rl.contracts import (
     AdvantageEstimator,
+    AllSamplesProcess,
     BufferFilter,
     DataSource,
     DynamicSamplingFilter,
     EngineLauncher,
+    EvalRolloutLogFunction,
     GenerateFunction,
     GroupRewardModel,
     MetricLogger,
@@ -20,6 +22,7 @@ from buffer_rl.contracts import (
     RewardModel,
     RewardPostProcess,
     RolloutFunction,
+    RolloutLogFunction,
     SampleFilter,
     SamplesToTrainData,
     Trainer,
@@ -34,6 +37,7 @@ class PluginKind:
 
     positional: names of the positional arguments that a function of this kind is called with.
     methods: for kinds that are classes, the methods an object must have.
+    optional: how many of the last of them a function may leave out.
     constructed: the reference names a class (or factory) that is called with ``positional`` first.
     """
 
@@ -42,6 +46,7 @@ class PluginKind:
     protocol: type
     signature: str
     positional: tuple[str, ...]
+    optional: int = 0
     methods: tuple[str, ...] = ()
     constructed: bool = False
     may_be_async: bool = False
@@ -115,6 +120,31 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         may_be_async=True,
     ),
     PluginKind(
+        name="all_samples_process",
+        flags=("--rollout-all-samples-process-path",),
+        protocol=AllSamplesProcess,
+        signature="(args, groups[, data_source]) -> None",
+        positional=("args", "groups", "data_source"),
+        optional=1,
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="rollout_log",
+        flags=("--custom-rollout-log-function-path",),
+        protocol=RolloutLogFunction,
+        signature="(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool | None",
+        positional=("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="eval_rollout_log",
+        flags=("--custom-eval-rollout-log-function-path",),
+        protocol=EvalRolloutLogFunction,
+        signature="(rollout_id, args, data, extra_metrics) -> bool | None",
+        positional=("rollout_id", "args", "data", "extra_metrics"),
+        may_be_async=True,
+    ),
+    PluginKind(
         name="buffer_filter",
         flags=("--buffer-filter-path",),
         protocol=BufferFilter,
@@ -157,6 +187,7 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         positional=("args",),
         methods=("get_samples", "add_samples", "save", "load", "__len__"),
         constructed=True,
+        may_be_async=True,
     ),
     PluginKind(
         name="converter",

@@ -24,6 +24,7 @@ from buffer_rl.resolution.info import PluginInfo, origin_of_object
 from buffer_rl.resolution.locate import Search
 from buffer_rl.resolution.module_search import find_module
 from buffer_rl.resolution.reference import Form, Origin, form_of
+from buffer_rl.resolution.shipped import search_folders
 from buffer_rl.resolution.signature import check_contract, describe
 
 __all__ = ["Origin", "PluginInfo", "PluginRegistry", "check_contract"]
@@ -36,13 +37,14 @@ class PluginRegistry:
         (``-p no:NAME``).
     autoload: whether other distributions' entry points count; off too where the environment variable
         ``BUFFER_RL_DISABLE_PLUGIN_AUTOLOAD`` is set. buffer_rl's own names stay.
-    search_path: folders searched after ``sys.path``, and for relative files; the working directory where None.
+    search_path: folders searched after ``sys.path``, and for relative files; where None, the working directory, and
+        before it the code that came with the run to this node.
     """
 
     def __init__(
         self, *, blocked: Iterable[str] = (), autoload: bool = True, search_path: Sequence[str] | None = None
     ) -> None:
-        self._folders = tuple(os.path.abspath(folder) for folder in search_path or [os.getcwd()])
+        self._folders = tuple(os.path.abspath(folder) for folder in search_path or search_folders())
         autoload = autoload and not os.environ.get(AUTOLOAD_VARIABLE)
         self._offers = Offers(blocked=blocked, autoload=autoload)
         self._plugins = HookPlugins(offers=self._offers, folders=self._folders)
@@ -70,6 +72,13 @@ class PluginRegistry:
         """The lifecycle hooks of all loaded plugins; the installed ones are loaded first."""
         self._plugins.load_installed()
         return self.manager.hook
+
+    def call_hook(self, hook: str, **facts: object) -> list[tuple[str, Any]]:
+        """Call a lifecycle hook of every loaded plugin; who answered what.
+
+        Raises PluginError naming the plugin whose hook raised.
+        """
+        return self._plugins.call(hook, **facts)
 
     def load_plugin(self, reference: str) -> None:
         """Load one pluggy plugin that was asked for (``-p``): an installed name, a module or ``module:attr``.

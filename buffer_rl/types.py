@@ -210,6 +210,9 @@ class Ticket:
 
     num_groups: how many groups the step trains on (for an evaluation: how many prompts there are).
     version: the weights that the rollout starts from.
+    max_staleness: S of the schedule: a trained token is of version ``version - S`` or later, with S = 0 of exactly
+    ``version``. None where no weights are published, and versions say nothing.
+    keeps_tokens: a group that is given back keeps what was generated of it so far.
     """
 
     rollout_id: int
@@ -217,6 +220,8 @@ class Ticket:
     num_groups: int
     version: int
     incarnation: str
+    max_staleness: int | None = 0
+    keeps_tokens: bool = False
 
     @property
     def task(self) -> str:

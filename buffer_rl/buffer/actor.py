@@ -14,7 +14,9 @@ import orjson
 import ray
 
 from buffer_rl.buffer.calls import CallLog
+from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import MemoryLedger
+from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.pool import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import load_args
@@ -25,6 +27,8 @@ CHANGES = frozenset(
     {
         "generate",
         "get_samples",
+        "deliver",
+        "set_source_length",
         "add_samples",
         "finish",
         "reject",
@@ -48,6 +52,7 @@ READS = frozenset(
         "get_metadata",
         "get_buffer_length",
         "get_num_rollout_per_epoch",
+        "get_source_state",
         "save",
     }
 )
@@ -60,7 +65,11 @@ class BufferActor:
 
     def __init__(self, args_text: str) -> None:
         args: Any = load_args(args_text)
-        source = PromptDataSource(args) if args.prompt_data else None
+        source: PromptDataSource | DeliveredFeed | None = None
+        if args.data_source_path:  # it may read --prompt-data in its own way, and is not to be second-guessed
+            source = DeliveredFeed(args.data_source_path)
+        elif args.prompt_data:
+            source = PromptDataSource(args)
         self._state = BufferState(
             source,
             ledger=MemoryLedger(),
@@ -68,6 +77,8 @@ class BufferActor:
             eval_plane=LocalDataPlane(),
             groups_per_step=args.rollout_batch_size,
             eval_groups=EvalSource(args).all_groups,
+            rule=RequeueRule.from_args(args),
+            max_staleness=None if args.debug_rollout_only else 0,  # that mode publishes no weights
         )
         self._calls = CallLog()
 

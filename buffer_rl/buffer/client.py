@@ -10,10 +10,13 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
 
+from buffer_rl.buffer.partial import check_versions
+from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.errors import BufferRLError, DeadlineError, WorkerError
 from buffer_rl.types import Column, GroupUid, QueueHeader, RolloutReport, RowId, SampleGroup, Ticket, TrainBatch
 
@@ -27,25 +30,26 @@ class BufferClient:
 
     def __init__(self, actor: Any, *, timeout_s: float, caller: str = "") -> None:
         self.actor = actor
-        self.timeout_s = timeout_s
+        self._answers = Answers(who="the Buffer", role="buffer", timeout_s=timeout_s, flag="--buffer-timeout-s")
         self._caller = f"{caller or 'client'}-{uuid.uuid4().hex}"
         self._sequence = itertools.count()
 
     def change(self, method: str, *args: Any) -> Any:
         """Call a method that changes state, and wait for its answer."""
-        return self._wait(method, self.actor.change.remote(self._caller, next(self._sequence), method, *args))
+        return self._answers.wait(method, self.actor.change.remote(self._caller, next(self._sequence), method, *args))
 
     async def achange(self, method: str, *args: Any) -> Any:
         """``change`` for an event loop."""
-        return await self._await(method, self.actor.change.remote(self._caller, next(self._sequence), method, *args))
+        ref = self.actor.change.remote(self._caller, next(self._sequence), method, *args)
+        return await self._answers.until(method, ref)
 
     def read(self, method: str, *args: Any) -> Any:
         """Call a method whose repeat changes nothing, and wait for its answer."""
-        return self._wait(method, self.actor.read.remote(method, *args))
+        return self._answers.wait(method, self.actor.read.remote(method, *args))
 
     async def aread(self, method: str, *args: Any) -> Any:
         """``read`` for an event loop."""
-        return await self._await(method, self.actor.read.remote(method, *args))
+        return await self._answers.until(method, self.actor.read.remote(method, *args))
 
     # -- the driver's and the trainer's methods ------------------------------------------------------
 
@@ -99,42 +103,65 @@ class BufferClient:
         """Steps that one pass over the data takes."""
         return self.read("get_num_rollout_per_epoch")  # type: ignore[no-any-return]
 
+    def set_source_length(self, num_rows: int) -> None:
+        """Tell the length of the user's data source, which runs elsewhere."""
+        self.change("set_source_length", num_rows)
+
+    def get_source_state(self) -> tuple[int, bytes]:
+        """The number of the next batch of the user's data source, and its state before it."""
+        return self.read("get_source_state")  # type: ignore[no-any-return]
+
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display."""
-        return self._wait("get_progress", self.actor.get_progress.remote())  # type: ignore[no-any-return]
+        return self._answers.wait("get_progress", self.actor.get_progress.remote())  # type: ignore[no-any-return]
 
-    def _wait(self, method: str, ref: Any) -> Any:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """Waits for the answers of one actor, ``who`` in messages.
+
+    Raises DeadlineError where none comes within ``timeout_s``, which the option ``flag`` sets; the actor's own error
+    where it raised one of ``buffer_rl.errors``; else a WorkerError that says that it failed.
+    """
+
+    who: str
+    role: str
+    timeout_s: float
+    flag: str
+
+    def wait(self, method: str, ref: Any) -> Any:
+        """The answer, once it is there."""
         try:
             return ray.get(ref, timeout=self.timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise self._late(method) from error
         except ray.exceptions.RayError as error:
-            raise _named(method, error) from error
+            raise self._named(method, error) from error
 
-    async def _await(self, method: str, ref: Any) -> Any:
+    async def until(self, method: str, ref: Any) -> Any:
+        """``wait`` for an event loop."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(ref.future()), self.timeout_s)
         except TimeoutError as error:
             raise self._late(method) from error
         except ray.exceptions.RayError as error:
-            raise _named(method, error) from error
+            raise self._named(method, error) from error
 
     def _late(self, method: str) -> DeadlineError:
         return DeadlineError(
-            f"the Buffer did not answer {method} within {self.timeout_s:g} s",
-            where="buffer",
-            hint="raise --buffer-timeout-s if the machine is only slow",
+            f"{self.who} did not answer {method} within {self.timeout_s:g} s",
+            where=self.role,
+            hint=f"raise {self.flag} if it is only slow",
         )
 
-
-def _named(method: str, error: Any) -> BufferRLError:
-    """The Buffer's own error where it raised one; otherwise one that says that the Buffer failed."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, BufferRLError):
-        return cause
-    if isinstance(error, ray.exceptions.RayActorError):
-        return WorkerError(f"the Buffer's process died: {error}", where=f"buffer.{method}")
-    return WorkerError(f"{type(cause or error).__name__}: {cause or error}", where=f"buffer.{method}")
+    def _named(self, method: str, error: Any) -> BufferRLError:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, BufferRLError):
+            return cause
+        where = f"{self.role}.{method}"
+        if isinstance(error, ray.exceptions.RayActorError):
+            return WorkerError(f"the process of {self.who} died: {error}", where=where)
+        return WorkerError(f"{type(cause or error).__name__}: {cause or error}", where=where)
 
 
 class GroupEncoder(Protocol):
@@ -147,16 +174,32 @@ ChooseQueued = Callable[[list[QueueHeader], int], list[GroupUid]]
 """A buffer filter: of the queue's headers, which groups to lease next, in order."""
 
 
+class BatchSource(Protocol):
+    """A data source that runs in a process of its own: batches by number (see ``CustomSource.take``)."""
+
+    def take(self, request: DeliveryRequest) -> Delivery | None: ...
+    async def atake(self, request: DeliveryRequest) -> Delivery | None: ...
+
+
 class RolloutClient:
-    """The ``buffer`` of one rollout (see ``buffer_rl.contracts.RolloutBuffer``)."""
+    """The ``buffer`` of one rollout (see ``buffer_rl.contracts.RolloutBuffer``).
+
+    source: where the batches come from that the Buffer asks for, if it does not read its data itself.
+    """
 
     def __init__(
-        self, client: BufferClient, ticket: Ticket, encoder: GroupEncoder, choose: ChooseQueued | None = None
+        self,
+        client: BufferClient,
+        ticket: Ticket,
+        encoder: GroupEncoder,
+        choose: ChooseQueued | None = None,
+        source: BatchSource | None = None,
     ) -> None:
         self._client = client
         self._ticket = ticket
         self._encoder = encoder
         self._choose = None if ticket.evaluation else choose
+        self._source = source
         self.finished: dict[GroupUid, SampleGroup] = {}
 
     @property
@@ -169,24 +212,36 @@ class RolloutClient:
         chosen = None
         if self._choose is not None and (headers := self._client.read("get_headers")):
             chosen = self._choose(headers, num_samples)
-        return self._client.change("get_samples", self._ticket, num_samples, chosen)  # type: ignore[no-any-return]
+        while True:  # each round hands a batch in, and batches are not empty
+            try:
+                groups: list[SampleGroup] = self._client.change("get_samples", self._ticket, num_samples, chosen)
+                return groups
+            except DeliveryNeeded as needed:
+                delivery = self._deliverer(needed).take(needed.request)
+                if delivery is not None:
+                    self._client.change("deliver", delivery)
 
     async def aget_samples(self, num_samples: int) -> list[SampleGroup]:
         """Lease groups; the queued ones that the buffer filter chooses come first."""
         chosen = None
         if self._choose is not None and (headers := await self._client.aread("get_headers")):
             chosen = await asyncio.to_thread(self._choose, headers, num_samples)
-        return await self._client.achange(  # type: ignore[no-any-return]
-            "get_samples", self._ticket, num_samples, chosen
-        )
+        while True:
+            try:
+                groups: list[SampleGroup] = await self._client.achange("get_samples", self._ticket, num_samples, chosen)
+                return groups
+            except DeliveryNeeded as needed:
+                delivery = await self._deliverer(needed).atake(needed.request)
+                if delivery is not None:
+                    await self._client.achange("deliver", delivery)
 
     def add_samples(self, groups: Sequence[SampleGroup]) -> None:
         """Give leased groups back."""
-        self._client.change("add_samples", self._ticket, [(group.uid, group.attempt) for group in groups])
+        self._client.change("add_samples", *self._given_back(groups))
 
     async def aadd_samples(self, groups: Sequence[SampleGroup]) -> None:
         """Give leased groups back."""
-        await self._client.achange("add_samples", self._ticket, [(group.uid, group.attempt) for group in groups])
+        await self._client.achange("add_samples", *self._given_back(groups))
 
     def finish(self, group: SampleGroup) -> None:
         """Report a finished group."""
@@ -230,6 +285,16 @@ class RolloutClient:
         """Merge JSON values into the notes."""
         await self._client.achange("update_metadata", dict(metadata))
 
+    def _deliverer(self, needed: DeliveryNeeded) -> BatchSource:
+        if self._source is None:
+            raise needed
+        return self._source
+
+    def _given_back(self, groups: Sequence[SampleGroup]) -> tuple[Any, ...]:
+        leases = [(group.uid, group.attempt) for group in groups]
+        return self._ticket, leases, list(groups) if self._ticket.keeps_tokens else ()
+
     def _finish_args(self, group: SampleGroup) -> tuple[Any, ...]:
+        check_versions(self._ticket, group)
         row_ids, columns = self._encoder.encode(group, self._ticket.evaluation)
         return self._ticket, group.uid, group.attempt, row_ids, columns

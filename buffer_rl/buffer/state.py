@@ -6,18 +6,20 @@ that a refused request changes nothing.
 
 from __future__ import annotations
 
-import itertools
 import uuid
-from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from buffer_rl.buffer.codec import group_from_json, group_to_json
-from buffer_rl.buffer.ledger import GroupState, Ledger
+from buffer_rl.buffer.feed import DeliveredFeed, PromptSource, feed_of
+from buffer_rl.buffer.ledger import GroupState, Ledger, LedgerEntry
+from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.pool import DataPlane, DataPool
+from buffer_rl.buffer.queue import GroupQueue
+from buffer_rl.buffer.rollouts import Lease, OpenRollout, Rollouts
+from buffer_rl.data.delivery import Delivery
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.types import (
     Column,
@@ -31,36 +33,8 @@ from buffer_rl.types import (
     take_rows,
 )
 
-FORMAT = 1
+FORMAT = 2
 """Version of ``state_dict``; a file of another version is refused."""
-
-
-class PromptSource(Protocol):
-    """Where new groups come from, in epoch order and without end."""
-
-    def get_samples(self, num_samples: int) -> list[SampleGroup]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-    def __len__(self) -> int: ...
-
-
-@dataclass(slots=True, kw_only=True)
-class Lease:
-    """A leased or finished group of an open rollout. ``group`` holds the prompts alone."""
-
-    group: SampleGroup
-    admitted: int
-    finished: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class OpenRollout:
-    """A rollout between ``generate`` and ``close_rollout``."""
-
-    ticket: Ticket
-    leases: dict[GroupUid, Lease] = field(default_factory=dict)
-    waiting: deque[SampleGroup] = field(default_factory=deque)
-    drops: Counter[str] = field(default_factory=Counter)
 
 
 class BufferState:
@@ -68,58 +42,64 @@ class BufferState:
 
     eval_groups: makes the groups of all evaluation sets, anew for each evaluation.
     groups_per_step: P, the prompt groups that one step trains on.
+    rule: what groups that go back to the queue keep; where absent, their prompts alone.
+    max_staleness: S of the schedule, which every ticket bears; None where nothing is published.
     """
 
     def __init__(
         self,
-        source: PromptSource | None,
+        source: PromptSource | DeliveredFeed | None,
         *,
         ledger: Ledger,
         plane: DataPlane,
         eval_plane: DataPlane,
         groups_per_step: int,
         eval_groups: Callable[[], Sequence[SampleGroup]] = tuple,
+        rule: RequeueRule | None = None,
+        max_staleness: int | None = 0,
     ) -> None:
-        self._source = source
+        self._feed = feed_of(source)
         self._ledger = ledger
         # Evaluation has a store of its own: the same file may be trained and evaluated on, with equal uids.
         self._planes = {False: plane, True: eval_plane}
         self._groups_per_step = groups_per_step
         self._eval_groups = eval_groups
         self.incarnation = uuid.uuid4().hex
-        self._queue: deque[SampleGroup] = deque()
-        self._open: dict[str, OpenRollout] = {}
+        self._rule = rule or RequeueRule()
+        self._max_staleness = max_staleness
+        self._rollouts = Rollouts(self._feed, ledger=ledger, incarnation=self.incarnation, rule=self._rule)
         self._pools: dict[str, DataPool] = {}
-        self._prompts: dict[GroupUid, SampleGroup] = {}
+        self._selected: dict[GroupUid, Lease] = {}
         self._committed: dict[int, int] = {}
         self._metadata: dict[str, Any] = {}
         self._version = 0
-        self._admitted = 0
 
     # -- rollouts ------------------------------------------------------------------------------------
 
     def generate(self, rollout_id: int, evaluation: bool = False) -> Ticket:
         """Open a rollout. Raises BufferStateError if it is open, or was trained on already."""
-        groups = deque(group.as_prompts() for group in self._eval_groups()) if evaluation else deque()
+        groups = GroupQueue(group.as_prompts() for group in self._eval_groups()) if evaluation else GroupQueue()
         ticket = Ticket(
             rollout_id=rollout_id,
             evaluation=evaluation,
             num_groups=len(groups) if evaluation else self._groups_per_step,
             version=self._version,
             incarnation=self.incarnation,
+            max_staleness=self._max_staleness,
+            keeps_tokens=self._rule.keep_tokens,
         )
-        if ticket.task in self._open or ticket.task in self._pools:
+        if ticket.task in self._rollouts.open or ticket.task in self._pools:
             raise BufferStateError(f"{ticket.task} was opened before")
         if not evaluation and rollout_id in self._committed:
             raise BufferStateError(f"rollout {rollout_id} was trained on at step {self._committed[rollout_id]}")
         if evaluation and not groups:
             raise BufferStateError("there is nothing to evaluate on", hint="name a set with --eval-prompt-data")
-        self._open[ticket.task] = OpenRollout(ticket=ticket, waiting=groups)
+        self._rollouts.open[ticket.task] = OpenRollout(ticket=ticket, waiting=groups)
         return ticket
 
     def get_headers(self) -> list[QueueHeader]:
         """What a buffer filter sees: the queue's groups, the next one first."""
-        return [header_of(group) for group in self._queue]
+        return self._rollouts.headers()
 
     def get_samples(
         self, ticket: Ticket, num_samples: int, chosen: Sequence[GroupUid] | None = None
@@ -127,44 +107,40 @@ class BufferState:
         """Lease up to ``num_samples`` groups: from the queue first, then from the data source.
 
         chosen: which queued groups to take, in this order, in place of the first ones; those that are no longer
-        queued are passed over.
+        queued are passed over. Raises DeliveryNeeded, with nothing leased, where a data source of the user's own must
+        ``deliver`` first.
         """
-        rollout = self._rollout(ticket)
-        if num_samples < 0:
-            raise BufferStateError(f"{num_samples} groups were asked for", where=ticket.task)
-        if chosen is not None and not ticket.evaluation:
-            self._bring_forward(list(dict.fromkeys(chosen))[:num_samples])
-            num_queued = sum(group.uid in set(chosen) for group in itertools.islice(self._queue, num_samples))
-        else:
-            num_queued = num_samples
-        groups = [] if num_samples == 0 else self._take(rollout, num_samples, num_queued)
-        leased = []
-        for group in groups:
-            attempt = 1 if ticket.evaluation else self._ledger.lease(group.uid, ticket.rollout_id)
-            prompts = group.as_prompts()
-            prompts.attempt, prompts.incarnation = attempt, self.incarnation
-            rollout.leases[group.uid] = Lease(group=prompts, admitted=self._admitted)
-            self._admitted += 1
-            leased.append(prompts.as_prompts())  # the caller may change what it got
-        return leased
+        return self._rollouts.lease(ticket, num_samples, chosen)
 
-    def add_samples(self, ticket: Ticket, leases: Sequence[tuple[GroupUid, int]]) -> None:
-        """Give leased groups (uid and attempt) back to the queue, as prompts."""
-        rollout = self._rollout(ticket)
-        if len({uid for uid, _ in leases}) != len(leases):
-            raise BufferStateError("a group is given back twice", where=ticket.task)
-        for uid, attempt in leases:
-            self._live(rollout, uid, attempt)
-        for uid, attempt in leases:
-            lease = rollout.leases.pop(uid)
-            self._requeue(rollout, uid, attempt, lease.group)
+    def deliver(self, delivery: Delivery) -> None:
+        """Take in a batch of the user's data source; a repeat is ignored (see ``DeliveredFeed.deliver``)."""
+        fresh = LedgerEntry(state=GroupState.PENDING)
+        self._delivered().deliver(delivery, lambda uid: self._ledger.entry(uid) != fresh)
+
+    def set_source_length(self, num_rows: int) -> None:
+        """Tell the length of the user's data source."""
+        self._delivered().set_num_rows(num_rows)
+
+    def get_source_state(self) -> tuple[int, bytes]:
+        """Where the user's data source stands (see ``DeliveredFeed.source_state``)."""
+        return self._delivered().source_state()
+
+    def add_samples(
+        self, ticket: Ticket, leases: Sequence[tuple[GroupUid, int]], groups: Sequence[SampleGroup] = ()
+    ) -> None:
+        """Give leased groups (uid and attempt) back to the queue, where each takes its place in the order of
+        admission.
+
+        groups: the same groups with what was generated of them so far, which the queue keeps where
+        ``ticket.keeps_tokens`` says so (see ``RequeueRule.queued``). Without it, a group is queued as prompts.
+        """
+        self._rollouts.give_back(ticket, leases, groups)
 
     def finish(
         self, ticket: Ticket, uid: GroupUid, attempt: int, row_ids: Sequence[RowId], columns: Mapping[str, Column]
     ) -> None:
         """Store a finished group's columns and take its lease back."""
-        rollout = self._rollout(ticket)
-        lease = self._live(rollout, uid, attempt)
+        lease = self._rollouts.of(ticket).live(uid, attempt)
         lengths = {name: len(column) for name, column in columns.items()}
         if not row_ids or any(length != len(row_ids) for length in lengths.values()):
             raise BufferStateError(f"group {uid} has {len(row_ids)} rows and columns of lengths {lengths}")
@@ -175,9 +151,9 @@ class BufferState:
 
     def reject(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
         """Drop a leased group; the reason is counted."""
-        rollout = self._rollout(ticket)
-        self._live(rollout, uid, attempt)
-        self._reject(rollout, uid, attempt, reason)
+        rollout = self._rollouts.of(ticket)
+        rollout.live(uid, attempt)
+        self._rollouts.reject(rollout, uid, attempt, reason)
 
     def adopt(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
         """Store groups that were finished elsewhere, such as in the run that recorded them. They are leased and
@@ -185,7 +161,7 @@ class BufferState:
 
         Raises BufferStateError, with nothing changed, for an evaluation, for more groups than the step trains on, or
         if one of them is not pending."""
-        rollout = self._rollout(ticket)
+        rollout = self._rollouts.of(ticket)
         rows: dict[GroupUid, list[int]] = {}
         for index, row in enumerate(row_ids):
             rows.setdefault(row.uid, []).append(index)
@@ -199,36 +175,24 @@ class BufferState:
         for uid in rows:
             if (state := self._ledger.entry(uid).state) is not GroupState.PENDING:
                 raise BufferStateError(f"group {uid} cannot be taken over: it is {state}", where=ticket.task)
-        self._queue = deque(group for group in self._queue if group.uid not in rows)
         for uid, indices in rows.items():
-            attempt = self._ledger.lease(uid, ticket.rollout_id)
-            self._ledger.finish(uid, attempt)
             stored = {name: take_rows(column, indices) for name, column in columns.items()}
             self._planes[False].put(uid, [row_ids[index] for index in indices], stored)
-            group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self.incarnation)
-            rollout.leases[uid] = Lease(group=group, admitted=self._admitted, finished=True)
-            self._admitted += 1
+        self._rollouts.adopt(rollout, list(rows))
 
     def close_rollout(self, ticket: Ticket) -> RolloutReport:
         """Select the step's groups: the oldest finished ones. Surplus goes back to the queue as prompts; what was
         leased and never mentioned again is rejected as ``unreported``."""
-        rollout = self._rollout(ticket)
-        for uid in [uid for uid, lease in rollout.leases.items() if not lease.finished]:
-            self._reject(rollout, uid, rollout.leases[uid].group.attempt, "unreported")
-        finished = sorted(rollout.leases, key=lambda uid: rollout.leases[uid].admitted)
+        rollout = self._rollouts.of(ticket)
+        chosen, surplus = self._rollouts.select(rollout)
         plane = self._planes[ticket.evaluation]
-        wanted = len(finished) if ticket.evaluation else ticket.num_groups
-        chosen, surplus = finished[:wanted], finished[wanted:]
-        for uid in reversed(surplus):  # from the left, so that the oldest is first in the queue again
-            lease = rollout.leases.pop(uid)
+        for uid in surplus:
             plane.drop(uid)
-            self._ledger.requeue(uid, lease.group.attempt)
-            self._queue.appendleft(lease.group)
         if chosen:
             self._pools[ticket.task] = DataPool(ticket.rollout_id, ticket.task, chosen, plane)
         if not ticket.evaluation:
-            self._prompts.update((uid, rollout.leases[uid].group) for uid in chosen)
-        del self._open[ticket.task]
+            self._selected.update((uid, rollout.leases[uid]) for uid in chosen)
+        del self._rollouts.open[ticket.task]
         return RolloutReport(
             ticket=ticket,
             num_groups=len(chosen),
@@ -268,7 +232,7 @@ class BufferState:
         for uid in pool.uids:
             self._planes[not _is_train(pool)].drop(uid)
             if _is_train(pool):
-                self._prompts.pop(uid, None)
+                self._selected.pop(uid, None)
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -313,15 +277,15 @@ class BufferState:
 
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""
-        return len(self._queue)
+        return len(self._rollouts.queue)
 
     def get_num_rollout_per_epoch(self) -> int:
         """Steps that one pass over the training data takes, at least 1."""
-        return max(1, len(self._source) // self._groups_per_step) if self._source is not None else 0
+        return max(1, num_rows // self._groups_per_step) if (num_rows := self._feed.num_rows()) else 0
 
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display: of the newest open rollout, and of the queue."""
-        shown = next(reversed(self._open.values()), None)
+        shown = next(reversed(self._rollouts.open.values()), None)
         leases = shown.leases.values() if shown else ()
         return {
             "task": shown.ticket.task if shown else "",
@@ -329,7 +293,7 @@ class BufferState:
             "leased": sum(not lease.finished for lease in leases),
             "finished": sum(lease.finished for lease in leases),
             "dropped": dict(shown.drops) if shown else {},
-            "queued": len(self._queue),
+            "queued": len(self._rollouts.queue),
             "version": self._version,
         }
 
@@ -338,24 +302,17 @@ class BufferState:
         return self._ledger.counts(source, epoch, num_rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values for a checkpoint. Groups that are leased or finished but not trained come first in the
-        saved queue, as prompts and in the order in which they were admitted, then the queue itself."""
-        held = [
-            lease
-            for rollout in self._open.values()
-            if not rollout.ticket.evaluation
-            for lease in rollout.leases.values()
-        ]
-        in_flight = [lease.group for lease in sorted(held, key=lambda lease: lease.admitted)]
+        """JSON values for a checkpoint. Groups that are leased or finished but not trained are saved as prompts,
+        among those of the queue, in the order in which they were admitted."""
         untrained = [
-            group for uid, group in self._prompts.items() if self._ledger.entry(uid).state is not GroupState.TRAINED
+            lease for uid, lease in self._selected.items() if self._ledger.entry(uid).state is not GroupState.TRAINED
         ]
         return {
             "format": FORMAT,
             "version": self._version,
-            "queue": [group_to_json(group) for group in (*untrained, *in_flight, *self._queue)],
+            "queue": [group_to_json(group) for group in self._rollouts.to_save(untrained)],
             "ledger": self._ledger.state_dict(),
-            "source": self._source.state_dict() if self._source is not None else None,
+            "source": self._feed.state_dict(),
             "committed": sorted(self._committed.items()),
             "metadata": self._metadata,
         }
@@ -364,79 +321,24 @@ class BufferState:
         """Continue from what ``state_dict`` returned. Raises CheckpointError if it does not fit."""
         if state.get("format") != FORMAT:
             raise CheckpointError(f"the Buffer's state has format {state.get('format')!r}", expected=str(FORMAT))
-        if self._open or self._pools:
+        if self._rollouts.open or self._pools:
             raise BufferStateError("a Buffer that is at work cannot load another state")
-        if (self._source is None) != (state["source"] is None):
-            raise CheckpointError("the checkpoint's Buffer and this one differ in having training data")
-        if self._source is not None:
-            self._source.load_state_dict(state["source"])
+        self._feed.load_state_dict(state["source"])
         self._ledger.load_state_dict(state["ledger"])
-        self._queue = deque(group_from_json(group) for group in state["queue"])
         self._committed = {int(rollout_id): int(step) for rollout_id, step in state["committed"]}
         self._metadata = dict(state["metadata"])
         self._version = int(state["version"])
+        self._rollouts.restore([group_from_json(group) for group in state["queue"]], self._version)
 
-    # -- helpers -------------------------------------------------------------------------------------
-
-    def _bring_forward(self, uids: Sequence[GroupUid]) -> None:
-        """Move queued groups to the front, in the order of ``uids``; the others keep theirs."""
-        by_uid = {group.uid: group for group in self._queue}
-        front = [by_uid[uid] for uid in uids if uid in by_uid]
-        moved = {group.uid for group in front}
-        self._queue = deque([*front, *(group for group in self._queue if group.uid not in moved)])
-
-    def _take(self, rollout: OpenRollout, num_samples: int, num_queued: int) -> list[SampleGroup]:
-        """At most ``num_queued`` groups of the queue, and new ones up to ``num_samples``."""
-        queue = rollout.waiting if rollout.ticket.evaluation else self._queue
-        queued = min(num_queued, num_samples, len(queue))
-        fresh: list[SampleGroup] = []
-        if queued < num_samples and not rollout.ticket.evaluation:
-            if self._source is None:
-                raise BufferStateError("there is no training data", hint="name it with --prompt-data")
-            fresh = self._source.get_samples(num_samples - queued)  # it may fail: before anything leaves the queue
-        return [queue.popleft() for _ in range(queued)] + fresh
-
-    def _requeue(self, rollout: OpenRollout, uid: GroupUid, attempt: int, group: SampleGroup) -> None:
-        if rollout.ticket.evaluation:
-            rollout.waiting.append(group)
-            return
-        self._ledger.requeue(uid, attempt)
-        self._queue.append(group)
-
-    def _reject(self, rollout: OpenRollout, uid: GroupUid, attempt: int, reason: str) -> None:
-        if not rollout.ticket.evaluation:
-            self._ledger.reject(uid, attempt, reason)
-        del rollout.leases[uid]
-        rollout.drops[reason] += 1
-
-    def _rollout(self, ticket: Ticket) -> OpenRollout:
-        rollout = self._open.get(ticket.task)
-        if ticket.incarnation != self.incarnation or rollout is None:
-            raise BufferStateError(f"the report is refused: {ticket.task} is not open", hint="it came too late")
-        return rollout
-
-    def _live(self, rollout: OpenRollout, uid: GroupUid, attempt: int) -> Lease:
-        lease = rollout.leases.get(uid)
-        if lease is None or lease.finished or lease.group.attempt != attempt:
-            raise BufferStateError(
-                f"the report on group {uid} (attempt {attempt}) is refused: it is not leased to {rollout.ticket.task}",
-                hint="a group is finished, rejected or given back once",
-            )
-        return lease
+    def _delivered(self) -> DeliveredFeed:
+        if not isinstance(self._feed, DeliveredFeed):
+            raise BufferStateError("this Buffer reads its data itself", hint="there is no --data-source-path")
+        return self._feed
 
     def _pool(self, task: str) -> DataPool:
         if task not in self._pools:
             raise BufferStateError(f"there is no pool {task}", expected=f"one of {sorted(self._pools) or 'none'}")
         return self._pools[task]
-
-
-def header_of(group: SampleGroup) -> QueueHeader:
-    """What a buffer filter sees of a queued group."""
-    sample = group[0]
-    prompt = sample.prompt if isinstance(sample.prompt, str) else "".join(str(turn) for turn in sample.prompt)
-    return QueueHeader(
-        uid=group.uid, admitted=sample.group_index or 0, prompt_length=len(prompt), attempts=group.attempt
-    )
 
 
 def _is_train(pool: DataPool) -> bool:

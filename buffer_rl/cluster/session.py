@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from buffer_rl.errors import WorkerError
+from buffer_rl.resolution.shipped import use_shipped_code
+from buffer_rl.resolution.shipping import CodeBundle
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 """Object store of a local session. A laptop's rollout is a few megabytes; Ray's default is 30% of the memory."""
@@ -22,30 +26,36 @@ SETUP_HOOK = "buffer_rl.cluster.session.enter_working_directory"
 
 
 def enter_working_directory() -> None:
-    """Executed by each worker of a cluster that was joined: go to the driver's folder, where this node has it."""
+    """Executed by each worker of a cluster that was joined: go to the driver's folder, where this node has it, and find
+    the user's code that came with the run."""
+    came = os.getcwd()  # Ray starts a worker in the folder that was sent to its node
     with contextlib.suppress(OSError):
         os.chdir(os.environ[WORKING_DIRECTORY])
+    use_shipped_code(came)
 
 
 @contextmanager
-def ray_session(address: str | None) -> Iterator[None]:
+def ray_session(address: str | None, code: CodeBundle | None = None) -> Iterator[None]:
     """Connect to Ray for the length of the block, unless this process is connected already.
 
-    Raises WorkerError where the cluster at ``address`` does not answer.
+    code: the user's files to send to the nodes of a cluster that is joined. Raises WorkerError where the cluster at
+    ``address`` does not answer.
     """
     if ray.is_initialized():
         yield
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # CUDA_VISIBLE_DEVICES stays what it is
     try:
-        with _own_sigterm_handler():
-            _connect(address)
+        with _own_sigterm_handler(), tempfile.TemporaryDirectory(prefix="buffer_rl_code_") as folder:
+            if code is not None and code.files:
+                code.write(Path(folder))
+            _connect(address, folder if code is not None and code.files else None)
         yield
     finally:
         ray.shutdown()
 
 
-def _connect(address: str | None) -> None:
+def _connect(address: str | None, code_folder: str | None) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         if address is None:
@@ -58,7 +68,12 @@ def _connect(address: str | None) -> None:
             )
         else:
             # Its workers start where the cluster was started; relative paths of options mean the caller's folder.
-            there = {"env_vars": {WORKING_DIRECTORY: os.getcwd()}, "worker_process_setup_hook": SETUP_HOOK}
+            there: dict[str, Any] = {
+                "env_vars": {WORKING_DIRECTORY: os.getcwd()},
+                "worker_process_setup_hook": SETUP_HOOK,
+            }
+            if code_folder is not None:
+                there["working_dir"] = code_folder
             ray.init(address=address, runtime_env=there, **quiet)
     except ConnectionError as error:
         raise WorkerError(f"no Ray cluster answers: {error}", where=f"--ray-address {address}") from error

@@ -21,6 +21,12 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=38, width=118)
 
+    def add_argument(self, action: argparse.Action) -> None:
+        """argparse forgets that verbs are indented, and breaks the line of the longest one."""
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment
+
 
 class FlagParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError instead of ending the process, and takes no abbreviations."""

@@ -36,8 +36,8 @@ class ArrowTable:
     def records(self, first: int, last: int, keys: RowKeys) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
         """See ``Table.records``.
 
-        What a struct leaves out of a chat message comes from Arrow as null; such nulls are taken out of prompts.
-        Values that JSON does not have (times, decimals, NaN, bytes) are refused, bytes of multimodal columns excepted.
+        What a struct leaves out of a chat message comes from Arrow as null; such nulls are taken out of prompts and
+        tools. Values that JSON does not have (times, decimals, NaN, bytes) are refused, bytes of multimodal columns excepted.
         """
         names = [name for name in dict.fromkeys(keys.names) if name in self._table.column_names]
         if keys.prompt not in names:  # once for the file: the columns of all rows are the same
@@ -54,7 +54,9 @@ class ArrowTable:
             except RowError as error:
                 yield number, error
                 continue
-            record[keys.prompt] = _without_nulls(record[keys.prompt])
+            for nested in (keys.prompt, keys.tools):
+                if nested in record:
+                    record[nested] = _without_nulls(record[nested])
             yield number, record
 
 

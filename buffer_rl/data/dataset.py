@@ -1,11 +1,13 @@
-"""The rows of one data file (or of a slice of it) in file order, and the hash that names them."""
+"""The rows of one data source (a file, several files, or a slice of them) in order, and the hash that names them."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
+from buffer_rl.redaction import mask_url
 from buffer_rl.types import Prompt
 
 Unit = Literal["line", "row"]
@@ -14,7 +16,8 @@ Unit = Literal["line", "row"]
 
 def place(path: str, unit: Unit, number: int) -> str:
     """Where a record stands: ``file.jsonl:7`` or ``file.parquet, row 6``."""
-    return f"{path}:{number}" if unit == "line" else f"{path}, row {number}"
+    shown = mask_url(path)
+    return f"{shown}:{number}" if unit == "line" else f"{shown}, row {number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +39,36 @@ class PromptRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FilePart:
+    """One file of a source of several. first: position of its first row among the rows that were read."""
+
+    path: str
+    unit: Unit
+    first: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDataset(Sequence[PromptRow]):
     """Rows in file order.
 
-    source_hash: 12 hexadecimal digits of the SHA-256 of the file's bytes, the slice and the field names. It is the
-    ``source`` of every group's uid, so that state saved for other data is recognised.
+    source_hash: 12 hexadecimal digits of the SHA-256 of the file's bytes (decompressed), the slice and the field names.
+    It is the ``source`` of every group's uid, so that state saved for other data is recognised.
     path, unit: the file, and whether its records are counted as lines or rows.
+    parts: the files of a source of several, in order; empty for a single file.
     """
 
     rows: tuple[PromptRow, ...]
     source_hash: str
     path: str = ""
     unit: Unit = "line"
+    parts: tuple[FilePart, ...] = ()
 
     def where(self, row: PromptRow) -> str:
         """The file and the row's line or number, for errors."""
-        return place(self.path, self.unit, row.line)
+        if not self.parts:
+            return place(self.path, self.unit, row.line)
+        part = self.parts[bisect.bisect_right(self.parts, row.row, key=lambda part: part.first) - 1]
+        return place(part.path, part.unit, row.line)
 
     @overload
     def __getitem__(self, index: int) -> PromptRow: ...

@@ -31,6 +31,7 @@ class EvalSet(BaseModel):
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
     max_response_len: int | None = Field(None, ge=1)
     stop: list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -38,6 +39,7 @@ class EvalSet(BaseModel):
     input_key: str | None = Field(None, validation_alias=AliasChoices("input_key", "prompt_key"))
     label_key: str | None = None
     metadata_key: str | None = None
+    tool_key: str | None = None
     id_key: str | None = None
     metadata_overrides: dict[str, Any] = {}
 
@@ -47,6 +49,7 @@ class EvalSet(BaseModel):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "min_p": self.min_p,
             "max_new_tokens": self.max_response_len,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
@@ -59,6 +62,7 @@ class EvalSet(BaseModel):
             "prompt": self.input_key,
             "label": self.label_key,
             "metadata": self.metadata_key,
+            "tools": self.tool_key,
             "id": self.id_key,
         }
         chosen = {name: value for name, value in own.items() if value is not None}

@@ -1,25 +1,102 @@
 """Bytes of data files: local paths, and whatever fsspec reaches (``s3://…``, ``gs://…``, ``hf://…``, ``memory://…``).
 
-fsspec and its backends are imported when a path with ``://`` is read, never before.
+A file whose name ends in ``.gz``, ``.bz2`` or ``.xz`` (or in the suffix of another compression that fsspec knows) is
+decompressed. fsspec and its backends are imported when such a path is read, never before.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import bz2
+import glob
+import gzip
+import io
+import lzma
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 
 from buffer_rl.errors import DataError
+from buffer_rl.redaction import mask_url
+from buffer_rl.remote import file_system, is_remote, unreadable
 
+__all__ = ["exists", "is_folder", "is_remote", "join", "list_folder", "matches", "read_bytes", "uncompressed_name"]
 
-def is_remote(path: str) -> bool:
-    """Whether fsspec reads the path."""
-    return "://" in path
+_DECOMPRESSORS: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType(
+    {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
+)
+# What fsspec decompresses beside these, where the package for it is installed.
+_OTHER_SUFFIXES: Mapping[str, str] = MappingProxyType(
+    {".zst": "zstd", ".lz4": "lz4", ".snappy": "snappy", ".zip": "zip"}
+)
 
 
 def read_bytes(path: str) -> bytes:
-    """The whole file. Raises DataError naming the path if it cannot be read, or if a package is missing for it."""
-    if is_remote(path):
-        return _read_remote(path)
+    """The whole file, decompressed. Raises DataError naming the path if it cannot be read, or if a package is missing
+    for it."""
+    return _decompress(path, _read_remote(path) if is_remote(path) else _read_local(path))
+
+
+def uncompressed_name(path: str) -> str:
+    """The path without the suffix of a compression."""
+    suffix = PurePosixPath(path).suffix.lower()
+    return path[: -len(suffix)] if suffix in _DECOMPRESSORS or suffix in _OTHER_SUFFIXES else path
+
+
+def is_folder(path: str) -> bool:
+    """Whether there is a folder at ``path``. Raises DataError as ``read_bytes`` does."""
+    if not is_remote(path):
+        return Path(path).is_dir()
+    system, inner = file_system(path)
+    try:
+        return bool(system.isdir(inner))
+    except Exception as error:  # fault boundary: every backend raises errors of its own
+        raise unreadable(path, error) from error
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file or folder at ``path``. Raises DataError as ``read_bytes`` does."""
+    if not is_remote(path):
+        return Path(path).exists()
+    system, inner = file_system(path)
+    try:
+        return bool(system.exists(inner))
+    except Exception as error:  # fault boundary: every backend raises errors of its own
+        raise unreadable(path, error) from error
+
+
+def join(folder: str, name: str) -> str:
+    """The path of ``name`` in a folder."""
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def list_folder(path: str) -> list[str]:
+    """The names of the files in a folder, sorted. Raises DataError as ``read_bytes`` does."""
+    if not is_remote(path):
+        try:
+            return sorted(child.name for child in Path(path).iterdir() if child.is_file())
+        except OSError as error:
+            raise DataError(f"cannot read the folder: {error.strerror}", where=path) from error
+    system, inner = file_system(path)
+    try:
+        entries = system.ls(inner, detail=True)
+    except Exception as error:  # fault boundary: every backend raises errors of its own
+        raise unreadable(path, error) from error
+    return sorted(PurePosixPath(str(entry["name"])).name for entry in entries if entry["type"] == "file")
+
+
+def matches(pattern: str) -> list[str]:
+    """The paths of the files that a pattern (``*``, ``?``, ``[…]``, ``**``) matches, sorted. Raises DataError."""
+    if not is_remote(pattern):
+        return sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    system, inner = file_system(pattern)
+    try:
+        found = system.glob(inner, detail=True)
+    except Exception as error:  # fault boundary: every backend raises errors of its own
+        raise unreadable(pattern, error) from error
+    return sorted(system.unstrip_protocol(name) for name, entry in found.items() if entry["type"] == "file")
+
+
+def _read_local(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
@@ -28,64 +105,49 @@ def read_bytes(path: str) -> bytes:
         raise DataError(f"cannot read the file: {error.strerror}", where=path) from error
 
 
-def is_folder(path: str) -> bool:
-    """Whether there is a folder at ``path``. Raises DataError as ``read_bytes`` does."""
-    if not is_remote(path):
-        return Path(path).is_dir()
-    system, inner = _file_system(path)
-    try:
-        return bool(system.isdir(inner))
-    except Exception as error:  # fault boundary: every backend raises errors of its own
-        raise _unreadable(path, error) from error
-
-
-def exists(path: str) -> bool:
-    """Whether there is a file or folder at ``path``. Raises DataError as ``read_bytes`` does."""
-    if not is_remote(path):
-        return Path(path).exists()
-    system, inner = _file_system(path)
-    try:
-        return bool(system.exists(inner))
-    except Exception as error:  # fault boundary: every backend raises errors of its own
-        raise _unreadable(path, error) from error
-
-
-def join(folder: str, name: str) -> str:
-    """The path of ``name`` in a folder."""
-    return f"{folder.rstrip('/')}/{name}"
-
-
 def _read_remote(path: str) -> bytes:
-    system, inner = _file_system(path)
+    system, inner = file_system(path)
     try:
         content: bytes = system.cat_file(inner)
     except FileNotFoundError:
-        raise DataError("there is no such file", where=path) from None
+        raise DataError("there is no such file", where=mask_url(path)) from None
     except Exception as error:  # fault boundary: every backend raises errors of its own
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     return content
 
 
-def _file_system(path: str) -> tuple[Any, str]:
+def _decompress(path: str, content: bytes) -> bytes:
+    suffix = PurePosixPath(path).suffix.lower()
+    if suffix in _OTHER_SUFFIXES:
+        return _decompress_by_fsspec(path, content, _OTHER_SUFFIXES[suffix])
+    if suffix not in _DECOMPRESSORS:
+        return content
     try:
-        import fsspec
-    except ImportError as error:
-        raise DataError(
-            "remote paths need fsspec, which is not installed", where=path, hint="pip install 'buffer-rl[data]'"
-        ) from error
-    try:
-        system, inner = fsspec.core.url_to_fs(path)
-    except ImportError as error:
-        scheme = path.partition("://")[0]
-        raise DataError(
-            f"the backend of fsspec for {scheme}:// is not installed: {error}",
-            where=path,
-            hint="pip install the package that the message names, besides 'buffer-rl[data]'",
-        ) from error
-    except Exception as error:  # fault boundary: an unknown protocol, wrong credentials, …
-        raise _unreadable(path, error) from error
-    return system, inner
+        return _DECOMPRESSORS[suffix](content)
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        raise DataError(f"the file is no {suffix} file, or a damaged one: {error}", where=mask_url(path)) from error
 
 
-def _unreadable(path: str, error: Exception) -> DataError:
-    return DataError(f"cannot read the path: {type(error).__name__}: {error}", where=path)
+def _decompress_by_fsspec(path: str, content: bytes, compression: str) -> bytes:
+    try:
+        from fsspec.compression import compr
+    except ImportError as error:
+        raise DataError(
+            f"{compression} files need fsspec, which is not installed",
+            where=mask_url(path),
+            hint="pip install 'buffer-rl[data]'",
+        ) from error
+    if compression not in compr:
+        raise DataError(
+            f"the package that reads {compression} files is not installed",
+            where=mask_url(path),
+            hint="pip install what fsspec names for it: zstandard, lz4 or python-snappy",
+        )
+    try:
+        with compr[compression](io.BytesIO(content), mode="rb") as file:
+            decompressed: bytes = file.read()
+    except Exception as error:  # fault boundary: every codec raises errors of its own
+        raise DataError(
+            f"the file is no {compression} file, or a damaged one: {error}", where=mask_url(path)
+        ) from error
+    return decompressed

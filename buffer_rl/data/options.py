@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from buffer_rl.config import Section, option
 
@@ -14,21 +14,37 @@ class DataOptions(Section):
 
     prompt_data: list[str] | None = option(
         None,
-        "training prompts: .jsonl or .parquet files, or folders saved by Hugging Face datasets; file@[start:end] is a "
-        "slice. Local, or what fsspec reaches",
+        "training prompts: .jsonl or .parquet files (compressed too), folders or patterns of several "
+        "('data/*.parquet'), or folders saved by Hugging Face datasets; PATH@[start:end] is a slice. Local, or what "
+        "fsspec reaches",
         metavar="PATH",
     )
     prompt_data_weights: list[float] | None = option(
         None,
         "the share of each source of --prompt-data, as relative weights; without, the sources are one data set",
     )
+    data_source_path: str | None = option(
+        None,
+        "a data source of your own, which runs in a process of its own, in place of the built-in one; it may read "
+        "--prompt-data in its own way",
+        kind="data_source",
+    )
+    data_source_timeout_s: float = option(
+        600.0, "deadline of one call to the data source of --data-source-path, in seconds", gt=0
+    )
     input_key: str = option("prompt", "the field that holds the prompt (text or chat messages)")
     label_key: str | None = option("label", "the field that holds the label; rows may lack it")
     metadata_key: str = option("metadata", "the field that holds a mapping for rewards and filters")
+    tool_key: str | None = option(
+        "tools", "the field that holds a row's tools for the chat template, a list of JSON schemas; rows may lack it"
+    )
     id_key: str = option("id", "the field that holds a row's id, where rows have one; ids must be unique")
     multimodal_keys: dict[str, str] | None = option(
         None, "fields to pass through into sample.multimodal_inputs: MEDIA=FIELD, for example image=images"
     )
     apply_chat_template: bool = option(False, "render prompts with the tokenizer's chat template")
+    apply_chat_template_kwargs: dict[str, Any] | None = option(
+        None, 'what the chat template receives besides messages and tools, for example {"enable_thinking": false}'
+    )
     rollout_shuffle: bool = option(True, "shuffle the rows anew each epoch")
     rollout_seed: int = option(42, "seed of the epoch order and of sampling")

@@ -1,24 +1,23 @@
 """Data files to datasets. Every bad row is named with file, line or row, and reason before anything else starts.
 
 The format follows from the path: ``.parquet`` is Parquet, a folder is one that Hugging Face's ``Dataset.save_to_disk``
-wrote, everything else is JSONL. A path may have a slice, ``train.jsonl@[0:100]``, that counts rows as Python would.
+wrote or holds several files, ``data/*.parquet`` is all files that match, everything else is JSONL; compressed files
+are decompressed. A path may have a slice, ``train.jsonl@[0:100]``, that counts rows as Python would, through all files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
-from buffer_rl.data import files
-from buffer_rl.data.arrow import read_parquet, read_saved_folder
-from buffer_rl.data.dataset import PromptDataset, PromptRow, Unit, place
-from buffer_rl.data.jsonl import JsonlTable
+from buffer_rl.data.dataset import FilePart, PromptDataset, PromptRow, Unit, place
+from buffer_rl.data.parts import OpenPart, open_parts
 from buffer_rl.data.path import DataPath
 from buffer_rl.data.row import RowError, RowKeys, build_row
-from buffer_rl.data.table import Table
 from buffer_rl.errors import DataError
+from buffer_rl.redaction import mask_url
 
 MAX_REPORTED = 20
 
@@ -31,65 +30,89 @@ def read_dataset(source: str, keys: RowKeys | None = None) -> PromptDataset:
     """
     keys = keys or RowKeys()
     data_path = DataPath.parse(source)
-    table = _open(data_path.path)
-    if not len(table):
-        expected = "one JSON object a line" if table.unit == "line" else "at least one row"
-        raise DataError("the file has no rows", where=data_path.path, expected=expected)
-    first, last, _ = slice(data_path.start, data_path.stop).indices(len(table))
+    parts = open_parts(data_path.path)
+    num_rows = parts[-1].stop
+    if not num_rows:
+        expected = "one JSON object a line" if parts[0].table.unit == "line" else "at least one row"
+        what = "the file has no rows" if len(parts) == 1 else f"none of the {len(parts)} files has rows"
+        raise DataError(what, where=mask_url(data_path.path), expected=expected)
+    first, last, _ = slice(data_path.start, data_path.stop).indices(num_rows)
     if first >= last:
-        raise DataError("the slice holds no rows", where=str(data_path), hint=f"the file has {len(table)} rows")
-    rows = _build_rows(data_path.path, table, first, last, keys)
-    _check_label_key(str(data_path), keys, rows)
+        what = "the file has" if len(parts) == 1 else f"the {len(parts)} files have"
+        raise DataError("the slice holds no rows", where=mask_url(str(data_path)), hint=f"{what} {num_rows} rows")
+    rows = _build_rows(parts, first, last, keys)
+    _check_label_key(mask_url(str(data_path)), keys, rows)
+    several = len(parts) > 1
     return PromptDataset(
         rows=tuple(rows),
-        source_hash=_source_hash(table.contents, first, last, keys),
-        path=data_path.path,
-        unit=table.unit,
+        source_hash=_source_hash(_contents(parts), first, last, keys),
+        path=data_path.path if several else parts[0].path,
+        unit=parts[0].table.unit,
+        parts=tuple(_file_parts(parts, first)) if several else (),
     )
 
 
-def _open(path: str) -> Table:
-    if path.lower().endswith(".parquet") and not files.is_folder(path):
-        return read_parquet(path)
-    if files.is_folder(path):
-        return read_saved_folder(path)
-    return JsonlTable(files.read_bytes(path))
+def _file_parts(parts: Sequence[OpenPart], first: int) -> Iterator[FilePart]:
+    for part in parts:
+        yield FilePart(path=part.path, unit=part.table.unit, first=part.start - first)
 
 
-def _build_rows(path: str, table: Table, first: int, last: int, keys: RowKeys) -> list[PromptRow]:
+def _build_rows(parts: Sequence[OpenPart], first: int, last: int, keys: RowKeys) -> list[PromptRow]:
     rows: list[PromptRow] = []
-    number_of_id: dict[str, int] = {}
-    problems: list[tuple[int, str]] = []
-    for position, (number, record) in enumerate(table.records(first, last, keys)):
+    place_of_id: dict[str, str] = {}
+    problems: list[tuple[str, str]] = []
+    for position, (part, number, record) in enumerate(_records(parts, first, last, keys)):
+        where = place(part.path, part.table.unit, number)
         try:
             if isinstance(record, RowError):
                 raise record
             row = build_row(record, keys, row=position, line=number)
         except RowError as error:
-            problems.append((number, str(error)))
+            problems.append((where, str(error)))
             continue
         if row.id is not None:
-            earlier = number_of_id.setdefault(row.id, number)
-            if earlier != number:
-                problems.append((number, f"the id {row.id!r} is already used in {table.unit} {earlier}"))
+            here = where if len(parts) > 1 else f"{part.table.unit} {number}"
+            earlier = place_of_id.setdefault(row.id, here)
+            if earlier != here:
+                problems.append((where, f"the id {row.id!r} is already used in {earlier}"))
         rows.append(row)
     if problems:
-        _refuse(path, table.unit, problems)
+        _refuse(problems, parts[0].table.unit)
     return rows
 
 
-def _refuse(path: str, unit: Unit, problems: list[tuple[int, str]]) -> NoReturn:
+def _records(
+    parts: Sequence[OpenPart], first: int, last: int, keys: RowKeys
+) -> Iterator[tuple[OpenPart, int, dict[str, Any] | RowError]]:
+    """Those of the records ``first`` to ``last``, counted through all files, that each file has."""
+    for part in parts:
+        begin, end = max(first, part.start), min(last, part.stop)
+        if begin >= end:
+            continue
+        for number, record in part.table.records(begin - part.start, end - part.start, keys):
+            yield part, number, record
+
+
+def _refuse(problems: list[tuple[str, str]], unit: Unit) -> NoReturn:
     (first, reason), *others = problems
-    more = [f"{place(path, unit, number)}: {why}" for number, why in others[: MAX_REPORTED - 1]]
+    more = [f"{where}: {why}" for where, why in others[: MAX_REPORTED - 1]]
     if len(problems) > MAX_REPORTED:
         more.append(f"... and {len(problems) - MAX_REPORTED} more bad {unit}s")
-    raise DataError("\n".join([reason, *more]), where=place(path, unit, first))
+    raise DataError("\n".join([reason, *more]), where=first)
 
 
 def _check_label_key(where: str, keys: RowKeys, rows: list[PromptRow]) -> None:
     """A label key that was chosen (rows may lack the usual one) and that no row has is a mistake."""
     if keys.label not in (None, RowKeys().label) and all(row.label is None for row in rows):
         raise DataError(f"no row has the label field {keys.label!r}", where=where, hint="see --label-key")
+
+
+def _contents(parts: Sequence[OpenPart]) -> list[bytes]:
+    """What is hashed. Of several files also where each ends: moving a row to the next file makes another source."""
+    if len(parts) == 1:
+        return list(parts[0].table.contents)
+    sizes = [[len(content) for content in part.table.contents] for part in parts]
+    return [json.dumps(sizes).encode(), *(content for part in parts for content in part.table.contents)]
 
 
 def _source_hash(contents: Sequence[bytes], first: int, last: int, keys: RowKeys) -> str:
@@ -99,5 +122,7 @@ def _source_hash(contents: Sequence[bytes], first: int, last: int, keys: RowKeys
     named: list[object] = [first, last, keys.prompt, keys.label, keys.metadata, keys.id]
     if keys.multimodal:
         named.append(keys.multimodal)
+    if keys.tools != RowKeys().tools:
+        named.append(["tools", keys.tools])
     digest.update(json.dumps(named).encode())
     return digest.hexdigest()[:12]

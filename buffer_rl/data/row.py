@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,10 +11,12 @@ from buffer_rl.data.dataset import PromptRow
 from buffer_rl.data.options import DataOptions
 from buffer_rl.types import Prompt
 
+_NO_TOOLS = "'--tool-key none' leaves the field alone"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowKeys:
-    """The names of a row's fields. Without ``label`` no labels are read.
+    """The names of a row's fields. Without ``label`` no labels are read, without ``tools`` no tools.
 
     multimodal: pairs of a media type and the field that holds it, in the order of the media types.
     """
@@ -21,6 +24,7 @@ class RowKeys:
     prompt: str = "prompt"
     label: str | None = "label"
     metadata: str = "metadata"
+    tools: str | None = "tools"
     id: str = "id"
     multimodal: tuple[tuple[str, str], ...] = ()
 
@@ -31,6 +35,7 @@ class RowKeys:
             prompt=args.input_key,
             label=args.label_key,
             metadata=args.metadata_key,
+            tools=args.tool_key,
             id=args.id_key,
             multimodal=tuple(sorted((args.multimodal_keys or {}).items())),
         )
@@ -38,7 +43,8 @@ class RowKeys:
     @property
     def names(self) -> list[str]:
         """Every field that is read; one may come twice."""
-        named = [self.prompt, self.label, self.metadata, self.id, *(field for _, field in self.multimodal)]
+        named = [self.prompt, self.label, self.metadata, self.tools, self.id]
+        named += [field for _, field in self.multimodal]
         return [name for name in named if name is not None]
 
 
@@ -58,7 +64,7 @@ def build_row(record: dict[str, Any], keys: RowKeys, *, row: int, line: int) -> 
         line=line,
         prompt=_prompt(record[keys.prompt], keys.prompt),
         label=_label(record.get(keys.label), keys.label) if keys.label is not None else None,
-        metadata=_metadata(record.get(keys.metadata), keys.metadata),
+        metadata=_metadata(record.get(keys.metadata), keys.metadata) | _tools(record, keys.tools),
         multimodal=_multimodal(record, keys),
         id=_id(record.get(keys.id), keys.id),
     )
@@ -110,6 +116,21 @@ def _metadata(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RowError(f"the metadata {key!r} is {_kind(value)}, not a mapping")
     return value
+
+
+def _tools(record: dict[str, Any], key: str | None) -> dict[str, Any]:
+    """What the row adds to its metadata: its tools, under the name that the prompt encoder looks for."""
+    value = record.get(key) if key is not None else None
+    if isinstance(value, str):  # tables hold nested values as JSON text
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(f"the tools {key!r} are text that is no JSON; {_NO_TOOLS}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise RowError(f"the tools {key!r} are {_kind(value)}, not a list of mappings (JSON schemas); {_NO_TOOLS}")
+    return {"tools": value} if value else {}
 
 
 def _multimodal(record: dict[str, Any], keys: RowKeys) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from buffer_rl.data.options import DataOptions
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.row import RowKeys
 from buffer_rl.errors import ConfigError, DataError
+from buffer_rl.redaction import mask_url
 
 
 def check_sources(options: DataOptions) -> None:
@@ -42,7 +43,7 @@ def read_sources(options: DataOptions) -> list[PromptDataset]:
             if earlier.source_hash == dataset.source_hash:
                 raise DataError(
                     "the same rows come twice",
-                    where=f"--prompt-data: {earlier.path} and {source}",
+                    where=mask_url(f"--prompt-data: {earlier.path} and {source}"),
                     hint="name the source once, with a greater weight in --prompt-data-weights",
                 )
         datasets.append(dataset)

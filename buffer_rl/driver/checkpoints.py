@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl import __version__
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.checkpoint import write_checkpoint
+from buffer_rl.checkpoint import upload_checkpoint, write_checkpoint
 from buffer_rl.cluster.worker_group import WorkerGroup
+from buffer_rl.redaction import mask_secrets
+from buffer_rl.remote import is_remote, local_path
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
 
 
 class RunCheckpoints:
-    """Writes ``args.save/step_NNNNNN`` (see ``buffer_rl.checkpoint``).
+    """Writes ``args.save/step_NNNNNN`` (see ``buffer_rl.checkpoint``); for a URL by way of ``args.run_dir``.
 
     ``trainer/`` holds each rank's weights, optimizer and random state, ``hf/`` the weights for everybody else,
-    ``buffer.json`` the queue, the ledger and the position in the data.
+    ``buffer.json`` the queue, the ledger and the position in the data. The manifest's facts are the options, without
+    secrets, and ``provenance``: what code and data the run is made of.
     """
 
-    def __init__(self, args: Args, *, buffer: BufferClient, train: WorkerGroup) -> None:
+    def __init__(
+        self, args: Args, *, buffer: BufferClient, train: WorkerGroup, provenance: Mapping[str, Any] | None = None
+    ) -> None:
         self._args = args
+        self._provenance = dict(provenance or {})
         self._buffer = buffer
         self._train = train
 
     def save(self, step: int) -> None:
         """Save after ``step`` optimizer steps. Raises CheckpointError, or what a rank or the Buffer raised."""
-        facts = {"buffer_rl": __version__, "options": self._args.model_dump(mode="json")}
-        assert self._args.save is not None  # there would be no RunCheckpoints otherwise
-        write_checkpoint(self._args.save, step, self._fill, facts)
+        options = mask_secrets(self._args.model_dump(mode="json"))
+        facts = {"buffer_rl": __version__, "options": options, **self._provenance}
+        root = self._args.save
+        assert root is not None  # there would be no RunCheckpoints otherwise
+        if is_remote(local_path(root)):
+            upload_checkpoint(root, step, self._fill, facts, scratch=self._args.run_dir)
+        else:
+            write_checkpoint(root, step, self._fill, facts)
 
     def _fill(self, folder: Path) -> None:
         (folder / "trainer").mkdir()

@@ -10,8 +10,11 @@ from buffer_rl.data.eval_config import eval_sets_of
 from buffer_rl.data.training_files import check_sources
 from buffer_rl.driver.early_stop import EarlyStop, parse_early_stop
 from buffer_rl.driver.modes import check_modes, train_only
+from buffer_rl.driver.schedule import Schedule
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import RolloutOptions
+from buffer_rl.rollout.prompts import check_template_kwargs
+from buffer_rl.weights.locality import require_local_engines
 
 __all__ = ["EarlyStop", "check_options", "parse_early_stop"]
 
@@ -24,9 +27,12 @@ def check_options(args: Any) -> None:
     check_modes(args)
     _check_required(args)
     _check_length(args)
+    _check_partial_rollout(args)
     if not train_only(args):
         _check_reward(args)
     _check_evaluation(args)
+    require_local_engines(args.weight_sync_mode, args.engine_urls)
+    check_template_kwargs(args.apply_chat_template_kwargs)
     _check_optimizer(args)
     if args.early_stop is not None:
         _check_early_stop(args)
@@ -39,9 +45,11 @@ def _check_required(args: Any) -> None:
         ("hf_checkpoint", "--hf-checkpoint", "there is no model to train"),
         ("prompt_data", "--prompt-data", "there are no training prompts"),
     ):
-        if not getattr(args, name) and not (name == "prompt_data" and train_only(args)):
-            raise ConfigError(what, where=flag, hint=f"add {flag} PATH, or '{name}: PATH' in the file of --config")
-    if args.prompt_data:
+        other_data = name == "prompt_data" and (train_only(args) or args.data_source_path is not None)
+        if not getattr(args, name) and not other_data:
+            own = "; or your own data source, with --data-source-path" if name == "prompt_data" else ""
+            raise ConfigError(what, where=flag, hint=f"add {flag} PATH, or '{name}: PATH' in the file of --config{own}")
+    if args.prompt_data and args.data_source_path is None:
         check_sources(args)
 
 
@@ -55,6 +63,30 @@ def _check_length(args: Any) -> None:
             f"the length of the run is given twice: {args.num_rollout} rollouts and {args.num_epoch} epochs",
             where="--num-rollout and --num-epoch",
             hint="'--num-rollout none' or '--num-epoch none' takes back what a file sets",
+        )
+
+
+def _check_partial_rollout(args: Any) -> None:
+    in_flight = args.over_sampling_batch_size
+    if in_flight is not None and in_flight < args.rollout_batch_size:
+        raise ConfigError(
+            f"{in_flight} groups in flight cannot give {args.rollout_batch_size} a step",
+            where="--over-sampling-batch-size and --rollout-batch-size",
+            expected=f"at least {args.rollout_batch_size}",
+        )
+    masks = args.mask_offpolicy_in_partial_rollout
+    if masks and not args.partial_rollout:
+        raise ConfigError(
+            "there are no older tokens to mask: without --partial-rollout, a response is generated in one rollout",
+            where="--mask-offpolicy-in-partial-rollout",
+            hint="add --partial-rollout",
+        )
+    if args.partial_rollout and not masks and Schedule.named(args.schedule).max_staleness == 0:
+        raise ConfigError(
+            f"a continued response has tokens of older weights, and --schedule {args.schedule} trains on tokens of "
+            "exactly the weights that it updates",
+            where="--partial-rollout",
+            hint="add --mask-offpolicy-in-partial-rollout: older tokens are then context, with a loss mask of 0",
         )
 
 

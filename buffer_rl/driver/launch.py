@@ -5,13 +5,14 @@ Everything that is started is put on one exit stack, so that whatever fails, not
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.checkpoint import Checkpoint, open_checkpoint
+from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.cluster.resources import train_gpus
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.cluster.worker_group import WorkerGroup
@@ -19,18 +20,21 @@ from buffer_rl.config import dump_args
 from buffer_rl.driver.checkpoints import RunCheckpoints
 from buffer_rl.driver.driver import Driver, RunPlan, RunResult
 from buffer_rl.driver.early_stop import parse_early_stop
-from buffer_rl.driver.modes import rollout_only, train_only
+from buffer_rl.driver.modes import reads_data_source, rollout_only, train_only
 from buffer_rl.driver.process import sole_user, termination_as_exception
+from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, provenance_of
 from buffer_rl.driver.rollout_files import RecordedRollouts, RolloutRecorder
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
 from buffer_rl.driver.schedule import Schedule
-from buffer_rl.engine.client import EngineControlClient
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.calls import construct
+from buffer_rl.rollout.source.actor import start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
 from buffer_rl.train.group import start_train_group
+from buffer_rl.weights.locality import require_local_trainer
 from buffer_rl.weights.publish import Publisher
 
 if TYPE_CHECKING:
@@ -39,18 +43,20 @@ if TYPE_CHECKING:
 CLOSE_TIMEOUT_S = 10.0
 
 
-def launch_training(args: Args, registry: PluginRegistry) -> RunResult:
+def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = ()) -> RunResult:
     """Run ``args`` to its end. The final weights are then in ``run_dir/hf``, where the run has a trainer.
 
-    Raises the error of ``buffer_rl.errors`` that ended the run; by then everything that was started has stopped.
+    data: what is known of the data sources, to be written down. Raises the error of ``buffer_rl.errors`` that ended the
+    run; by then everything that was started has stopped.
     """
-    checkpoint = open_checkpoint(args.load) if args.load else None
     run_dir = Path(args.run_dir)
     with ExitStack() as stack:
         stack.enter_context(termination_as_exception())
         stack.enter_context(sole_user(run_dir))
-        registry.hook.buffer_rl_configure(config=args)
-        run = _Run(args, registry, run_dir, checkpoint, stack)
+        checkpoint = stack.enter_context(opened_checkpoint(args.load, run_dir)) if args.load else None
+        provenance = provenance_of(args, registry, data)
+        registry.call_hook("buffer_rl_configure", config=args)
+        run = _Run(args, registry, run_dir, checkpoint, provenance, stack)
         result = run.driver().run()
         if run.train is not None:
             run.train.call("save_hf", str((run_dir / "hf").absolute()), timeout_s=args.train_timeout_s)
@@ -66,29 +72,36 @@ class _Run:
         registry: PluginRegistry,
         run_dir: Path,
         checkpoint: Checkpoint | None,
+        provenance: Provenance,
         stack: ExitStack,
     ) -> None:
         self.stack = stack
         self.registry = registry
         self.run_dir = run_dir
         self.checkpoint = checkpoint
+        self.provenance = provenance
         self.rollouts_use_engine = bool(
             getattr(registry.resolve("rollout", args.rollout_function_path), "uses_engine", True)
         )
-        self.observer = stack.enter_context(RunObserver(args, registry, checkpoint.step if checkpoint else None))
+        self.observer = stack.enter_context(
+            RunObserver(args, registry, checkpoint.step if checkpoint else None, provenance.facts())
+        )
+        for line in changed_plugins(checkpoint.facts, provenance) if checkpoint else ():
+            self.observer.notice(line)
         # The engines load while Ray starts: they are separate processes and take the longest.
         self.fleet: EngineFleet | None = None
         self.evaluates = bool(args.eval_prompt_data or args.eval_config) and not train_only(args)
         if self.evaluates or (self.rollouts_use_engine and not train_only(args)):
-            self.fleet = stack.enter_context(EngineFleet(args, str(run_dir), registry))
-        stack.enter_context(ray_session(args.ray_address))
+            self.fleet = stack.enter_context(EngineFleet(args, str(run_dir), registry, self.observer.notice))
+        ships = args.ray_address is not None and args.ship_code
+        stack.enter_context(ray_session(args.ray_address, collect_user_code(args, registry) if ships else None))
+        logs = str((run_dir / "logs").absolute())
+        self.source = self._start_source(args, logs) if reads_data_source(args) else None
         if self.fleet is not None:
             self.fleet.wait_ready()
-            urls = {"router_url": self.fleet.router_url, "engine_urls": self.fleet.engine_urls}
-            args = args.model_copy(update=urls)
+            args = args.model_copy(update=self.fleet.addresses)
         self.args = args
         args_text = dump_args(args)
-        logs = str((run_dir / "logs").absolute())
         # Each is on the stack before the next is started; what is stopped last is what the others ask.
         actor = start_buffer(args_text)
         stack.callback(WorkerGroup("buffer", [actor]).stop)
@@ -100,7 +113,9 @@ class _Run:
             stack.callback(self.train.stop)
         self.rollout: WorkerGroup | None = None
         if not train_only(args):
-            self.rollout = start_rollout_workers(args, args_text, actor, logs)
+            self.rollout = start_rollout_workers(
+                args, args_text, actor, logs, self.source.actors[0] if self.source is not None else None
+            )
             stack.callback(self.rollout.stop, "close", CLOSE_TIMEOUT_S)
         self._wait_ready()
 
@@ -116,13 +131,15 @@ class _Run:
         if self.train is not None:
             targets["train"] = self.train
         if self.fleet is not None and self.train is not None:
-            transport = self.registry.resolve("weight_transport", args.weight_sync_mode)(args)
-            engines = EngineControlClient(self.fleet.engine_urls, timeout_s=args.update_weights_timeout_s)
-            publisher = Publisher(transport, _TrainExport(self.train, args.train_timeout_s), engines)
+            name = args.weight_sync_mode
+            transport = construct("weight_transport", name, self.registry.resolve("weight_transport", name), args)
+            engines = self.fleet.control(args.update_weights_timeout_s)
+            compare = args.check_weight_update_equal
+            publisher = Publisher(transport, _TrainExport(self.train, args.train_timeout_s), engines, compare=compare)
             targets["publish"] = self._local("publish", publisher)
         checkpoints = None
         if args.save and self.train is not None:
-            checkpoints = RunCheckpoints(args, buffer=self.buffer, train=self.train)
+            checkpoints = RunCheckpoints(args, buffer=self.buffer, train=self.train, provenance=self.provenance.facts())
         template = args.save_debug_rollout_data
         recorder = RolloutRecorder(template, self.buffer) if template else None
         watchers = [self._watch_progress] + ([self.fleet.check] if self.fleet is not None else [])
@@ -135,6 +152,8 @@ class _Run:
         if args.num_rollout is not None:
             return args.num_rollout
         assert args.num_epoch is not None  # checked with the options
+        if self.source is not None:
+            self.buffer.set_source_length(self.source.call("num_rows", timeout_s=args.data_source_timeout_s))
         return args.num_epoch * self.buffer.get_num_rollout_per_epoch()
 
     def _train_args(self) -> Args:
@@ -179,13 +198,30 @@ class _Run:
         limit = self.args.train_timeout_s
         if self.train is not None:
             master, port = self.train.call("host", timeout_s=limit)
+            require_local_trainer(self.args.weight_sync_mode, master)
             self.train.call("setup", master, port, timeout_s=limit)
             if self.checkpoint is not None:
                 self.train.call("load", str(self.checkpoint.folder / "trainer"), timeout_s=limit)
-                self.buffer.load(str(self.checkpoint.folder))
+                if self.num_rollouts > self.checkpoint.step:  # who only evaluates may have other data, or none
+                    self.buffer.load(str(self.checkpoint.folder))
+                    self._restore_source()
         if self.rollout is not None:
             for _ in self.rollout.actors:
                 self.rollout.call("ready", timeout_s=limit)
+
+    def _start_source(self, args: Args, logs: str) -> WorkerGroup:
+        """The user's data source, constructed: what its constructor raises must not wait for the engines."""
+        source = start_data_source(dump_args(args), logs)
+        self.stack.callback(source.stop)
+        source.call("setup", timeout_s=args.data_source_timeout_s)
+        return source
+
+    def _restore_source(self) -> None:
+        if self.source is None:
+            return
+        number, state = self.buffer.get_source_state()
+        if number > 0:
+            self.source.call("restore", number, state, timeout_s=self.args.data_source_timeout_s)
 
     def _watch_progress(self) -> None:
         progress = self.buffer.get_progress()
@@ -208,3 +244,14 @@ class _TrainExport:
     def save_hf(self, path: str) -> None:
         """Write the newest weights as a Hugging Face folder."""
         self._train.call("save_hf", path, timeout_s=self._timeout_s)
+
+    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
+        """Put the newest weights into the memory of rank 0's machine."""
+        handles: list[list[str]] = self._train.call(
+            "share_weights", load_format, num_receivers, timeout_s=self._timeout_s
+        )
+        return handles
+
+    def release_weights(self) -> None:
+        """Free what ``share_weights`` took."""
+        self._train.call("release_weights", timeout_s=self._timeout_s)

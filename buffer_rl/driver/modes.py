@@ -19,6 +19,11 @@ def rollout_only(args: Any) -> bool:
     return bool(args.debug_rollout_only)
 
 
+def reads_data_source(args: Any) -> bool:
+    """Whether the run takes groups from a data source of the user's own. An evaluation (no rollout) does not."""
+    return args.data_source_path is not None and args.num_rollout != 0 and not train_only(args)
+
+
 def check_modes(args: Any) -> None:
     """Raises ConfigError for a half run that lacks what it works on, or that could not do what it is asked to."""
     for name, flag in (
@@ -53,7 +58,7 @@ def _check_train_only(args: Any) -> None:
         )
     if rollout_only(args):
         raise ConfigError("nothing is left of the run", where="--debug-rollout-only and --load-debug-rollout-data")
-    if args.num_rollout is None and not args.prompt_data:
+    if args.num_rollout is None and (args.data_source_path is not None or not args.prompt_data):
         raise ConfigError(
             "the number of recorded rollouts is not known", where="--num-rollout", hint="add --num-rollout N"
         )

@@ -12,18 +12,19 @@ class RunOptions(Section):
 
     heading: ClassVar[str] = "Run"
 
-    run_dir: str = option("runs/default", "where metrics, samples, weights and logs go", metavar="PATH")
+    run_dir: str = option("runs/default", "where metrics, samples, weights and logs go; a local folder", metavar="PATH")
     schedule: Literal["lockstep"] = option("lockstep", "how far generation may run ahead of training")
     seed: int = option(1234, "seed of initialisation and of the trainer")
     deterministic: bool = option(False, "equal metrics and parameters for equal seeds, at some cost in speed")
-    save: str | None = option(None, "checkpoint folder", metavar="PATH")
+    save: str | None = option(None, "checkpoint folder, or a URL that fsspec reaches", metavar="PATH")
     save_interval: int | None = option(None, "checkpoint every this many steps (and at the end)", ge=1)
-    load: str | None = option(None, "resume from this checkpoint folder", metavar="PATH")
+    load: str | None = option(None, "resume from this checkpoint: a folder or a URL", metavar="PATH")
     early_stop: str | None = option(
         None, "end the run once an evaluation metric is reached, for example 'eval/dev>=0.25'", metavar="EXPR"
     )
     num_rollout_workers: int = option(1, "processes that run rollout functions", ge=1)
     ray_address: str | None = option(None, "a running Ray cluster; a local one is started where absent")
+    ship_code: bool = option(True, "send your plugins' own files to the nodes of --ray-address")
     plugin: list[str] = option([], "pluggy plugins to load, or no:NAME to block one", metavar="NAME", short="-p")
 
 

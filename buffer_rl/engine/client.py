@@ -12,87 +12,34 @@ import concurrent.futures
 import contextlib
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
 import aiohttp
 import orjson
 
+from buffer_rl.engine.answer import GenerateResult, parse_answer
 from buffer_rl.engine.fan_out import EngineFanOut, HttpSession, decode_json, status_error
 from buffer_rl.errors import DeadlineError, EngineError
-from buffer_rl.types import Status, VersionSpan
 
 T = TypeVar("T")
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
-MAX_RETRIES = 3
+# The first retries are for a lost connection; all of them, about 11 s, outlast the time until a dead engine is noticed
+# and taken off the router's list, which is a second or two on an idle machine.
+MAX_RETRIES = 8
 BACKOFF_S = 0.2
+MAX_BACKOFF_S = 2.0
 CONTROL_TIMEOUT_S = 60.0
 _RETRIED_STATUS = (429, 500, 502, 503, 504)
-_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateResult:
-    """One answer. ``log_probs[i]``, in nats, belongs to ``output_ids[i]``; finish_reason: stop, length or abort.
-
-    matched: the token id or the string that stopped it, if any. cached_tokens: prompt tokens that another request
-    had computed. spans: which weight version sampled which tokens.
-    """
-
-    output_ids: list[int]
-    text: str
-    log_probs: list[float]
-    finish_reason: str
-    spans: list[VersionSpan]
-    matched: int | str | None = None
-    cached_tokens: int = 0
-
-    @property
-    def status(self) -> Status:
-        """The status of a sample with this answer."""
-        return _STATUS[self.finish_reason]
-
-
-def parse_answer(answer: Any, url: str) -> GenerateResult:
-    """Read one answer of ``/generate``. Raises EngineError if it breaks the protocol."""
-    try:
-        meta = answer["meta_info"]
-        reason = meta["finish_reason"]
-        pairs = meta["output_token_logprobs"]
-        result = GenerateResult(
-            output_ids=list(answer["output_ids"]),
-            text=answer.get("text") or "",
-            log_probs=[float(pair[0]) for pair in pairs],
-            finish_reason=reason["type"],
-            spans=[
-                VersionSpan(int(span["version"]), int(span["start"]), int(span["end"]))
-                for span in meta["weight_versions"]
-            ],
-            matched=reason.get("matched"),
-            cached_tokens=int(meta.get("cached_tokens", 0)),
-        )
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise EngineError(
-            f"an answer of /generate breaks the protocol: {type(error).__name__}: {error}",
-            where=url,
-            expected="output_ids and meta_info with finish_reason, output_token_logprobs, weight_versions",
-            hint="start the engine with a whole number as --weight-version",
-        ) from error
-    if [pair[1] for pair in pairs] != result.output_ids:
-        raise EngineError("output_token_logprobs does not belong to output_ids", where=url)
-    if result.finish_reason not in _STATUS:
-        raise EngineError(
-            f"unknown finish reason {result.finish_reason!r}", where=url, expected=f"one of {', '.join(_STATUS)}"
-        )
-    return result
 
 
 class EngineClient:
     """Generates through the router and controls every engine behind it. Belongs to one event loop.
 
-    timeout_s: deadline of one generation, retries included. control_timeout_s: deadline of one control call.
+    engine_urls: the engines that control calls go to; where there are none, those that the router lists at the time,
+    so that a client lives longer than an engine. timeout_s: deadline of one generation, retries included.
+    control_timeout_s: deadline of one control call. is_gone: see ``EngineFanOut``.
     """
 
     def __init__(
@@ -103,6 +50,7 @@ class EngineClient:
         timeout_s: float = 600.0,
         control_timeout_s: float = CONTROL_TIMEOUT_S,
         max_retries: int = MAX_RETRIES,
+        is_gone: Callable[[str], bool] | None = None,
     ) -> None:
         self.router_url = router_url.rstrip("/")
         self.engine_urls = tuple(url.rstrip("/") for url in engine_urls)
@@ -110,7 +58,7 @@ class EngineClient:
         self.max_retries = max_retries
         self._generate_url = f"{self.router_url}/generate"
         self._http = HttpSession(timeout_s)
-        self._control = EngineFanOut(self.engine_urls, control_timeout_s)
+        self._control = EngineFanOut(self.engine_urls, control_timeout_s, router_url=self.router_url, is_gone=is_gone)
 
     @classmethod
     def from_args(cls, args: Any) -> EngineClient:
@@ -135,7 +83,7 @@ class EngineClient:
     async def agenerate(self, rid: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> GenerateResult:
         """Generate one answer for ``input_ids``; ``sampling_params`` under SGLang's names.
 
-        A lost connection and the statuses 429 and 5xx are retried, at most ``max_retries`` times; any 4xx is not.
+        A lost connection and the statuses 429 and 5xx are retried, at most ``max_retries`` times; other 4xx are not.
         Raises EngineError naming the URL, the status and the answer's text, and DeadlineError when time is up; the
         request is aborted at the engines then.
         """
@@ -178,20 +126,21 @@ class EngineClient:
                 failure.hint = f"request {rid!r} failed {attempt + 1} times; see the logs of the engines and the router"
                 raise failure
             await self._abort_quietly(rid)
-            await asyncio.sleep(BACKOFF_S * 2**attempt)
+            await asyncio.sleep(min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S))
             attempt += 1
 
     async def _abort_quietly(self, rid: str) -> None:
-        with contextlib.suppress(EngineError):  # an engine out of reach has nothing to abort; the retry will tell
+        with contextlib.suppress(EngineError):  # what cannot be aborted ends on its own; the retry will tell
             await self.abort([rid])
 
     # ------------------------------------------------------------------ control
 
     async def abort(self, rids: Iterable[str] | None = None) -> None:
-        """Finish the requests ``rids``, or all requests where it is None, with what they have."""
+        """Finish the requests ``rids``, or all requests where it is None, with what they have. An engine out of reach
+        has nothing to abort and is passed over."""
         bodies = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
         for body in bodies:
-            await self._control.post("/abort_request", body)
+            await self._control.post_where_reachable("/abort_request", body)
 
     async def pause(self, mode: str = "retract") -> None:
         """Stop decoding on every engine; mode is ``abort``, ``in_place`` or ``retract``."""
@@ -209,9 +158,35 @@ class EngineClient:
         """Have every engine take the weights in the folder ``path`` and call them ``version``."""
         await self._control.post("/update_weights_from_disk", {"model_path": path, "weight_version": str(version)})
 
+    async def begin_weight_update(self) -> None:
+        """Have every engine stage what ``update_weights_from_tensor`` sends."""
+        await self._control.post("/begin_weight_update", {"selector": "all"})
+
+    async def update_weights_from_tensor(
+        self, serialized: Sequence[str], load_format: str | None, version: int | None
+    ) -> None:
+        """Send every engine a bucket of weights, of which ``serialized`` has a handle for each of them.
+
+        load_format: how the handles are to be read. version: what the weights are called, with the last bucket."""
+        common = {
+            "load_format": load_format,
+            "flush_cache": False,  # the publisher has flushed; at a real server it would fail after the weights changed
+            "weight_version": None if version is None else str(version),
+        }
+        bodies = [{"serialized_named_tensors": [handle], **common} for handle in serialized]
+        await self._control.post_each("/update_weights_from_tensor", bodies)
+
+    async def end_weight_update(self) -> None:
+        """Have every engine serve what was sent since ``begin_weight_update``."""
+        await self._control.post("/end_weight_update", {})
+
     async def versions(self) -> dict[str, str]:
         """The weight version of each engine, by URL."""
         return await self._control.versions()
+
+    async def checksums(self) -> dict[str, str]:
+        """The checksum of the weights that each engine serves, by URL."""
+        return await self._control.checksums()
 
     async def health(self) -> None:
         """EngineError naming the engines that do not answer 200."""
@@ -222,16 +197,28 @@ class EngineControlClient:
     """The control calls for synchronous code: each call runs an event loop of its own in a short-lived thread, so
     it works wherever it is called from.
 
-    timeout_s: deadline of one call.
+    timeout_s: deadline of one call. is_gone: see ``EngineFanOut``.
     """
 
-    def __init__(self, engine_urls: Sequence[str], *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        engine_urls: Sequence[str],
+        *,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+        is_gone: Callable[[str], bool] | None = None,
+    ) -> None:
         self.engine_urls = tuple(url.rstrip("/") for url in engine_urls)
         self.timeout_s = timeout_s
+        self._is_gone = is_gone
+
+    def targets(self) -> Sequence[str]:
+        """The engines that the next call goes to."""
+        return self.engine_urls
 
     def _run(self, call: Callable[[EngineClient], Awaitable[T]]) -> T:
         async def run() -> T:
-            async with EngineClient("", self.engine_urls, control_timeout_s=self.timeout_s) as client:
+            urls = self.targets()
+            async with EngineClient("", urls, control_timeout_s=self.timeout_s, is_gone=self._is_gone) as client:
                 return await call(client)
 
         with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
@@ -257,9 +244,27 @@ class EngineControlClient:
         """Have every engine take the weights in the folder ``path`` and call them ``version``."""
         self._run(lambda client: client.update_weights_from_disk(path, version))
 
+    def begin_weight_update(self) -> None:
+        """Have every engine stage what ``update_weights_from_tensor`` sends."""
+        self._run(lambda client: client.begin_weight_update())
+
+    def update_weights_from_tensor(
+        self, serialized: Sequence[str], load_format: str | None, version: int | None
+    ) -> None:
+        """Send every engine a bucket of weights (see ``EngineClient``)."""
+        self._run(lambda client: client.update_weights_from_tensor(serialized, load_format, version))
+
+    def end_weight_update(self) -> None:
+        """Have every engine serve what was sent since ``begin_weight_update``."""
+        self._run(lambda client: client.end_weight_update())
+
     def versions(self) -> dict[str, str]:
         """The weight version of each engine, by URL."""
         return self._run(lambda client: client.versions())
+
+    def checksums(self) -> dict[str, str]:
+        """The checksum of the weights that each engine serves, by URL."""
+        return self._run(lambda client: client.checksums())
 
     def health(self) -> None:
         """EngineError naming the engines that do not answer 200."""

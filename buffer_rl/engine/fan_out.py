@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -40,11 +40,25 @@ class HttpSession:
 
 class EngineFanOut:
     """One call to all engines at once; all failures become one EngineError that names the URLs, the HTTP statuses and
-    the answers. ``timeout_s``: deadline of one call."""
+    the answers.
 
-    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+    urls: the engines; where there are none, the workers that the router at ``router_url`` lists when a call is made.
+    timeout_s: deadline of one call. is_gone: whether the failure of the engine at a URL is of no account, because it
+    has died; it may block for a moment. A call that no engine answers fails all the same.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        timeout_s: float,
+        *,
+        router_url: str = "",
+        is_gone: Callable[[str], bool] | None = None,
+    ) -> None:
         self.urls = tuple(urls)
         self.timeout_s = timeout_s
+        self._router_url = router_url
+        self._is_gone = is_gone
         self._http = HttpSession(timeout_s)
 
     async def close(self) -> None:
@@ -53,33 +67,74 @@ class EngineFanOut:
 
     async def post(self, path: str, body: Mapping[str, Any]) -> list[bytes]:
         """The answers' bodies, in the order of the engines."""
-        return await self._all("POST", path, orjson.dumps(dict(body)))
+        return list((await self._all("POST", path, orjson.dumps(dict(body)))).values())
+
+    async def post_each(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[bytes]:
+        """``post`` with a body for each engine; at least as many as there are engines."""
+        return list((await self._all("POST", path, [orjson.dumps(dict(body)) for body in bodies])).values())
+
+    async def post_where_reachable(self, path: str, body: Mapping[str, Any]) -> None:
+        """``post`` for calls that have no meaning for an engine that cannot be reached."""
+        await self._all("POST", path, orjson.dumps(dict(body)), reachable_only=True)
 
     async def get(self, path: str) -> list[bytes]:
         """The answers' bodies, in the order of the engines."""
-        return await self._all("GET", path, None)
+        return list((await self._all("GET", path, None)).values())
 
     async def versions(self) -> dict[str, str]:
         """The weight version of each engine, by URL."""
-        answers = await self.get("/model_info")
         found = {}
-        for url, raw in zip(self.urls, answers, strict=True):
+        for url, raw in (await self._all("GET", "/model_info", None)).items():
             info = decode_json(raw, f"{url}/model_info")
             if not isinstance(info, dict) or "weight_version" not in info:
                 raise EngineError("the answer has no weight_version", where=f"{url}/model_info")
             found[url] = str(info["weight_version"])
         return found
 
-    async def _all(self, method: str, path: str, body: bytes | None) -> list[bytes]:
-        results = await asyncio.gather(*(self._one(method, url + path, body) for url in self.urls))
-        failures = [result for result in results if isinstance(result, EngineError)]
+    async def checksums(self) -> dict[str, str]:
+        """The checksum of the weights that each engine serves, by URL."""
+        path, action = "/weights_checker", orjson.dumps({"action": "checksum"})
+        found = {}
+        for url, raw in (await self._all("POST", path, action)).items():
+            answer = decode_json(raw, url + path)
+            if not isinstance(answer, dict) or "per_engine_checksum" not in answer:
+                raise EngineError("the answer has no per_engine_checksum", where=url + path)
+            found[url] = str(answer["per_engine_checksum"])
+        return found
+
+    async def _all(
+        self, method: str, path: str, body: bytes | Sequence[bytes] | None, *, reachable_only: bool = False
+    ) -> dict[str, bytes]:
+        urls = self.urls or await self._urls_of_router()
+        bodies = [body] * len(urls) if isinstance(body, bytes) or body is None else body[: len(urls)]
+        calls = [self._one(method, url + path, own) for url, own in zip(urls, bodies, strict=True)]
+        results = await asyncio.gather(*calls)
+        answers = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, bytes)}
+        failures = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, EngineError)}
+        if reachable_only:
+            failures = {url: error for url, error in failures.items() if not is_connection_error(error)}
+        elif answers and self._is_gone is not None:
+            failures = {
+                url: error for url, error in failures.items() if not await asyncio.to_thread(self._is_gone, url)
+            }
         if len(failures) == 1:
-            raise failures[0]
+            raise next(iter(failures.values()))
         if failures:
-            raise EngineError(
-                f"{len(failures)} of {len(self.urls)} engines failed:\n" + "\n".join(map(str, failures)), where=path
-            )
-        return [result for result in results if isinstance(result, bytes)]
+            what = f"{len(failures)} of {len(urls)} engines failed:\n" + "\n".join(map(str, failures.values()))
+            raise EngineError(what, where=path)
+        return answers
+
+    async def _urls_of_router(self) -> list[str]:
+        if not self._router_url:
+            return []
+        url = f"{self._router_url}/workers"
+        raw = await self._one("GET", url, None)
+        if isinstance(raw, EngineError):
+            raise raw
+        try:
+            return [str(worker["url"]).rstrip("/") for worker in decode_json(raw, url)["workers"]]
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"the answer is no list of workers: {raw[:200]!r}", where=url) from error
 
     async def _one(self, method: str, url: str, body: bytes | None) -> bytes | EngineError:
         try:
@@ -89,8 +144,15 @@ class EngineFanOut:
         except TimeoutError:
             return EngineError(f"no answer within {self.timeout_s:g} s", where=url)
         except aiohttp.ClientError as error:
-            return EngineError(f"{type(error).__name__}: {error}", where=url, hint="read the engine's log")
+            failure = EngineError(f"{type(error).__name__}: {error}", where=url, hint="read the engine's log")
+            failure.__cause__ = error
+            return failure
         return raw if response.status == 200 else status_error(url, response.status, raw)
+
+
+def is_connection_error(error: EngineError) -> bool:
+    """Whether a call failed because the engine could not be reached, or the connection was lost."""
+    return isinstance(error.__cause__, aiohttp.ClientError)
 
 
 def decode_json(raw: bytes, url: str) -> Any:

@@ -1,9 +1,12 @@
-"""The engines of a run and the router in front of them: started together, watched, always stopped."""
+"""The engines of a run and the router in front of them: started together, watched, replaced, always stopped.
+
+Who waits for whom: nobody waits for a replacement. It starts in the background, brings itself to the newest weights
+where they are on disk, else it waits for the next publication, and only then the router sends it requests.
+"""
 
 from __future__ import annotations
 
-import socket
-import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,26 +14,37 @@ from types import TracebackType
 from typing import Any
 
 from buffer_rl.contracts import EngineLauncher, EngineProcess
-from buffer_rl.engine.process import ChildProcess
-from buffer_rl.engine.readiness import wait_until_ready
-from buffer_rl.errors import ConfigError, DeadlineError, EngineError
+from buffer_rl.engine.client import EngineControlClient
+from buffer_rl.engine.fleet_control import FleetControl
+from buffer_rl.engine.launching import named_launcher
+from buffer_rl.engine.roster import Member, MemberState, Roster, none_left
+from buffer_rl.engine.router import Router
+from buffer_rl.errors import BufferRLError, ConfigError, DeadlineError, EngineError
 from buffer_rl.plugins import PluginRegistry
 
-HOST = "127.0.0.1"
-ROUTER_ATTEMPTS = 3
+JOIN_TIMEOUT_S = 5.0
 
 
 class EngineFleet:
     """Starts ``args.rollout_num_engines`` engines and, once they are ready, the router. A context manager.
 
-    Entering starts the engines without waiting; ``wait_ready`` waits for them and starts the router. Leaving stops
-    everything, whatever happened. Logs are in ``run_dir/logs``. With ``args.router_url`` set, the fleet is somebody
-    else's: nothing is started, checked or stopped.
+    Entering starts the engines without waiting; ``wait_ready`` waits for them and starts the router. ``check``, called
+    again and again, replaces engines that died. Leaving stops everything, whatever happened. Logs are in the folder
+    ``run_dir/logs``.
 
-    launcher: a registry that ``args.rollout_engine`` is resolved in, or the launcher itself.
+    With ``args.router_url`` set, the fleet is somebody else's: nothing is started, checked or stopped.
+
+    launcher: a registry that ``args.rollout_engine`` is resolved in, or the launcher itself. notice: told in one line,
+    from any thread, when an engine is lost or replaced.
     """
 
-    def __init__(self, args: Any, run_dir: str, launcher: PluginRegistry | EngineLauncher) -> None:
+    def __init__(
+        self,
+        args: Any,
+        run_dir: str,
+        launcher: PluginRegistry | EngineLauncher,
+        notice: Callable[[str], None] | None = None,
+    ) -> None:
         self._args = args
         self._logs = Path(run_dir, "logs")
         self._external = args.router_url is not None
@@ -42,12 +56,14 @@ class EngineFleet:
             )
         self._launch: EngineLauncher
         if isinstance(launcher, PluginRegistry):
-            self._launch = launcher.resolve("engine", args.rollout_engine)
+            self._launch = named_launcher(launcher.resolve("engine", args.rollout_engine), args.rollout_engine)
         else:
             self._launch = launcher
-        self._engines: list[EngineProcess] = []
-        self._router: ChildProcess | None = None
-        self._router_url = ""
+        self._notice = notice
+        self._roster = Roster()
+        self._restarts = 0
+        self._last_death: BufferRLError | None = None
+        self._router: Router | None = None
 
     def __enter__(self) -> EngineFleet:
         self.start()
@@ -59,26 +75,47 @@ class EngineFleet:
         self.stop()
 
     @property
+    def addresses(self) -> dict[str, Any]:
+        """What options of clients say: with own engines the router alone, which lists those of the moment."""
+        return {"router_url": self.router_url, "engine_urls": self.engine_urls if self._external else []}
+
+    @property
     def router_url(self) -> str:
         """Where generation requests go. Raises EngineError before ``wait_ready``."""
-        url = self._args.router_url if self._external else self._router_url
-        if not url:
+        if self._external:
+            return str(self._args.router_url)
+        if self._router is None:
             raise EngineError("the router is not running yet", hint="call wait_ready first")
-        return str(url)
+        return self._router.url
+
+    @property
+    def router(self) -> Router | None:
+        """The router that the fleet started; None before ``wait_ready`` and for a fleet of somebody else."""
+        return self._router
+
+    @property
+    def engines(self) -> list[EngineProcess]:
+        """The engines that belong to the fleet now, replacements that do not serve yet included."""
+        return [member.engine for member in self._roster.all()]
 
     @property
     def engine_urls(self) -> list[str]:
-        """Where control calls go."""
-        return list(self._args.engine_urls) if self._external else [engine.url for engine in self._engines]
+        """Where control calls go now."""
+        return list(self._args.engine_urls) if self._external else [member.url for member in self._roster.all()]
+
+    def control(self, timeout_s: float) -> EngineControlClient:
+        """The control calls to all engines, whoever they are when a call is made. timeout_s: deadline of one call."""
+        if self._external:
+            return EngineControlClient(self._args.engine_urls, timeout_s=timeout_s)
+        return FleetControl(self._roster, self._admit, timeout_s=timeout_s)
 
     def start(self) -> None:
         """Start the engines without waiting for them. If one cannot be started, the others are stopped."""
-        if self._external or self._engines:
+        if self._external or self._roster.all():
             return
         try:
             for index in range(self._args.rollout_num_engines):
-                log = str((self._logs / f"engine_{index}.log").absolute())
-                self._engines.append(self._launch(self._args, index, log))
+                self._roster.add(self._launched(index, f"engine_{index}.log"))
         except BaseException:
             self.stop()
             raise
@@ -89,91 +126,141 @@ class EngineFleet:
         Raises EngineError with the end of the log if a process ends first, DeadlineError when time is up;
         everything is stopped then.
         """
-        if self._external:
+        if self._external or self._router is not None:
             return
         deadline = time.monotonic() + self._args.engine_start_timeout_s
         try:
-            for engine in self._engines:
-                engine.wait_ready(max(deadline - time.monotonic(), 0.0))
-            if self._router is None:
-                self._start_router(deadline)
+            for member in self._roster.all():
+                member.engine.wait_ready(max(deadline - time.monotonic(), 0.0))
+                member.state = MemberState.SERVING
+            self._router = Router(
+                self.engine_urls,
+                self._log_path("router.log"),
+                request_timeout_s=max(int(self._args.generate_timeout_s) + 60, 60),
+                deadline=deadline,
+            )
         except BaseException:
             self.stop()
             raise
 
     def check(self) -> None:
-        """Raises EngineError naming a process that has ended. Engines of launchers without ``check`` are skipped."""
-        for child in (*self._engines, self._router):
-            probe: Callable[[], None] | None = getattr(child, "check", None)
-            if probe is not None:
-                probe()
+        """Let go of engines that died, and start replacements, at most ``args.engine_max_restarts`` in all.
+
+        Raises EngineError, with the end of the log, if the router has ended or no engine is left that could serve.
+        Engines of launchers without ``check`` are never found dead.
+        """
+        if self._router is not None:
+            self._router.check()
+        for member in self._roster.all():
+            if (death := member.death()) is not None:
+                self._let_go(member, death)
+                self._replace(member.index, death)
+        self._require_one()
 
     def stop(self) -> None:
         """End the router and all engines; returns when they are gone. May be called twice."""
-        children = [child for child in (self._router, *self._engines) if child is not None]
-        self._router, self._engines, self._router_url = None, [], ""
+        members, router, self._router = self._roster.clear(), self._router, None
         failures = []
-        for child in children:
+        stops = [member.engine.stop for member in members]
+        for stop in [router.stop, *stops] if router is not None else stops:
             try:
-                child.stop()
+                stop()
             except Exception as error:  # fault boundary: one process that resists must not keep the others alive
                 failures.append(f"{type(error).__name__}: {error}")
+        for member in members:
+            if member.thread is not None:
+                member.thread.join(JOIN_TIMEOUT_S)  # its engine is gone, so it has nothing left to wait for
         if failures:
             raise EngineError(f"some processes could not be stopped: {'; '.join(failures)}")
 
-    # ------------------------------------------------------------------ router
+    # ------------------------------------------------------------------ loss and replacement
 
-    def _start_router(self, deadline: float) -> None:
-        """The router takes no inherited socket, so another process may take its port first: try again then."""
-        for attempt in range(ROUTER_ATTEMPTS):
-            port, metrics_port = free_ports(2)
-            url = f"http://{HOST}:{port}"
-            log = str((self._logs / "router.log").absolute())
-            process = ChildProcess("sglang-router", self._router_command(port, metrics_port), log)
-            try:
-                wait_until_ready(f"{url}/readiness", process, max(deadline - time.monotonic(), 0.0))
-                process.check()
-            except DeadlineError:
-                process.stop()
-                raise
-            except EngineError:
-                process.stop()
-                if attempt + 1 < ROUTER_ATTEMPTS and "in use" in process.log_tail():
-                    continue
-                raise
-            except BaseException:
-                process.stop()
-                raise
-            self._router, self._router_url = process, url
+    def _let_go(self, member: Member, death: BufferRLError) -> None:
+        self._last_death = death
+        self._roster.remove(member)
+        member.engine.stop()  # what is left of its process group
+        if self._router is not None:
+            self._router.remove(member.url)
+
+    def _require_one(self) -> None:
+        if self._last_death is not None and not self._roster.able():
+            raise none_left(self._last_death)
+
+    def _replace(self, index: int, death: BufferRLError) -> None:
+        self._require_one()
+        reason = death.what.splitlines()[0].partition("; ")[0]  # without the log
+        left = len(self._roster.in_state(MemberState.SERVING))
+        limit = self._args.engine_max_restarts
+        goes_on = f"{reason} ({death.where}); the run goes on with {left} engine{'s' if left != 1 else ''}"
+        if self._restarts >= limit:
+            self._say(f"{goes_on}, and none is started in its place (--engine-max-restarts {limit})")
             return
+        self._restarts += 1
+        self._say(f"{goes_on} while another one starts in its place ({self._restarts} of at most {limit} restarts)")
+        try:
+            replacement = self._launched(index, f"engine_{index}_restart_{self._restarts}.log")
+        except BufferRLError as error:
+            self._say(f"engine {index} could not be started again: {error}")
+            return
+        name = f"engine-{index}-restart"
+        thread = threading.Thread(target=self._bring_up, args=(replacement,), name=name, daemon=True)
+        replacement.thread = thread
+        self._roster.add(replacement)
+        thread.start()
 
-    def _router_command(self, port: int, metrics_port: int) -> list[str]:
-        """The policy ``manual`` sends equal routing keys to one engine, so that the samples of a prompt share its
-        prefill; a new key goes to the engine with the fewest requests. Retries and the circuit breaker are off: the
-        client retries by ``rid``, and a bad request (400) must not count against an engine."""
-        return [
-            sys.executable,
-            "-m",
-            "buffer_rl.engine.router_process",
-            *("--host", HOST, "--port", str(port)),
-            *("--worker-urls", *self.engine_urls),
-            *("--policy", "manual", "--assignment-mode", "min_load"),
-            "--disable-retries",
-            "--disable-circuit-breaker",
-            *("--worker-startup-check-interval", "1"),
-            *("--health-check-interval-secs", "5", "--health-check-timeout-secs", "20"),
-            *("--request-timeout-secs", str(max(int(self._args.generate_timeout_s) + 60, 60))),
-            *("--shutdown-grace-period-secs", "1"),
-            *("--prometheus-host", HOST, "--prometheus-port", str(metrics_port)),
-            *("--log-level", "warn"),
-        ]
+    def _bring_up(self, member: Member) -> None:
+        """What a replacement's thread does; ``check`` finds the failure."""
+        try:
+            member.engine.wait_ready(self._args.engine_start_timeout_s)
+            self._catch_up(member)
+        except BufferRLError as error:
+            member.failure = error
+        except Exception as error:  # fault boundary: launchers are plugins
+            member.failure = EngineError(f"{type(error).__name__}: {error}", where=f"engine {member.index}")
 
+    def _catch_up(self, member: Member) -> None:
+        """Bring the engine to the weights of the others, or leave it for the next publication."""
+        limit = self._args.update_weights_timeout_s
+        if not self._roster.publication.acquire(timeout=limit):
+            raise DeadlineError(f"a publication took longer than {limit:g} s", where=f"engine {member.index}")
+        try:
+            published = self._roster.published
+            if published is not None:
+                if published.folder is None or not Path(published.folder).is_dir():
+                    member.state = MemberState.WAITING
+                    self._say(f"engine {member.index} is up again and waits for the next weights")
+                    return
+                EngineControlClient([member.url], timeout_s=limit).update_weights_from_disk(
+                    published.folder, int(published.version)
+                )
+            self._admit(member)
+        finally:
+            self._roster.publication.release()
 
-def free_ports(count: int) -> list[int]:
-    """Different ports of the loopback interface that nobody listens on now."""
-    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
-    try:
-        return [int(listener.getsockname()[1]) for listener in sockets]
-    finally:
-        for listener in sockets:
-            listener.close()
+    def _admit(self, member: Member) -> None:
+        """The router sends requests to ``member`` from now on."""
+        router = self._router
+        if router is None or member not in self._roster:
+            return
+        router.add(member.url)
+        member.state = MemberState.SERVING
+        if member not in self._roster:  # it died meanwhile, and was taken off a list that it was not on yet
+            router.remove(member.url)
+            return
+        published = self._roster.published
+        weights = f"the weights of version {published.version}" if published else "the initial weights"
+        self._say(f"engine {member.index} is back, with {weights}")
+
+    def _launched(self, index: int, log_name: str) -> Member:
+        return Member(index=index, engine=self._launch(self._args, index, self._log_path(log_name)))
+
+    def _log_path(self, name: str) -> str:
+        return str((self._logs / name).absolute())
+
+    def _say(self, line: str) -> None:
+        """To whoever listens, and to a log of its own."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        with (self._logs / "fleet.log").open("a", encoding="utf-8") as log:
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=log)
+        if self._notice is not None:
+            self._notice(line)

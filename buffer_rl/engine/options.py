@@ -20,7 +20,12 @@ class EngineOptions(Section):
     engine_max_running_requests: int = option(64, "sequences that decode together", ge=1)
     engine_context_length: int | None = option(None, "most tokens of a sequence; the model's own limit where absent")
     engine_start_timeout_s: float = option(300.0, "deadline for an engine or the router to answer, in seconds", gt=0)
+    engine_max_restarts: int = option(
+        2, "most engines of a run that are started again after they died; with none left the run ends", ge=0
+    )
     router_url: str | None = option(
         None, "the URL that every generation request goes to; set by the run where absent", metavar="URL"
     )
-    engine_urls: list[str] = option([], "the engines behind the router; set by the run where absent", metavar="URL")
+    engine_urls: list[str] = option(
+        [], "the engines behind --router-url; absent where the run starts its own: the router lists them", metavar="URL"
+    )

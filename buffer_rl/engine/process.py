@@ -93,9 +93,9 @@ class ChildProcess:
         if status is None:
             return
         how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        raise EngineError(
-            f"{self.name} {how}; the end of its log:\n{self.log_tail()}", where=self.log_path, hint="read the log"
-        )
+        tail = self.log_tail()
+        log = f"the end of its log:\n{tail}" if tail else "its log is empty"
+        raise EngineError(f"{self.name} {how}; {log}", where=self.log_path, hint="read the log")
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """SIGTERM, then SIGKILL for the whole group; returns when the process is gone. May be called twice."""

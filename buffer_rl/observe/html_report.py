@@ -154,7 +154,8 @@ def _learning_curve(records: Sequence[Mapping[str, Any]]) -> str:
     reward = list(zip(curves.reward.steps, curves.reward.values, strict=True))
     if reward:
         smooth = moving_mean(curves.reward.values, _SMOOTHING_STEPS)
-        name = f"training reward (mean of {_SMOOTHING_STEPS} steps)" if len(reward) > 1 else "training reward"
+        window = min(_SMOOTHING_STEPS, len(reward))
+        name = f"training reward (mean of {window} steps)" if window > 1 else "training reward"
         names[name] = 0
         lines.append(Line(name="training reward", points=reward, colour=0, faint=True))
         lines.append(Line(name=name, points=list(zip(curves.reward.steps, smooth, strict=True)), colour=0))
@@ -179,7 +180,7 @@ def _timing(steps: Mapping[int, Mapping[str, float]]) -> str:
         bar.append(f'<span class="c{number}" style="width:{share:.2%}" title="{name}: {share:.1%}"></span>')
         figures = (f"{median(seconds):.3f} s", f"{max(seconds):.3f} s", format_duration(sum(seconds)), f"{share:.1%}")
         rows.append(
-            f'<tr><td><span class="key c{number}"></span>{name}</td>'
+            f'<tr><td class="name"><span class="key c{number}"></span>{name}</td>'
             + "".join(f'<td class="num">{figure}</td>' for figure in figures)
             + "</tr>"
         )

@@ -32,13 +32,14 @@ p.note{{color:var(--dim);margin:4px 0 10px}}
 a{{color:var(--c1)}}
 code,.mono{{font-family:ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:13px}}
 .facts{{display:flex;flex-wrap:wrap;gap:10px;margin:0;padding:0}}
-.facts div{{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:8px 14px}}
+.facts div{{max-width:100%;background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:8px 14px}}
 .facts dt{{color:var(--dim);font-size:12px}}
-.facts dd{{margin:0;font-weight:600}}
+.facts dd{{margin:0;font-weight:600;overflow-wrap:anywhere}}
 table{{border-collapse:collapse;font-variant-numeric:tabular-nums}}
 th{{text-align:left;color:var(--dim);font-weight:600;font-size:13px}}
 th,td{{padding:5px 14px 5px 0;border-bottom:1px solid var(--rule);vertical-align:top}}
-td.num,th.num{{text-align:right}}
+td.num,th.num{{text-align:right;white-space:nowrap}}
+td.name{{white-space:nowrap}}
 .good{{color:var(--good)}}.bad{{color:var(--bad)}}
 details{{margin-top:14px}}summary{{cursor:pointer;color:var(--dim)}}
 .charts{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:16px}}
@@ -46,6 +47,7 @@ figure{{margin:0;padding:12px 12px 6px;background:var(--card);border:1px solid v
 figure.wide{{grid-column:1/-1}}
 svg{{display:block;width:100%;height:auto}}
 svg text{{fill:var(--dim);font:11px system-ui,sans-serif}}
+@media (max-width:640px){{figure.wide svg{{overflow:visible}}figure.wide svg text{{font-size:20px}}}}
 svg .grid{{stroke:var(--rule);stroke-width:1}}
 svg .axis{{stroke:var(--dim);stroke-width:1}}
 svg .line{{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round}}

@@ -9,25 +9,34 @@ from types import TracebackType
 from typing import Any
 
 from buffer_rl.config import Options
-from buffer_rl.errors import BufferRLError, PluginError
 from buffer_rl.observe.metrics import MetricHub
 from buffer_rl.observe.progress import Progress
 from buffer_rl.observe.run_facts import write_facts
 from buffer_rl.observe.samples import SampleDump
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.calls import construct
 
 
 class RunObserver:
     """See ``buffer_rl.driver.driver.Observer``. A context manager.
 
     resume_step: steps of the checkpoint that the run goes on from; its files are then continued from there.
+    provenance: what code and data the run is made of, for ``run.json``.
     """
 
-    def __init__(self, args: Any, registry: PluginRegistry, resume_step: int | None = None) -> None:
+    def __init__(
+        self,
+        args: Any,
+        registry: PluginRegistry,
+        resume_step: int | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> None:
         run_dir = str(args.run_dir)
         if isinstance(args, Options):
-            write_facts(run_dir, args)
-        loggers = {name: registry.resolve("logger", name)(args, run_dir) for name in args.logger}
+            write_facts(run_dir, args, provenance)
+        loggers = {
+            name: construct("logger", name, registry.resolve("logger", name), args, run_dir) for name in args.logger
+        }
         self._registry = registry
         self._metrics = MetricHub(run_dir, loggers, resume_step=resume_step)
         self._dump = SampleDump(run_dir, resume_step=resume_step)
@@ -53,6 +62,10 @@ class RunObserver:
         """The driver entered a phase."""
         self._progress.phase(name)
 
+    def notice(self, line: str) -> None:
+        """Something that the user should know and that does not end the run; may be called from any thread."""
+        self._progress.notice(line)
+
     def groups(self, done: int, wanted: int, drops: Mapping[str, int]) -> None:
         """How many groups of the running rollout are finished, and how many were dropped for which reason."""
         self._progress.groups(done, wanted, drops)
@@ -63,15 +76,17 @@ class RunObserver:
         """A rollout or an evaluation is done."""
         kind = "eval" if evaluation else "train"
         self._dump.write(rollout_id, [{"kind": kind, **sample} for sample in samples])
-        self._notify("buffer_rl_on_rollout_end", rollout_id=rollout_id, evaluation=evaluation, metrics=metrics)
+        self._registry.call_hook(
+            "buffer_rl_on_rollout_end", rollout_id=rollout_id, evaluation=evaluation, metrics=metrics
+        )
 
     def trained(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
         """The optimizer took a step and the Buffer committed the rollout."""
-        self._notify("buffer_rl_on_train_step", rollout_id=rollout_id, step=step, metrics=metrics)
+        self._registry.call_hook("buffer_rl_on_train_step", rollout_id=rollout_id, step=step, metrics=metrics)
 
     def published(self, version: int, metrics: Mapping[str, float]) -> None:
         """Every engine has ``version``."""
-        self._notify("buffer_rl_on_weight_update", version=version, metrics=metrics)
+        self._registry.call_hook("buffer_rl_on_weight_update", version=version, metrics=metrics)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Rollout ``step`` was trained on and published."""
@@ -82,11 +97,3 @@ class RunObserver:
         """The weights of version ``step`` were evaluated."""
         self._metrics.log(metrics, step)
         self._progress.eval(metrics, step)
-
-    def _notify(self, hook: str, **facts: Any) -> None:
-        try:
-            getattr(self._registry.hook, hook)(**facts)
-        except BufferRLError:
-            raise
-        except Exception as error:  # the boundary to plugins
-            raise PluginError(f"a plugin raised {type(error).__name__}: {error}", where=hook) from error

@@ -103,6 +103,11 @@ class Progress:
             self._board.record_eval(metrics, step)
         self._say(eval_line(metrics, step))
 
+    def notice(self, line: str) -> None:
+        """One line that stays on the screen; may be called from any thread."""
+        if self._mode != "none":
+            self._console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
     def render(self) -> RenderableType:
         """The panel as it is now."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""``run.json``: what a run was started with, for whoever reads its folder later."""
+"""``run.json``: what a run was started with, for whoever reads its folder later. It holds no secrets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from buffer_rl import __version__
 from buffer_rl.config import Options, flag_of
+from buffer_rl.redaction import mask_secrets
 
 RUN_FILE = "run.json"
 
@@ -28,23 +29,26 @@ class RunFacts:
 
 
 def changed_options(args: Options) -> dict[str, Any]:
-    """The options that are not at their default, by flag, as JSON values."""
+    """The options that are not at their default, by flag, as JSON values without secrets."""
     values = args.model_dump(mode="json")
     fields = type(args).model_fields
     return {
-        flag_of(name): value
+        flag_of(name): mask_secrets(value, name)
         for name, value in values.items()
         if getattr(args, name) != fields[name].get_default(call_default_factory=True, validated_data={})
     }
 
 
-def write_facts(run_dir: str | Path, args: Options) -> Path:
-    """Write ``run_dir/run.json`` in place of an earlier one. Raises ``OSError``."""
+def write_facts(run_dir: str | Path, args: Options, provenance: Mapping[str, Any] | None = None) -> Path:
+    """Write ``run_dir/run.json`` in place of an earlier one. Raises ``OSError``.
+
+    provenance: what code and data the run is made of, as JSON values."""
     path = Path(run_dir) / RUN_FILE
     facts = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         "changed": changed_options(args),
+        **(provenance or {}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(facts, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import pluggy
 
-from buffer_rl.errors import PluginError
+from buffer_rl.errors import BufferRLError, PluginError
 from buffer_rl.hookspecs import PROJECT_NAME, Hooks, hookimpl
+from buffer_rl.resolution.calls import raised
 from buffer_rl.resolution.entry_points import Offers, join_offers
 from buffer_rl.resolution.errors import nearest, plugin_error, short_repr
 from buffer_rl.resolution.importing import import_module, import_object
@@ -116,6 +117,25 @@ class HookPlugins:
                 if not self._offers.is_blocked(name):
                     found.setdefault(name, []).append(Provided(provider, obj))
         return found
+
+    def call(self, hook: str, **facts: object) -> list[tuple[str, object]]:
+        """Call a hook of every plugin, one plugin after another, in pluggy's order; who answered what.
+
+        Raises PluginError naming the plugin whose hook raised; errors of ``buffer_rl.errors`` pass as they are.
+        """
+        self.load_installed()
+        answers: list[tuple[str, object]] = []
+        for implementation in reversed(getattr(self.manager.hook, hook).get_hookimpls()):
+            name, plugin = implementation.plugin_name, implementation.plugin
+            others = [other for _, other in self.manager.list_name_plugin() if other not in (None, plugin)]
+            caller = self.manager.subset_hook_caller(hook, remove_plugins=others)
+            try:
+                answers.extend((name, answer) for answer in caller(**facts))
+            except BufferRLError:
+                raise
+            except Exception as error:  # fault boundary: code of others
+                raise raised("plugin", name, error, at=hook, skip_frames=4) from error
+        return answers
 
     def plugins(self) -> list[tuple[str, object]]:
         """The loaded pluggy plugins by name, without the adapters."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from buffer_rl.resolution.shipped import shipped_file
+
 
 class Form(StrEnum):
     """The ways to write a reference."""
@@ -65,7 +67,11 @@ def split_file(reference: str) -> tuple[str, str]:
 
 
 def resolve_file(path: str, folders: Sequence[str]) -> Path | None:
-    """The absolute path of an existing file, searched from each of ``folders`` in turn if it is relative."""
+    """The absolute path of an existing file, searched from each of ``folders`` in turn if it is relative. A file that
+    came with the run stands in for the one that the path means elsewhere."""
+    shipped = shipped_file(path)
+    if shipped is not None:
+        return shipped
     expanded = Path(path).expanduser()
     candidates = [expanded] if expanded.is_absolute() else [Path(folder) / expanded for folder in folders]
     return next((candidate.resolve() for candidate in candidates if candidate.is_file()), None)

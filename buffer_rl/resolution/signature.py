@@ -67,6 +67,12 @@ def call_rollout(function: Any, args: Any, rollout_id: int, buffer: Any, evaluat
     return function(args, rollout_id, buffer, evaluation)
 
 
+def takes(function: Any, num_positional: int) -> bool:
+    """Whether a function can be called with that many positional arguments; True if it does not tell."""
+    signature = _signature(function)
+    return signature is None or _bind_error(signature, num_positional) is None
+
+
 def _check_function(row: PluginKind, function: Any, reference: str) -> None:
     # inspect looks through a functools.partial by itself; for other callable objects __call__ says what they are.
     called = function.__call__
@@ -85,6 +91,8 @@ def _check_function(row: PluginKind, function: Any, reference: str) -> None:
     problem = _bind_error(signature, len(row.positional))
     if problem and row.name == "rollout":
         problem = _bind_error(signature, 3, ("evaluation",)) and problem
+    if problem and row.optional:
+        problem = _bind_error(signature, len(row.positional) - row.optional) and problem
     if problem:
         asked = ", ".join(row.positional)
         raise plugin_error(
@@ -140,6 +148,8 @@ def _check_method(row: PluginKind, cls: type, name: str, reference: str) -> None
     """The class's method takes what the Protocol's method takes."""
     contract = _signature(getattr(row.protocol, name, None))
     method = _unbound_method(cls, name)
+    if inspect.iscoroutinefunction(method) and not row.may_be_async:
+        raise plugin_error(row, reference, f"its method {name} is async", actual=f"async {signature_of(method)}")
     signature = _signature(method)
     if contract is None or signature is None:
         return

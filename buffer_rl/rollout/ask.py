@@ -16,15 +16,15 @@ from buffer_rl.types import GroupUid, Sample
 
 def prompt_samples(args: Any, texts: Sequence[str], count: int) -> list[Sample]:
     """``count`` samples for each text, then for each row of ``args.prompt_data``. Raises DataError."""
-    prompts: list[tuple[GroupUid, Any, Any]] = [
-        (GroupUid("prompt", row, 0), text, None) for row, text in enumerate(texts)
+    prompts: list[tuple[GroupUid, Any, Any, dict[str, Any]]] = [
+        (GroupUid("prompt", row, 0), text, None, {}) for row, text in enumerate(texts)
     ]
     for path in args.prompt_data or ():
         dataset = read_dataset(path, RowKeys.from_args(args))
-        prompts += [(GroupUid(dataset.source_hash, row.row, 0), row.prompt, row.label) for row in dataset]
+        prompts += [(GroupUid(dataset.source_hash, row.row, 0), row.prompt, row.label, row.metadata) for row in dataset]
     return [
-        Sample(uid=uid, sample_index=index, prompt=prompt, label=label)
-        for uid, prompt, label in prompts
+        Sample(uid=uid, sample_index=index, prompt=prompt, label=label, metadata=dict(metadata))
+        for uid, prompt, label, metadata in prompts
         for index in range(count)
     ]
 
@@ -35,7 +35,7 @@ async def ask_engine(args: Any, samples: Sequence[Sample]) -> list[dict[str, Any
     args: with ``router_url`` and ``engine_urls``. Raises DataError for a prompt that cannot be rendered, EngineError
     and DeadlineError.
     """
-    encoder = PromptEncoder(load_tokenizer(args.hf_checkpoint), apply_chat_template=args.apply_chat_template)
+    encoder = PromptEncoder.from_args(args, load_tokenizer(args.hf_checkpoint))
     gate = asyncio.Semaphore(args.rollout_concurrency)
     params = sampling_params_for(args, evaluation=False)
     async with EngineClient.from_args(args) as client:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.resolution.calls import raised
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -24,3 +28,13 @@ async def call_user(function: Callable[..., Any], invoke: Callable[[], Any]) -> 
         return await invoke()
     answer = await asyncio.to_thread(invoke)
     return await answer if inspect.isawaitable(answer) else answer
+
+
+async def call_plugin(kind: str, reference: object, function: Callable[..., Any], *arguments: Any, at: str) -> Any:
+    """``call_user`` for a plugin: what it raises becomes a RolloutError that names it; the project's errors pass."""
+    try:
+        return await call_user(function, partial(function, *arguments))
+    except BufferRLError:
+        raise
+    except Exception as error:  # fault boundary: the user's code
+        raise raised(kind, reference, error, at=at, error_class=RolloutError) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
+from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.scoring import Scorer
 from buffer_rl.types import VersionSpan
 
@@ -43,6 +44,9 @@ class TokenGenerator(Protocol):
     def agenerate(
         self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any]
     ) -> Awaitable[Generated]: ...
+    def abort(self, rids: Iterable[str] | None = None) -> Awaitable[None]:
+        """Have these requests answered with what they have, finish reason ``abort``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +55,13 @@ class LeaseScope:
 
     task: the pool (``train_3``, ``eval_3``); incarnation and attempt: those of the group's lease. A repeated
     lease of one row gets new request ids, so that an engine never answers it from an earlier request.
+    requests: those of the rollout; None outside one.
     """
 
     task: str = ""
     incarnation: str = ""
     attempt: int = 1
+    requests: Requests | None = None
 
 
 _CONTEXT: ContextVar[RolloutContext | None] = ContextVar("buffer_rl_rollout_context", default=None)
@@ -80,6 +86,7 @@ class RolloutContext:
     generate: Callable[..., Any] | None = None
     dynamic_filter: Callable[..., Any] | None = None
     sample_filter: Callable[..., Any] | None = None
+    all_samples_process: Callable[..., Any] | None = None
     _closed: bool = field(default=False, init=False)
 
     @classmethod
@@ -94,7 +101,7 @@ class RolloutContext:
         return cls(
             args=args,
             tokenizer=tokenizer,
-            prompts=PromptEncoder(tokenizer, apply_chat_template=args.apply_chat_template),
+            prompts=PromptEncoder.from_args(args, tokenizer),
             scorer=Scorer(args, registry),
             engine=engine,
             semaphore=asyncio.Semaphore(args.rollout_concurrency),
@@ -102,6 +109,7 @@ class RolloutContext:
             generate=_function(registry, "generate", args.custom_generate_function_path),
             dynamic_filter=_function(registry, "filter", args.dynamic_sampling_filter_path),
             sample_filter=_function(registry, "sample_filter", args.rollout_sample_filter_path),
+            all_samples_process=_function(registry, "all_samples_process", args.rollout_all_samples_process_path),
         )
 
     @contextmanager

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import numpy as np
 
 from buffer_rl.algo.group_rewards import group_normalize
 from buffer_rl.contracts import RewardPostProcess, SamplesToTrainData
-from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.errors import RolloutError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.rollout.failures import traceback_tail
+from buffer_rl.resolution.calls import call, place, returned
+from buffer_rl.resolution.errors import short_repr
 from buffer_rl.types import Column, RowId, Sample, SampleGroup
 
 REQUIRED_COLUMNS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
@@ -61,9 +61,10 @@ class GroupConverter:
         samples = group.samples
         row_ids = _row_ids(group)
         if self._to_train_data is not None and not evaluation:
-            call = partial(self._to_train_data, self._args, samples)
-            path = self._args.custom_convert_samples_to_train_data_path
-            return row_ids, checked_columns(_call_user(call, path, group), samples, f"{path!r}, group {group.uid}")
+            kind, path = "samples_to_train_data", self._args.custom_convert_samples_to_train_data_path
+            at = f"group {group.uid}"
+            answer: object = call(kind, path, self._to_train_data, self._args, samples, at=at, error_class=RolloutError)
+            return row_ids, checked_columns(answer, samples, place(kind, path, at))
         raw = self._raw_rewards(samples)
         shown, reward = (raw, raw) if evaluation else self._rewards(group, raw)
         columns: dict[str, Column] = {
@@ -97,19 +98,16 @@ class GroupConverter:
         """Raw and post-processed rewards ``[num_rows]``: normalised within the group, or by the user's function."""
         if self._post_process is None:
             return raw, self._normalised(group.samples, raw)
-        path = self._args.custom_reward_post_process_path
-        answer = _call_user(partial(self._post_process, self._args, group.samples), path, group)
-        where = f"{path!r}, group {group.uid}"
+        kind, path, at = "reward_post_process", self._args.custom_reward_post_process_path, f"group {group.uid}"
+        answer = call(kind, path, self._post_process, self._args, group.samples, at=at, error_class=RolloutError)
         expected = f"(raw_rewards, rewards), {len(raw)} finite numbers each"
         try:
             raw_rewards, rewards = (np.asarray(values, dtype=np.float64) for values in answer)
         except (TypeError, ValueError) as error:
-            raise RolloutError(
-                f"it returned {type(answer).__name__}: {error}", where=where, expected=expected
-            ) from error
+            raise returned(kind, path, answer, expected, at=at, hint=str(error), error_class=RolloutError) from error
         for values in (raw_rewards, rewards):
             if values.shape != raw.shape or not np.isfinite(values).all():
-                raise RolloutError(f"it returned {values.tolist()}", where=where, expected=expected)
+                raise returned(kind, path, values.tolist(), expected, at=at, error_class=RolloutError)
         return raw_rewards, rewards
 
     def _normalised(self, samples: Sequence[Sample], raw: np.ndarray) -> np.ndarray:
@@ -129,12 +127,16 @@ def checked_columns(answer: object, samples: Sequence[Sample], where: str) -> di
     column is missing, or one has not a row for each sample; all but the required ones pass as they are."""
     num_rows = len(samples)
     if not isinstance(answer, dict) or REQUIRED_COLUMNS - answer.keys():
-        got = sorted(answer) if isinstance(answer, dict) else type(answer).__name__
+        got = f"a dict of {', '.join(map(str, answer))}" if isinstance(answer, dict) else short_repr(answer)
         expected = f"a dict with at least {', '.join(sorted(REQUIRED_COLUMNS))}"
-        raise RolloutError(f"it returned {got}", where=where, expected=expected)
+        plural = isinstance(answer, dict) and any(f"{name}s" in answer for name in REQUIRED_COLUMNS - {"tokens"})
+        hint = "the names are response_length, loss_mask and reward, not their plurals" if plural else ""
+        raise RolloutError(f"it returned {got}", where=where, expected=expected, hint=hint)
     for name, column in answer.items():
-        if len(column) != num_rows:
-            raise RolloutError(f"column {name!r} has {len(column)} rows", where=where, expected=f"{num_rows}")
+        rows = len(column) if isinstance(column, Sized) else None
+        if rows != num_rows:
+            what = short_repr(column) if rows is None else f"{rows} rows"
+            raise RolloutError(f"column {name!r} has {what}", where=where, expected=f"{num_rows} rows")
     columns: dict[str, Column] = dict(answer)
     try:
         columns["tokens"] = [np.asarray(row, dtype=np.int32) for row in answer["tokens"]]
@@ -153,16 +155,6 @@ def checked_columns(answer: object, samples: Sequence[Sample], where: str) -> di
                 expected="response_length from 1 to the number of tokens, and a loss_mask of that length",
             )
     return columns
-
-
-def _call_user(call: Callable[[], Any], path: str, group: SampleGroup) -> Any:
-    try:
-        return call()
-    except BufferRLError:
-        raise
-    except Exception as error:  # fault boundary: the user's code
-        text = f"it raised {type(error).__name__}: {error}\n{traceback_tail(error)}"
-        raise RolloutError(text, where=f"{path!r}, group {group.uid}") from error
 
 
 def _row_ids(group: SampleGroup) -> list[RowId]:

@@ -1,29 +1,42 @@
-"""The default rollout function: the first P groups in lease order that are scored and pass the filter.
+"""The default rollout function: leases groups, generates, scores and filters them until P are kept.
 
-Who waits for whom: P slots run concurrently. A slot leases a group, waits for its responses (each behind the
-context's semaphore, then the engine), for its rewards and for the filter. A kept group is finished and ends the
-slot; a dropped one is rejected and the slot leases the next. A group is thus leased only because one before it
-was dropped: the leased groups are always a prefix of the data order, and the kept ones are the first P of that
-order that can be kept, however long each takes. There is no surplus.
+Who waits for whom: N slots run concurrently (``--over-sampling-batch-size``, by default P). A slot leases a group,
+waits for its responses (each behind the context's semaphore, then the engine), for its rewards and for the filter. A
+kept group is finished and ends the slot; a dropped one is rejected and the slot leases the next.
+
+With N = P, a group is leased only because one before it was dropped: the leased groups are always a prefix of the
+data order, and the kept ones are the first P of that order that can be kept, however long each takes. There is no
+surplus.
+
+With N > P, the order of completion selects: the first P that are done and kept are trained on, so that nobody waits
+for the slowest. Then the requests of the others are aborted and awaited, and their groups go back to the queue,
+where they keep their place in the order of admission: they come first in the next rollout. Nothing is lost, nothing
+counts as dropped; but which groups a step trains on may differ from run to run, and slow ones come later.
 """
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
+from buffer_rl.buffer.partial import is_complete
 from buffer_rl.contracts import RolloutBuffer
-from buffer_rl.errors import RolloutError
+from buffer_rl.errors import DeadlineError, EngineError, RolloutError
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.failures import COSTLY, RewardFailure
-from buffer_rl.rollout.filtering import apply_filter, apply_sample_filter
+from buffer_rl.rollout.filtering import apply_filter, apply_sample_filter, process_all_samples
 from buffer_rl.rollout.generate import sampling_params_for
-from buffer_rl.rollout.production import produce, run_all, within_deadline
+from buffer_rl.rollout.production import generate_group, run_all, score_group, task_group, within_deadline
 from buffer_rl.rollout.prompts import TOO_LONG
+from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.types import RolloutOutput, SampleGroup, Status
 
 GIVE_UP_AFTER = 8  # groups that could not be scored, while none could
+SCORING_GRACE_S = 2.0  # for rewards that are not needed any more
 GIVE_UP_AFTER_COSTLY = 2  # where there are only time-outs and crashes: such groups take long
 
 
@@ -52,6 +65,23 @@ class DefaultRollout:
         return RolloutOutput(metrics=run.stats.metrics())
 
 
+class _Phase(Enum):
+    """What a slot waits for: an engine, rewards and filter, or something short."""
+
+    GENERATING = auto()
+    SCORING = auto()
+    OTHER = auto()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Slot:
+    """One place in flight. ``group`` is the live lease, None once it is reported."""
+
+    group: SampleGroup | None
+    phase: _Phase = _Phase.OTHER
+    task: asyncio.Task[None] | None = None
+
+
 class _Run:
     """One rollout in progress."""
 
@@ -62,18 +92,27 @@ class _Run:
         self._args = context.args
         self._params = sampling_params_for(context.args, evaluation=False)
         self._wanted = buffer.ticket.num_groups
+        self._requests = Requests()
+        self._enough = asyncio.Event()
+        self._num_taken = 0
         self._num_scored = 0
-        self._held: list[SampleGroup] = []
+        self._kept: list[SampleGroup] = []
+        self._dropped: list[SampleGroup] = []
+        # Functions that see the whole rollout may change samples, so no group is done before all are.
+        self._holds = context.sample_filter is not None or context.all_samples_process is not None
         self._unscored: list[RewardFailure] = []
 
     async def produce_all(self) -> None:
-        await run_all(self._fill_slot(group) for group in await self._lease(self._wanted))
-        if self.context.sample_filter is not None:
-            path = self._args.rollout_sample_filter_path
-            self._held.sort(key=lambda group: group.uid)  # not in the order of time, which differs from run to run
-            await apply_sample_filter(self.context.sample_filter, path, self._args, self._held, self.buffer.ticket.task)
-            for group in self._held:
-                await self.buffer.afinish(group)
+        in_flight = max(self._wanted, self._args.over_sampling_batch_size or 0)
+        slots = [_Slot(group=group) for group in await self._lease(in_flight)]
+        async with task_group() as tasks:
+            for slot in slots:
+                slot.task = tasks.create_task(self._fill(slot))
+            if in_flight > self._wanted:
+                tasks.create_task(self._stop_when_enough(slots))
+        await self._give_back([slot.group for slot in slots if slot.group is not None])
+        if self._holds:
+            await self._finish_held()
 
     async def _lease(self, num_groups: int) -> list[SampleGroup]:
         groups = await self.buffer.aget_samples(num_groups)
@@ -83,24 +122,56 @@ class _Run:
             )
         return groups
 
-    async def _fill_slot(self, group: SampleGroup) -> None:
-        while reason := await self._drop_reason(group):
+    async def _fill(self, slot: _Slot) -> None:
+        """Take one group more, unless there are enough before it is done: then it stays in the slot."""
+        while (group := slot.group) is not None:
+            reason = await self._drop_reason(slot, group)
+            if self._requests.stopped:
+                return
+            slot.group = None
+            if not reason:
+                await self._take(group)
+                return
             await self.buffer.areject(group, reason)
-            self._count_drop(reason)
-            (group,) = await self._lease(1)
-        if self.context.sample_filter is None:
+            self._count_drop(group, reason)
+            if not self._requests.stopped:
+                (slot.group,) = await self._lease(1)
+
+    async def _take(self, group: SampleGroup) -> None:
+        self._num_taken += 1
+        if self._num_taken == self._wanted:
+            self._requests.stopped = True
+            self._enough.set()
+        if self._holds:
+            self._kept.append(group)
+        else:
             await self.buffer.afinish(group)
-        else:  # it sees the whole rollout, so no group is done before all are
-            self._held.append(group)
         self.stats.count_kept(group, [sample.get_reward_value(self._args) for sample in group])
 
-    async def _drop_reason(self, group: SampleGroup) -> str:
+    async def _drop_reason(self, slot: _Slot, group: SampleGroup) -> str:
         """Produce the group; why it is not kept, or an empty text."""
         if self.context.prompts.too_long(group[0], self._args.rollout_max_prompt_len):
             return TOO_LONG
-        failures = await produce(self.context, self.buffer.ticket, group, self._params, self.stats)
-        if failures:
+        slot.phase = _Phase.GENERATING
+        try:
+            await generate_group(self.context, self.buffer.ticket, group, self._params, self.stats, self._requests)
+        except (EngineError, DeadlineError):
+            if not self._requests.stopped:  # else nobody needs the answer any more
+                raise
+        slot.phase = _Phase.OTHER
+        if self._requests.stopped:
+            return ""
+        slot.phase = _Phase.SCORING
+        reason = await self._verdict(group)
+        slot.phase = _Phase.OTHER
+        return reason
+
+    async def _verdict(self, group: SampleGroup) -> str:
+        """Score the generated group; why it is not kept, or an empty text."""
+        failures = await score_group(self.context, group, self.stats)
+        if failures and not self._requests.stopped:
             self._count_unscored(failures[0])
+        if failures:
             return f"reward_failed:{failures[0].kind}"
         for status, reason in ((Status.ABORTED, "aborted"), (Status.FAILED, "generate_failed")):
             if any(sample.status is status for sample in group):
@@ -109,6 +180,49 @@ class _Run:
         reference = self._args.dynamic_sampling_filter_path
         decision = await apply_filter(self.context.dynamic_filter, reference, self._args, group)
         return "" if decision.keep else decision.reason
+
+    async def _stop_when_enough(self, slots: list[_Slot]) -> None:
+        """End the slots that are not needed: abort what they generate, and leave their rewards a moment to end by
+        themselves, since a reward process that is cancelled at work must be started anew."""
+        await self._enough.wait()
+
+        def in_phase(phase: _Phase) -> list[asyncio.Task[None]]:
+            return [slot.task for slot in slots if slot.phase is phase and slot.task and not slot.task.done()]
+
+        async def stop_scoring() -> None:
+            if scoring := in_phase(_Phase.SCORING):
+                _, late = await asyncio.wait(scoring, timeout=SCORING_GRACE_S)
+                for task in late:
+                    task.cancel()
+
+        stop_generating = self._requests.stop(self.context.engine, lambda: in_phase(_Phase.GENERATING))
+        await run_all([stop_generating, stop_scoring()])
+
+    async def _give_back(self, groups: list[SampleGroup]) -> None:
+        """Return what is not needed to the queue, as far as it came."""
+        for group in groups:
+            if is_complete(group):
+                self.stats.num_surplus_groups += 1
+            else:
+                self.stats.num_aborted_groups += 1
+        if groups:
+            await self.buffer.aadd_samples(groups)
+
+    async def _finish_held(self) -> None:
+        """Show the whole rollout to the functions that asked for it, sorted by uid, and report the kept groups."""
+        kept = sorted(self._kept, key=lambda group: group.uid)  # not in the order of time, which differs by run
+        task = self.buffer.ticket.task
+        if self.context.sample_filter is not None:
+            path = self._args.rollout_sample_filter_path
+            await apply_sample_filter(self.context.sample_filter, path, self._args, kept, task)
+        if self.context.all_samples_process is not None:
+            path = self._args.rollout_all_samples_process_path
+            everything = sorted([*kept, *self._dropped], key=lambda group: group.uid)
+            await process_all_samples(
+                self.context.all_samples_process, path, self._args, everything, self.buffer, at=task
+            )
+        for group in kept:
+            await self.buffer.afinish(group)
 
     def _count_unscored(self, failure: RewardFailure) -> None:
         self._unscored.append(failure)
@@ -125,8 +239,10 @@ class _Run:
                 hint="what the reward function prints is in the logs of the run: logs/rollout_*",
             ) from first.error
 
-    def _count_drop(self, reason: str) -> None:
+    def _count_drop(self, group: SampleGroup, reason: str) -> None:
         self.stats.drops[reason] += 1
+        if self.context.all_samples_process is not None and reason != TOO_LONG:
+            self._dropped.append(group)
         limit = self._args.dynamic_sampling_max_drops * self._wanted
         if self.stats.drops.total() > limit:
             raise RolloutError(

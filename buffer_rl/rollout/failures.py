@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass
 from enum import StrEnum
 
 from buffer_rl.errors import RewardError
+from buffer_rl.resolution.calls import traceback_tail
 
-TAIL_LINES = 12
+__all__ = ["COSTLY", "FailureKind", "RewardFailure", "traceback_tail"]
 
 
 class FailureKind(StrEnum):
@@ -29,13 +29,3 @@ class RewardFailure:
 
     kind: FailureKind
     error: RewardError
-
-
-def traceback_tail(error: BaseException, *, skip_frames: int = 1) -> str:
-    """The last lines of the traceback, without the first ``skip_frames`` frames (the caller's own)."""
-    frames = error.__traceback__
-    for _ in range(skip_frames):
-        if frames is not None and frames.tb_next is not None:
-            frames = frames.tb_next
-    lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip().splitlines()
-    return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])

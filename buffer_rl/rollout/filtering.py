@@ -1,15 +1,17 @@
-"""Applies the user's dynamic sampling filter to one scored group."""
+"""Applies the user's filters: to one scored group, to a whole rollout, to the queue."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from buffer_rl.contract_check import check_filter_decision
-from buffer_rl.errors import BufferRLError, RolloutError
-from buffer_rl.rollout.calling import call_user
-from buffer_rl.rollout.failures import traceback_tail
+from buffer_rl.contracts import RolloutBuffer
+from buffer_rl.errors import RolloutError
+from buffer_rl.resolution.calls import call, place, returned
+from buffer_rl.resolution.errors import short_repr
+from buffer_rl.resolution.signature import takes
+from buffer_rl.rollout.calling import call_plugin
 from buffer_rl.types import FilterDecision, GroupUid, QueueHeader, SampleGroup
 
 DEFAULT_REASON = "filtered"
@@ -25,16 +27,9 @@ async def apply_filter(
     """
     if function is None:
         return FilterDecision(keep=True)
-    where = f"dynamic sampling filter {reference!r}, group {group.uid}"
-    try:
-        answer = await call_user(function, partial(function, args, group))
-    except BufferRLError:
-        raise
-    except Exception as error:  # fault boundary: the user's code
-        raise RolloutError(
-            f"the filter raised {type(error).__name__}: {error}\n{traceback_tail(error)}", where=where
-        ) from error
-    decision = check_filter_decision(answer, where=where)
+    at = f"group {group.uid}"
+    answer = await call_plugin("filter", reference, function, args, group, at=at)
+    decision = check_filter_decision(answer, where=place("filter", reference, at))
     if not decision.keep and not decision.reason:
         return FilterDecision(keep=False, reason=DEFAULT_REASON)
     return decision
@@ -45,17 +40,33 @@ async def apply_sample_filter(
 ) -> None:
     """Let the user's filter mark samples of a whole rollout with ``remove_sample``.
 
-    Raises RolloutError, naming the filter, if it raises.
+    Raises RolloutError, naming the filter, if it raises, or returns something: what it keeps, perhaps, which would
+    be lost.
     """
-    try:
-        await call_user(function, partial(function, args, groups))
-    except BufferRLError:
-        raise
-    except Exception as error:  # fault boundary: the user's code
-        raise RolloutError(
-            f"the filter raised {type(error).__name__}: {error}\n{traceback_tail(error)}",
-            where=f"sample filter {reference!r}, {task}",
-        ) from error
+    kind = "sample_filter"
+    answer = await call_plugin(kind, reference, function, args, groups, at=task)
+    if answer is not None:
+        expected = "None: it marks samples with sample.remove_sample = True"
+        raise returned(kind, reference, answer, expected, at=task, error_class=RolloutError)
+
+
+async def process_all_samples(
+    function: Callable[..., Any],
+    reference: str | None,
+    args: Any,
+    groups: list[SampleGroup],
+    buffer: RolloutBuffer,
+    *,
+    at: str,
+) -> None:
+    """Show the user's function all generated groups of a rollout. One that takes three arguments, as slime's do, gets
+    the buffer as its data source.
+
+    Raises RolloutError, naming the function, if it raises, or returns something, which would be lost."""
+    kind, arguments = "all_samples_process", (args, groups, buffer) if takes(function, 3) else (args, groups)
+    answer = await call_plugin(kind, reference, function, *arguments, at=at)
+    if answer is not None:
+        raise returned(kind, reference, answer, "None: it changes samples in place", at=at, error_class=RolloutError)
 
 
 def choose_queued(
@@ -70,18 +81,21 @@ def choose_queued(
 
     Raises RolloutError, naming the filter, if it raises, or returns something that it was not given.
     """
-    where = f"buffer filter {reference!r}, rollout {rollout_id}"
+    kind, at = "buffer_filter", f"rollout {rollout_id}"
+    expected = "a list of some of the headers (buffer_rl.types.QueueHeader) in the list that it received"
     try:
-        answer = list(function(args, rollout_id, list(headers), num_samples))
-    except BufferRLError:
-        raise
-    except Exception as error:  # fault boundary: the user's code
-        text = f"the filter raised {type(error).__name__}: {error}\n{traceback_tail(error)}"
-        raise RolloutError(text, where=where) from error
-    known = {header.uid for header in headers}
-    strangers = [header for header in answer if getattr(header, "uid", None) not in known]
-    if strangers:
-        raise RolloutError(
-            f"it returned {strangers[0]!r}", where=where, expected="headers of the list that it received"
+        answer = call(
+            kind, reference, function, args, rollout_id, list(headers), num_samples, at=at, error_class=RolloutError
         )
+    except RolloutError as error:
+        if isinstance(error.__cause__, AttributeError | TypeError):
+            error.expected, error.hint = expected, "buffer holds headers of the queued groups, not their samples"
+        raise
+    if not isinstance(answer, Sequence) or isinstance(answer, str | bytes):
+        raise returned(kind, reference, answer, expected, at=at, error_class=RolloutError)
+    known = {header.uid for header in headers}
+    strangers = [entry for entry in answer if not isinstance(entry, QueueHeader) or entry.uid not in known]
+    if strangers:
+        hint = f"one of its entries is {short_repr(strangers[0])}"
+        raise returned(kind, reference, answer, expected, at=at, hint=hint, error_class=RolloutError)
     return [header.uid for header in answer]

@@ -19,10 +19,25 @@ class RolloutOptions(Section):
         None, "a function that fills one sample's response, in place of the built-in one", kind="generate"
     )
     rollout_batch_size: int = option(32, "prompt groups a training step", ge=1)
+    over_sampling_batch_size: int | None = option(
+        None,
+        "prompt groups in flight at a time, at least --rollout-batch-size (the default); once as many as a step needs "
+        "are kept, the others are aborted and go back to the queue",
+        ge=1,
+    )
+    partial_rollout: bool = option(
+        False, "groups that go back to the queue keep what was generated of them, and are continued later"
+    )
+    mask_offpolicy_in_partial_rollout: bool = option(
+        False, "with --partial-rollout: tokens of older weights are context alone, with a loss mask of 0"
+    )
     n_samples_per_prompt: int = option(8, "samples a prompt group", ge=1)
     rollout_temperature: float = option(1.0, "sampling temperature; 0 is greedy", ge=0)
     rollout_top_p: float = option(1.0, "nucleus sampling: keep the most probable tokens up to this mass", gt=0, le=1)
     rollout_top_k: int = option(-1, "keep this many of the most probable tokens; -1 keeps all", ge=-1)
+    rollout_min_p: float = option(
+        0.0, "keep tokens of at least this fraction of the most probable one's probability", ge=0, le=1
+    )
     rollout_max_prompt_len: int | None = option(
         None, "training prompts of more tokens than this are rejected as prompt_too_long, and replaced", ge=1
     )
@@ -42,6 +57,14 @@ class RolloutOptions(Section):
     )
     rollout_sample_filter_path: str | None = option(
         None, "marks samples of a whole rollout that are not trained on", kind="sample_filter"
+    )
+    custom_rollout_log_function_path: str | None = option(
+        None,
+        "sees the samples and metrics of each training rollout; adds metrics, or logs in our place",
+        kind="rollout_log",
+    )
+    rollout_all_samples_process_path: str | None = option(
+        None, "receives all groups of a rollout at its end, kept and dropped", kind="all_samples_process"
     )
     dynamic_sampling_max_drops: int = option(
         100, "give up a rollout after this many dropped groups for each wanted one", ge=1
@@ -93,10 +116,16 @@ class EvalOptions(Section):
     eval_config: str | None = option(
         None, "a YAML file of evaluation sets, each with sampling options of its own", metavar="FILE"
     )
+    custom_eval_rollout_log_function_path: str | None = option(
+        None,
+        "sees the samples and metrics of each evaluation; adds metrics, or logs in our place",
+        kind="eval_rollout_log",
+    )
     eval_interval: int | None = option(None, "evaluate every this many training steps (and at the end)", ge=1)
     skip_eval_before_train: bool = option(False, "do not evaluate the initial weights")
     n_samples_per_eval_prompt: int = option(1, "samples an evaluation prompt", ge=1)
     eval_temperature: float | None = option(None, "as --rollout-temperature, for evaluation", ge=0)
     eval_top_p: float | None = option(None, "as --rollout-top-p, for evaluation", gt=0, le=1)
     eval_top_k: int | None = option(None, "as --rollout-top-k, for evaluation", ge=-1)
+    eval_min_p: float | None = option(None, "as --rollout-min-p, for evaluation", ge=0, le=1)
     eval_max_response_len: int | None = option(None, "as --rollout-max-response-len, for evaluation", ge=1)

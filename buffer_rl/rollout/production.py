@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-from functools import partial
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError
-from buffer_rl.rollout.calling import call_user
+from buffer_rl.buffer.partial import DONE
+from buffer_rl.errors import DeadlineError, RolloutError
+from buffer_rl.resolution.calls import place, returned
+from buffer_rl.rollout.calling import call_plugin
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
-from buffer_rl.rollout.failures import RewardFailure, traceback_tail
+from buffer_rl.rollout.continuing import start_anew
+from buffer_rl.rollout.failures import RewardFailure
 from buffer_rl.rollout.generate import generate
+from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.types import Sample, SampleGroup, Status, Ticket
 
@@ -26,11 +30,30 @@ async def produce(
     Returns the failures of rewards. Raises what the generate function raised, as RolloutError unless it is
     one of ``buffer_rl.errors`` already; the group's other requests are cancelled and awaited first.
     """
-    scope = LeaseScope(task=ticket.task, incarnation=group.incarnation or ticket.incarnation, attempt=group.attempt)
+    await generate_group(context, ticket, group, params, stats, Requests())
+    return await score_group(context, group, stats)
+
+
+async def generate_group(
+    context: RolloutContext,
+    ticket: Ticket,
+    group: SampleGroup,
+    params: dict[str, Any],
+    stats: RolloutStats,
+    requests: Requests,
+) -> None:
+    """Generate every sample of ``group`` in place; those that an earlier lease completed stay as they are."""
+    incarnation = group.incarnation or ticket.incarnation
+    scope = LeaseScope(task=ticket.task, incarnation=incarnation, attempt=group.attempt, requests=requests)
+    num_before = sum(sample.response_length for sample in group)
     with lease_scope(scope), stats.generating.running():
-        tasks = await run_all(_generate_one(context, sample, params) for sample in group.samples)
-    group.samples = [part for parts in tasks for part in parts]
-    stats.count_generated(group)
+        parts = await run_all(_generate_one(context, sample, params, requests) for sample in group.samples)
+    group.samples = [part for sample_parts in parts for part in sample_parts]
+    stats.count_generated(group, num_before)
+
+
+async def score_group(context: RolloutContext, group: SampleGroup, stats: RolloutStats) -> list[RewardFailure]:
+    """Score the samples that were not aborted, in place; one that has a reward keeps it. Returns the failures."""
     to_score = [s for s in group.samples if s.status not in (Status.ABORTED, Status.FAILED)]
     with stats.scoring.running():
         return await context.scorer.score(to_score)
@@ -38,13 +61,20 @@ async def produce(
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run them concurrently. If one fails, the others are cancelled and awaited, and its error is raised."""
+    async with task_group() as tasks:
+        started = [tasks.create_task(coroutine) for coroutine in coroutines]
+    return [task.result() for task in started]
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A TaskGroup that raises the first error alone, after the other tasks were cancelled and awaited."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(coroutine) for coroutine in coroutines]
+            yield tasks
     except BaseExceptionGroup as errors:
         first = _first_leaf(errors)
         raise first from first.__cause__
-    return [task.result() for task in started]
 
 
 async def within_deadline(work: Coroutine[Any, Any, T], timeout_s: float, ticket: Ticket, stats: RolloutStats) -> T:
@@ -65,33 +95,37 @@ async def within_deadline(work: Coroutine[Any, Any, T], timeout_s: float, ticket
         ) from error
 
 
-async def _generate_one(context: RolloutContext, sample: Sample, params: dict[str, Any]) -> list[Sample]:
+async def _generate_one(
+    context: RolloutContext, sample: Sample, params: dict[str, Any], requests: Requests
+) -> list[Sample]:
+    if sample.status in DONE:
+        return [sample]
     async with context.semaphore:
         if context.generate is None:
             return [await generate(context.args, sample, params)]
+        if sample.status is Status.ABORTED and not getattr(context.generate, "continues_partial", False):
+            sample = start_anew(sample)
+        if requests.stopped:
+            sample.status = Status.ABORTED
+            return [sample]
         return await _call_custom(context, sample, dict(params))
 
 
 async def _call_custom(context: RolloutContext, sample: Sample, params: dict[str, Any]) -> list[Sample]:
     assert context.generate is not None
-    where = f"generate function {context.args.custom_generate_function_path!r}, row {sample.row_id}"
+    path, at = context.args.custom_generate_function_path, f"row {sample.row_id}"
     uid, sample_index = sample.uid, sample.sample_index
-    try:
-        call = partial(context.generate, context.args, sample, params)
-        answer = await call_user(context.generate, call)
-    except BufferRLError:
-        raise
-    except Exception as error:  # fault boundary: the user's code
-        text = f"the generate function raised {type(error).__name__}: {error}\n{traceback_tail(error)}"
-        raise RolloutError(text, where=where) from error
+    answer = await call_plugin("generate", path, context.generate, context.args, sample, params, at=at)
     parts = [answer] if isinstance(answer, Sample) else answer
     if not isinstance(parts, list) or not parts or not all(isinstance(part, Sample) for part in parts):
-        raise RolloutError(f"it returned {type(answer).__name__}", where=where, expected="a Sample, or a list of them")
+        raise returned("generate", path, answer, "a Sample, or a list of them", at=at, error_class=RolloutError)
     for number, part in enumerate(parts):
         part.uid, part.sample_index, part.part = uid, sample_index, number
         if part.status is Status.PENDING:
             raise RolloutError(
-                "it left sample.status pending", where=where, expected="completed, truncated, aborted or failed"
+                "it left sample.status pending",
+                where=place("generate", path, at),
+                expected="completed, truncated, aborted or failed",
             )
     return parts
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
-from buffer_rl.errors import DataError, RolloutError
+from buffer_rl.errors import ConfigError, DataError, RolloutError
 from buffer_rl.types import Prompt, Sample
 
 TOO_LONG = "prompt_too_long"  # why a training group is rejected; see --rollout-max-prompt-len
+OWN_KWARGS = ("conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
 CACHE_SIZE = 4096  # prompts; a rollout asks for each prompt n_samples_per_prompt times in close succession
 
 
@@ -33,28 +35,55 @@ def load_tokenizer(path: str | None) -> Any:
     return tokenizer
 
 
+def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What ``--apply-chat-template-kwargs`` gives. Raises ConfigError for a name that is not the user's to set, and
+    for a truth value that is text, which every template takes for true."""
+    where = "--apply-chat-template-kwargs"
+    for name, value in (kwargs or {}).items():
+        if name in OWN_KWARGS:
+            raise ConfigError(f"{name!r} is set by buffer_rl", where=where, expected=f"other names than {OWN_KWARGS}")
+        if isinstance(value, str) and value.lower() in ("true", "false", "none", "null"):
+            raise ConfigError(
+                f"{name} is the text {value!r}, which a template takes for true",
+                where=where,
+                expected=f"JSON with true, false or null without quotes, for example '{{\"{name}\": false}}'",
+            )
+    return dict(kwargs or {})
+
+
 class PromptEncoder:
     """Renders prompts and turns them into token ids; the samples of a group share one encoding.
 
     Plain text is encoded as it is, without special tokens. Chat messages, and plain text under
-    ``--apply-chat-template``, go through the tokenizer's chat template with a generation prompt.
+    ``--apply-chat-template``, go through the tokenizer's chat template with a generation prompt. The template also
+    receives the tools of the row (``sample.metadata["tools"]``, see ``--tool-key``) and ``template_kwargs``.
     """
 
-    def __init__(self, tokenizer: Any, *, apply_chat_template: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, *, apply_chat_template: bool = False, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self._apply_chat_template = apply_chat_template
+        self._template_kwargs = check_template_kwargs(template_kwargs)
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
+
+    @classmethod
+    def from_args(cls, args: Any, tokenizer: Any) -> PromptEncoder:
+        """From ``--apply-chat-template`` and ``--apply-chat-template-kwargs``. Raises ConfigError."""
+        kwargs = args.apply_chat_template_kwargs
+        return cls(tokenizer, apply_chat_template=args.apply_chat_template, template_kwargs=kwargs)
 
     def encode(self, sample: Sample) -> list[int]:
         """Token ids of the sample's prompt; the caller gets a list of its own.
 
         Raises DataError, naming the row, for a prompt that is empty or cannot be rendered.
         """
-        prompt = sample.prompt
-        key = prompt if isinstance(prompt, str) else "\0" + json.dumps(prompt, default=str)
+        prompt, tools = sample.prompt, sample.metadata.get("tools")
+        plain = isinstance(prompt, str) and not tools
+        key = str(prompt) if plain else "\0" + json.dumps([prompt, tools], default=str)
         cached = self._cache.get(key)
         if cached is None:
-            cached = self._encode(prompt, where=_where(sample))
+            cached = self._encode(prompt, tools, where=_where(sample))
             self._cache[key] = cached
             if len(self._cache) > CACHE_SIZE:
                 self._cache.popitem(last=False)
@@ -69,13 +98,13 @@ class PromptEncoder:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def _encode(self, prompt: Prompt, *, where: str) -> list[int]:
-        tokens = self.encode_text(self._render(prompt, where=where))
+    def _encode(self, prompt: Prompt, tools: Any, *, where: str) -> list[int]:
+        tokens = self.encode_text(self._render(prompt, tools, where=where))
         if not tokens:
             raise DataError("the prompt has no tokens", where=where, expected="at least one token")
         return tokens
 
-    def _render(self, prompt: Prompt, *, where: str) -> str:
+    def _render(self, prompt: Prompt, tools: Any, *, where: str) -> str:
         if isinstance(prompt, str) and not self._apply_chat_template:
             return prompt
         if not getattr(self.tokenizer, "chat_template", None):
@@ -89,7 +118,9 @@ class PromptEncoder:
             )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+            )
         except Exception as error:  # fault boundary: templates raise whatever Jinja and their authors raise
             raise DataError(
                 f"the chat template refuses the prompt: {type(error).__name__}: {error}",

@@ -44,14 +44,19 @@ class RewardTarget:
     registered: bool
     of_group: bool = False
 
+    @property
+    def kind(self) -> str:
+        """The plugin kind of the function."""
+        return "group_reward" if self.of_group else "reward"
+
     def resolve(self, registry: PluginRegistry) -> Callable[..., Any]:
         """The function. Raises PluginError."""
         find = registry.resolve_registered if self.registered else registry.resolve
-        return cast("Callable[..., Any]", find("group_reward" if self.of_group else "reward", self.reference))
+        return cast("Callable[..., Any]", find(self.kind, self.reference))
 
     def check(self, value: object, item: Sample | SampleGroup) -> Any:
         """The function's answer for ``item``, as JSON values. Raises RewardError if it cannot be used."""
-        name = f"reward {self.reference!r}"
+        name = f"{self.kind} {self.reference!r}"
         if isinstance(item, SampleGroup):
             return check_group_rewards(value, len(item), where=f"{name}, group {item.uid}")
         return check_reward(value, where=f"{name}, row {item.row_id}")

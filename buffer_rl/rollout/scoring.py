@@ -67,7 +67,7 @@ class Scorer:
         target = RewardTarget(self._args.custom_group_rm_path, registered=False, of_group=True)
         group = SampleGroup(uid=samples[0].row_id.uid, samples=list(samples))
         (outcome,) = await self._run(target, [group])
-        where = f"reward {target.reference!r}, group {group.uid}"
+        where = f"{target.kind} {target.reference!r}, group {group.uid}"
         kind, text, expected = outcome.kind, outcome.text, outcome.expected
         if kind is None:
             try:

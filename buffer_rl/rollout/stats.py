@@ -37,7 +37,11 @@ class BusyClock:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutStats:
-    """Counts and numbers of one rollout. Rewards and lengths are those of the kept samples, before filters mask."""
+    """Counts and numbers of one rollout. Rewards and lengths are those of the kept samples, before filters mask.
+
+    num_aborted_groups, num_surplus_groups: groups of an over-sampled rollout that were not needed, and went back to
+    the queue in mid-generation or generated.
+    """
 
     rewards: list[float] = field(default_factory=list)
     response_lengths: list[int] = field(default_factory=list)
@@ -45,14 +49,16 @@ class RolloutStats:
     num_truncated: int = 0
     num_zero_std: int = 0
     generated_tokens: int = 0
+    num_aborted_groups: int = 0
+    num_surplus_groups: int = 0
     drops: Counter[str] = field(default_factory=Counter)
     generating: BusyClock = field(default_factory=BusyClock)
     scoring: BusyClock = field(default_factory=BusyClock)
     started: float = field(default_factory=time.perf_counter)
 
-    def count_generated(self, group: SampleGroup) -> None:
-        """Count the tokens of a group, kept or not."""
-        self.generated_tokens += sum(sample.response_length for sample in group)
+    def count_generated(self, group: SampleGroup, num_before: int = 0) -> None:
+        """Count the tokens of a group, kept or not, but for the ``num_before`` that it had from an earlier lease."""
+        self.generated_tokens += max(0, sum(sample.response_length for sample in group) - num_before)
 
     def count_kept(self, group: SampleGroup, rewards: list[float]) -> None:
         """Count a group that was kept; ``rewards`` holds one number a sample."""
@@ -72,6 +78,9 @@ class RolloutStats:
             "perf/reward_time": self.scoring.seconds,
             "perf/tokens_per_second": self.generated_tokens / elapsed,
         }
+        if self.num_aborted_groups or self.num_surplus_groups:
+            values["aborted_groups"] = float(self.num_aborted_groups)
+            values["surplus_groups"] = float(self.num_surplus_groups)
         values.update({f"drop_{reason}": float(count) for reason, count in sorted(self.drops.items())})
         if self.rewards:
             rewards = sorted(self.rewards)  # they came in the order of time; the last bits of a sum depend on its order

@@ -10,8 +10,10 @@ from typing import Any
 from buffer_rl.contract_check import as_leased_group, check_rollout_output
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.resolution.calls import traceback_tail
 from buffer_rl.resolution.signature import call_rollout
 from buffer_rl.rollout.calling import call_user
+from buffer_rl.rollout.slime_evaluation import read_evaluation
 from buffer_rl.types import GroupUid, RolloutOutput, Sample, SampleGroup
 
 GRACE_S = 30.0
@@ -76,10 +78,14 @@ async def run_user_rollout(
     deadline = asyncio.timeout(args.rollout_timeout_s + GRACE_S)
     try:
         async with deadline:
-            return check_rollout_output(await call_user(function, call), where=where, leased=recorder.groups)
+            answer = await call_user(function, call)
+        if ticket.evaluation:
+            answer = read_evaluation(answer, args, recorder.groups, where=where)
+        return check_rollout_output(answer, where=where, leased=recorder.groups)
     except BufferRLError:
         raise
     except Exception as error:  # the boundary to user code: name it, and keep its traceback
         if isinstance(error, TimeoutError) and deadline.expired():
             raise RolloutError(f"not done within {args.rollout_timeout_s:g} s", where=where) from error
-        raise RolloutError(f"the rollout function raised {type(error).__name__}: {error}", where=where) from error
+        text = f"the rollout function raised {type(error).__name__}: {error}\n{traceback_tail(error)}"
+        raise RolloutError(text, where=where) from error

@@ -6,6 +6,8 @@ call); the driver waits for ``run``, with a deadline for the whole rollout.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,11 +20,14 @@ from buffer_rl.config import load_args
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.observe.samples import sample_record
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.calls import call, place
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.filtering import choose_queued
+from buffer_rl.rollout.log_functions import LogFunctions
+from buffer_rl.rollout.source.client import SourceClient
 from buffer_rl.rollout.user_rollout import run_user_rollout
-from buffer_rl.types import RolloutOutput, RolloutReport, Ticket
+from buffer_rl.types import RolloutReport, Ticket
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
@@ -31,20 +36,23 @@ NAMESPACES = ("rollout", "eval", "perf")
 
 
 class RolloutWorker:
-    """Runs one rollout at a time."""
+    """Runs one rollout at a time. ``source``: the actor of the user's data source, where there is one."""
 
-    def __init__(self, args_text: str, buffer: Any, log_path: str) -> None:
+    def __init__(self, args_text: str, buffer: Any, log_path: str, source: Any = None) -> None:
         redirect_output(log_path)
         self._args = cast("Args", load_args(args_text))
         self._client = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller="rollout")
+        timeout_s = self._args.data_source_timeout_s
+        self._source = None if source is None else SourceClient(source, timeout_s=timeout_s)
         self._registry = PluginRegistry.from_flags(self._args.plugin)
         self._converter = GroupConverter.from_args(self._args, self._registry)
-        train = _construct(self._registry.resolve("rollout", self._args.rollout_function_path), self._args)
+        train = _construct(self._registry, self._args.rollout_function_path, self._args)
         path = self._args.eval_function_path
-        evaluate = _construct(self._registry.resolve("rollout", path), self._args) if path else train
+        evaluate = _construct(self._registry, path, self._args) if path else train
         self._functions = {False: train, True: evaluate}
         filter_path = self._args.buffer_filter_path
         self._buffer_filter = self._registry.resolve("buffer_filter", filter_path) if filter_path else None
+        self._log_functions = LogFunctions(self._args, self._registry)
         self._opened: RolloutContext | None = None
 
     async def ready(self) -> None:
@@ -64,16 +72,19 @@ class RolloutWorker:
         if self._buffer_filter is not None:
             path = self._args.buffer_filter_path
             choose = partial(choose_queued, self._buffer_filter, path, self._args, ticket.rollout_id)
-        buffer = RolloutClient(self._client, ticket, self._converter, choose)
-        where = f"{ticket.task}, {self._reference(ticket)}"
+        buffer = RolloutClient(self._client, ticket, self._converter, choose, self._source)
+        where = place("rollout", self._reference(ticket), ticket.task)
         function = self._functions[ticket.evaluation]
+        started = time.perf_counter()
         with self._context().active():
             output = await run_user_rollout(function, self._args, buffer, where=where)
         for group in output.groups:
             if group.uid not in buffer.finished:
                 await buffer.afinish(group)
+        seconds = time.perf_counter() - started
         report: RolloutReport = await self._client.achange("close_rollout", ticket)
-        return report, _named(output), self._shown(ticket, buffer)
+        metrics = await self._log_functions.metrics(ticket, buffer.finished.values(), _named(output.metrics), seconds)
+        return report, _named(metrics), self._shown(ticket, buffer)
 
     def _context(self) -> RolloutContext:
         """Made on first use, because it belongs to the event loop that runs the rollouts."""
@@ -96,21 +107,27 @@ class RolloutWorker:
         ]
 
 
-def start_rollout_workers(args: Any, args_text: str, buffer: Any, log_dir: str) -> WorkerGroup:
-    """Start ``--num-rollout-workers`` processes; a rollout goes to the next one in turn."""
+def start_rollout_workers(args: Any, args_text: str, buffer: Any, log_dir: str, source: Any = None) -> WorkerGroup:
+    """Start ``--num-rollout-workers`` processes; a rollout goes to the next one in turn.
+
+    source: the actor of the user's data source, where there is one."""
     remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(RolloutWorker)
     actors = [
-        remote.remote(args_text, buffer, f"{log_dir}/rollout_{index}.log") for index in range(args.num_rollout_workers)
+        remote.remote(args_text, buffer, f"{log_dir}/rollout_{index}.log", source)
+        for index in range(args.num_rollout_workers)
     ]
     return WorkerGroup("rollout", actors, one_at_a_time=True)
 
 
-def _construct(resolved: Any, args: Args) -> Any:
-    return resolved(args) if isinstance(resolved, type) else resolved
+def _construct(registry: PluginRegistry, reference: str, args: Args) -> Any:
+    resolved = registry.resolve("rollout", reference)
+    if not isinstance(resolved, type):
+        return resolved
+    return call("rollout", reference, resolved, args, at="while it was constructed")
 
 
-def _named(output: RolloutOutput) -> dict[str, float]:
+def _named(metrics: Mapping[str, float]) -> dict[str, float]:
     return {
         name if name.partition("/")[0] in NAMESPACES else f"rollout/{name}": float(value)
-        for name, value in output.metrics.items()
+        for name, value in metrics.items()
     }

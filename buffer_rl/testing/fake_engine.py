@@ -56,7 +56,7 @@ class FakeEngine:
     respond: computes the answer's tokens; more than ``max_new_tokens`` are cut (finish reason ``length``).
     latency: seconds before the answer, by request body. fault: what happens instead of an answer, by request
     body and number of the request (from 0). version: the weight version of every token. Every token's
-    log-probability is ``log_prob``.
+    log-probability is ``log_prob``. aborted_after: how many tokens a request has that is aborted before its answer.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class FakeEngine:
         fault: Callable[[dict[str, Any], int], Fault | None] | None = None,
         version: int = 0,
         log_prob: float = -0.5,
+        aborted_after: int = 0,
     ) -> None:
         self.respond = respond
         self.decode = decode
@@ -75,6 +76,8 @@ class FakeEngine:
         self.fault = fault
         self.version = version
         self.log_prob = log_prob
+        self.aborted_after = aborted_after
+        self._aborts: dict[str, asyncio.Event] = {}
         self.log = FakeEngineLog()
         self.url = ""
         self._loop = asyncio.new_event_loop()
@@ -125,9 +128,11 @@ class FakeEngine:
         self.log.in_flight += 1
         self.log.max_in_flight = max(self.log.max_in_flight, self.log.in_flight)
         try:
-            if self.latency is not None:
-                await asyncio.sleep(self.latency(body))
-            answer = self._answer(request, body, self.fault(body, number) if self.fault else None)
+            if await self._aborted(body):
+                output_ids = self._output_ids(body)[: self.aborted_after]
+                answer: web.StreamResponse = web.json_response(self._payload(body, output_ids, {"type": "abort"}))
+            else:
+                answer = self._answer(request, body, self.fault(body, number) if self.fault else None)
             self.log.answered += 1
             return answer
         except asyncio.CancelledError:
@@ -135,6 +140,24 @@ class FakeEngine:
             raise
         finally:
             self.log.in_flight -= 1
+
+    async def _aborted(self, body: dict[str, Any]) -> bool:
+        """Wait for the latency of the answer; whether an abort came first."""
+        if self.latency is None:
+            return False
+        abort = self._aborts.setdefault(body.get("rid", ""), asyncio.Event())
+        try:
+            async with asyncio.timeout(self.latency(body)):
+                await abort.wait()
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self._aborts.pop(body.get("rid", ""), None)
+
+    def _output_ids(self, body: dict[str, Any]) -> list[int]:
+        seed = int(body.get("sampling_params", {}).get("sampling_seed", 0))
+        return list(self.respond(list(body["input_ids"]), seed))
 
     def _answer(self, request: web.Request, body: dict[str, Any], fault: Fault | None) -> web.StreamResponse:
         if fault is Fault.SERVER_ERROR:
@@ -148,9 +171,8 @@ class FakeEngine:
         if fault is Fault.ABORT:
             reason = {"type": "abort", "message": "scripted", "status_code": 400, "err_type": "Scripted"}
             return web.json_response(self._payload(body, [], reason))
-        params = body.get("sampling_params", {})
-        output_ids = list(self.respond(list(body["input_ids"]), int(params.get("sampling_seed", 0))))
-        limit = int(params.get("max_new_tokens", len(output_ids)))
+        output_ids = self._output_ids(body)
+        limit = int(body.get("sampling_params", {}).get("max_new_tokens", len(output_ids)))
         if len(output_ids) > limit:
             return web.json_response(self._payload(body, output_ids[:limit], {"type": "length", "length": limit}))
         matched = output_ids[-1] if output_ids else None
@@ -174,7 +196,11 @@ class FakeEngine:
         return {"text": self.decode(output_ids), "output_ids": output_ids, "meta_info": meta}
 
     async def _abort(self, request: web.Request) -> web.Response:
-        self.log.aborted.append(await request.json())
+        body: dict[str, Any] = await request.json()
+        self.log.aborted.append(body)
+        for rid, abort in self._aborts.items():
+            if body.get("abort_all") or rid == body.get("rid"):
+                abort.set()
         return web.Response()
 
     async def _ok(self, request: web.Request) -> web.Response:

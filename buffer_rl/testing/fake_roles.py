@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,10 +76,18 @@ class FakePublisher:
 class FakeEngines:
     """The control of engines that obey: notes every call, holds a version.
 
-    fail_on: the call that raises ``error``. keeps_version: the engines ignore an update.
+    fail_on: the call that raises ``error``. keeps_version: the engines ignore an update. checksums: what the engines
+    say of their weights, by URL.
     """
 
-    def __init__(self, fail_on: str = "", error: Exception | None = None, keeps_version: bool = False) -> None:
+    def __init__(
+        self,
+        fail_on: str = "",
+        error: Exception | None = None,
+        keeps_version: bool = False,
+        checksums: Mapping[str, str] | None = None,
+    ) -> None:
+        self._checksums = dict(checksums or {})
         self._fail_on = fail_on
         self._error = error
         self._keeps_version = keeps_version
@@ -101,6 +109,27 @@ class FakeEngines:
         self._note("update")
         if not self._keeps_version:
             self.version = version
+
+    def begin_weight_update(self) -> None:
+        """Stage what comes."""
+        self._note("begin")
+
+    def update_weights_from_tensor(
+        self, serialized: Sequence[str], load_format: str | None, version: int | None
+    ) -> None:
+        """Take a bucket; the last one has the version."""
+        self._note("update")
+        if version is not None and not self._keeps_version:
+            self.version = version
+
+    def end_weight_update(self) -> None:
+        """Serve what came."""
+        self._note("end")
+
+    def checksums(self) -> dict[str, str]:
+        """What the engines say of their weights."""
+        self._note("checksums")
+        return dict(self._checksums)
 
     def versions(self) -> dict[str, str]:
         """What the engines say."""

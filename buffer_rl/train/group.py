@@ -7,7 +7,6 @@ gradient reduction; the driver waits for all ranks, with a deadline.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,9 +21,12 @@ from buffer_rl.config import load_args
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import TrainError
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.calls import construct
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.train.steps import require_old_log_probs, train_steps
 from buffer_rl.types import TrainBatch
+from buffer_rl.weights.shared_bucket import SharedWeights
+from buffer_rl.weights.tensor import LOAD_FORMAT
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
@@ -42,6 +44,7 @@ class TrainRank:
         self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"train-{rank}")
         self._built: Trainer | None = None
         self._batches: list[TrainBatch] = []
+        self._shared = SharedWeights(use_cuda_ipc=self._args.engine_device != "cpu")
 
     def host(self) -> tuple[str, int]:
         """This rank's address and a free port, for the ranks to meet at."""
@@ -60,8 +63,7 @@ class TrainRank:
                 timeout=timedelta(seconds=self._args.train_timeout_s),
             )
         registry = PluginRegistry.from_flags(self._args.plugin)
-        backend = registry.resolve("trainer", self._args.train_backend)
-        self._built = cast(Callable[..., Trainer], backend)(self._args, self._rank, self._world_size)
+        self._built = build_trainer(self._args, registry, self._rank, self._world_size)
 
     @property
     def _trainer(self) -> Trainer:
@@ -95,6 +97,21 @@ class TrainRank:
         """Write the weights as a Hugging Face folder."""
         self._trainer.save_hf(path)
 
+    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
+        """Put the weights into shared memory: for every bucket a handle for each receiver. Ranks but the first, whose
+        weights are the same, share nothing; they take part because gathering a bucket may need them."""
+        buckets = self._trainer.export_buckets()
+        if self._rank > 0:
+            for _ in buckets:
+                pass
+            return []
+        share = self._shared.share if load_format == LOAD_FORMAT else self._shared.share_pickled
+        return share(buckets, num_receivers)
+
+    def release_weights(self) -> None:
+        """Free the memory that ``share_weights`` took."""
+        self._shared.release()
+
     def save(self, path: str) -> None:
         """Write everything that a resume needs."""
         self._trainer.save(path)
@@ -107,6 +124,13 @@ class TrainRank:
         if not self._batches:
             raise TrainError("no rows were fetched", hint="call fetch(rollout_id) first")
         return self._batches
+
+
+def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: int) -> Trainer:
+    """One rank of ``--train-backend``. Raises PluginError if it cannot be built; what its methods raise names it."""
+    name = args.train_backend
+    backend = registry.resolve("trainer", name)
+    return cast(Trainer, construct("trainer", name, backend, args, rank, world_size, error_class=TrainError))
 
 
 def combine_metrics(method: str, answers: list[Any]) -> Any:

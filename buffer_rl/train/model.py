@@ -36,7 +36,7 @@ def load_model(path: str | None, device: torch.device, flag: str) -> PreTrainedM
     Raises ConfigError if the folder is missing, damaged, or lacks weights that the architecture has (transformers
     would fill them with random numbers).
     """
-    folder = _checked_folder(path, flag)
+    folder = checked_folder(path, flag)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
@@ -58,7 +58,7 @@ def load_model(path: str | None, device: torch.device, flag: str) -> PreTrainedM
 
 def load_tokenizer(path: str | None, flag: str) -> PreTrainedTokenizerBase:
     """The tokenizer in the folder ``path``. Raises ConfigError if it is missing or damaged."""
-    folder = _checked_folder(path, flag)
+    folder = checked_folder(path, flag)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # fault boundary, as in load_model
@@ -97,11 +97,11 @@ def unique_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def weight_buckets(
-    state: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES
+    state: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES, *, copy: bool = True
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """``state`` as CPU tensors in buckets of at most ``bucket_bytes``; a larger tensor has a bucket of its own.
+    """``state`` in buckets of at most ``bucket_bytes``; a larger tensor has a bucket of its own.
 
-    Tensors that are on the CPU already are copied, so that a bucket stays as it is when the weights move on.
+    copy: tensors are copied, on the device that they are on, so that a bucket stays as it is when the weights move on.
     """
     bucket: dict[str, Any] = {}
     filled = 0
@@ -110,13 +110,14 @@ def weight_buckets(
         if bucket and filled + size > bucket_bytes:
             yield bucket
             bucket, filled = {}, 0
-        bucket[name] = tensor.to("cpu", copy=True).contiguous()
+        bucket[name] = tensor.clone(memory_format=torch.contiguous_format) if copy else tensor.contiguous()
         filled += size
     if bucket:
         yield bucket
 
 
-def _checked_folder(path: str | None, flag: str) -> str:
+def checked_folder(path: str | None, flag: str) -> str:
+    """``path``, if it is a folder with a model. Raises ConfigError naming ``flag`` otherwise."""
     if not path:
         raise ConfigError("no model was named", where=flag, expected="a Hugging Face folder")
     folder = Path(path)

@@ -15,6 +15,12 @@ class TrainOptions(Section):
     train_backend: str = option("torch", "trainer backend", kind="trainer")
     hf_checkpoint: str | None = option(None, "the initial model and tokenizer: a Hugging Face folder", metavar="PATH")
     ref_load: str | None = option(None, "the reference model; --hf-checkpoint where absent", metavar="PATH")
+    custom_model_provider_path: str | None = option(
+        None, "builds the trainer's model in place of transformers", kind="model_provider"
+    )
+    model_converter_path: str | None = option(
+        None, "maps names and tensors of --hf-checkpoint to the trainer's model and back", kind="converter"
+    )
     num_rollout: int | None = option(None, "training steps (rollouts) of the run", ge=0)
     num_epoch: int | None = option(None, "length of the run in epochs, in place of --num-rollout", ge=1)
     num_steps_per_rollout: int = option(

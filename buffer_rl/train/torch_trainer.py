@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +20,13 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from buffer_rl.algo.batching import micro_batches
-from buffer_rl.algo.losses import sft_loss
-from buffer_rl.contracts import AdvantageEstimator, LossOutputs, PolicyLoss
-from buffer_rl.errors import ConfigError, PluginError, TrainError
+from buffer_rl.errors import ConfigError, TrainError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.train import model as models
 from buffer_rl.train.collate import collate, loss_inputs, split_rows
 from buffer_rl.train.forward import response_log_probs
+from buffer_rl.train.model_factory import ModelFactory
+from buffer_rl.train.objective import Objective
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.state import load_state, save_state
 from buffer_rl.types import TrainBatch
@@ -39,8 +39,8 @@ class TorchTrainer:
     ``log_probs`` and ``forward_backward`` group equal rows into equal micro-batches, so the first ratio of new to
     old probability is exactly 1.
 
-    Raises ConfigError if the model, the tokenizer or the device is not there, PluginError if the loss or the
-    advantage estimator does not resolve.
+    Raises ConfigError if the model, the tokenizer or the device is not there, PluginError if a plugin of
+    the trainer does not resolve, or model provider or converter do something wrong.
     """
 
     def __init__(self, args: Any, rank: int, world_size: int) -> None:
@@ -48,16 +48,13 @@ class TorchTrainer:
         self._rank = rank
         self._world_size = world_size
         registry = PluginRegistry.from_flags(args.plugin)
-        loss = args.custom_loss_function_path or args.loss_type
-        estimator = args.custom_advantage_function_path or args.advantage_estimator
-        self._loss = cast(PolicyLoss, registry.resolve("loss", loss))
-        self._estimate_advantages = cast(AdvantageEstimator, registry.resolve("advantage", estimator))
-        self._supervised = self._loss == sft_loss
-        self._temperature = _loss_temperature(args, self._supervised)
+        self._objective = Objective(args, registry)
+        self._temperature = _loss_temperature(args, self._objective.supervised)
 
         self._device = models.pick_device(args.train_device)
         _prepare_torch(args, rank, self._device)
-        self._actor = models.load_model(args.hf_checkpoint, self._device, "--hf-checkpoint")
+        self._models = ModelFactory(args, registry, self._device)
+        self._actor = self._models.build(args.hf_checkpoint, "--hf-checkpoint")
         self._tokenizer = models.load_tokenizer(args.hf_checkpoint, "--hf-checkpoint")
         self._ref: PreTrainedModel | None = None
         if args.use_kl_loss:
@@ -85,13 +82,9 @@ class TorchTrainer:
         """Set the columns ``advantages`` and ``returns`` of ``batch`` by the chosen estimator; policy losses need
         them. Call it on a rank's rows before ``forward_backward``. The supervised loss has none: nothing is done.
 
-        Raises PluginError if the estimator did not set both columns."""
-        if self._supervised:
-            return
-        self._estimate_advantages(self._args, batch)
-        for name in ("advantages", "returns"):
-            if name not in batch.columns:
-                raise PluginError(f"the advantage estimator did not set the column {name}", where=batch.task)
+        Raises PluginError if the estimator raises, or does not set both columns."""
+        if not self._objective.supervised:
+            self._objective.compute_advantages(batch)
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
         """Accumulate the gradient of the loss shares of ``batch``; metrics are shares that add up over calls and
@@ -104,8 +97,7 @@ class TorchTrainer:
             log_probs_bt, entropy_bt = response_log_probs(
                 self._actor, micro, self._temperature, entropy_gradient=self._args.entropy_coef > 0
             )
-            outputs = self._loss(self._args, loss_inputs(rows, micro, log_probs_bt, entropy_bt))
-            _check_outputs(outputs)
+            outputs = self._objective.loss(loss_inputs(rows, micro, log_probs_bt, entropy_bt))
             outputs.loss.backward()
             for name, value in outputs.metrics.items():
                 share = torch.as_tensor(value, device=self._device).detach()
@@ -120,14 +112,16 @@ class TorchTrainer:
         return self._optimizer.step()
 
     def export_buckets(self) -> Iterator[dict[str, Any]]:
-        """The actor's weights under Hugging Face names as CPU tensors, tied weights once, in buckets of at most
-        256 MB (a larger tensor has its own). Available on every rank, and asleep too."""
-        yield from models.weight_buckets(models.hf_state(self._actor))
+        """The actor's weights under Hugging Face names, on the device that they are on, tied weights once, in
+        buckets of at most 256 MB (a larger tensor has its own). Available on every rank, and asleep too.
+
+        They are the weights themselves where no conversion is needed: read them before the next ``optimizer_step``."""
+        yield from models.weight_buckets(self._models.hf_state(self._actor), copy=False)
 
     def save_hf(self, path: str) -> None:
         """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. Only rank 0 writes."""
         if self._rank == 0:
-            models.save_hf(self._actor, self._tokenizer, path)
+            self._models.save_hf(self._actor, self._tokenizer, path)
 
     def save(self, path: str) -> None:
         """Write this rank's part of a checkpoint into the folder ``path`` (see ``buffer_rl.train.state``).
@@ -167,7 +161,7 @@ class TorchTrainer:
 
     def _load_ref(self) -> PreTrainedModel:
         flag = "--ref-load" if self._args.ref_load else "--hf-checkpoint"
-        model = models.load_model(self._args.ref_load or self._args.hf_checkpoint, self._device, flag)
+        model = self._models.build(self._args.ref_load or self._args.hf_checkpoint, flag)
         return model.requires_grad_(False)
 
     def _move(self, device: torch.device) -> None:
@@ -219,14 +213,3 @@ def _join_process_group(args: Any, rank: int, world_size: int, device: torch.dev
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=args.train_timeout_s)
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def _check_outputs(outputs: object) -> None:
-    if not isinstance(outputs, LossOutputs):
-        raise PluginError(f"the loss returned {type(outputs).__name__}", expected="buffer_rl.contracts.LossOutputs")
-    loss = outputs.loss
-    if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
-        raise PluginError(
-            "the loss is not a scalar tensor that depends on inputs.log_probs with gradient",
-            expected="LossOutputs(loss=<scalar tensor>, metrics=...)",
-        )

@@ -19,6 +19,8 @@ _buffer_rl() {{
   case "$path" in
 {cases}
   esac
+  # behind a flag comes its value, perhaps a file; flags are offered again once a word was begun with -
+  [[ "$word" != -* && "${{COMP_WORDS[COMP_CWORD-1]}}" == -* ]] && words=""
   COMPREPLY=($(compgen -W "$words" -- "$word"))
 }}
 complete -o bashdefault -o default -F _buffer_rl buffer-rl
@@ -28,15 +30,18 @@ _ZSH = """\
 #compdef buffer-rl
 # zsh completion of buffer-rl. In ~/.zshrc, after compinit: source <(buffer-rl completion zsh)
 _buffer_rl() {{
-  local where="${{words[2]}}"
+  local where="${{words[2]}}" status_=1
   local -a candidates
   (( CURRENT <= 2 )) && where=""
   case "$where ${{words[3]}}" in {pairs}) (( CURRENT > 3 )) && where="$where ${{words[3]}}" ;; esac
   case "$where" in
 {cases}
   esac
-  compadd -a candidates
-  [[ "${{words[CURRENT]}}" == -* ]] || _files
+  # behind a flag comes its value, perhaps a file; flags are offered again once a word was begun with -
+  [[ "${{words[CURRENT]}}" != -* && "${{words[CURRENT-1]}}" == -* ]] && candidates=()
+  (( $#candidates )) && compadd -a candidates && status_=0
+  (( CURRENT > 2 )) && [[ "${{words[CURRENT]}}" != -* ]] && _files && status_=0
+  return $status_
 }}
 compdef _buffer_rl buffer-rl
 """
@@ -61,6 +66,7 @@ def run(namespace: argparse.Namespace) -> int:
 def command_words(verbs: Sequence[str]) -> dict[str, list[str]]:
     """What may follow each command: ``""`` the verbs, ``"train"`` its flags, ``"data"`` its actions."""
     parser = FlagParser(prog="buffer-rl")
+    parser.add_argument("--version", action="store_true")
     subparsers = parser.add_subparsers()
     for verb in verbs:
         importlib.import_module(f"buffer_rl.verbs.{verb}").add_parser(subparsers, [verb])

@@ -18,7 +18,7 @@ from buffer_rl.data.stats import dataset_stats, stats_text
 from buffer_rl.errors import DataError
 
 _FILE_HELP = "a .jsonl or .parquet file, or a folder of Hugging Face datasets; file@[start:end] is a slice"
-_KEYS = ("input_key", "label_key", "metadata_key", "id_key")
+_KEYS = ("input_key", "label_key", "metadata_key", "tool_key", "id_key")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -95,11 +95,12 @@ def run_stats(namespace: argparse.Namespace) -> int:
 
 
 def _row_keys(namespace: argparse.Namespace) -> RowKeys:
-    label = None if namespace.label_key.lower() == "none" else namespace.label_key
+    label, tools = (None if key.lower() == "none" else key for key in (namespace.label_key, namespace.tool_key))
     return RowKeys(
         prompt=namespace.input_key,
         label=label,
         metadata=namespace.metadata_key,
+        tools=tools,
         id=namespace.id_key,
         multimodal=namespace.multimodal_keys,
     )

@@ -1,4 +1,4 @@
-"""What ``--dry-run`` shows: every option with its origin, the plugins and where they are, the data."""
+"""What ``--dry-run`` shows: every option with its origin, without secrets; the plugins and where they are; the data."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from buffer_rl.config import load_section
 from buffer_rl.configuration.sources import Resolved
+from buffer_rl.redaction import mask_secrets, mask_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class DryRun:
 
 def print_json(plan: DryRun) -> None:
     """Print one JSON object with ``options``, ``plugins`` and ``data``."""
-    values = plan.resolved.args.model_dump(mode="json")
+    values = mask_secrets(plan.resolved.args.model_dump(mode="json"))
     origins = plan.resolved.origins
     document: dict[str, Any] = {
         "options": {
@@ -51,7 +52,7 @@ def print_json(plan: DryRun) -> None:
             for name, value in values.items()
         },
         "plugins": [asdict(use) for use in plan.plugins],
-        "data": [asdict(file) for file in plan.data],
+        "data": mask_secrets([asdict(file) for file in plan.data]),
     }
     print(json.dumps(document, indent=2, ensure_ascii=False))
 
@@ -63,12 +64,12 @@ def print_text(plan: DryRun) -> None:
     print("\nPlugins")
     _print_columns([(use.kind, use.reference, use.place) for use in plan.plugins])
     print("\nData files")
-    _print_columns([(file.use, file.path, f"{file.num_rows} rows") for file in plan.data])
+    _print_columns([(file.use, mask_url(file.path), f"{file.num_rows} rows") for file in plan.data])
     print("\nDry run: everything that can be checked before a run is right.")
 
 
 def _option_lines(resolved: Resolved) -> Iterator[str]:
-    values = resolved.args.model_dump(mode="json")
+    values = mask_secrets(resolved.args.model_dump(mode="json"))
     names = max(len(name) for name in values)
     for position, reference in enumerate(resolved.args.section_references):
         section = load_section(reference)

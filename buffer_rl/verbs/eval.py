@@ -50,6 +50,6 @@ def run(namespace: argparse.Namespace) -> int:
         set_flag(namespace, name, "none")
     if "run_dir" not in flags:
         set_flag(namespace, "run_dir", str(Path(args.run_dir) / "eval"))
-    if not args.prompt_data:  # the Buffer wants training prompts, though none is asked for
+    if not args.prompt_data and args.data_source_path is None:  # the Buffer wants some, though none is asked for
         set_flag(namespace, "prompt_data", [sets[0].path])
     return train.run(namespace)

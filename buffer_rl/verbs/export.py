@@ -11,17 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.errors import CheckpointError, ConfigError
+from buffer_rl.redaction import mask_url
+from buffer_rl.remote import is_remote
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
     """Add the verb."""
     parser = subparsers.add_parser(
         "export",
-        description="Check a checkpoint against its manifest and copy its model and tokenizer into a folder of their"
-        " own, which transformers and every engine can load.",
+        description="Check a checkpoint against its manifest and copy its model and tokenizer into a folder of their\n"
+        "own, which transformers and every engine can load.",
     )
     parser.add_argument(
-        "--load", required=True, metavar="CHECKPOINT", help="a folder step_NNNNNN, or --save's, then the newest in it"
+        "--load",
+        required=True,
+        metavar="CHECKPOINT",
+        help="a folder or URL step_NNNNNN, or --save's, then the newest in it",
     )
     parser.add_argument("--output", required=True, metavar="FOLDER", help="the folder to make; it must not be there")
     parser.set_defaults(run=run)
@@ -29,14 +34,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 def run(namespace: argparse.Namespace) -> int:
     """Export and say what was written. Raises CheckpointError or ConfigError."""
-    from buffer_rl.checkpoint import open_checkpoint
+    from buffer_rl.checkpoint import opened_checkpoint
 
     target = Path(namespace.output)
     if target.exists():
         raise ConfigError(f"{str(target)!r} is there already", where="--output", expected="a new folder")
-    checkpoint = open_checkpoint(namespace.load)
-    copy_model(checkpoint.folder / "hf", target)
-    print(f"{target}: the model after {checkpoint.step} steps, from {checkpoint.folder}")
+    with opened_checkpoint(namespace.load) as checkpoint:
+        copy_model(checkpoint.folder / "hf", target)
+        origin = mask_url(namespace.load) if is_remote(namespace.load) else checkpoint.folder
+        print(f"{target}: the model after {checkpoint.step} steps, from {origin}")
     return 0
 
 

@@ -7,18 +7,23 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
+from buffer_rl.checkpoint import opened_checkpoint
 from buffer_rl.config import compose
 from buffer_rl.configuration.help import add_options, given_flags
 from buffer_rl.configuration.sources import resolve
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.verbs.train import check_folders, plugins_named, sections_of
+from buffer_rl.rollout.prompts import check_template_kwargs
+from buffer_rl.verbs.preflight import check_folders
+from buffer_rl.verbs.train import plugins_named, sections_of
 
 _DESCRIPTION = """\
 Sample responses to prompts, as the rollouts of a run would. The options, their file (--config) and their variables
-are those of train; options that have nothing to do with sampling change nothing.
+are those of train; --load CHECKPOINT asks the model of a checkpoint. Options that have nothing to do with sampling
+change nothing.
 """
 # The groups of options that matter here; a file of options may hold all others as well.
 _SHOWN = ("RunOptions", "DataOptions", "RolloutOptions", "EngineOptions")
@@ -31,7 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     parser = subparsers.add_parser(
         "generate",
         description=_DESCRIPTION,
-        usage="buffer-rl generate --hf-checkpoint FOLDER (--prompt TEXT | --prompt-data FILE) [-n INT] [--json]",
+        usage="buffer-rl generate (--hf-checkpoint FOLDER | --load CHECKPOINT) (--prompt TEXT | --prompt-data FILE)"
+        " [-n INT] [--json]",
     )
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given again")
     parser.add_argument("-n", type=_count, default=1, metavar="INT", help="responses to each prompt (default: 1)")
@@ -53,16 +59,33 @@ def run(namespace: argparse.Namespace) -> int:
     resolved = resolve(
         compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_path=namespace.config
     )
-    args: Any = resolved.args
-    if not args.hf_checkpoint:
-        raise ConfigError("there is no model to ask", where="--hf-checkpoint", hint="add --hf-checkpoint PATH")
-    check_folders(args.model_copy(update={"ref_load": None, "load": None, "save": None}))
-    if not (namespace.prompt or args.prompt_data):
-        raise ConfigError("there is no prompt", where="--prompt", hint="add --prompt TEXT or --prompt-data FILE")
-    answers = _ask(args, namespace.prompt, namespace.n)
+    with ExitStack() as stack:
+        args: Any = resolved.args
+        if args.load:
+            checkpoint = stack.enter_context(opened_checkpoint(args.load))
+            args = args.model_copy(update={"hf_checkpoint": str(checkpoint.folder / "hf")})
+        answers = _answers(args, namespace)
     for answer in answers:
         _print(answer, as_json=namespace.json)
     return 0
+
+
+def _answers(args: Any, namespace: argparse.Namespace) -> list[dict[str, Any]]:
+    if not args.hf_checkpoint:
+        raise ConfigError("there is no model to ask", where="--hf-checkpoint", hint="add --hf-checkpoint PATH")
+    check_folders(args.model_copy(update={"ref_load": None, "load": None, "save": None}))
+    if args.data_source_path is not None:
+        args = args.model_copy(update={"prompt_data": None})  # which that source reads, in its own way
+        if not namespace.prompt:
+            raise ConfigError(
+                "a data source of your own has no end, and is not asked for prompts here",
+                where="--data-source-path",
+                hint="add --prompt TEXT, or '--data-source-path none --prompt-data FILE'",
+            )
+    if not (namespace.prompt or args.prompt_data):
+        raise ConfigError("there is no prompt", where="--prompt", hint="add --prompt TEXT or --prompt-data FILE")
+    check_template_kwargs(args.apply_chat_template_kwargs)
+    return _ask(args, namespace.prompt, namespace.n)
 
 
 def _ask(args: Any, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
@@ -75,7 +98,7 @@ def _ask(args: Any, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
     registry = PluginRegistry.from_flags(args.plugin)
     with tempfile.TemporaryDirectory(prefix="buffer-rl-") as logs, EngineFleet(args, logs, registry) as fleet:
         fleet.wait_ready()
-        args = args.model_copy(update={"router_url": fleet.router_url, "engine_urls": fleet.engine_urls})
+        args = args.model_copy(update=fleet.addresses)
         return asyncio.run(ask_engine(args, samples))
 
 

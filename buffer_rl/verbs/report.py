@@ -14,8 +14,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     """Add the verb."""
     parser = subparsers.add_parser(
         "report",
-        description="Write one HTML page of a run: curves, evaluation, timing, dropped groups, samples. It needs no"
-        " network and may be written while the run is still at work.",
+        description="Write one HTML page of a run: curves, evaluation, timing, dropped groups, samples. It needs\n"
+        "no network and may be written while the run is still at work.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run (--run-dir of train)")
     parser.add_argument("--output", metavar="FILE", help="where to write it (default: RUN_DIR/report.html)")

@@ -101,6 +101,47 @@ def $name(args: Any, groups: list[SampleGroup]) -> None:
         "    assert [sample.remove_sample for sample in group] == [False, True]\n",
         test_imports=_GROUP_IMPORTS,
     ),
+    "all_samples_process": Skeleton(
+        imports=_TYPES.format("SampleGroup"),
+        code='''\
+def $name(args: Any, groups: list[SampleGroup]) -> None:
+    """Note how many samples were generated for each prompt. Kept groups are trained on as this function leaves them."""
+    for group in groups:
+        for sample in group:
+            sample.metadata["group_size"] = len(group)
+''',
+        test=_GROUP + "    $name(None, [group])\n    assert group[0].metadata == {'group_size': 2}\n",
+        test_imports=_GROUP_IMPORTS,
+    ),
+    "rollout_log": Skeleton(
+        imports=_TYPES.format("Sample"),
+        code='''\
+def $name(
+    rollout_id: int, args: Any, samples: list[Sample], rollout_extra_metrics: dict[str, float], rollout_time: float
+) -> bool:
+    """Log one number more. True would say that nothing is left to log."""
+    rollout_extra_metrics["rollout/empty_responses"] = sum(not sample.response for sample in samples) / len(samples)
+    return False
+''',
+        test=_GROUP + '    metrics = {"rollout/raw_reward": 0.5}\n    group[0].response = ""\n'
+        "    assert $name(0, None, group.samples, metrics, 1.0) is False\n"
+        '    assert metrics["rollout/empty_responses"] == 0.5\n',
+        test_imports=_GROUP_IMPORTS,
+    ),
+    "eval_rollout_log": Skeleton(
+        code='''\
+def $name(
+    rollout_id: int, args: Any, data: dict[str, dict[str, list[Any]]], extra_metrics: dict[str, float]
+) -> bool:
+    """Log the best reward of each evaluation set. True would say that nothing is left to log."""
+    for name, answers in data.items():
+        extra_metrics[f"eval/{name}/best"] = max(answers["rewards"])
+    return False
+''',
+        test="    metrics = {}\n"
+        '    assert $name(0, None, {"dev": {"rewards": [0.0, 1.0]}}, metrics) is False\n'
+        '    assert metrics == {"eval/dev/best": 1.0}\n',
+    ),
     "buffer_filter": Skeleton(
         imports=_TYPES.format("QueueHeader"),
         code='''\

@@ -107,20 +107,18 @@ class $name:
         imports="from collections.abc import Iterator\n",
         code='''\
 class $name:
-    """The trainer's names are Hugging Face's behind a prefix."""
-
-    prefix = "model."
+    """The trainer's names are Hugging Face's, as with the built-in model. Rename, split and join tensors here."""
 
     def __init__(self, args: Any) -> None:
         self._args = args
 
     def to_trainer(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
         """One tensor of Hugging Face as any number of the trainer's."""
-        yield self.prefix + name, tensor
+        yield name, tensor
 
     def to_hf(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
         """The inverse."""
-        yield name.removeprefix(self.prefix), tensor
+        yield name, tensor
 ''',
         test="""\
     converter = $name(None)

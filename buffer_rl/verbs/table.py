@@ -7,7 +7,7 @@ VERBS = {
     "train": "train a model",
     "eval": "evaluate a model or a checkpoint",
     "generate": "print a model's responses to prompts",
-    "plugins": "list and check plugins",
+    "plugins": "list, check and begin plugins",
     "data": "validate, show and count data files",
     "report": "write one HTML page of a run",
     "export": "take the model out of a checkpoint",

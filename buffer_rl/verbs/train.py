@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
-from pathlib import Path
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from buffer_rl.checkpoint import open_checkpoint
-from buffer_rl.config import Section, compose, flag_of, plugin_kind_of
+from buffer_rl.config import Section, compose, plugin_kind_of
 from buffer_rl.configuration.help import add_options, given_flags
 from buffer_rl.configuration.sources import Resolved, resolve
 from buffer_rl.data.dataset import PromptDataset
@@ -23,10 +24,20 @@ from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.row import RowKeys
 from buffer_rl.data.training_files import read_sources
 from buffer_rl.driver.checks import check_options
-from buffer_rl.errors import CheckpointError, ConfigError, DataError, PluginError
+from buffer_rl.driver.notices import notices
+from buffer_rl.errors import ConfigError, DataError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.remote import is_remote, local_path
+from buffer_rl.resolution.calls import returned
 from buffer_rl.verbs.dry_run import DataFile, DryRun, PluginUse, print_json, print_text
+from buffer_rl.verbs.preflight import (
+    check_checkpoint,
+    check_devices,
+    check_eval_prompts,
+    check_folders,
+    make_folders,
+)
 
 _DESCRIPTION = """\
 Train a model.
@@ -35,9 +46,6 @@ Options come from a YAML file (--config), from variables BUFFER_RL_<NAME> and fr
 --rollout-batch-size and --rollout_batch_size are one flag. BOOL: --flag, --no-flag or --flag false. Several values:
 --flag a b. REF names a plugin: package.module:name, ./file.py:name or a registered name (buffer-rl plugins list).
 """
-
-# Every file that a tokenizer of transformers keeps its vocabulary in, by the names that models use.
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken", "*.model", "*.spm")
 
 
 def add_parser(
@@ -70,65 +78,24 @@ def run(namespace: argparse.Namespace) -> int:
     )
     args: Any = resolved.args
     check_options(args)
+    for text in notices(args):
+        print(f"buffer-rl: notice: {text}", file=sys.stderr)
     check_folders(args)
+    check_devices(args)
     registry = PluginRegistry.from_flags(args.plugin)
     plan = DryRun(resolved=resolved, plugins=locate_plugins(resolved, registry), data=read_data(args, registry))
+    data = [asdict(file) for file in plan.data]
+    check_checkpoint(args, data)
+    check_eval_prompts(args)
     # What the user named comes first: their mistakes show before heavy built-in modules are imported.
     for use in sorted(plan.plugins, key=lambda use: use.origin == "default"):
         registry.resolve(use.kind, use.reference)
     if namespace.dry_run:
-        if args.load is not None:
+        if args.load is not None and not is_remote(local_path(args.load)):
             open_checkpoint(args.load)  # a run does it itself; it reads every byte
         (print_json if namespace.json else print_text)(plan)
         return 0
-    return _launch(args, registry)
-
-
-def check_folders(args: Any) -> None:
-    """Raises ConfigError for a model folder that is not there or a folder that cannot be written to, CheckpointError
-    for a checkpoint folder that is not there."""
-    for name in ("hf_checkpoint", "ref_load"):
-        folder = getattr(args, name)
-        if folder is not None and not (Path(folder) / "config.json").is_file():
-            raise ConfigError(
-                f"{folder!r} is no Hugging Face folder: there is no config.json in it",
-                where=flag_of(name),
-                hint="a model of the Hub is downloaded first: hf download ORG/NAME --local-dir FOLDER",
-            )
-    check_tokenizer(args.hf_checkpoint)
-    if args.load is not None and not Path(args.load).is_dir():
-        raise CheckpointError(f"there is no folder {args.load!r}", where="--load")
-    for name in ("run_dir", "save"):
-        if getattr(args, name) is not None:
-            check_writable(flag_of(name), Path(getattr(args, name)))
-
-
-def check_tokenizer(folder: str) -> None:
-    """Raises ConfigError if no file of the model folder looks like a tokenizer's; transformers would make one up."""
-    if not any(path for pattern in TOKENIZER_FILES for path in Path(folder).glob(pattern)):
-        raise ConfigError(
-            f"there is no tokenizer in {folder!r}",
-            where=flag_of("hf_checkpoint"),
-            expected="tokenizer.json or another tokenizer file beside config.json",
-            hint="AutoTokenizer.from_pretrained(ORIGIN).save_pretrained(FOLDER) writes it",
-        )
-
-
-def check_writable(flag: str, folder: Path) -> None:
-    """Raises ConfigError if ``folder`` cannot be made or written to. Makes nothing."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise ConfigError(f"{str(nearest)!r} is a file, not a folder", where=flag)
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"no permission to write to {str(nearest)!r}", where=flag)
-
-
-def make_folder(flag: str, folder: Path) -> None:
-    """Raises ConfigError if the folder is not there and cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"the folder {str(folder)!r} cannot be made: {error.strerror}", where=flag) from error
+    return _launch(args, registry, data)
 
 
 def plugins_named(argv: Sequence[str]) -> list[str]:
@@ -142,9 +109,17 @@ def sections_of(plugins: Sequence[str]) -> list[str | type[Section]]:
     """The core's option sections, then those that installed plugins and ``plugins`` declare. Raises PluginError."""
     registry = PluginRegistry.from_flags(plugins)
     sections: list[str | type[Section]] = list(CORE_SECTIONS)
-    for declared in reversed(registry.hook.buffer_rl_add_options()):  # pluggy: the last registered comes first
+    hook = "buffer_rl_add_options"
+    for name, declared in reversed(registry.call_hook(hook)):  # pluggy: the last registered comes first
+        if not isinstance(declared, Sequence) or isinstance(declared, str) or not all(map(_is_section, declared)):
+            expected = "a list of subclasses of buffer_rl.config.Section, or of 'module:Class'"
+            raise returned("plugin", name, declared, expected, at=hook)
         sections.extend(declared)
     return sections
+
+
+def _is_section(declared: object) -> bool:
+    return isinstance(declared, str) or (isinstance(declared, type) and issubclass(declared, Section))
 
 
 def locate_plugins(resolved: Resolved, registry: PluginRegistry) -> list[PluginUse]:
@@ -176,7 +151,8 @@ def read_data(args: Any, registry: PluginRegistry) -> list[DataFile]:
     Raises DataError.
     """
     files = []
-    for path, dataset in zip(args.prompt_data or (), read_sources(args), strict=True):
+    own = args.data_source_path is not None  # the user's data source reads --prompt-data, in its own way
+    for path, dataset in () if own else zip(args.prompt_data or (), read_sources(args), strict=True):
         if args.custom_rm_path is None:
             check_row_rewards(dataset, registry)
         files.append(DataFile(use="train", path=path, num_rows=len(dataset), source_hash=dataset.source_hash))
@@ -211,13 +187,11 @@ def check_reward_name(name: str, whose: str, where: str, registry: PluginRegistr
         raise DataError(f"rm_type {name!r} in {whose}: {error.what}", where=where, hint=error.hint) from error
 
 
-def _launch(args: Any, registry: PluginRegistry) -> int:
+def _launch(args: Any, registry: PluginRegistry, data: Sequence[Mapping[str, Any]]) -> int:
     from buffer_rl.driver.launch import launch_training
     from buffer_rl.observe.summary import run_report
 
-    for name in ("run_dir", "save"):
-        if getattr(args, name) is not None:
-            make_folder(flag_of(name), Path(getattr(args, name)))
-    launch_training(args, registry)
+    make_folders(args)
+    launch_training(args, registry, data)
     run_report(args.run_dir)
     return 0

@@ -12,5 +12,10 @@ class WeightOptions(Section):
 
     heading: ClassVar[str] = "Weights"
 
-    weight_sync_mode: str = option("disk", "weight transport", kind="weight_transport")
+    weight_sync_mode: str = option(
+        "disk", "weight transport: disk, or tensor (through the memory of one machine)", kind="weight_transport"
+    )
     update_weights_timeout_s: float = option(600.0, "deadline of one publication, in seconds", gt=0)
+    check_weight_update_equal: bool = option(
+        False, "after each publication compare the checksums of the weights that the engines serve"
+    )

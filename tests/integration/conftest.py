@@ -79,8 +79,10 @@ def train(ray_cluster: None) -> Callable[[Any], Any]:
 
 @pytest.fixture(scope="session")
 def whole_run(train: Callable[[Any], Any], task: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The options of a deterministic run of four steps that has ended; its learning rate falls along a cosine."""
+    """The options of a deterministic run of four steps that has ended, and was saved at the end; its learning rate
+    falls along a cosine."""
     schedule = {"lr_decay_style": "cosine", "lr_decay_iters": 4}
-    args = options_of(task, tmp_path_factory.mktemp("whole"), deterministic=True, num_rollout=4, **schedule)
+    folder = tmp_path_factory.mktemp("whole")
+    args = options_of(task, folder, deterministic=True, num_rollout=4, save=str(folder / "saves"), **schedule)
     train(args)
     return args

@@ -67,20 +67,31 @@ from buffer_rl.hookspecs import hookimpl
 
 class Notes:
     @hookimpl
-    def buffer_rl_configure(self, config):
-        self.file = pathlib.Path(config.run_dir) / "notes"
+    def buffer_rl_provide(self, kind):
+        return {"noted": lambda args, sample: float(sample.response.count("a"))} if kind == "reward" else {}
 
     @hookimpl
-    def buffer_rl_on_rollout_end(self, rollout_id, evaluation):
+    def buffer_rl_add_options(self):
+        raise AssertionError("the options are there already")
+
+    @hookimpl
+    def buffer_rl_configure(self, config):
+        self.file = pathlib.Path(config.run_dir) / "notes"
+        self.note("configured for", config.num_rollout)
+
+    @hookimpl
+    def buffer_rl_on_rollout_end(self, rollout_id, evaluation, metrics):
+        assert metrics["eval/held" if evaluation else "rollout/raw_reward"] >= 0
         self.note("eval" if evaluation else "rollout", rollout_id)
 
     @hookimpl
-    def buffer_rl_on_train_step(self, step, metrics):
+    def buffer_rl_on_train_step(self, rollout_id, step, metrics):
         assert metrics["train/grad_norm"] > 0
-        self.note("step", step)
+        self.note("step", step, "on", rollout_id)
 
     @hookimpl
-    def buffer_rl_on_weight_update(self, version):
+    def buffer_rl_on_weight_update(self, version, metrics):
+        assert all(isinstance(value, float) for value in metrics.values())
         self.note("weights", version)
 
     def note(self, *words):
@@ -96,7 +107,7 @@ def test_a_run_trains_evaluates_calls_hooks_and_leaves_a_model_that_transformers
 ) -> None:
     before = running()
     (tmp_path / "notes.py").write_text(HOOKS)
-    args = make_options(plugin=[f"{tmp_path / 'notes.py'}:notes"])
+    args = make_options(plugin=[f"{tmp_path / 'notes.py'}:notes"], custom_rm_path=None, rm_type="noted")
     result = train(args)
     assert result.steps == 3
     assert no_others_than(before)
@@ -112,8 +123,8 @@ def test_a_run_trains_evaluates_calls_hooks_and_leaves_a_model_that_transformers
     assert AutoTokenizer.from_pretrained(folder).decode([3, 4]) == "ab"
     assert not equal_weights(folder, task / "model")
     notes = (Path(args.run_dir) / "notes").read_text().split("\n")[:-1]
-    steps = [[f"rollout {r}", f"step {r + 1}", f"weights {r + 1}"] for r in range(3)]
-    assert notes == ["eval 0", *steps[0], *steps[1], "eval 2", *steps[2], "eval 3"]
+    steps = [[f"rollout {r}", f"step {r + 1} on {r}", f"weights {r + 1}"] for r in range(3)]
+    assert notes == ["configured for 3", "eval 0", *steps[0], *steps[1], "eval 2", *steps[2], "eval 3"]
 
 
 SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 4}

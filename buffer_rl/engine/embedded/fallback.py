@@ -6,7 +6,7 @@ key-value shape, and that it takes a four-dimensional attention mask and positio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ class FallbackDecoder:
     def load(self, module: Any) -> None:
         """Take the weights of ``module``, a model of the same sizes."""
         self.module = module
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the forward pass reads, under the module's names."""
+        yield from self.module.state_dict().items()
 
     @staticmethod
     @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,29 +32,40 @@ def load_module(path: str, device: str, dtype: str) -> Any:
     """The causal language model in ``path``, in evaluation mode. Raises EngineError if it is not there, cannot be
     read, or lacks weights (which ``transformers`` alone would fill with random numbers)."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
     if not Path(path, "config.json").is_file():
         raise EngineError("no model folder (config.json is missing)", where=path)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    module, info = _loaded(lambda: load(path, local_files_only=True, **_how(dtype)), path)
+    _require_none(sorted(info["missing_keys"]), "missing", path)
+    return _prepared(module, device)
+
+
+def _how(dtype: str) -> dict[str, Any]:
+    return {"dtype": DTYPES[dtype], "output_loading_info": True}
+
+
+def _loaded(load: Callable[[], Any], where: str) -> Any:
+    from transformers.utils import logging as transformers_logging
+
     quiet: Any = transformers_logging.disable_progress_bar  # a log file is no place for one
     quiet()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[dtype], output_loading_info=True, local_files_only=True
-        )
+        module, info = load()
     except Exception as error:  # fault boundary: many libraries raise many types while reading a model
-        raise EngineError(f"cannot load the model: {error}", where=path) from error
-    module, info = loaded
-    missing = sorted(info["missing_keys"])
-    if missing or info["mismatched_keys"]:
-        wrong = missing or sorted(str(key) for key in info["mismatched_keys"])
-        raise EngineError(
-            f"weights are missing or of the wrong shape: {', '.join(map(str, wrong[:5]))}"
-            + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""),
-            where=path,
-        )
-    module.to(device).eval().requires_grad_(False)
-    return module
+        raise EngineError(f"cannot load the model: {error}", where=where) from error
+    _require_none(sorted(str(key) for key in info["mismatched_keys"]), "of the wrong shape", where)
+    return module, info
+
+
+def _require_none(names: list[str], what: str, where: str) -> None:
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise EngineError(f"weights are {what}: {', '.join(names[:5])}{more}", where=where)
+
+
+def _prepared(module: Any, device: str) -> Any:
+    return module.to(device).eval().requires_grad_(False)
 
 
 def context_limit(config: Any, asked: int | None) -> int:
@@ -83,6 +95,7 @@ class LoadedModel:
             except UnsupportedModelError as error:
                 raise EngineError(str(error), where=options.model_path) from error
         self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        self._module_class: Any = type(module)
 
     def replace_weights(self, path: str) -> None:
         """Take the weights in ``path``. Raises EngineError, with the old weights still in place, if they cannot be
@@ -97,6 +110,20 @@ class LoadedModel:
                 expected=f"the names and shapes of {self.options.model_path}",
             )
         self.decoder.load(module)
+
+    def replace_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take weights under the names of a Hugging Face checkpoint, all of them. Raises EngineError, with the old
+        weights still in place, if a tensor is missing, unknown or of the wrong shape."""
+        where = "the tensors of the update"
+        wrong = [n for n, tensor in tensors.items() if self._shapes.get(n, tensor.shape) != tuple(tensor.shape)]
+        _require_none(sorted(wrong), "of the wrong shape", where)
+        how = _how(self.options.dtype)
+        module, info = _loaded(
+            lambda: self._module_class.from_pretrained(None, config=self.config, state_dict=dict(tensors), **how), where
+        )
+        _require_none(sorted(info["missing_keys"]), "missing", where)
+        _require_none(sorted(info["unexpected_keys"]), "of another model", where)
+        self.decoder.load(_prepared(module, self.options.device))
 
 
 def load_tokenizer(path: str) -> Any | None:

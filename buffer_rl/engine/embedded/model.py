@@ -10,8 +10,8 @@ L positions, V vocabulary padded to a multiple of 128, P prompts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -84,8 +84,16 @@ class FastDecoder:
         )
 
     def load(self, module: Any) -> None:
-        """Take the weights of ``module``, a model of the same sizes."""
+        """Take the weights of ``module``, a model of the same sizes; all of them or, if it fails, none."""
         self._prepare(module)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the forward pass reads, under names of its own: prepared tensors have no Hugging Face name."""
+        yield from (("embed", self.embed), ("head", self.head))
+        for index, layer in enumerate(self.layers):
+            for part in fields(layer):
+                if (tensor := getattr(layer, part.name)) is not None:
+                    yield f"layers.{index}.{part.name}", tensor
 
     # ------------------------------------------------------------------ weights
 
@@ -96,18 +104,17 @@ class FastDecoder:
     @torch.inference_mode()
     def _prepare(self, module: Any) -> None:
         body, shape = module.model, self.shape
-        self.embed = body.embed_tokens.weight.detach().clone()
-        self.layers = [self._prepare_layer(layer) for layer in body.layers]
-        padding = torch.zeros(
-            (-self.vocab_size % VOCAB_BLOCK, self.embed.shape[1]), dtype=shape.dtype, device=shape.device
-        )
-        self.head = self._fold([module.lm_head.weight, padding], body.norm.weight)
+        embed = body.embed_tokens.weight.detach().clone()
+        layers = [self._prepare_layer(layer) for layer in body.layers]
+        padding = torch.zeros((-self.vocab_size % VOCAB_BLOCK, embed.shape[1]), dtype=shape.dtype, device=shape.device)
+        head = self._fold([module.lm_head.weight, padding], body.norm.weight)
         rotary = body.rotary_emb
         positions = torch.arange(shape.context_length + 1, dtype=torch.float32, device=shape.device)
         angles = positions[:, None] * rotary.inv_freq.float().to(shape.device)
         cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
-        self.cos = torch.cat((cos, cos), dim=-1).to(shape.dtype)
-        self.sin = torch.cat((-sin, sin), dim=-1).to(shape.dtype)  # signed, for a plain swap of the halves
+        cos = torch.cat((cos, cos), dim=-1).to(shape.dtype)
+        sin = torch.cat((-sin, sin), dim=-1).to(shape.dtype)  # signed, for a plain swap of the halves
+        self.embed, self.layers, self.head, self.cos, self.sin = embed, layers, head, cos, sin
 
     def _prepare_layer(self, layer: Any) -> _Layer:
         attention, mlp, shape = layer.self_attn, layer.mlp, self.shape

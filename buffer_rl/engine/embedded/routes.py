@@ -48,6 +48,10 @@ def build_app(service: EngineService) -> Starlette:
         (("/pause_generation",), handlers.pause_generation, ["POST"]),
         (("/continue_generation",), handlers.continue_generation, ["POST"]),
         (("/update_weights_from_disk",), handlers.update_weights_from_disk, ["POST"]),
+        (("/begin_weight_update",), handlers.begin_weight_update, ["POST"]),
+        (("/update_weights_from_tensor",), handlers.update_weights_from_tensor, ["POST"]),
+        (("/end_weight_update",), handlers.end_weight_update, ["POST"]),
+        (("/weights_checker",), handlers.weights_checker, ["POST"]),
     ]
     routes = [Route(path, endpoint, methods=methods) for paths, endpoint, methods in table for path in paths]
     return Starlette(routes=routes, lifespan=lifespan)
@@ -170,11 +174,9 @@ class _Handlers:
     async def update_weights_from_disk(self, request: HttpRequest) -> Response:
         async def run() -> Response:
             body = await _object(request)
-            path, version = body.get("model_path"), body.get("weight_version")
+            path, version = body.get("model_path"), _weight_version(body)
             if not isinstance(path, str) or not path:
                 raise BadRequestError("'model_path' must be a folder")
-            if version is not None and not isinstance(version, str):
-                raise BadRequestError("'weight_version' must be a string")
             held = await self.service.update_weights(
                 path,
                 version,
@@ -186,6 +188,52 @@ class _Handlers:
             )
 
         return await _answering_errors(run, _update_failed)
+
+    async def begin_weight_update(self, request: HttpRequest) -> Response:
+        async def run() -> Response:
+            self.service.staged.begin((await _object(request)).get("selector", "all"))
+            return json_response({"success": True, "message": "Weight update begun."})
+
+        return await _answering_errors(run, _failed)
+
+    async def update_weights_from_tensor(self, request: HttpRequest) -> Response:
+        async def run() -> Response:
+            body = await _object(request)
+            self.service.staged.add(
+                body.get("serialized_named_tensors"),
+                body.get("load_format"),
+                _weight_version(body),
+                flush_cache=bool(body.get("flush_cache", True)),
+            )
+            return json_response({"success": True, "message": "Staged until the end of the update."})
+
+        return await _answering_errors(run, _failed)
+
+    async def end_weight_update(self, _: HttpRequest) -> Response:
+        async def run() -> Response:
+            await self.service.end_weight_update()
+            return json_response({"success": True, "message": "Succeeded to update model weights."})
+
+        return await _answering_errors(run, _failed)
+
+    async def weights_checker(self, request: HttpRequest) -> Response:
+        async def run() -> Response:
+            if (action := (await _object(request)).get("action")) != "checksum":
+                raise BadRequestError(f"unknown action {action!r}; known: checksum")
+            return json_response(await self.service.checksums())
+
+        return await _answering_errors(run, _failed)
+
+
+def _weight_version(body: dict[str, Any]) -> str | None:
+    version = body.get("weight_version")
+    if version is not None and not isinstance(version, str):
+        raise BadRequestError("'weight_version' must be a string")
+    return version
+
+
+def _failed(message: str) -> Any:
+    return {"success": False, "message": message}
 
 
 def _update_failed(message: str) -> Any:

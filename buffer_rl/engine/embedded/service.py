@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Callable
 from typing import Any
 
+from buffer_rl.engine.embedded.checksum import checksum_answer
 from buffer_rl.engine.embedded.engine_thread import EngineThread
 from buffer_rl.engine.embedded.loader import LoadedModel
 from buffer_rl.engine.embedded.protocol import BadRequestError, GenerateCall, Limits, parse_generate
 from buffer_rl.engine.embedded.request import Request
 from buffer_rl.engine.embedded.scheduler import Scheduler
 from buffer_rl.engine.embedded.text import TextCodec
+from buffer_rl.engine.embedded.weight_update import StagedUpdate
 from buffer_rl.errors import EngineError
 
 PAUSE_MODES = ("abort", "in_place", "retract")
@@ -61,6 +64,7 @@ class EngineService:
             has_tokenizer=tokenizer is not None,
         )
         self.on_failure: Callable[[], None] = lambda: None
+        self.staged = StagedUpdate()
         self._in_flight: dict[str, _InFlight] = {}
         self._thread = EngineThread(self.scheduler, on_finished=self._finished, on_failure=self._failed)
 
@@ -141,7 +145,8 @@ class EngineService:
         await self._thread.call(run)
 
     async def resume(self) -> None:
-        """End a pause."""
+        """End a pause. An update that was begun and not ended is given up: its sender has failed."""
+        self.staged.discard()
         await self._thread.call(self.scheduler.resume)
 
     async def flush(self) -> bool:
@@ -157,13 +162,7 @@ class EngineService:
 
         def run() -> int:
             held = self.scheduler.num_running + self.scheduler.num_waiting
-            if flush_cache and self.scheduler.paused and self.scheduler.num_running:
-                raise EngineError(
-                    "cannot flush the cache: requests are paused in place",
-                    hint="pause with mode 'retract', or update with flush_cache false",
-                )
-            self.model.replace_weights(path)
-            self.scheduler.weights_changed(self.scheduler.version if version is None else version)
+            self._take(lambda: self.model.replace_weights(path), version, flush_cache)
             self.model_path = path
             return held if self.scheduler.paused else 0
 
@@ -171,7 +170,42 @@ class EngineService:
             await self.abort(everything=True)
         return int(await self._thread.call(run, when_drained=True))
 
+    async def end_weight_update(self) -> None:
+        """Take the weights that were staged, all at once.
+
+        An engine that is not paused finishes its running requests first. Raises EngineError, with nothing changed,
+        if no update is under way, or in the cases of ``update_weights``.
+        """
+        tensors, version, flush_cache = self.staged.finish()
+
+        def run() -> None:
+            try:
+                self._take(lambda: self.model.replace_tensors(tensors), version, flush_cache)
+            finally:
+                tensors.clear()
+
+        await self._thread.call(run, when_drained=True)
+
+    def _take(self, replace: Callable[[], None], version: str | None, flush_cache: bool) -> None:
+        """In the engine thread: new weights under a new name, or the old ones under the old."""
+        if flush_cache and self.scheduler.paused and self.scheduler.num_running:
+            raise EngineError(
+                "cannot flush the cache: requests are paused in place",
+                hint="pause with mode 'retract', or update with flush_cache false",
+            )
+        try:
+            replace()
+        except EngineError as error:
+            _forget_frames(error)
+            raise
+        self.scheduler.weights_changed(self.scheduler.version if version is None else version)
+
     # ------------------------------------------------------------------ information
+
+    async def checksums(self) -> dict[str, Any]:
+        """Checksums of the weights that are served now (see ``buffer_rl.engine.embedded.checksum``)."""
+        answer: dict[str, Any] = await self._thread.call(lambda: checksum_answer(self.model.decoder.named_weights()))
+        return answer
 
     def model_info(self) -> dict[str, Any]:
         """SGLang's ``/model_info``."""
@@ -206,3 +240,10 @@ class EngineService:
             "tp_size": 1,
             "dp_size": 1,
         }
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """The frames of a failed load hold a whole model, which would live until the garbage collector finds them."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

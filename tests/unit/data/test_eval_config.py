@@ -19,6 +19,7 @@ datasets:
     path: ${here}/rows.jsonl
     temperature: 1e-1
     top_p: 0.9
+    min_p: 0.05
     top_k: 20
     max_response_len: 64
     stop: ["\\n"]
@@ -43,6 +44,7 @@ def test_each_set_has_its_own_options_and_the_defaults(tmp_path: Path) -> None:
     assert aime.sampling_params() == {
         "temperature": 0.1,
         "top_p": 0.9,
+        "min_p": 0.05,
         "top_k": 20,
         "max_new_tokens": 64,
         "stop": ["\n"],

@@ -136,8 +136,8 @@ def test_files_without_rows_are_refused(tmp_path: Path) -> None:
     assert "the file has no rows" in refusal(str(tmp_path / "empty.jsonl"))
     assert "no such file" in refusal(str(tmp_path / "absent.jsonl"))
     (tmp_path / "folder.parquet").mkdir()
-    for folder in (tmp_path, tmp_path / "folder.parquet"):
-        assert "the folder was not written by Dataset.save_to_disk" in refusal(str(folder))
+    assert "there are no data files in the folder" in refusal(str(tmp_path / "folder.parquet"))
+    assert "none of the 2 files has rows" in refusal(str(tmp_path))
 
 
 def test_an_empty_slice_is_refused(tmp_path: Path) -> None:

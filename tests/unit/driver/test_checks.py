@@ -33,6 +33,8 @@ def check(**changes: Any) -> None:
         {},
         {"num_rollout": None, "num_epoch": 1},
         {"num_rollout": 0},
+        {"prompt_data": None, "data_source_path": "mine:Source"},
+        {"prompt_data_weights": [1.0, 2.0], "data_source_path": "mine:Source"},
         {"custom_rm_path": "my_reward:score"},
         {"rm_type": None, "custom_rm_path": "my_reward:score"},
         {"rm_type": None, "loss_type": "sft_loss"},
@@ -50,7 +52,7 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
     ("changes", "words"),
     [
         ({"hf_checkpoint": None}, ["--hf-checkpoint"]),
-        ({"prompt_data": None}, ["--prompt-data"]),
+        ({"prompt_data": None}, ["--prompt-data", "--data-source-path"]),
         ({"num_rollout": None}, ["--num-rollout", "--num-epoch"]),
         ({"num_epoch": 2}, ["given twice", "3 rollouts and 2 epochs"]),
         ({"rm_type": None}, ["--rm-type", "--custom-rm-path"]),
@@ -62,6 +64,9 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ({"early_stop": "dev>=1"}, ["is of no evaluation set"]),
         ({"eval_interval": None}, ["--early-stop", "--eval-interval"]),
         ({"save": None}, ["--save-interval", "--save PATH"]),
+        ({"rollout_batch_size": 4, "over_sampling_batch_size": 3}, ["3 groups in flight", "at least 4"]),
+        ({"mask_offpolicy_in_partial_rollout": True}, ["no older tokens to mask", "add --partial-rollout"]),
+        ({"partial_rollout": True}, ["--partial-rollout: ", "older weights", "--mask-offpolicy-in-partial-rollout"]),
     ],
 )
 def test_options_that_contradict_each_other_are_named(changes: dict[str, Any], words: list[str]) -> None:
@@ -69,6 +74,15 @@ def test_options_that_contradict_each_other_are_named(changes: dict[str, Any], w
         check(**changes)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_over_sampled_and_masked_partial_rollouts_are_accepted() -> None:
+    check(
+        rollout_batch_size=4,
+        over_sampling_batch_size=4,
+        partial_rollout=True,
+        mask_offpolicy_in_partial_rollout=True,
+    )
 
 
 @pytest.mark.parametrize(

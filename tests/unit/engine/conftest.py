@@ -50,6 +50,8 @@ def engine_args(model_folder: Callable[..., str]) -> Callable[..., Any]:
             "engine_max_running_requests": 16,
             "engine_context_length": None,
             "engine_start_timeout_s": 120.0,
+            "engine_max_restarts": 2,
+            "update_weights_timeout_s": 60.0,
             "generate_timeout_s": 60.0,
             "deterministic": True,
         }

@@ -6,8 +6,11 @@ import asyncio
 import socket
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from buffer_rl.engine.client import EngineClient, EngineControlClient, parse_answer
+from buffer_rl.engine.answer import parse_answer
+from buffer_rl.engine.client import EngineClient, EngineControlClient
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.types import Status, VersionSpan
@@ -121,6 +124,61 @@ async def test_one_dead_engine_among_living_ones_is_named():
                 await client.health()
     assert dead in str(caught.value)
     assert engine.url not in str(caught.value)
+
+
+async def test_an_abort_passes_over_an_engine_out_of_reach_and_reaches_the_others():
+    with FakeEngine() as engine:
+        async with EngineClient("", [closed_url(), engine.url]) as client:
+            await client.abort(["a", "b"])
+            await client.abort()
+    assert engine.log.aborted == [{"rid": "a"}, {"rid": "b"}, {"abort_all": True}]
+
+
+async def test_an_abort_that_an_engine_refuses_is_an_error():
+    with FakeEngine() as engine:
+        async with EngineClient("", [f"{engine.url}/nowhere"]) as client:
+            with pytest.raises(EngineError, match="HTTP 404"):
+                await client.abort()
+
+
+async def test_without_engines_of_its_own_a_client_asks_the_router_for_them_each_time():
+    listed: list[str] = []
+
+    async def workers(request):
+        return web.json_response({"workers": [{"id": url, "url": url} for url in listed]})
+
+    app = web.Application()
+    app.router.add_get("/workers", workers)
+    with FakeEngine(version=1) as first, FakeEngine(version=2) as second:
+        async with TestServer(app) as router, EngineClient(str(router.make_url("/")), []) as client:
+            listed[:] = [first.url]
+            assert await client.versions() == {first.url: "1"}
+            listed[:] = [second.url]
+            assert await client.versions() == {second.url: "2"}
+            await client.abort(["r"])
+    assert (first.log.aborted, second.log.aborted) == ([], [{"rid": "r"}])
+
+
+async def test_a_router_that_lists_no_workers_is_an_error():
+    with FakeEngine() as engine:
+        async with EngineClient(engine.url, []) as client:
+            with pytest.raises(EngineError, match="HTTP 404"):
+                await client.versions()
+
+
+async def test_engines_that_have_died_do_not_fail_a_call_that_another_one_answers():
+    dead = closed_url()
+    with FakeEngine(version=3) as engine:
+        async with EngineClient("", [engine.url, dead], is_gone=lambda url: url == dead) as client:
+            assert await client.versions() == {engine.url: "3"}
+            await client.pause()
+        async with EngineClient("", [engine.url, dead], is_gone=lambda url: False) as client:
+            with pytest.raises(EngineError) as caught:
+                await client.pause()
+        assert dead in str(caught.value)
+        async with EngineClient("", [dead], is_gone=lambda url: True) as client:
+            with pytest.raises(EngineError):
+                await client.pause()
 
 
 def test_synchronous_control_works_without_and_within_an_event_loop():

@@ -36,7 +36,7 @@ def wait_until(condition, what, timeout_s=30.0):
 
 
 def pids_of(fleet):
-    return [engine.process.pid for engine in fleet._engines] + ([fleet._router.pid] if fleet._router else [])
+    return [engine.process.pid for engine in fleet.engines] + ([fleet.router.pid] if fleet.router else [])
 
 
 def group_members(leader):
@@ -80,8 +80,8 @@ def test_two_engines_behind_the_router_share_the_work_and_end_without_a_trace(en
 def test_a_dead_engine_is_named_with_its_log(engine_args, tmp_path):
     with EngineFleet(engine_args(), str(tmp_path), launch) as fleet:
         fleet.wait_ready()
-        os.kill(fleet._engines[0].process.pid, signal.SIGKILL)
-        wait_until(lambda: fleet._engines[0].process.exit_status is not None, "the engine's death")
+        os.kill(fleet.engines[0].process.pid, signal.SIGKILL)
+        wait_until(lambda: fleet.engines[0].process.exit_status is not None, "the engine's death")
         with pytest.raises(EngineError, match=r"embedded engine 0 was killed by signal 9") as caught:
             fleet.check()
         assert "engine_0.log" in str(caught.value)
@@ -146,7 +146,7 @@ from buffer_rl.engine.fleet import EngineFleet
 fleet = EngineFleet(SimpleNamespace(**{vars(engine_args())!r}), {str(tmp_path)!r}, launch)
 fleet.start()
 fleet.wait_ready()
-print(fleet._engines[0].process.pid, fleet._router.pid, flush=True)
+print(fleet.engines[0].process.pid, fleet.router.pid, flush=True)
 time.sleep(600)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

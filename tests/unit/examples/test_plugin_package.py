@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,6 +50,7 @@ def run_yaml(tmp_path: Path) -> str:
     (tmp_path / "model").mkdir()
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+2=", "label": "3"}\n')
     (tmp_path / "run.yaml").write_text(
         "prompt_data: ${here}/train.jsonl\nhf_checkpoint: ${here}/model\nnum_rollout: 1\nlogger: []\n"

@@ -62,6 +62,18 @@ def test_drops_of_the_running_rollout_show_at_once_and_count_once():
     assert "7 zero_std" in _rendered(progress)
 
 
+@pytest.mark.parametrize(("mode", "shown"), [("plain", True), ("rich", True), ("none", False)])
+def test_a_notice_from_any_thread_stays_on_the_screen(mode, shown):
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=mode == "rich")
+    with Progress(mode, 10, "run", console=console) as progress:
+        thread = threading.Thread(target=progress.notice, args=("engine [1] was lost",))
+        thread.start()
+        thread.join()
+        progress.phase("train")
+    assert ("engine [1] was lost" in out.getvalue()) is shown
+
+
 def test_mode_none_writes_nothing():
     console = _console(terminal=True)
     with Progress("none", 10, "my run", console=console) as progress:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from buffer_rl.config import compose, flag_of, plugin_kind_of
+from buffer_rl.data.custom import CustomSource
+from buffer_rl.data.delivery import DeliveryRequest
 from buffer_rl.errors import PluginError
 from buffer_rl.hookspecs import Hooks
 from buffer_rl.kinds import KINDS
+from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.types import Sample
 
@@ -30,20 +35,45 @@ def test_every_kind_has_a_row_with_its_flags_and_arguments() -> None:
             assert re.search(rf"\b{argument}\b", rows[kind.name]), (kind.name, argument)
 
 
-def test_every_hook_is_named() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    for name in dir(Hooks):
-        if name.startswith("buffer_rl_"):
-            assert f"`{name}`" in text
+HOOKS = [name for name in dir(Hooks) if name.startswith("buffer_rl_")]
+
+
+def test_every_hook_has_a_row_with_its_arguments() -> None:
+    rows = {row.split("|")[1].strip(" `"): row for row in PAGE.read_text(encoding="utf-8").splitlines() if "|" in row}
+    for name in HOOKS:
+        arguments = list(inspect.signature(getattr(Hooks, name)).parameters)[1:]
+        assert re.findall(r"`(\w+)`", rows[name].split("|")[2]) == arguments, name
+
+
+def test_every_hook_is_called_by_the_project_and_in_a_run_of_the_tests() -> None:
+    root = PAGE.parents[1]
+    sources = [path.read_text(encoding="utf-8") for path in (root / "buffer_rl").rglob("*.py")]
+    runs = (root / "tests" / "integration" / "test_training.py").read_text(encoding="utf-8")
+    for name in HOOKS:
+        assert any(f'"{name}"' in source for source in sources), name
+        assert f"def {name}(" in runs, name
+
+
+def test_every_flag_of_a_kind_is_an_option_of_that_kind() -> None:
+    args = compose(CORE_SECTIONS)
+    kinds = {flag_of(name): plugin_kind_of(args, name) for name in args.model_fields}
+    for kind in KINDS.values():
+        for flag in kind.flags:
+            assert kinds[flag] == kind.name
 
 
 def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
-    reward, hooks = blocks("python")
+    reward, source, hooks = blocks("python")
     place.write("my_reward.py", reward)
+    place.write("my_source.py", source)
     place.write("my_hooks.py", hooks)
     registry = PluginRegistry.from_flags(["my_hooks"])
     score = registry.resolve("reward", "my_reward:score")
     assert score(None, Sample(response=" yes", label="yes")) == 1.0
+    options: Any = compose(CORE_SECTIONS)(data_source_path="my_source:Sums", n_samples_per_prompt=2)
+    batch = CustomSource(options, registry).take(DeliveryRequest(number=0, num_groups=2, first_group=0))
+    assert batch is not None
+    assert [[sample.prompt for sample in group] for group in batch.groups] == [["1+1="] * 2, ["2+1="] * 2]
     with pytest.raises(PluginError) as caught:
         registry.locate("reward", "my_reward:scroe")
     assert f"buffer-rl: error: {caught.value}\n" in PAGE.read_text(encoding="utf-8")

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import inspect
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from buffer_rl.config import compose
+from buffer_rl.driver.launch import launch_training
 from buffer_rl.errors import PluginError
 from buffer_rl.hookspecs import Hooks, hookimpl
 from buffer_rl.kinds import KINDS
+from buffer_rl.observe.observer import RunObserver
+from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.verbs.train import sections_of
 
 PLUGIN = """
 from buffer_rl.hookspecs import hookimpl
@@ -141,6 +147,76 @@ def test_two_distributions_that_offer_one_plugin_are_both_named(place: Any) -> N
     assert "first-party" in error
     assert "second-party" in error
     assert PluginRegistry(blocked=["second-party"]).resolve("reward", "eight")
+
+
+WRONG = """
+from buffer_rl.hookspecs import hookimpl
+class Plug:
+    @hookimpl
+    def {hook}(self):
+        raise KeyError("my bug")
+plug = Plug()
+"""
+
+
+def run_hook(hook: str, registry: PluginRegistry, tmp_path: Path) -> None:
+    """Have the code that calls the hook in a run call it."""
+    args: Any = compose(CORE_SECTIONS)(run_dir=str(tmp_path / "run"), progress="none", logger=[])
+    if hook == "buffer_rl_provide":
+        registry.resolve("reward", "eight")
+    elif hook == "buffer_rl_add_options":
+        sections_of(["./wrong_plug.py:plug"])
+    elif hook == "buffer_rl_configure":
+        launch_training(args, registry)
+    else:
+        with RunObserver(args, registry) as observer:
+            if hook == "buffer_rl_on_rollout_end":
+                observer.rollout_ended(3, False, {"rollout/raw_reward": 0.5}, [])
+            elif hook == "buffer_rl_on_train_step":
+                observer.trained(3, 4, {"train/loss": 0.5})
+            elif hook == "buffer_rl_on_weight_update":
+                observer.published(4, {})
+
+
+@pytest.mark.parametrize("hook", [name for name in dir(Hooks) if name.startswith("buffer_rl_on_")])
+def test_a_lifecycle_hook_gets_what_it_is_promised_from_every_plugin_once(tmp_path: Path, hook: str) -> None:
+    names = list(inspect.signature(getattr(Hooks, hook)).parameters)[1:]
+    seen: list[tuple[str, dict[str, Any]]] = []
+    registry = PluginRegistry()
+    for plugin in ("first", "second"):
+        scope: dict[str, Any] = {"note": lambda facts, plugin=plugin: seen.append((plugin, facts))}
+        exec(f"def {hook}({', '.join(names)}): note(dict(locals()))", scope)
+        registry.manager.register(type("Plugin", (), {hook: staticmethod(hookimpl(scope[hook]))})(), plugin)
+    run_hook(hook, registry, tmp_path)
+    given = {
+        "buffer_rl_on_rollout_end": {"rollout_id": 3, "evaluation": False, "metrics": {"rollout/raw_reward": 0.5}},
+        "buffer_rl_on_train_step": {"rollout_id": 3, "step": 4, "metrics": {"train/loss": 0.5}},
+        "buffer_rl_on_weight_update": {"version": 4, "metrics": {}},
+    }[hook]
+    assert seen == [("second", given), ("first", given)], "pluggy's order: the last registered comes first"
+
+
+@pytest.mark.parametrize("hook", [name for name in dir(Hooks) if name.startswith("buffer_rl_")])
+def test_a_hook_that_raises_is_named_with_its_plugin(place: Any, hook: str, tmp_path: Path) -> None:
+    place.write("wrong_plug.py", WRONG.format(hook=hook))
+    registry = PluginRegistry.from_flags(["./wrong_plug.py:plug"])
+    with pytest.raises(PluginError) as caught:
+        run_hook(hook, registry, tmp_path)
+    message = str(caught.value)
+    assert message.startswith("plugin './wrong_plug.py:plug'")
+    assert hook in message
+    assert "KeyError: 'my bug'" in message
+    if hook != "buffer_rl_provide":
+        assert "wrong_plug.py" in message.partition("Traceback")[2]
+
+
+@pytest.mark.parametrize("answer", ["'plug:Options'", "[int]", "3"])
+def test_options_that_are_no_sections_are_named_with_their_plugin(place: Any, answer: str) -> None:
+    body = f"from buffer_rl.hookspecs import hookimpl\n@hookimpl\ndef buffer_rl_add_options():\n    return {answer}\n"
+    place.write("odd_plug.py", body)
+    with pytest.raises(PluginError, match=r"plugin 'odd_plug', buffer_rl_add_options: it returned") as caught:
+        sections_of(["odd_plug"])
+    assert "expected: a list of subclasses of buffer_rl.config.Section" in str(caught.value)
 
 
 def test_an_object_can_be_a_hook_plugin_of_the_manager() -> None:

@@ -38,7 +38,11 @@ def make_class(kind: str, without: str = "") -> type:
 def test_a_function_with_the_arguments_of_its_kind_is_accepted_and_one_with_fewer_is_not(kind: str) -> None:
     check_contract(kind, make_function(kind))
     with pytest.raises(PluginError, match="it cannot be called with"):
-        check_contract(kind, make_function(kind, drop=2 if kind == "rollout" else 1))
+        check_contract(kind, make_function(kind, drop=2 if kind == "rollout" else 1 + KINDS[kind].optional))
+
+
+def test_an_argument_that_a_kind_calls_optional_may_be_left_out() -> None:
+    check_contract("all_samples_process", make_function("all_samples_process", drop=1))
 
 
 @pytest.mark.parametrize("kind", FUNCTION_KINDS)

@@ -62,11 +62,11 @@ def test_a_buffer_filter_chooses_among_the_headers_in_its_order() -> None:
     ("function", "message"),
     [
         (lambda args, rollout_id, buffer, num: 1 / 0, "ZeroDivisionError"),
-        (lambda args, rollout_id, buffer, num: [GroupUid("s", 0, 0)], "it returned GroupUid"),
-        (lambda args, rollout_id, buffer, num: None, "TypeError"),
+        (lambda args, rollout_id, buffer, num: [GroupUid("s", 0, 0)], "one of its entries is GroupUid"),
+        (lambda args, rollout_id, buffer, num: None, "it returned None"),
     ],
 )
 def test_a_broken_buffer_filter_is_named(function: Any, message: str) -> None:
     with pytest.raises(RolloutError, match=message) as caught:
         choose(function)
-    assert caught.value.where == "buffer filter 'my:filter', rollout 4"
+    assert caught.value.where == "buffer_filter 'my:filter', rollout 4"

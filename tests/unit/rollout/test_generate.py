@@ -121,3 +121,10 @@ def test_request_ids_differ_between_leases_and_are_stable_within_one(kit: Any) -
             assert request_id(sample) == request_id(sample)
             seen.append(request_id(sample))
     assert len(set(seen)) == 4
+
+
+def test_min_p_reaches_the_engine_and_evaluation_may_have_its_own(kit: Any) -> None:
+    args = kit.make_args(rollout_min_p=0.05)
+    assert [sampling_params_for(args, evaluation)["min_p"] for evaluation in (False, True)] == [0.05, 0.05]
+    args = kit.make_args(rollout_min_p=0.05, eval_min_p=0.0)
+    assert [sampling_params_for(args, evaluation)["min_p"] for evaluation in (False, True)] == [0.05, 0.0]

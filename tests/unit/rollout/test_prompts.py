@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.errors import DataError, RolloutError
+from buffer_rl.errors import ConfigError, DataError, RolloutError
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.testing.tiny import make_char_tokenizer
 from buffer_rl.types import Sample
@@ -89,3 +89,52 @@ def test_a_missing_tokenizer_is_named(tmp_path: Any) -> None:
         load_tokenizer(str(tmp_path))
     with pytest.raises(RolloutError, match="not set"):
         load_tokenizer(None)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + TEMPLATE + "{% if think %}<t>{% endif %}"
+)
+
+
+def with_tool_template(**kwargs: Any) -> PromptEncoder:
+    tokenizer = make_char_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    return PromptEncoder(tokenizer, apply_chat_template=True, **kwargs)
+
+
+def test_a_row_s_tools_reach_the_template_and_are_part_of_what_is_cached() -> None:
+    encoder = with_tool_template()
+    for _ in range(2):
+        plain = encoder.encode(Sample(prompt="hi"))
+        tooled = encoder.encode(Sample(prompt="hi", metadata={"tools": TOOLS}))
+        other = [{"type": "function", "function": {"name": "sub"}}]
+        assert encoder.tokenizer.decode(encoder.encode(Sample(prompt="hi", metadata={"tools": other}))).startswith(
+            "[sub]"
+        )
+        assert encoder.tokenizer.decode(plain) == "<user>hi<a>"
+        assert encoder.tokenizer.decode(tooled) == "[add]<user>hi<a>"
+
+
+def test_kwargs_of_the_template_reach_it() -> None:
+    encoder = with_tool_template(template_kwargs={"think": True})
+    assert encoder.tokenizer.decode(encoder.encode(Sample(prompt="hi"))) == "<user>hi<a><t>"
+    encoder = with_tool_template(template_kwargs={"think": False})
+    assert encoder.tokenizer.decode(encoder.encode(Sample(prompt="hi"))) == "<user>hi<a>"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "problem"),
+    [({"tools": []}, "'tools' is set by buffer_rl"), ({"think": "False"}, "think is the text 'False'")],
+)
+def test_kwargs_that_cannot_mean_what_they_say_are_refused(kwargs: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        with_tool_template(template_kwargs=kwargs)
+    assert caught.value.where == "--apply-chat-template-kwargs"
+
+
+def test_tools_that_the_template_cannot_show_name_the_row() -> None:
+    encoder = with_tool_template()
+    encoder.tokenizer.chat_template = "{{ raise_exception('no tools here') if tools else 'x' }}"
+    with pytest.raises(DataError, match="no tools here"):
+        encoder.encode(Sample(prompt="hi", metadata={"tools": TOOLS}))

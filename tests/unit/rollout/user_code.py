@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from buffer_rl.rollout.generate import generate
 from buffer_rl.types import FilterDecision, Sample, SampleGroup, Status
 
 
@@ -197,3 +198,60 @@ def drop_second_samples(args, groups):
 
 def raising_sample_filter(args, groups):
     raise LookupError("no such sample")
+
+
+SEEN_ROLLOUTS: list[Any] = []
+
+
+def sees_all_samples(args: Any, groups: list[SampleGroup]) -> None:
+    SEEN_ROLLOUTS.append([(group.uid.row, [sample.reward for sample in group]) for group in groups])
+    for group in groups:
+        group[0].remove_sample = True
+
+
+async def sees_all_samples_in_slimes_form(args: Any, all_samples: list[SampleGroup], data_source: Any) -> None:
+    SEEN_ROLLOUTS.append((len(all_samples), data_source.get_buffer_length()))
+
+
+def raising_all_samples(args: Any, groups: list[SampleGroup]) -> None:
+    raise OSError("disk full")
+
+
+async def turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Calls the built-in function, and notes what it was given."""
+    sample.metadata["given"] = sample.response_length
+    return await generate(args, sample, sampling_params)
+
+
+async def continuing_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    return await turns(args, sample, sampling_params)
+
+
+continuing_turns.continues_partial = True  # type: ignore[attr-defined]
+
+
+async def deaf_to_aborts(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Without the engine: the first rows never end."""
+    if sample.uid is not None and sample.uid.row < 2:
+        await asyncio.sleep(3600)
+    sample.tokens, sample.response_length, sample.rollout_log_probs = [3, 4], 1, [-1.0]
+    sample.status = Status.COMPLETED
+    return sample
+
+
+async def by_sample_index(args: Any, sample: Sample) -> float:
+    return float(sample.sample_index)
+
+
+HUNG: list[int] = []
+
+
+async def hangs_on_first_row_once(args: Any, sample: Sample) -> float:
+    if sample.uid is not None and sample.uid.row == 0 and len(HUNG) < 2:
+        HUNG.append(0)
+        await asyncio.sleep(3600)
+    return 1.0
+
+
+def keep_positive(args: Any, group: SampleGroup) -> bool:
+    return all(sample.reward > 0 for sample in group)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from buffer_rl.types import Sample  # the one line that differs: slime.utils.types there
 
@@ -110,3 +113,141 @@ def mask_wrong(args, groups: list[list[Sample]]) -> None:
 def centre(args, samples):
     raw = [sample.get_reward_value(args) for sample in samples]
     return raw, [reward - min(raw) for reward in raw]
+
+
+@dataclass
+class EvalOutput:
+    """As slime's RolloutFnEvalOutput."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] | None = None
+
+
+def generate_nested(args, rollout_id, data_source, evaluation=False):
+    groups = data_source.get_samples(args.rollout_batch_size)
+    return TrainOutput(samples=[[asyncio.run(generate_segments(args, s, {})) for s in group] for group in groups])
+
+
+def _evaluated(args, data_source):
+    groups = asyncio.run(_one_rollout(args, data_source))
+    samples = [sample for group in groups for sample in group]
+    truncated = [sample.status == Sample.Status.TRUNCATED for sample in samples]
+    return {"aime": {"rewards": [s.reward for s in samples], "truncated": truncated, "samples": samples}}
+
+
+def eval_rollout(args, rollout_id, data_source, evaluation=False):
+    assert evaluation
+    return _evaluated(args, data_source)
+
+
+def eval_rollout_output(args, rollout_id, data_source, evaluation=False):
+    return EvalOutput(data=_evaluated(args, data_source), metrics={"eval/turns": 3})
+
+
+def eval_own_prompts(args, rollout_id, data_source, evaluation=False):
+    samples = [Sample(index=i, response="x", response_length=4) for i in range(2)]
+    return {"mine": {"rewards": [{"acc": 1.0}, {"acc": 0.0}], "truncated": [True, False], "samples": samples}}
+
+
+def eval_without_rewards(args, rollout_id, data_source, evaluation=False):
+    return {"mine": {"scores": [1.0]}}
+
+
+def eval_with_a_number(args, rollout_id, data_source, evaluation=False):
+    return {"mine": {"rewards": 0.5}}
+
+
+def eval_with_text(args, rollout_id, data_source, evaluation=False):
+    return {"mine": {"rewards": ["good"]}}
+
+
+def take_first(args, rollout_id, buffer, num_samples):
+    count = min(len(buffer), num_samples)
+    taken = buffer[:count]
+    del buffer[:count]
+    return taken
+
+
+def take_best(args, rollout_id, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+    return sorted(buffer, key=lambda group: -max(sample.reward for sample in group))[:num_samples]
+
+
+def take_own(args, rollout_id, buffer, num_samples):
+    return [[Sample(index=0)]]
+
+
+def to_columns(args, samples):
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "rewards": [sample.reward for sample in samples],
+        "raw_reward": [sample.reward for sample in samples],
+        "truncated": [0 for _ in samples],
+        "sample_indices": [sample.index for sample in samples],
+        "loss_masks": [sample.loss_mask for sample in samples],
+    }
+
+
+def read_all(args, samples: list[list[Sample]], data_source) -> None:
+    for group in samples:
+        group[0].metadata["seen"] = len(samples)
+
+
+def log_rollout_data(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool:
+    rollout_extra_metrics["rollout/longest"] = max(sample.response_length for sample in samples)
+    return False
+
+
+def log_eval_rollout_data(rollout_id, args, data, extra_metrics) -> bool:
+    extra_metrics.update({f"eval/{name}/best": max(found["rewards"]) for name, found in data.items()})
+    return False
+
+
+class CountingSource:
+    """As a data source of slime: groups are plain lists, samples without a uid, save and load by rollout."""
+
+    def __init__(self, args):
+        self.args = args
+        self.sample_offset = 0
+        self.sample_index = 0
+        self.metadata = {}
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        groups = []
+        for offset in range(self.sample_offset, self.sample_offset + num_samples):
+            prompt = Sample(prompt=f"{offset}+1=", label=str(offset + 1), metadata={"offset": offset})
+            group = []
+            for _ in range(self.args.n_samples_per_prompt):
+                sample = copy.deepcopy(prompt)
+                sample.group_index = offset
+                sample.index = self.sample_index
+                self.sample_index += 1
+                group.append(sample)
+            groups.append(group)
+        self.sample_offset += num_samples
+        return groups
+
+    def add_samples(self, samples: list[list[Sample]]):
+        raise RuntimeError("This is a read-only data source.")
+
+    def save(self, rollout_id):
+        state = {"sample_offset": self.sample_offset, "sample_index": self.sample_index, "metadata": self.metadata}
+        torch.save(state, rollout_id)
+
+    def load(self, rollout_id=None):
+        state = torch.load(rollout_id)
+        self.sample_offset = state["sample_offset"]
+        self.sample_index = state["sample_index"]
+        self.metadata = state["metadata"]
+
+    def __len__(self) -> int:
+        return 100
+
+
+class SavesElsewhere(CountingSource):
+    """Puts its state where slime's own sources put it, which is no file that could be saved with a batch."""
+
+    def save(self, rollout_id):
+        path = os.path.join(self.args.run_dir, f"rollout/state_{rollout_id}.pt")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        torch.save({"sample_offset": self.sample_offset}, path)

@@ -16,10 +16,12 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
+from buffer_rl.rollout.filtering import choose_queued
+from buffer_rl.rollout.log_functions import LogFunctions
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.types import GroupUid, RolloutOutput, Sample, SampleGroup, Ticket
+from buffer_rl.types import GroupUid, QueueHeader, RolloutOutput, Sample, SampleGroup, Ticket
 
 FILE = Path(__file__).with_name("slime_style.py")
 
@@ -40,11 +42,13 @@ def make_groups(count: int) -> list[SampleGroup]:
     return groups
 
 
-async def run(rollout: str | None = None, *, wanted: int = 2, **options: Any) -> tuple[FakeBuffer, RolloutOutput, Any]:
+async def run(
+    rollout: str | None = None, *, wanted: int = 2, evaluation: bool = False, **options: Any
+) -> tuple[FakeBuffer, RolloutOutput, Any]:
     """One rollout; the buffer, the output, and the options."""
     defaults = {"rollout_batch_size": 2, "custom_generate_function_path": ref("custom_generate")}
     args = compose(CORE_SECTIONS)(**{**defaults, "custom_rm_path": ref("reward_func"), **options})
-    ticket = Ticket(rollout_id=5, evaluation=False, num_groups=wanted, version=5, incarnation="inc")
+    ticket = Ticket(rollout_id=5, evaluation=evaluation, num_groups=wanted, version=5, incarnation="inc")
     buffer = FakeBuffer(make_groups(4), ticket)
     registry = PluginRegistry()
     function: Callable[..., Any] = registry.resolve("rollout", ref(rollout)) if rollout else DefaultRollout(args)
@@ -93,6 +97,90 @@ async def test_a_rollout_function_may_return_plain_lists_of_samples(name: str) -
     assert {(group.attempt, group.incarnation) for group in buffer.finished} == {(4, "inc")}
     assert [[sample.reward for sample in group] for group in buffer.finished] == [[0.0, 1.0]] * 2
     assert output.metrics == ({"turns": 2.0} if name.endswith("keyword_only") else {})
+
+
+async def test_the_parts_of_a_sample_may_be_a_list_in_its_place() -> None:
+    buffer, _, args = await run("generate_nested")
+    row_ids, columns = GroupConverter.from_args(args, PluginRegistry()).encode(buffer.finished[1], False)
+    assert [(row.uid.row, row.sample_index, row.part) for row in row_ids] == [(1, i, n) for i in (0, 1) for n in (0, 1)]
+    assert columns["response_length"].tolist() == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["eval_rollout", "eval_rollout_output"])
+async def test_an_evaluation_may_return_rewards_by_data_set(name: str) -> None:
+    buffer, output, _ = await run(name, evaluation=True)
+    means = {"eval/aime": 0.5, "eval/aime/truncated": 0.0, "eval/aime/response_len": 3.0}
+    assert output.metrics == (means | {"eval/turns": 3.0} if name.endswith("output") else means)
+    assert [group.uid.row for group in buffer.finished] == [0, 1]
+    assert {(group.attempt, group.incarnation) for group in buffer.finished} == {(4, "inc")}
+
+
+async def test_an_evaluation_may_have_prompts_of_its_own() -> None:
+    buffer, output, _ = await run("eval_own_prompts", evaluation=True, reward_key="acc")
+    assert output.metrics == {"eval/mine": 0.5, "eval/mine/truncated": 0.5, "eval/mine/response_len": 4.0}
+    assert buffer.finished == []
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("eval_without_rewards", "it returned {'scores': [1.0]}"),
+        ("eval_with_a_number", "rewards is 0.5"),
+        ("eval_with_text", "the reward is 'good'"),
+        ("eval_own_prompts", "--reward-key names none"),
+    ],
+)
+async def test_an_evaluation_that_says_something_else_names_the_data_set(name: str, problem: str) -> None:
+    with pytest.raises(RolloutError) as caught:
+        await run(name, evaluation=True)
+    assert caught.value.where == f"train_5, {name}, data set 'mine'"
+    assert problem in str(caught.value)
+    assert "expected: {data set: {'rewards': [a number a sample]" in str(caught.value)
+
+
+async def test_a_mapping_is_no_training_rollout() -> None:
+    with pytest.raises(RolloutError, match=r"the rollout function returned \{'mine'"):
+        await run("eval_own_prompts")
+
+
+def test_a_buffer_filter_that_looks_at_no_sample_runs() -> None:
+    headers = [QueueHeader(uid=GroupUid("s", row, 0), admitted=row, prompt_length=1) for row in range(3)]
+    function = PluginRegistry().resolve("buffer_filter", ref("take_first"))
+    assert choose_queued(function, "take_first", None, 0, headers, 2) == [header.uid for header in headers[:2]]
+    assert len(headers) == 3, "nothing is removed from the queue"
+
+
+@pytest.mark.parametrize("name", ["take_best", "take_own"])
+def test_a_buffer_filter_that_looks_at_samples_is_told_what_it_gets(name: str) -> None:
+    headers = [QueueHeader(uid=GroupUid("s", row, 0), admitted=row, prompt_length=1) for row in range(3)]
+    function = PluginRegistry().resolve("buffer_filter", ref(name))
+    with pytest.raises(RolloutError) as caught:
+        choose_queued(function, name, None, 0, headers, 2)
+    assert caught.value.where == f"buffer_filter {name!r}, rollout 0"
+    assert "expected: a list of some of the headers (buffer_rl.types.QueueHeader)" in str(caught.value)
+
+
+async def test_a_conversion_with_plural_names_is_told_the_right_ones() -> None:
+    buffer, _, args = await run(custom_convert_samples_to_train_data_path=ref("to_columns"))
+    with pytest.raises(RolloutError) as caught:
+        GroupConverter.from_args(args, PluginRegistry()).encode(buffer.finished[0], False)
+    message = str(caught.value)
+    assert "samples_to_train_data" in caught.value.where
+    assert "it returned a dict of tokens, response_lengths, rewards" in message
+    assert "hint: the names are response_length, loss_mask and reward, not their plurals" in message
+
+
+async def test_a_function_sees_all_samples_and_log_functions_run() -> None:
+    paths = {
+        "custom_rollout_log_function_path": ref("log_rollout_data"),
+        "custom_eval_rollout_log_function_path": ref("log_eval_rollout_data"),
+    }
+    buffer, _, args = await run(rollout_all_samples_process_path=ref("read_all"), **paths)
+    assert [group[0].metadata["seen"] for group in buffer.finished] == [2, 2]
+    functions = LogFunctions(args, PluginRegistry())
+    assert await functions.metrics(buffer.ticket, buffer.finished, {}, 1.0) == {"rollout/longest": 3.0}
+    ticket = Ticket(rollout_id=5, evaluation=True, num_groups=2, version=5, incarnation="inc")
+    assert await functions.metrics(ticket, buffer.finished, {}, 1.0) == {"eval/default/best": 1.0}
 
 
 async def test_plain_lists_can_be_given_back() -> None:

@@ -26,7 +26,7 @@ def _gradients(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
 
 
 def _weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
-    return {name: tensor for bucket in trainer.export_buckets() for name, tensor in bucket.items()}
+    return {name: tensor.clone() for bucket in trainer.export_buckets() for name, tensor in bucket.items()}
 
 
 def _step(trainer: TorchTrainer, batch: TrainBatch) -> dict[str, float]:
@@ -292,7 +292,7 @@ def test_a_loss_of_ones_own_is_used_and_checked(
     good = TorchTrainer(make_args(custom_loss_function_path="own_loss_module:good"), 0, 1)
     expected = -sum(float(row.sum()) for row in good.log_probs("actor", batch)) / len(batch)
     assert good.forward_backward(batch)["mine"] == 2.0
-    assert good._loss(good._args, _seen(batch, good)).loss.item() == pytest.approx(expected, rel=1e-5)
+    assert good._objective.loss(_seen(batch, good)).loss.item() == pytest.approx(expected, rel=1e-5)
     for name, message in (("detached", "gradient"), ("bare", "LossOutputs")):
         trainer = TorchTrainer(make_args(custom_loss_function_path=f"own_loss_module:{name}"), 0, 1)
         with pytest.raises(PluginError, match=message):

@@ -27,6 +27,8 @@ def test_every_skeleton_meets_its_contract_passes_its_test_and_is_clean(
         reference = f"{tmp_path}/my_{kind}.py:{object_name(row, f'my_{kind}')}"
         assert f"{row.flags[0]} {reference}" in capsys.readouterr().out
         registry.resolve(kind, reference)
+        assert main(["plugins", "check", "--kind", kind, reference]) == 0
+        assert f"contract: {row.signature}" in capsys.readouterr().out
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)],
         capture_output=True,

@@ -108,6 +108,7 @@ def test_eval_is_train_for_no_step(
     (tmp_path / "model").mkdir()
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "dev.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     (tmp_path / "run.yaml").write_text(
         "hf_checkpoint: model\nnum_epoch: 3\neval_interval: 5\nearly_stop: eval/dev >= 0.5\nsave: s\nsave_interval: 2\n"

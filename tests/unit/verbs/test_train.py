@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("my_reward", None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "label": "b"}\n{"prompt": "c", "label": "d"}\n')
     (tmp_path / "my_reward.py").write_text(REWARD)
@@ -115,7 +117,7 @@ def test_a_bad_data_line_is_told_before_plugins_are_imported(folder: Path, capsy
     [
         (["--hf-checkpoint", "absent"], ["--hf-checkpoint", "'absent'"]),
         (["--ref-load", "."], ["--ref-load", "config.json"]),
-        (["--load", "absent"], ["--load", "'absent'"]),
+        (["--load", "absent"], ["--load absent", "no such folder"]),
         (["--load", "model"], ["--load", "no checkpoint"]),
         (["--eval-prompt-data", "dev=absent.jsonl"], ["absent.jsonl", "no such file"]),
         (["--rm-type", "exact_mach"], ["exact_mach", "exact_match"]),

@@ -72,3 +72,13 @@ def test_a_half_written_version_of_a_killed_run_goes_with_the_next_publication(t
         (tmp_path / "weights" / name).mkdir(parents=True)
     publisher(tmp_path, FakeEngines()).publish(3)
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v000003"]
+
+
+def test_engines_that_serve_different_weights_are_an_error_where_they_are_compared(tmp_path: Path) -> None:
+    args: Any = compose(CORE_SECTIONS)(run_dir=str(tmp_path))
+    for checksums, compare in (({"a": "1", "b": "2"}, False), ({"a": "1", "b": "1"}, True)):
+        Publisher(DiskTransport(args), Writer(), FakeEngines(checksums=checksums), compare=compare).publish(1)
+    engines = FakeEngines(checksums={"http://engine-0": "1", "http://engine-1": "2"})
+    with pytest.raises(EngineError, match="serve different weights as version 2"):
+        Publisher(DiskTransport(args), Writer(), engines, compare=True).publish(2)
+    assert not engines.paused

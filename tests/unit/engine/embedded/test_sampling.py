@@ -183,3 +183,28 @@ def test_a_wrong_parameter_is_refused_by_name(raw, named):
 def test_none_means_the_default_and_neutral_values_of_unsupported_parameters_pass():
     raw = {"temperature": None, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "regex": None, "stop": "x"}
     assert SamplingParams.parse(raw) == SamplingParams(stop=("x",))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "edge"),
+    # min_p 0.25 of probabilities 0.5, 0.3, 0.15, 0.05: the bound is 0.125, so the first three stay, which have 0.95.
+    # At temperature 1/2 they are as 0.25, 0.09, 0.0225, 0.0025: the bound is 0.0625, the first two stay, with 0.34.
+    [(1.0, [0.5 / 0.95, 0.8 / 0.95, 1.0]), (0.5, [0.25 / 0.34, 1.0])],
+)
+def test_min_p_cuts_after_the_temperature_and_draws_from_the_rest_in_proportion(temperature, edge):
+    probabilities = np.array([0.5, 0.3, 0.15, 0.05])
+    logits = padded(np.log(probabilities)[None].astype(np.float32))
+    scaled = probabilities ** (1 / temperature)
+    scaled /= scaled.sum()
+    params = SamplingParams.parse({"temperature": temperature, "min_p": 0.25})
+    inside = [0.0, *(end - 1e-4 for end in edge), *(end + 1e-4 for end in edge[:-1]), 1 - 1e-12]
+    for u in inside:
+        (token,), (log_prob,) = draw(logits, [params], np.array([u]))
+        assert token == sum(u >= end for end in edge)
+        assert log_prob == pytest.approx(math.log(scaled[token]), abs=1e-6)  # of the whole distribution
+
+
+@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "ebnf"])
+def test_a_parameter_of_sglang_that_would_change_the_distribution_is_refused_and_never_ignored(name):
+    with pytest.raises(SamplingError, match=f"{name!r} is not supported by the embedded engine"):
+        SamplingParams.parse({name: {"5": 1.0} if name == "logit_bias" else "x" if name == "ebnf" else 0.5})

@@ -349,6 +349,6 @@ async def test_the_router_leaves_a_paused_engine_alone(fleet, http):
 
 
 def test_logs_hold_neither_requests_nor_probes(fleet):
-    log = Path(fleet._engines[0].process.log_path).read_text()
+    log = Path(fleet.engines[0].process.log_path).read_text()
     assert "Invalid HTTP request" not in log
     assert "generate" not in log

@@ -1,0 +1,183 @@
+"""Where the Buffer's fresh groups come from: the built-in data source, or deliveries of a user's one.
+
+A user's data source runs in a process of its own, and the Buffer waits for nobody. So the Buffer holds a stock of
+groups that were delivered and not leased yet; where it is too small, ``get_samples`` raises DeliveryNeeded with the
+number of the next batch, and who asked brings it and asks again (``RolloutClient``). Two who ask at once are told the
+same number: the batch is made once, and the second delivery of it is ignored.
+
+The source's state after the newest batch, the stock and the counts are one record, which is saved and loaded as one:
+a resumed run goes on with the very next group.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from buffer_rl.buffer.codec import group_from_json, group_to_json
+from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
+from buffer_rl.errors import BufferStateError, CheckpointError, DataError
+from buffer_rl.resolution.calls import place
+from buffer_rl.types import GroupUid, SampleGroup
+
+
+class PromptSource(Protocol):
+    """A data source in the Buffer's own process: groups in epoch order and without end."""
+
+    def get_samples(self, num_samples: int) -> list[SampleGroup]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def __len__(self) -> int: ...
+
+
+class Feed(Protocol):
+    """What the Buffer asks of either."""
+
+    def take(self, num_groups: int) -> list[SampleGroup]:
+        """The next ``num_groups`` groups. Raises DeliveryNeeded, with nothing changed, if there are fewer."""
+        ...
+
+    def num_rows(self) -> int:
+        """Groups of one epoch; 0 without training data."""
+        ...
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """JSON values for a checkpoint; None without training data."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """The inverse. Raises CheckpointError, with nothing changed, if the state is of another source."""
+        ...
+
+
+class LocalFeed:
+    """The built-in data source, or none."""
+
+    def __init__(self, source: PromptSource | None) -> None:
+        self._source = source
+
+    def take(self, num_groups: int) -> list[SampleGroup]:
+        """See ``Feed.take``; there is always enough."""
+        if self._source is None:
+            raise BufferStateError("there is no training data", hint="name it with --prompt-data")
+        return self._source.get_samples(num_groups)
+
+    def num_rows(self) -> int:
+        """See ``Feed.num_rows``."""
+        return 0 if self._source is None else len(self._source)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """See ``Feed.state_dict``."""
+        return None if self._source is None else self._source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """See ``Feed.load_state_dict``."""
+        if state is not None and "reference" in state:
+            raise _other_source(f"--data-source-path {state['reference']}", "no --data-source-path")
+        if (self._source is None) != (state is None):
+            raise CheckpointError("the checkpoint's Buffer and this one differ in having training data")
+        if self._source is not None and state is not None:
+            self._source.load_state_dict(state)
+
+
+class DeliveredFeed:
+    """The Buffer's side of a data source that runs elsewhere.
+
+    reference: the value of ``--data-source-path``.
+    """
+
+    def __init__(self, reference: str) -> None:
+        self._reference = reference
+        self._stock: deque[SampleGroup] = deque()
+        self._number = 0  # of the next batch
+        self._delivered = 0  # groups of all batches
+        self._source_state = b""
+        self._num_rows: int | None = None
+
+    def take(self, num_groups: int) -> list[SampleGroup]:
+        """See ``Feed.take``."""
+        missing = num_groups - len(self._stock)
+        if missing > 0:
+            raise DeliveryNeeded(DeliveryRequest(number=self._number, num_groups=missing, first_group=self._delivered))
+        return [self._stock.popleft() for _ in range(num_groups)]
+
+    def deliver(self, delivery: Delivery, is_known: Callable[[GroupUid], bool]) -> None:
+        """Take the next batch in; an older one was taken in before, and is ignored.
+
+        is_known: whether a group of this uid was leased before. Raises DataError for a uid that comes again,
+        BufferStateError for a batch that nobody asked for; nothing is changed then.
+        """
+        if delivery.number < self._number:
+            return
+        if delivery.number > self._number or not delivery.groups:
+            raise BufferStateError(
+                f"the delivery of batch {delivery.number} with {len(delivery.groups)} groups is refused",
+                expected=f"batch {self._number}",
+            )
+        seen = {group.uid for group in self._stock}
+        for group in delivery.groups:
+            if group.uid in seen or is_known(group.uid):
+                raise DataError(
+                    f"the uid {group.uid} was handed out before",
+                    where=place("data_source", self._reference),
+                    expected="another uid for each group",
+                    hint="a row that comes again in the next epoch has another epoch in its uid; without a uid, one is "
+                    "given",
+                )
+            seen.add(group.uid)
+        self._stock.extend(delivery.groups)
+        self._number += 1
+        self._delivered += len(delivery.groups)
+        self._source_state = delivery.state
+
+    def source_state(self) -> tuple[int, bytes]:
+        """The number of the next batch, and the source's state before it; empty before the first one."""
+        return self._number, self._source_state
+
+    def num_rows(self) -> int:
+        """See ``Feed.num_rows``. Raises BufferStateError if nobody told it."""
+        if self._num_rows is None:
+            raise BufferStateError("the length of the data source is not known", where="buffer")
+        return self._num_rows
+
+    def set_num_rows(self, num_rows: int) -> None:
+        """Tell the source's length, which only the source's process knows."""
+        self._num_rows = num_rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Feed.state_dict``."""
+        return {
+            "reference": self._reference,
+            "number": self._number,
+            "delivered": self._delivered,
+            "state": base64.b64encode(self._source_state).decode("ascii"),
+            "stock": [group_to_json(group) for group in self._stock],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """See ``Feed.load_state_dict``."""
+        if state is None or state.get("reference") != self._reference:
+            saved = f"--data-source-path {state['reference']}" if state and "reference" in state else "--prompt-data"
+            raise _other_source(saved, f"--data-source-path {self._reference}")
+        try:
+            number, delivered = int(state["number"]), int(state["delivered"])
+            source_state = base64.b64decode(state["state"], validate=True)
+            stock = deque(group_from_json(group) for group in state["stock"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the saved state of the data source is damaged: {error!r}") from error
+        self._number, self._delivered, self._source_state, self._stock = number, delivered, source_state, stock
+
+
+def feed_of(source: PromptSource | DeliveredFeed | None) -> LocalFeed | DeliveredFeed:
+    """The feed of a data source in this process, of none, or of one that is a feed already."""
+    return source if isinstance(source, DeliveredFeed) else LocalFeed(source)
+
+
+def _other_source(saved: str, now: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint's groups come from {saved}; this run has {now}",
+        where="--load",
+        hint="resume with the data source of the saved run, written in the same way",
+    )

@@ -1,0 +1,165 @@
+"""What a group keeps when it goes back to the queue: nothing but its prompts, or what was generated of it so far.
+
+With tokens kept, the next lease goes on where the last one ended: finished samples stay as they are, aborted ones
+are continued. Tokens of weights older than the leasing rollout's may have to be context alone (``mask_older``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from buffer_rl.buffer.codec import group_to_json
+from buffer_rl.errors import RolloutError
+from buffer_rl.types import Sample, SampleGroup, Status, Ticket
+
+DONE = (Status.COMPLETED, Status.TRUNCATED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequeueRule:
+    """How groups go back to the queue and come from it.
+
+    keep_tokens: with their responses so far; else as prompts. mask_older: on the next lease, tokens of weights
+    before that rollout's get a loss mask of 0, so that every trained token is of exactly the version that trains.
+    reward_key: which entry of a mapping is the reward that buffer filters see.
+    """
+
+    keep_tokens: bool = False
+    mask_older: bool = False
+    reward_key: str | None = None
+
+    @classmethod
+    def from_args(cls, args: Any) -> RequeueRule:
+        """From ``--partial-rollout``, ``--mask-offpolicy-in-partial-rollout`` and ``--reward-key``."""
+        return cls(
+            keep_tokens=args.partial_rollout,
+            mask_older=args.mask_offpolicy_in_partial_rollout,
+            reward_key=args.reward_key,
+        )
+
+    def queued(self, group: SampleGroup | None, prompts: SampleGroup) -> SampleGroup:
+        """What is queued of ``group``, which a lease of ``prompts`` gave back; the caller's samples are copied.
+
+        A sample whose tokens, log-probabilities and version spans do not belong together starts anew. So does a
+        whole group that could not be saved, and under ``mask_older`` one that is complete: it would be trained on
+        with no unmasked token."""
+        fresh = prompts.as_prompts()
+        if group is None or not self.keep_tokens:
+            return fresh
+        samples: list[Sample] = []
+        for prompt in fresh:
+            parts = [sample for sample in group if sample.sample_index == prompt.sample_index]
+            samples += [_copy(part) for part in parts] if _can_go_on(parts) else [prompt]
+        if self.mask_older and is_complete(samples):
+            return fresh
+        kept = replace(fresh, samples=samples)
+        try:
+            orjson.dumps(group_to_json(kept))
+        except TypeError:  # the user's code left something in it that no checkpoint can hold
+            return fresh
+        return kept
+
+    def leased(self, group: SampleGroup, version: int) -> SampleGroup:
+        """The queued ``group`` as a rollout of ``version`` gets it."""
+        if self.mask_older:
+            for sample in group:
+                mask_older(sample, version)
+        return group
+
+    def restored(self, group: SampleGroup, version: int) -> SampleGroup:
+        """The saved ``group`` in a run that continues from ``version``: later version numbers will be used again,
+        for other weights, so tokens that bear one are worth nothing."""
+        newer = any(span.version > version for sample in group for span in sample.weight_versions)
+        return group.as_prompts() if newer or not self.keep_tokens else group
+
+    def reward(self, group: SampleGroup) -> float | None:
+        """Mean reward of the samples that have one."""
+        values = []
+        for sample in group:
+            reward = sample.reward
+            if isinstance(reward, dict):
+                reward = reward.get(self.reward_key or "")
+            if isinstance(reward, int | float):
+                values.append(float(reward))
+        return math.fsum(values) / len(values) if values else None
+
+
+def is_complete(samples: Sequence[Sample]) -> bool:
+    """Whether nothing is left to generate."""
+    return all(sample.status in DONE for sample in samples)
+
+
+def oldest_version(group: SampleGroup) -> int | None:
+    """The oldest weights that a token of the group was sampled from; None without tokens."""
+    return min((v for sample in group if (v := sample.oldest_version) is not None), default=None)
+
+
+def mask_older(sample: Sample, version: int) -> None:
+    """Set the loss mask to 0 where weights before ``version`` sampled the token."""
+    older = [span for span in sample.weight_versions if span.version < version]
+    if older:
+        mask = list(sample.loss_mask) if sample.loss_mask is not None else [1] * sample.response_length
+        for span in older:
+            mask[span.start : span.end] = [0] * len(mask[span.start : span.end])
+        sample.loss_mask = mask
+
+
+def check_versions(ticket: Ticket, group: SampleGroup) -> None:
+    """Every token that is trained on must be of weights that the ticket allows. Raises RolloutError naming the row.
+
+    A sample without version spans, which a generate function of the user's may leave out, cannot be checked.
+    """
+    if ticket.evaluation or ticket.max_staleness is None:
+        return
+    oldest = ticket.version - ticket.max_staleness
+    for sample in group:
+        for span in sample.weight_versions if not sample.remove_sample else ():
+            allowed = span.version >= oldest and (ticket.max_staleness > 0 or span.version == ticket.version)
+            mask = sample.loss_mask
+            trained = span.end > span.start if mask is None else any(mask[span.start : span.end])
+            if trained and not allowed:
+                raise RolloutError(
+                    f"response tokens {span.start} to {span.end} are of weight version {span.version}",
+                    where=f"row {sample.row_id}, {ticket.task}",
+                    expected=f"version {ticket.version}, which the step trains"
+                    + (f", or one from {oldest} on" if ticket.max_staleness else ""),
+                    hint="an engine has other weights, or the rollout function unmasked an older response",
+                )
+
+
+def _can_go_on(parts: list[Sample]) -> bool:
+    """Whether the parts of one sample are all done, or are one that was aborted, and are sound."""
+    if len(parts) == 1 and parts[0].status is Status.ABORTED:
+        return _is_sound(parts[0])
+    return bool(parts) and is_complete(parts) and all(_is_sound(part) for part in parts)
+
+
+def _is_sound(sample: Sample) -> bool:
+    length = sample.response_length
+    if not 0 < length < len(sample.tokens) or len(sample.rollout_log_probs or ()) != length:
+        return False
+    if sample.loss_mask is not None and len(sample.loss_mask) != length:
+        return False
+    end = 0
+    for span in sample.weight_versions:
+        if span.start != end or span.end <= span.start:
+            return False
+        end = span.end
+    return end == length and all(math.isfinite(value) for value in sample.rollout_log_probs or ())
+
+
+def _copy(sample: Sample) -> Sample:
+    """A copy with lists of plain numbers of its own."""
+    return replace(
+        sample,
+        tokens=[int(token) for token in sample.tokens],
+        rollout_log_probs=[float(value) for value in sample.rollout_log_probs or ()],
+        loss_mask=None if sample.loss_mask is None else [int(value) for value in sample.loss_mask],
+        weight_versions=list(sample.weight_versions),
+        metadata=dict(sample.metadata),
+    )

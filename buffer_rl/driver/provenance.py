@@ -1,0 +1,150 @@
+"""What a run is made of: versions, the source of each plugin, the user's code, the data. Nothing is imported for it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from buffer_rl import __version__
+from buffer_rl.config import flag_of, plugin_kind_of
+from buffer_rl.plugins import Origin, PluginInfo, PluginRegistry
+from buffer_rl.redaction import mask_secrets
+from buffer_rl.resolution.entry_points import OWN_DISTRIBUTION
+from buffer_rl.resolution.module_search import find_module
+from buffer_rl.resolution.reference import Form, form_of, resolve_file, split_file
+from buffer_rl.resolution.shipped import search_folders
+from buffer_rl.resolution.shipping import CodeBundle, collect_code
+
+# What the numbers of a run depend on.
+PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "pluggy", "sglang-router")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginSource:
+    """Where the plugin of one option is from. sha256: of ``file``; empty where there is no file."""
+
+    option: str
+    reference: str
+    file: str
+    sha256: str
+    distribution: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """What a run is made of.
+
+    code: SHA-256 of each of the user's own files that its plugins need, by relative path; code_sha256: of all of them.
+    data: use, path, number of rows and source hash of each data source.
+    """
+
+    python: str
+    packages: Mapping[str, str]
+    plugins: tuple[PluginSource, ...]
+    code: Mapping[str, str]
+    code_sha256: str
+    data: tuple[Mapping[str, Any], ...] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON values, without secrets."""
+        facts: dict[str, Any] = mask_secrets(asdict(self))
+        return facts
+
+
+def provenance_of(args: Any, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = ()) -> Provenance:
+    """Raises PluginError for a reference that leads nowhere."""
+    bundle = collect_user_code(args, registry)
+    return Provenance(
+        python=platform.python_version(),
+        packages=dict(_versions()),
+        plugins=tuple(_source(option, origin) for option, origin in plugin_origins(args, registry)),
+        code=bundle.hashes(),
+        code_sha256=bundle.sha256,
+        data=tuple(data),
+    )
+
+
+def collect_user_code(args: Any, registry: PluginRegistry) -> CodeBundle:
+    """The user's own files that the plugins of ``args`` need. Raises PluginError, ConfigError."""
+    origins = [origin for _, origin in plugin_origins(args, registry)]
+    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return collect_code(origins, cwd=os.getcwd(), python_path=python_path)
+
+
+def plugin_origins(args: Any, registry: PluginRegistry) -> Iterator[tuple[str, Origin]]:
+    """Every option that names a plugin, with where it leads; those of ``-p`` last. Raises PluginError."""
+    for name in type(args).model_fields:
+        kind = plugin_kind_of(type(args), name)
+        value = getattr(args, name)
+        if kind and value is not None:
+            for reference in [value] if isinstance(value, str) else value:
+                yield name, registry.locate(kind, reference)
+    for reference in args.plugin:
+        if not reference.startswith("no:") and (origin := _pluggy_origin(reference)) is not None:
+            yield "plugin", origin
+
+
+def changed_plugins(facts: Mapping[str, Any], now: Provenance) -> list[str]:
+    """One line for each option whose plugin has other source than when ``facts`` (a checkpoint's) were written, and
+    for user code that differs otherwise."""
+    before = {(entry["option"], entry["reference"]): entry for entry in facts.get("plugins", ())}
+    lines = []
+    if facts.get("buffer_rl", __version__) != __version__:
+        lines.append(f"the checkpoint was written by buffer_rl {facts['buffer_rl']}; this is {__version__}")
+    for source in now.plugins:
+        if source.distribution == OWN_DISTRIBUTION:
+            continue
+        earlier = before.get((source.option, source.reference))
+        if earlier is not None and earlier["sha256"] != source.sha256:
+            versions = f" ({earlier['version']}, now {source.version})" if earlier["version"] != source.version else ""
+            lines.append(
+                f"{flag_of(source.option)} {source.reference}: {source.file} has changed since the checkpoint was "
+                f"written{versions}"
+            )
+    named = {source.file for source in now.plugins}
+    code = facts.get("code", {})
+    lines += [
+        f"{path} has changed since the checkpoint was written"
+        for path, sha256 in now.code.items()
+        if path in code and code[path] != sha256 and not any(file.endswith(f"/{path}") for file in named)
+    ]
+    return lines
+
+
+def _source(option: str, origin: Origin) -> PluginSource:
+    info = PluginInfo.of(origin, loaded=False)
+    return PluginSource(
+        option=option,
+        reference=origin.reference,
+        file=info.file,
+        sha256=info.sha256,
+        distribution=info.distribution,
+        version=info.version,
+    )
+
+
+def _pluggy_origin(reference: str) -> Origin | None:
+    """Where a whole pluggy plugin is; None for an installed name, which its distribution's version identifies."""
+    folders = search_folders()
+    if form_of(reference) is Form.FILE:
+        path, attr = split_file(reference)
+        file = resolve_file(path, folders)
+        return Origin(kind="", reference=reference, form=Form.FILE, file=str(file), attr=attr) if file else None
+    module = reference.partition(":")[0]
+    found = find_module(module, folders)
+    if found is None:
+        return None
+    return Origin(kind="", reference=reference, form=Form.MODULE, module=module, file=found.file)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue

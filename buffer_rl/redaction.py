@@ -1,0 +1,36 @@
+"""What may be written down of options and addresses: everything but their secrets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MASK = "***"
+_USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
+_QUERY_VALUE = re.compile(r"(?<=[?&;#])([^=&;#\s]+)=[^&;#\s]*")
+# Names of options, fields and headers whose whole value is a secret. Not every key is: --label-key names a field.
+_SECRET_NAME = re.compile(
+    r"(^|[_-])((api|access|secret|private|auth|wandb|signing)[_-]?key|pass(word|wd|phrase)|secret|token|credentials?"
+    r"|authorization|cookie)$",
+    re.IGNORECASE,
+)
+
+
+def mask_url(text: str) -> str:
+    """``text`` without the secrets that a URL in it may hold: user and password, and every value of its query."""
+    if "://" not in text:
+        return text
+    return _QUERY_VALUE.sub(rf"\1={MASK}", _USERINFO.sub(f"{MASK}@", text))
+
+
+def mask_secrets(value: Any, name: str = "") -> Any:
+    """A JSON value without secrets: those of URLs in any text of it, and the values of fields whose name says that
+    they are secret. ``name``: that of the value itself."""
+    if isinstance(value, Mapping):
+        return {key: mask_secrets(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [mask_secrets(item, name) for item in value]
+    if isinstance(value, str):
+        return MASK if value and _SECRET_NAME.search(name) else mask_url(value)
+    return value

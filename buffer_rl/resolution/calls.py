@@ -1,0 +1,148 @@
+"""Calling plugins: what one raises or returns is said in one style, with its kind and its reference."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from buffer_rl.errors import BufferRLError, PluginError
+from buffer_rl.kinds import kind_named
+from buffer_rl.resolution.errors import short_repr
+
+TAIL_LINES = 12
+Answer = TypeVar("Answer")
+
+
+def traceback_tail(error: BaseException, *, skip_frames: int = 1) -> str:
+    """The last lines of the traceback, without the first ``skip_frames`` frames (the caller's own)."""
+    frames = error.__traceback__
+    for _ in range(skip_frames):
+        if frames is not None and frames.tb_next is not None:
+            frames = frames.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip().splitlines()
+    return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
+
+
+def place(kind: str, reference: object, at: str = "") -> str:
+    """``filter 'my_module:fn', group ...``: the ``where`` of an error about a plugin that was called."""
+    return f"{kind} {reference!r}" + (f", {at}" if at else "")
+
+
+def raised(
+    kind: str,
+    reference: object,
+    error: Exception,
+    *,
+    at: str = "",
+    error_class: type[BufferRLError] = PluginError,
+    skip_frames: int = 1,
+) -> BufferRLError:
+    """The error that says that a plugin raised ``error``, with the end of its traceback; the caller raises it."""
+    text = f"it raised {type(error).__name__}: {error}\n{traceback_tail(error, skip_frames=skip_frames)}"
+    return error_class(text, where=place(kind, reference, at))
+
+
+def returned(
+    kind: str,
+    reference: object,
+    value: object,
+    expected: str,
+    *,
+    at: str = "",
+    hint: str = "",
+    error_class: type[BufferRLError] = PluginError,
+) -> BufferRLError:
+    """The error that says that a plugin returned something that it must not; the caller raises it."""
+    if value is None and not hint:
+        hint = "a function without a return statement returns None"
+    return error_class(
+        f"it returned {short_repr(value)}", where=place(kind, reference, at), expected=expected, hint=hint
+    )
+
+
+def call(
+    kind: str,
+    reference: object,
+    function: Callable[..., Answer],
+    *arguments: Any,
+    at: str = "",
+    error_class: type[BufferRLError] = PluginError,
+) -> Answer:
+    """``function(*arguments)``; what it raises becomes ``raised``, errors of ``buffer_rl.errors`` pass as they are."""
+    try:
+        return function(*arguments)
+    except BufferRLError:
+        raise
+    except Exception as error:  # fault boundary: a plugin's code
+        raise raised(kind, reference, error, at=at, error_class=error_class) from error
+
+
+def construct(
+    kind: str,
+    reference: object,
+    factory: Callable[..., Any],
+    *arguments: Any,
+    error_class: type[BufferRLError] = PluginError,
+) -> Any:
+    """What the class or factory of a constructed kind builds, behind ``Guarded``.
+
+    Raises PluginError if it raises, or if what it builds lacks a method of the kind.
+    """
+    row = kind_named(kind)
+    built = call(kind, reference, factory, *arguments, at="while it was constructed")
+    missing = [name for name in row.methods if not callable(getattr(built, name, None))]
+    if missing:
+        expected = f"an object with {', '.join(row.methods)}"
+        raise returned(kind, reference, built, expected, at="while it was constructed", hint=f"no {missing[0]}")
+    return Guarded(kind, reference, built, error_class, row.methods)
+
+
+class Guarded:
+    """An object of a constructed kind; whatever a method of the kind raises names the plugin and the method.
+
+    Everything else is the object's own. What an iterator raises on the way counts as the method's.
+    methods: those that are guarded.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        reference: object,
+        built: Any,
+        error_class: type[BufferRLError],
+        methods: tuple[str, ...],
+    ) -> None:
+        self.kind = kind
+        self.reference = reference
+        self.built = built
+        self._error_class = error_class
+        self._methods = methods
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.built, name)
+        if name not in self._methods:
+            return value
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            answer = self._run(name, lambda: value(*args, **kwargs))
+            return self._iterate(name, answer) if isinstance(answer, Iterator) else answer
+
+        return guarded
+
+    def _iterate(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
+        while (item := self._run(name, lambda: next(items, _END))) is not _END:
+            yield item
+
+    def _run(self, name: str, step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except BufferRLError:
+            raise
+        except Exception as error:  # fault boundary: a plugin's code
+            raise raised(
+                self.kind, self.reference, error, at=name, error_class=self._error_class, skip_frames=2
+            ) from error
+
+
+_END = object()

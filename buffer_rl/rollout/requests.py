@@ -1,0 +1,59 @@
+"""The requests of one rollout that an engine works on, and the stop of those that are not needed any more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from buffer_rl.errors import EngineError
+
+if TYPE_CHECKING:
+    from buffer_rl.rollout.context import Generated, TokenGenerator
+
+REPEAT_S = 0.5
+"""A request may reach its engine after the abort did, so the abort is repeated until every answer is here."""
+GRACE_S = 30.0
+"""An answer to an abort comes at once; a generate function of the user's may take longer to see it. Then it is
+cancelled."""
+
+
+class Requests:
+    """Belongs to one rollout and one event loop. ``stopped``: nothing is to be generated any more."""
+
+    grace_s = GRACE_S
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._running: set[str] = set()
+
+    async def ask(
+        self, engine: TokenGenerator, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any]
+    ) -> Generated:
+        """The engine's answer; ``stop`` may end it early, with finish reason ``abort``."""
+        self._running.add(rid)
+        try:
+            return await engine.agenerate(rid, input_ids, sampling_params)
+        finally:
+            self._running.discard(rid)
+
+    async def stop(self, engine: TokenGenerator | None, tasks: Callable[[], Sequence[asyncio.Task[Any]]]) -> None:
+        """Abort exactly these requests, and wait until ``tasks()``, those that still generate, are none.
+
+        What is left after ``grace_s`` is cancelled, and awaited too. An engine that cannot be reached has nothing to
+        abort.
+        """
+        self.stopped = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.grace_s):
+                while pending := tasks():
+                    if self._running and engine is not None:
+                        with contextlib.suppress(EngineError):
+                            await engine.abort(sorted(self._running))
+                    await asyncio.wait(pending, timeout=REPEAT_S)
+        late = tasks()
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)

@@ -1,0 +1,169 @@
+"""What a run needs of this machine and of its folders, looked at before Ray or an engine is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from buffer_rl.checkpoint import read_manifest
+from buffer_rl.config import flag_of
+from buffer_rl.data.source import EvalSource
+from buffer_rl.driver.modes import train_only
+from buffer_rl.errors import CheckpointError, ConfigError, DataError
+from buffer_rl.redaction import mask_url
+from buffer_rl.remote import file_system, is_remote, local_path
+from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
+from buffer_rl.types import Prompt, SampleGroup
+from buffer_rl.verbs.model_folder import check_tokenizer, check_weights, read_config
+
+MAX_REPORTED = 10
+TEMPLATE_BYTES = 1024  # more than what a chat template adds to a message; templates with tools are longer
+
+
+def check_folders(args: Any) -> None:
+    """Raises ConfigError for a model folder that cannot be loaded or a folder that cannot be written to,
+    CheckpointError for a checkpoint that is not there."""
+    for name in ("hf_checkpoint", "ref_load"):
+        folder = getattr(args, name)
+        if folder is not None:
+            read_config(flag_of(name), folder)
+            if args.custom_model_provider_path is None:
+                check_weights(flag_of(name), folder)
+    check_tokenizer(flag_of("hf_checkpoint"), args.hf_checkpoint)
+    if args.load is not None:
+        read_manifest(args.load)
+    if is_remote(args.run_dir):
+        raise ConfigError(
+            f"{mask_url(args.run_dir)!r} is no local folder",
+            where="--run-dir",
+            hint="--save takes a URL; metrics and logs are appended to all the time, which object stores cannot do",
+        )
+    check_writable("--run-dir", Path(args.run_dir))
+    if args.save is not None and is_remote(local_path(args.save)):
+        file_system(args.save, ConfigError)
+    elif args.save is not None:
+        check_writable("--save", Path(local_path(args.save)))
+
+
+def check_devices(args: Any) -> None:
+    """Raises ConfigError if CUDA is asked for on this machine and is not there.
+
+    Trainer ranks of a cluster that is joined run on its nodes; engines run on this machine.
+    """
+    asked = []
+    if args.engine_device == "cuda" and args.rollout_engine == "embedded" and args.router_url is None:
+        asked.append("engine_device")
+    if args.train_device == "cuda" and args.ray_address is None:
+        asked.append("train_device")
+    if not asked:
+        return
+    import torch  # seconds, and only for who asks for a GPU
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "there is no CUDA device, or torch is a build without CUDA",
+            where=" and ".join(f"{flag_of(name)} cuda" for name in asked),
+            hint="nvidia-smi shows the devices; 'auto' takes one where there is one",
+        )
+
+
+def check_checkpoint(args: Any, data: Sequence[Mapping[str, Any]]) -> None:
+    """Raises CheckpointError if ``--load`` was written with other training data, in another order.
+
+    data: use, path and source_hash of the sources that the options name now.
+    """
+    if args.load is None or train_only(args) or args.data_source_path is not None:
+        return
+    facts = read_manifest(args.load).facts
+    options = facts.get("options", {})
+    if "data" not in facts or options.get("data_source_path") is not None:
+        return  # of an earlier version, or of a data source that says so itself
+    before = {str(entry["source_hash"]): str(entry["path"]) for entry in facts["data"] if entry["use"] == "train"}
+    now = {str(entry["source_hash"]): str(entry["path"]) for entry in data if entry["use"] == "train"}
+    if list(before) != list(now) and before:
+        raise CheckpointError(
+            f"it was written with other training data: {_told(before)}; now {_told(now)}",
+            where=f"--load {mask_url(args.load)}",
+            hint="resume with the files, field names and slices of the saved run, or start anew from its hf/ folder",
+        )
+    for name in ("rollout_seed", "rollout_shuffle", "prompt_data_weights"):
+        if name in options and options[name] != getattr(args, name):
+            raise CheckpointError(
+                f"it was written with {flag_of(name)} {options[name]}, now {getattr(args, name)}: another order",
+                where=f"--load {mask_url(args.load)}",
+            )
+
+
+def check_eval_prompts(args: Any) -> None:
+    """Raises DataError naming the evaluation prompts that leave no room for a response.
+
+    An evaluation over some of its rows could not be compared with others, so such rows are refused, not skipped.
+    ``--rollout-max-prompt-len`` is about training prompts. The tokenizer is loaded only if a prompt may be too long.
+    """
+    limit, flag = _context_limit(args)
+    if limit is None or train_only(args) or not (args.eval_prompt_data or args.eval_config):
+        return
+    groups = [group for group in EvalSource(args).all_groups() if _most_tokens(group[0].prompt) >= limit]
+    if not groups:
+        return
+    encoder = PromptEncoder.from_args(args, load_tokenizer(args.hf_checkpoint))
+    lengths = [(group, len(encoder.encode(group[0]))) for group in groups]
+    long = [f"{_named(group)}: {length} tokens" for group, length in lengths if length >= limit]
+    if long:
+        more = [f"... and {len(long) - MAX_REPORTED} more"] if len(long) > MAX_REPORTED else []
+        raise DataError(
+            "\n".join(["evaluation prompts leave no room for a response", *long[:MAX_REPORTED], *more]),
+            where="--eval-prompt-data and --eval-config",
+            expected=f"fewer than {limit} tokens ({flag})",
+            hint="take the rows out, or raise the limit where the model has room",
+        )
+
+
+def check_writable(flag: str, folder: Path) -> None:
+    """Raises ConfigError if ``folder`` cannot be made or written to. Makes nothing."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"{str(nearest)!r} is a file, not a folder", where=flag)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"no permission to write to {str(nearest)!r}", where=flag)
+
+
+def make_folders(args: Any) -> None:
+    """Make ``--run-dir`` and a local ``--save``. Raises ConfigError if one cannot be made."""
+    for flag, path in (("--run-dir", args.run_dir), ("--save", args.save)):
+        if path is None or is_remote(local_path(path)):
+            continue
+        try:
+            Path(local_path(path)).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"the folder {path!r} cannot be made: {error.strerror}", where=flag) from error
+
+
+def _told(sources: Mapping[str, str]) -> str:
+    return ", ".join(f"{path} ({source_hash})" for source_hash, path in sources.items()) or "none"
+
+
+def _context_limit(args: Any) -> tuple[int | None, str]:
+    """The least number of tokens at which a prompt leaves no room, and what says so."""
+    limits = [(args.rollout_max_context_len, "--rollout-max-context-len")]
+    if args.rollout_engine == "embedded" and args.router_url is None:
+        config = read_config("--hf-checkpoint", args.hf_checkpoint)
+        own = config.get("max_position_embeddings")
+        limits += [
+            (args.engine_context_length, "--engine-context-length"),
+            (own if isinstance(own, int) and own > 0 else None, "the model's max_position_embeddings"),
+        ]
+    return min(((limit, flag) for limit, flag in limits if limit is not None), default=(None, ""))
+
+
+def _most_tokens(prompt: Prompt) -> int:
+    """More tokens than any tokenizer makes of it: a token is a byte at least."""
+    if isinstance(prompt, str):
+        return len(prompt.encode()) + TEMPLATE_BYTES
+    return sum(len(str(message).encode()) + TEMPLATE_BYTES for message in prompt)
+
+
+def _named(group: SampleGroup) -> str:
+    return f"{group.data_set}, row {group.uid.row}"

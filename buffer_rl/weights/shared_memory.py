@@ -1,0 +1,146 @@
+"""Shared memory between processes of one machine and one user, as Linux's anonymous memory files (``memfd``).
+
+Such memory has no name in a file system, so nothing is left behind however its owner ends, and a container's small
+``/dev/shm`` does not limit it. A reader opens it through the owner's entry in ``/proc``, which the kernel allows to
+the same user only. The owner seals it after writing: from then on it can neither change nor shrink, so a reader can
+map it and keep the mapping after the owner has closed its end; the last one that closes frees it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from buffer_rl.errors import ConfigError, EngineError, TrainError
+from buffer_rl.weights.bucket_layout import bytes_view
+from buffer_rl.weights.locality import has_memory_files
+
+NAME = "buffer_rl_weights"
+"""What the memory is called in ``/proc``; a reader refuses other files."""
+
+
+_MADV_POPULATE_READ = 22
+"""Linux's ``madvise``: map all pages at once, for reading, rather than by one page fault each (linux/mman.h)."""
+
+
+def machine_id() -> str:
+    """What two processes share exactly if one can open the other's memory: the kernel's boot and process numbers."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+class SharedMemory:
+    """``num_bytes`` of memory that this process owns. Raises ConfigError where the system has no such memory,
+    TrainError if there is not enough of it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        if not has_memory_files():
+            raise ConfigError(
+                "this system has no memory files", where="--weight-sync-mode tensor", hint="use --weight-sync-mode disk"
+            )
+        self.num_bytes = num_bytes
+        self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._descriptor, num_bytes)
+        except OSError as error:
+            self.close()
+            raise _not_enough(num_bytes, error) from error
+
+    def write(self, tensor: torch.Tensor, offset: int) -> None:
+        """Copy the bytes of a tensor to ``offset``. Raises TrainError if there is not enough memory."""
+        left = bytes_view(tensor)
+        # Written rather than mapped: that skips a page fault and the zeroing of each page, and reports a lack of memory
+        # as an error, where a mapping dies of a signal.
+        while left:
+            try:
+                count = os.pwrite(self._descriptor, left, offset)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                    raise
+                raise _not_enough(self.num_bytes, error) from error
+            left, offset = left[count:], offset + count
+
+    def seal(self) -> dict[str, Any]:
+        """End writing for good. Returns the handle that ``open_memory`` takes, as JSON values."""
+        import fcntl
+
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _seals() | fcntl.F_SEAL_SEAL)
+        return {"machine": machine_id(), "pid": os.getpid(), "descriptor": self._descriptor}
+
+    def close(self) -> None:
+        """Give the memory up; readers that have it keep it. May be called twice."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def open_memory(handle: Any, num_bytes: int) -> torch.Tensor:
+    """The memory behind a handle as ``[num_bytes]`` uint8; it stays mapped as long as a view of it lives.
+
+    Writes to it are private to this process. Raises EngineError if the handle is not one, or is of another machine,
+    or its owner is gone, or what it names is not sealed memory of that length.
+    """
+    try:
+        machine, pid, number = handle["machine"], handle["pid"], handle["descriptor"]
+    except (KeyError, TypeError) as error:
+        raise EngineError("not a handle of shared memory", expected="machine, pid, descriptor") from error
+    if type(pid) is not int or type(number) is not int or min(pid, number) < 0:
+        raise EngineError("not a handle of shared memory", expected="whole numbers as pid and descriptor")
+    if not has_memory_files() or machine != machine_id():
+        raise EngineError(
+            "the weights are in the memory of another machine or container",
+            hint="--weight-sync-mode tensor needs trainer and engines on one machine; use --weight-sync-mode disk",
+        )
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+            raise EngineError("not shared memory of weights", where=path)
+        with _opened(path) as descriptor:
+            _require_sealed(descriptor, num_bytes, path)
+            if not num_bytes:
+                return torch.empty(0, dtype=torch.uint8)
+            # Private rather than shared: kernels before 6.7 refuse a shared mapping of memory sealed against writing.
+            mapped = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise EngineError(f"the shared memory cannot be opened: {error}", where=path) from error
+    with contextlib.suppress(OSError):  # kernels before 5.14 do not know it
+        mapped.madvise(_MADV_POPULATE_READ)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _not_enough(num_bytes: int, error: OSError) -> TrainError:
+    return TrainError(
+        f"{num_bytes / 1e6:.0f} MB of memory to share the weights could not be had: {error}",
+        hint="use --weight-sync-mode disk",
+    )
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Any:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _seals() -> int:
+    import fcntl
+
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+def _require_sealed(descriptor: int, num_bytes: int, path: str) -> None:
+    import fcntl
+
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
+        raise EngineError("the shared memory is still being written", where=path)
+    found = os.fstat(descriptor).st_size
+    if found != num_bytes:
+        raise EngineError(f"the shared memory has {found} bytes", where=path, expected=f"{num_bytes}")

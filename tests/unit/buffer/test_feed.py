@@ -1,0 +1,260 @@
+"""Groups of a user's data source in the Buffer: each once and in order, whoever asks, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from buffer_rl.buffer.feed import DeliveredFeed
+from buffer_rl.buffer.ledger import MemoryLedger
+from buffer_rl.buffer.pool import LocalDataPlane
+from buffer_rl.buffer.state import BufferState
+from buffer_rl.config import compose
+from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
+from buffer_rl.data.source import PromptDataSource
+from buffer_rl.errors import BufferStateError, CheckpointError, DataError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket
+
+REFERENCE = "mine:Source"
+
+
+def make_group(row: int) -> SampleGroup:
+    uid = GroupUid("s", row, 0)
+    return SampleGroup(uid=uid, samples=[Sample(uid=uid, prompt=f"p{row}", group_index=row)])
+
+
+def delivery(number: int, *rows: int, state: bytes = b"") -> Delivery:
+    return Delivery(number=number, groups=[make_group(row) for row in rows], state=state)
+
+
+def make_state(source: Any = None, groups_per_step: int = 2) -> BufferState:
+    return BufferState(
+        source or DeliveredFeed(REFERENCE),
+        ledger=MemoryLedger(),
+        plane=LocalDataPlane(),
+        eval_plane=LocalDataPlane(),
+        groups_per_step=groups_per_step,
+    )
+
+
+def rows(groups: list[SampleGroup]) -> list[int]:
+    return [group.uid.row for group in groups]
+
+
+def needed(ask: Callable[[], object]) -> DeliveryRequest:
+    with pytest.raises(DeliveryNeeded) as caught:
+        ask()
+    return caught.value.request
+
+
+def request(number: int, num_groups: int, first_group: int) -> DeliveryRequest:
+    return DeliveryRequest(number=number, num_groups=num_groups, first_group=first_group)
+
+
+def test_what_is_missing_is_asked_for_by_number_and_nothing_is_leased_before_it_is_there() -> None:
+    state = make_state()
+    ticket = state.generate(0)
+    assert needed(lambda: state.get_samples(ticket, 2)) == request(0, 2, 0)
+    state.deliver(delivery(0, 0))
+    assert needed(lambda: state.get_samples(ticket, 2)) == request(1, 1, 1)  # fewer than asked came: the rest
+    state.deliver(delivery(1, 1))
+    assert rows(state.get_samples(ticket, 2)) == [0, 1]
+    assert needed(lambda: state.get_samples(ticket, 1)) == request(2, 1, 2)
+    assert state.get_progress()["leased"] == 2
+
+
+def test_two_who_ask_at_once_get_one_batch_between_them() -> None:
+    state = make_state()
+    ticket = state.generate(0)
+    assert needed(lambda: state.get_samples(ticket, 3)) == request(0, 3, 0)
+    assert needed(lambda: state.get_samples(ticket, 1)) == request(0, 1, 0)
+    state.deliver(delivery(0, 0, 1, 2, state=b"after 3"))
+    state.deliver(delivery(0, 0, 1, 2, state=b"after 3"))
+    assert rows(state.get_samples(ticket, 1)) == [0]
+    assert needed(lambda: state.get_samples(ticket, 3)) == request(1, 1, 3)
+    assert state.get_source_state() == (1, b"after 3")
+
+
+def test_the_queue_comes_before_the_source_and_is_untouched_while_a_batch_is_missing() -> None:
+    state = make_state()
+    ticket = state.generate(0)
+    state.deliver(delivery(0, 0, 1))
+    leased = state.get_samples(ticket, 2)
+    state.add_samples(ticket, [(leased[1].uid, leased[1].attempt)])
+    assert needed(lambda: state.get_samples(ticket, 3)) == request(1, 2, 2)
+    assert needed(lambda: state.get_samples(ticket, 3, [GroupUid("s", 1, 0)])) == request(1, 2, 2)
+    assert state.get_buffer_length() == 1
+    state.deliver(delivery(1, 2, 3))
+    assert rows(state.get_samples(ticket, 3)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "words"),
+    [
+        (delivery(2, 5), BufferStateError, "batch 2 with 1 groups is refused"),
+        (delivery(1), BufferStateError, "batch 1 with 0 groups is refused"),
+        (delivery(1, 7, 7), DataError, "the uid s:7:0 was handed out before"),
+        (delivery(1, 1), DataError, "s:1:0"),  # still in stock
+        (delivery(1, 5, 0), DataError, "s:0:0"),  # leased
+    ],
+)
+def test_a_refused_delivery_changes_nothing(batch: Delivery, error: type[Exception], words: str) -> None:
+    state = make_state()
+    ticket = state.generate(0)
+    state.deliver(delivery(0, 0, 1, state=b"x"))
+    state.get_samples(ticket, 1)
+    before = state.state_dict()
+    with pytest.raises(error) as caught:
+        state.deliver(batch)
+    assert words in str(caught.value)
+    if error is DataError:
+        assert f"data_source '{REFERENCE}'" in str(caught.value)
+    assert state.state_dict() == before
+
+
+def test_a_rejected_groups_uid_cannot_come_again() -> None:
+    state = make_state()
+    ticket = state.generate(0)
+    state.deliver(delivery(0, 0))
+    (group,) = state.get_samples(ticket, 1)
+    state.reject(ticket, group.uid, group.attempt, "dull")
+    with pytest.raises(DataError, match="s:0:0"):
+        state.deliver(delivery(1, 0))
+
+
+def test_stock_state_and_counts_are_saved_and_loaded_as_one() -> None:
+    state = make_state()
+    ticket = state.generate(0)
+    state.deliver(delivery(0, 0, 1, 2, state=b"\x00\xff"))
+    state.get_samples(ticket, 1)
+    saved = json.loads(json.dumps(state.state_dict()))
+    again = make_state()
+    again.load_state_dict(saved)
+    assert again.get_source_state() == (1, b"\x00\xff")
+    ticket = again.generate(0)
+    assert needed(lambda: again.get_samples(ticket, 4)) == request(1, 1, 3)
+    groups = again.get_samples(ticket, 3)  # the leased one first, then the stock
+    assert rows(groups) == [0, 1, 2]
+    assert groups[2][0].prompt == "p2"
+
+
+def test_the_state_of_another_source_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "label": "x"}\n')
+    args: Any = compose(CORE_SECTIONS)(prompt_data=[str(tmp_path / "rows.jsonl")])
+    makers: dict[str, Callable[[], BufferState]] = {
+        "--data-source-path mine:Source": make_state,
+        "--data-source-path other:Source": lambda: make_state(DeliveredFeed("other:Source")),
+        "--prompt-data": lambda: make_state(PromptDataSource(args)),
+    }
+    for saved, save in makers.items():
+        for now, load in makers.items():
+            if saved == now:
+                load().load_state_dict(save().state_dict())
+                continue
+            with pytest.raises(CheckpointError) as caught:
+                load().load_state_dict(save().state_dict())
+            assert f"the checkpoint's groups come from {saved}" in str(caught.value) or now == "--prompt-data"
+
+
+@pytest.mark.parametrize("change", [{"state": "%"}, {"number": None}, {"stock": [{}]}, {"stock": None}])
+def test_a_damaged_state_is_named(change: dict[str, Any]) -> None:
+    feed = DeliveredFeed(REFERENCE)
+    with pytest.raises(CheckpointError, match="damaged"):
+        feed.load_state_dict({**feed.state_dict(), **change})
+
+
+def test_an_epochs_length_is_the_sources_once_it_is_told() -> None:
+    state = make_state(groups_per_step=4)
+    with pytest.raises(BufferStateError, match="not known"):
+        state.get_num_rollout_per_epoch()
+    state.set_source_length(11)
+    assert state.get_num_rollout_per_epoch() == 2
+    state.set_source_length(3)
+    assert state.get_num_rollout_per_epoch() == 1
+
+
+def test_a_buffer_with_data_of_its_own_takes_no_deliveries(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "label": "x"}\n')
+    args: Any = compose(CORE_SECTIONS)(prompt_data=[str(tmp_path / "rows.jsonl")])
+    with pytest.raises(BufferStateError, match="reads its data itself"):
+        make_state(PromptDataSource(args)).deliver(delivery(0, 0))
+
+
+class Counting:
+    """A data source that counts; its batches are as long as ``draw`` says, and at most as long as asked."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+        self.next_row = 0
+        self.number = 0
+        self.last: Delivery | None = None
+
+    def take(self, needed: DeliveryRequest) -> Delivery | None:
+        if needed.number < self.number:
+            return self.last if self.last is not None and self.last.number == needed.number else None
+        assert (needed.number, needed.first_group) == (self.number, self.next_row)
+        count = self.draw.randint(1, needed.num_groups)
+        batch = range(self.next_row, self.next_row + count)
+        self.next_row += count
+        self.number += 1
+        self.last = delivery(needed.number, *batch, state=str(self.next_row).encode())
+        return self.last
+
+
+def finish(state: BufferState, ticket: Ticket, group: SampleGroup) -> None:
+    columns: dict[str, Any] = {"tokens": [np.ones(2, np.int32)], "loss_mask": [np.ones(1, np.float32)]}
+    state.finish(ticket, group.uid, group.attempt, [group[0].row_id], columns)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_lost_interrupted_or_asked_twice_every_group_is_trained_once_and_in_order(seed: int) -> None:
+    """Two workers whose requests, batches and deliveries overlap at random, batches lost on the way, and restarts from
+    a checkpoint at random moments: the source goes on from the saved state, the Buffer from its own."""
+    draw = random.Random(seed)
+    state, source = make_state(), Counting(draw)
+    late: list[Delivery] = []  # answers that a worker still holds
+    trained: list[int] = []
+
+    def lease(ticket: Ticket, count: int) -> list[SampleGroup]:
+        while True:
+            if late and draw.random() < 0.3:
+                state.deliver(late.pop(draw.randrange(len(late))))
+            try:
+                return state.get_samples(ticket, count)
+            except DeliveryNeeded as error:
+                batch = source.take(error.request)
+                if batch is not None and draw.random() < 0.2:
+                    late.append(batch)
+                elif batch is not None:
+                    state.deliver(batch)
+
+    for step in range(6):
+        ticket = state.generate(step)
+        leased: list[SampleGroup] = []
+        while len(leased) < ticket.num_groups:
+            leased += lease(ticket, draw.randint(1, 2))
+            if draw.random() < 0.2:  # killed; the run goes on from what was saved
+                saved = json.loads(json.dumps(state.state_dict()))
+                state, source, late, leased = make_state(), Counting(draw), [], []
+                state.load_state_dict(saved)
+                source.number, source.next_row = (lambda number, row: (number, int(row or 0)))(
+                    *state.get_source_state()
+                )
+                ticket = state.generate(step)
+        for group in leased:
+            finish(state, ticket, group)
+        state.close_rollout(ticket)
+        trained += rows(leased[: ticket.num_groups])
+        state.commit(step, step + 1)
+        state.release(step + 1)
+    assert trained == list(range(12))

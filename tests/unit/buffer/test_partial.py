@@ -1,0 +1,183 @@
+"""What a group keeps in the queue: prompts alone, or its tokens, and which of them may be trained on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import orjson
+import pytest
+
+from buffer_rl.buffer.codec import group_from_json, group_to_json
+from buffer_rl.buffer.partial import RequeueRule, check_versions, mask_older, oldest_version
+from buffer_rl.errors import RolloutError
+from buffer_rl.types import GroupUid, Sample, SampleGroup, Status, Ticket, VersionSpan
+
+UID = GroupUid("s", 4, 1)
+KEEP = RequeueRule(keep_tokens=True)
+
+
+def responded(index: int, status: Status, *spans: tuple[int, int], **fields: Any) -> Sample:
+    """A sample with a prompt of two tokens and ``spans`` of (version, number of tokens)."""
+    ends = [sum(count for _, count in spans[: i + 1]) for i in range(len(spans))]
+    length = ends[-1] if ends else 0
+    return Sample(
+        uid=UID,
+        sample_index=index,
+        prompt="p",
+        tokens=[1, 2, *range(10, 10 + length)],
+        response="x" * length,
+        response_length=length,
+        rollout_log_probs=[-0.25 * i for i in range(length)],
+        weight_versions=[
+            VersionSpan(version, end - count, end) for (version, count), end in zip(spans, ends, strict=True)
+        ],
+        status=status,
+        **fields,
+    )
+
+
+def prompts(count: int) -> SampleGroup:
+    return SampleGroup(
+        uid=UID, samples=[Sample(uid=UID, sample_index=i, prompt="p") for i in range(count)], attempt=3, incarnation="i"
+    )
+
+
+def group_of(*samples: Sample) -> SampleGroup:
+    return SampleGroup(uid=UID, samples=list(samples), attempt=3, incarnation="i")
+
+
+def test_without_the_rule_prompts_go_back() -> None:
+    done = group_of(responded(0, Status.COMPLETED, (1, 3), reward=1.0), responded(1, Status.ABORTED, (1, 2)))
+    assert RequeueRule().queued(done, prompts(2)) == prompts(2)
+    assert KEEP.queued(None, prompts(2)) == prompts(2)
+
+
+def test_a_kept_group_has_its_done_and_aborted_samples_and_fresh_prompts_for_the_rest() -> None:
+    done, aborted = responded(0, Status.COMPLETED, (1, 3), reward=1.0), responded(1, Status.ABORTED, (1, 2), (2, 1))
+    never, failed = responded(2, Status.PENDING), responded(3, Status.FAILED, (1, 1))
+    group = group_of(done, aborted, never, failed)
+    before = copy.deepcopy(group)
+    kept = KEEP.queued(group, prompts(4))
+    assert kept.samples[:2] == [done, aborted]
+    assert kept.samples[2:] == prompts(4).samples[2:]
+    assert (kept.attempt, oldest_version(kept)) == (3, 1)
+    kept[0].tokens.append(99)
+    assert group == before
+
+
+def test_all_parts_of_a_done_sample_are_kept_and_those_of_an_unfinished_one_start_anew() -> None:
+    parts = [responded(0, Status.COMPLETED, (1, 2), part=part) for part in range(2)]
+    torn = [responded(1, Status.COMPLETED, (1, 2)), responded(1, Status.ABORTED, (1, 2), part=1)]
+    kept = KEEP.queued(group_of(*parts, *torn), prompts(2))
+    assert [(s.sample_index, s.part, s.response_length) for s in kept] == [(0, 0, 2), (0, 1, 2), (1, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    "breakage",
+    [
+        {"rollout_log_probs": None},
+        {"rollout_log_probs": [-1.0]},
+        {"rollout_log_probs": [-1.0, float("nan")]},
+        {"weight_versions": []},
+        {"weight_versions": [VersionSpan(1, 0, 1)]},
+        {"weight_versions": [VersionSpan(1, 1, 2)]},
+        {"loss_mask": [1]},
+        {"tokens": [10, 11]},
+    ],
+)
+def test_a_response_whose_fields_do_not_belong_together_starts_anew(breakage: dict[str, Any]) -> None:
+    sample = responded(0, Status.ABORTED, (1, 2))
+    assert KEEP.queued(group_of(sample), prompts(1))[0].response_length == 2
+    for name, value in breakage.items():
+        setattr(sample, name, value)
+    assert KEEP.queued(group_of(sample), prompts(1)) == prompts(1)
+
+
+def test_what_no_checkpoint_can_hold_is_queued_as_prompts() -> None:
+    sample = responded(0, Status.ABORTED, (1, 2), metadata={"tool": object()})
+    assert KEEP.queued(group_of(sample), prompts(1)) == prompts(1)
+
+
+def test_under_the_mask_a_complete_group_starts_anew_and_older_tokens_are_context() -> None:
+    rule = RequeueRule(keep_tokens=True, mask_older=True)
+    done, aborted = responded(0, Status.COMPLETED, (1, 3)), responded(1, Status.ABORTED, (1, 2), (2, 1))
+    assert rule.queued(group_of(done, responded(1, Status.TRUNCATED, (1, 1))), prompts(2)) == prompts(2)
+    leased = rule.leased(rule.queued(group_of(done, aborted), prompts(2)), version=2)
+    assert [sample.loss_mask for sample in leased] == [[0, 0, 0], [0, 0, 1]]
+
+
+def test_masking_older_tokens_leaves_the_masks_of_others() -> None:
+    sample = responded(0, Status.ABORTED, (1, 2), (3, 2), loss_mask=[1, 1, 0, 1])
+    mask_older(sample, 1)
+    assert sample.loss_mask == [1, 1, 0, 1]
+    mask_older(sample, 3)
+    assert sample.loss_mask == [0, 0, 0, 1]
+
+
+def ticket(version: int, max_staleness: int | None = 0) -> Ticket:
+    return Ticket(
+        rollout_id=version,
+        evaluation=False,
+        num_groups=1,
+        version=version,
+        incarnation="i",
+        max_staleness=max_staleness,
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "staleness", "mask", "fits"),
+    [
+        (2, 0, None, False),  # tokens of 1 are trained on
+        (2, 0, [0, 0, 1], True),
+        (2, 0, [0, 1, 1], False),
+        (1, 0, [1, 1, 0], True),
+        (1, 0, None, False),  # a token of 2 at version 1
+        (2, 1, None, True),
+        (3, 1, None, False),
+        (3, 1, [0, 0, 1], True),
+        (3, 2, None, True),
+        (9, None, None, True),
+    ],
+)
+def test_a_trained_token_is_of_a_version_that_the_ticket_allows(
+    version: int, staleness: int | None, mask: list[int] | None, fits: bool
+) -> None:
+    group = group_of(responded(0, Status.COMPLETED, (1, 2), (2, 1), loss_mask=mask))
+    if fits:
+        check_versions(ticket(version, staleness), group)
+        return
+    with pytest.raises(RolloutError, match=rf"of weight version [12](\n|.)*expected: version {version}") as caught:
+        check_versions(ticket(version, staleness), group)
+    assert "s:4:1/0.0" in caught.value.where
+
+
+def test_a_removed_sample_is_not_trained_on_so_its_versions_do_not_matter() -> None:
+    check_versions(ticket(7), group_of(responded(0, Status.COMPLETED, (1, 2), remove_sample=True)))
+
+
+def test_responses_survive_the_way_through_json_exactly() -> None:
+    done = responded(0, Status.COMPLETED, (1, 3), reward={"a": 0.1, "b": [1]}, loss_mask=[1, 0, 1])
+    aborted = responded(1, Status.ABORTED, (1, 2), (2, 1), train_metadata={"k": b"\x00"}, remove_sample=True)
+    aborted.rollout_log_probs = [-1 / 3, -1e-300, -0.0]
+    group = group_of(done, aborted, Sample(uid=UID, sample_index=2, prompt="p"))
+    group.incarnation = ""
+    assert group_from_json(orjson.loads(orjson.dumps(group_to_json(group)))) == group
+
+
+def test_after_a_resume_tokens_of_versions_to_come_are_worth_nothing() -> None:
+    group = group_of(responded(0, Status.ABORTED, (1, 2), (2, 1)))
+    assert KEEP.restored(group, version=2) is group
+    assert KEEP.restored(group, version=1) == prompts(1)
+    assert RequeueRule().restored(group, version=2) == prompts(1)
+
+
+def test_the_reward_of_a_queued_group_is_the_mean_of_those_it_has() -> None:
+    group = group_of(*(responded(i, Status.COMPLETED, (1, 1), reward=r) for i, r in enumerate((0.0, 1.0, None))))
+    assert KEEP.reward(group) == 0.5
+    for sample in group:
+        sample.reward = {"acc": 3.0, "text": "x"}
+    assert KEEP.reward(group) is None
+    assert RequeueRule(reward_key="acc").reward(group) == 3.0
+    assert RequeueRule(reward_key="text").reward(group) is None

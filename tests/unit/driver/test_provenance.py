@@ -1,0 +1,118 @@
+"""What a run and its checkpoints write down about code and data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl import __version__
+from buffer_rl.checkpoint import opened_checkpoint
+from buffer_rl.config import compose
+from buffer_rl.driver.checkpoints import RunCheckpoints
+from buffer_rl.driver.provenance import changed_plugins, provenance_of
+from buffer_rl.observe.run_facts import RUN_FILE, read_facts, write_facts
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
+
+REWARD = "import words\n\ndef score(args, sample):\n    return words.VALUE\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "provenance_reward.py").write_text(REWARD)
+    (tmp_path / "words.py").write_text("VALUE = 1.0\n")
+    return tmp_path
+
+
+def options(**changes: Any) -> Any:
+    return compose(CORE_SECTIONS)(custom_rm_path="provenance_reward:score", **changes)
+
+
+def test_sources_of_plugins_of_their_imports_and_versions_are_written_down(folder: Path) -> None:
+    data = [{"use": "train", "path": "s3://user:pass@bucket/a.jsonl", "source_hash": "abc", "num_rows": 3}]
+    facts = provenance_of(options(), PluginRegistry(), data).facts()
+    sha256 = {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("provenance_reward.py", "words.py")
+    }
+    assert facts["code"] == sha256
+    assert len(facts["code_sha256"]) == 64
+    plugins = {entry["option"]: entry for entry in facts["plugins"]}
+    assert plugins["custom_rm_path"]["sha256"] == sha256["provenance_reward.py"]
+    assert plugins["loss_type"]["distribution"] == "buffer-rl"
+    assert len(plugins["loss_type"]["sha256"]) == 64
+    assert facts["python"] == platform.python_version()
+    assert {"ray", "torch", "transformers"} <= set(facts["packages"])
+    assert facts["data"] == [{**data[0], "path": "s3://***@bucket/a.jsonl"}]
+    assert "provenance_reward" not in sys.modules
+
+
+def test_plugins_named_on_the_command_line_and_files_are_among_them(folder: Path) -> None:
+    (folder / "a_plugin.py").write_text("")
+    args = options(plugin=["a_plugin", "no:other"], dynamic_sampling_filter_path="./words.py:VALUE")
+    facts = provenance_of(args, PluginRegistry()).facts()
+    assert {"provenance_reward.py", "words.py", "a_plugin.py"} == set(facts["code"])
+
+
+def test_the_file_of_a_run_holds_them_and_no_secrets(folder: Path) -> None:
+    args = options(save="s3://user:pass@bucket/x", rm_url="https://h/score?key=abc", prompt_data=["s3://u:pass@b/d"])
+    facts = provenance_of(args, PluginRegistry()).facts()
+    text = write_facts(folder / "run", args, facts).read_text()
+    assert json.loads(text)["plugins"] == facts["plugins"]
+    assert "pass" not in text
+    assert "abc" not in text.replace(facts["code_sha256"], "") or "key=***" in text
+    assert read_facts(folder / "run").changed["--save"] == "s3://***@bucket/x"
+    assert (folder / "run" / RUN_FILE).is_file()
+
+
+class Silent:
+    """A trainer group and a Buffer that write nothing."""
+
+    def call(self, method: str, path: str, *, timeout_s: float) -> None:
+        return None
+
+    def save(self, folder: str) -> None:
+        (Path(folder) / "buffer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("root", ["memory://test_provenance?token=pass", "{folder}/saves"])
+def test_a_checkpoint_holds_them_and_no_secrets(folder: Path, root: str) -> None:
+    root = root.format(folder=folder)
+    args = options(save=root, run_dir=str(folder / "run"), rm_url="https://u:pass@h/score")
+    facts = provenance_of(args, PluginRegistry()).facts()
+    peer: Any = Silent()
+    RunCheckpoints(args, buffer=peer, train=peer, provenance=facts).save(3)
+    with opened_checkpoint(root) as checkpoint:
+        assert checkpoint.facts["plugins"] == facts["plugins"]
+        assert checkpoint.facts["code_sha256"] == facts["code_sha256"]
+        assert "pass" not in json.dumps(checkpoint.facts)
+        assert (checkpoint.folder / "buffer.json").read_text() == "{}"
+
+
+def test_a_plugin_that_changed_since_the_checkpoint_is_said_once(folder: Path) -> None:
+    before = {"buffer_rl": __version__, **provenance_of(options(), PluginRegistry()).facts()}
+    assert changed_plugins(before, provenance_of(options(), PluginRegistry())) == []
+    (folder / "provenance_reward.py").write_text(REWARD + "\n")
+    (line,) = changed_plugins(before, provenance_of(options(), PluginRegistry()))
+    assert line.startswith("--custom-rm-path provenance_reward:score: ")
+    assert "has changed since the checkpoint was written" in line
+    (folder / "provenance_reward.py").write_text(REWARD)
+    (folder / "words.py").write_text("VALUE = 2.0\n")
+    assert changed_plugins(before, provenance_of(options(), PluginRegistry())) == [
+        "words.py has changed since the checkpoint was written"
+    ]
+    assert changed_plugins({}, provenance_of(options(), PluginRegistry())) == []
+
+
+def test_another_version_of_buffer_rl_is_said_once_and_not_for_each_of_its_plugins(folder: Path) -> None:
+    now = provenance_of(options(), PluginRegistry())
+    before = {"buffer_rl": "0.0.1", **now.facts()}
+    before["plugins"] = [{**entry, "sha256": "0"} for entry in before["plugins"] if entry["distribution"]]
+    assert changed_plugins(before, now) == [f"the checkpoint was written by buffer_rl 0.0.1; this is {__version__}"]

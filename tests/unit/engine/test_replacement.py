@@ -1,0 +1,127 @@
+"""Engines that are killed: who answers their requests, who takes their place, and with which weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import urllib.request
+from contextlib import contextmanager
+
+from buffer_rl.engine.client import EngineClient, EngineControlClient
+from buffer_rl.engine.embedded.launcher import launch
+from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.errors import EngineError
+from buffer_rl.testing.processes import holds_within
+
+
+@contextmanager
+def watched(fleet):
+    """Calls ``check`` again and again, as a driver does. Yields what it raised."""
+    raised: list[Exception] = []
+    end = threading.Event()
+
+    def watch():
+        while not end.wait(0.1):
+            try:
+                fleet.check()
+            except EngineError as error:
+                raised.append(error)
+                return
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield raised
+    finally:
+        end.set()
+        thread.join()
+
+
+def kill(fleet, place):
+    engine = fleet.engines[place]
+    os.kill(engine.process.pid, signal.SIGKILL)
+    return engine.url
+
+
+def num_running(url):
+    with urllib.request.urlopen(f"{url}/server_info", timeout=10) as response:
+        return json.loads(response.read())["num_running_requests"]
+
+
+def both_serve_without(fleet, lost):
+    return lambda: len(urls := fleet.router.workers()) == 2 and lost not in urls
+
+
+PROMPTS = [[5 + i, 6, 7] for i in range(16)]
+
+
+async def answers_of(fleet, params, name, at_work=lambda: None):
+    async with EngineClient(fleet.router_url, [], timeout_s=60) as client:
+        tasks = [
+            asyncio.create_task(client.agenerate(f"{name}-{i}", prompt, {**params, "sampling_seed": i}))
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        await asyncio.to_thread(at_work)
+        return [result.output_ids for result in await asyncio.gather(*tasks)]
+
+
+def test_requests_at_an_engine_that_is_killed_get_the_same_answers_elsewhere_and_it_is_replaced(engine_args, tmp_path):
+    notices: list[str] = []
+    args = engine_args(rollout_num_engines=2)
+    params = {"max_new_tokens": 400, "ignore_eos": True}
+    with EngineFleet(args, str(tmp_path), launch, notices.append) as fleet, watched(fleet) as raised:
+        fleet.wait_ready()
+        expected = asyncio.run(answers_of(fleet, params, "first"))
+        lost = []
+
+        def kill_at_work():
+            victim = fleet.engines[1]
+            assert holds_within(30, lambda: num_running(victim.url) > 0)
+            lost.append(kill(fleet, 1))
+
+        assert asyncio.run(answers_of(fleet, params, "second", kill_at_work)) == expected
+        assert holds_within(60, both_serve_without(fleet, lost[0]))
+        assert asyncio.run(answers_of(fleet, params, "third")) == expected
+        assert holds_within(5, lambda: len(notices) == 2)
+        assert raised == []
+    assert "embedded engine 1 was killed by signal 9" in notices[0]
+    assert "the run goes on with 1 engine while another one starts in its place (1 of at most 2 restarts)" in notices[0]
+    assert notices[1] == "engine 1 is back, with the initial weights"
+    assert [line.split(" ", 2)[2] for line in (tmp_path / "logs" / "fleet.log").read_text().splitlines()] == notices
+    assert (tmp_path / "logs" / "engine_1_restart_1.log").exists()
+
+
+def test_a_replacement_takes_the_weights_of_the_newest_version_and_the_last_death_ends_the_run(
+    engine_args, model_folder, tmp_path
+):
+    args = engine_args(rollout_num_engines=2, engine_max_restarts=1)
+    notices: list[str] = []
+    with EngineFleet(args, str(tmp_path), launch, notices.append) as fleet, watched(fleet) as raised:
+        fleet.wait_ready()
+        control = fleet.control(30.0)
+        control.pause()
+        control.flush()
+        control.update_weights_from_disk(model_folder("qwen3", seed=1), 7)
+        assert set(control.versions().values()) == {"7"}
+        control.resume()
+        greedy = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+        expected = asyncio.run(answers_of(fleet, greedy, "first"))
+        lost = kill(fleet, 0)
+        assert holds_within(60, both_serve_without(fleet, lost))
+        assert set(EngineControlClient(list(fleet.router.workers())).versions().values()) == {"7"}
+        assert holds_within(5, lambda: len(notices) == 2)
+        kill(fleet, 1)
+        assert holds_within(30, lambda: len(fleet.router.workers()) == 1)
+        # The replacement alone answers now, with the weights that it was given.
+        assert asyncio.run(answers_of(fleet, greedy, "second")) == expected
+        assert holds_within(5, lambda: len(notices) == 3)
+        assert raised == []
+        kill(fleet, 0)
+        assert holds_within(30, lambda: bool(raised))
+    assert notices[1] == "engine 0 is back, with the weights of version 7"
+    assert "none is started in its place (--engine-max-restarts 1)" in notices[2]
+    assert "no engine is left: embedded engine 0 was killed by signal 9; " in str(raised[0])
+    assert "engine_0_restart_1.log" in str(raised[0])

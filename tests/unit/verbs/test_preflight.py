@@ -1,0 +1,169 @@
+"""What is looked at before Ray or an engine starts; each mistake is one error that names flag and file."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.checkpoint import write_checkpoint
+from buffer_rl.config import compose
+from buffer_rl.errors import CheckpointError, ConfigError, DataError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.testing.tiny import make_char_tokenizer
+from buffer_rl.verbs.preflight import (
+    check_checkpoint,
+    check_devices,
+    check_eval_prompts,
+    check_folders,
+    make_folders,
+)
+
+HEADER = json.dumps({"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})
+WEIGHTS = struct.pack("<Q", len(HEADER)) + HEADER.encode() + bytes(8)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"max_position_embeddings": 30}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(WEIGHTS)
+    return folder
+
+
+def options(model: Path, **changes: Any) -> Any:
+    chosen = {"hf_checkpoint": str(model), "run_dir": str(model.parent / "run"), **changes}
+    return compose(CORE_SECTIONS)(**chosen)
+
+
+def test_a_whole_model_folder_is_accepted_and_nothing_is_made(model: Path) -> None:
+    check_folders(options(model, save=str(model.parent / "saves")))
+    assert sorted(path.name for path in model.parent.iterdir()) == ["model"]
+
+
+def test_a_folder_in_shards_is_accepted_and_a_missing_shard_is_named(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "a.safetensors")
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}})
+    )
+    with pytest.raises(ConfigError, match=r"--hf-checkpoint .*b\.safetensors: the weights cannot be read"):
+        check_folders(options(model))
+    (model / "b.safetensors").write_bytes(WEIGHTS)
+    check_folders(options(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", None, "there is no config.json"),
+        ("config.json", b"{", "is no JSON"),
+        ("config.json", b"[]", "holds no JSON object"),
+        ("model.safetensors", None, "there are no weights"),
+        ("model.safetensors", b"", "the file is empty"),
+        ("model.safetensors", WEIGHTS[:-1], f"damaged: {len(WEIGHTS) - 1} bytes"),
+        ("model.safetensors", WEIGHTS[:20], "no safetensors file, or a damaged one"),
+        ("model.safetensors", b"\xff" * 64, "no safetensors file, or a damaged one"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of Git LFS"),
+        ("tokenizer.json", None, "there is no tokenizer"),
+    ],
+)
+def test_a_model_folder_that_will_not_load_is_refused(
+    model: Path, name: str, content: bytes | None, words: str
+) -> None:
+    (model / name).unlink()
+    if content is not None:
+        (model / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_folders(options(model))
+    assert "--hf-checkpoint" in str(caught.value)
+
+
+def test_the_reference_model_is_looked_at_under_its_own_flag(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "ref").mkdir()
+    with pytest.raises(ConfigError, match="--ref-load"):
+        check_folders(options(model, ref_load=str(tmp_path / "ref")))
+
+
+def test_saves_may_be_urls_and_the_run_folder_may_not(model: Path) -> None:
+    args = options(model, save="memory://saves/run")
+    check_folders(args)
+    make_folders(args)
+    with pytest.raises(ConfigError, match=r"--run-dir: 's3://\*\*\*@bucket/run' is no local folder"):
+        check_folders(options(model, run_dir="s3://key:secret@bucket/run"))
+    with pytest.raises(ConfigError, match="nonsense"):
+        check_folders(options(model, save="nonsense://x"))
+    with pytest.raises(CheckpointError, match="memory://no_such_folder"):
+        check_folders(options(model, load="memory://no_such_folder"))
+
+
+@pytest.mark.parametrize("name", ["engine_device", "train_device"])
+def test_a_gpu_that_is_not_there_is_said_before_anything_starts(model: Path, name: str) -> None:
+    import torch
+
+    args = options(model, **{name: "cuda"})
+    if torch.cuda.is_available():
+        check_devices(args)
+    else:
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} cuda: there is no CUDA device"):
+            check_devices(args)
+    check_devices(options(model, train_device="cuda", ray_address="10.0.0.1:6379"))  # the ranks run elsewhere
+
+
+def source(source_hash: str, use: str = "train") -> dict[str, Any]:
+    return {"use": use, "path": f"{source_hash}.jsonl", "source_hash": source_hash, "num_rows": 3}
+
+
+def saved(folder: Path, *data: dict[str, Any], **changed: Any) -> str:
+    facts = {"options": {"rollout_seed": 42, "rollout_shuffle": True, **changed}, "data": list(data)}
+    write_checkpoint(folder, 1, lambda _: None, facts)
+    return str(folder)
+
+
+def test_a_checkpoint_of_the_same_data_is_accepted_whatever_is_evaluated(model: Path) -> None:
+    args = options(model, load=saved(model.parent / "saves", source("aaa"), source("eee", "eval/dev")))
+    check_checkpoint(args, [source("aaa"), source("fff", "eval/other")])
+
+
+def test_a_checkpoint_of_other_data_or_of_another_order_is_refused(model: Path) -> None:
+    folder = saved(model.parent / "saves", source("aaa"), source("bbb"))
+    for now in (["aaa"], ["bbb", "aaa"], ["aaa", "ccc"]):
+        with pytest.raises(CheckpointError, match=r"other training data: aaa\.jsonl") as caught:
+            check_checkpoint(options(model, load=folder), [source(name) for name in now])
+        assert f"--load {folder}" in str(caught.value)
+    with pytest.raises(CheckpointError, match="--rollout-seed 42, now 43"):
+        check_checkpoint(options(model, load=folder, rollout_seed=43), [source("aaa"), source("bbb")])
+
+
+def test_a_checkpoint_that_says_nothing_of_its_data_is_left_to_the_buffer(model: Path) -> None:
+    write_checkpoint(model.parent / "saves", 1, lambda _: None, {})
+    check_checkpoint(options(model, load=str(model.parent / "saves")), [source("aaa")])
+
+
+def eval_options(model: Path, lengths: list[int], **changes: Any) -> Any:
+    path = model.parent / "dev.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "a" * length}) + "\n" for length in lengths))
+    return options(model, eval_prompt_data=[f"dev={path}"], **changes)
+
+
+def test_evaluation_prompts_that_leave_no_room_are_named_with_their_lengths(model: Path) -> None:
+    make_char_tokenizer("a").save_pretrained(model)
+    check_eval_prompts(eval_options(model, [1, 29]))
+    with pytest.raises(DataError) as caught:
+        check_eval_prompts(eval_options(model, [1, 30, 29, 31]))
+    text = str(caught.value)
+    assert "dev, row 1: 30 tokens" in text
+    assert "dev, row 3: 31 tokens" in text
+    assert "row 2" not in text
+    assert "fewer than 30 tokens (the model's max_position_embeddings)" in text
+    with pytest.raises(DataError, match=r"fewer than 20 tokens \(--rollout-max-context-len\)"):
+        check_eval_prompts(eval_options(model, [20], rollout_max_context_len=20))
+
+
+def test_the_tokenizer_is_not_loaded_where_no_prompt_can_be_too_long(model: Path) -> None:
+    (model / "config.json").write_text('{"max_position_embeddings": 4096}')
+    check_eval_prompts(eval_options(model, [1, 500]))  # tokenizer.json could not be loaded

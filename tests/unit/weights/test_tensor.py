@@ -1,0 +1,72 @@
+"""Publication by tensor: the order of its calls, and that the memory is freed however it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from buffer_rl.config import compose
+from buffer_rl.errors import EngineError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.testing.fake_roles import FakeEngines
+from buffer_rl.weights.publish import Publisher
+from buffer_rl.weights.tensor import LOAD_FORMAT, TensorTransport
+
+
+class Memory:
+    """Shares two buckets; notes what was asked."""
+
+    def __init__(self, buckets: int = 2) -> None:
+        self.buckets = buckets
+        self.asked: list[tuple[str | None, int]] = []
+        self.shared = False
+
+    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
+        self.asked.append((load_format, num_receivers))
+        self.shared = True
+        return [["handle"] * num_receivers] * self.buckets
+
+    def release_weights(self) -> None:
+        self.shared = False
+
+
+def publisher(memory: Memory, engines: FakeEngines, **options: Any) -> Publisher:
+    args: Any = compose(CORE_SECTIONS)(**options)
+    return Publisher(TensorTransport(args), memory, engines)  # type: ignore[arg-type]  # it writes no files
+
+
+def test_buckets_are_staged_between_begin_and_end_and_the_last_has_the_version() -> None:
+    memory, engines = Memory(), FakeEngines()
+    publisher(memory, engines).publish(3)
+    assert engines.calls == ["pause", "flush", "begin", "update", "update", "end", "versions", "resume"]
+    assert engines.version == 3
+    assert not memory.shared
+
+
+@pytest.mark.parametrize("call", ["pause", "flush", "begin", "update", "end", "versions", "resume"])
+def test_the_memory_is_freed_whatever_fails(call: str) -> None:
+    memory, engines = Memory(), FakeEngines(fail_on=call, error=EngineError("broken", where="http://engine-0"))
+    with pytest.raises(EngineError, match="broken"):
+        publisher(memory, engines).publish(1)
+    assert engines.calls[-1] == "resume"
+    assert not memory.shared
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({"rollout_num_engines": 3}, (LOAD_FORMAT, 3)),
+        ({"engine_urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}, (LOAD_FORMAT, 2)),
+        ({"rollout_engine": "sglang"}, (None, 1)),
+    ],
+)
+def test_there_is_a_handle_for_each_engine_in_the_form_that_it_reads(options: Any, asked: tuple[Any, int]) -> None:
+    memory = Memory()
+    publisher(memory, FakeEngines(), **options).publish(1)
+    assert memory.asked == [asked]
+
+
+def test_a_trainer_without_weights_is_an_error() -> None:
+    with pytest.raises(EngineError, match="no weights to share"):
+        publisher(Memory(buckets=0), FakeEngines()).publish(1)
