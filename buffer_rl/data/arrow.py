@@ -37,7 +37,8 @@ class ArrowTable:
         """See ``Table.records``.
 
         What a struct leaves out of a chat message comes from Arrow as null; such nulls are taken out of prompts and
-        tools. Values that JSON does not have (times, decimals, NaN, bytes) are refused, bytes of multimodal columns excepted.
+        tools. Values that JSON does not have (times, decimals, NaN, bytes) are refused, bytes of multimodal columns
+        excepted.
         """
         names = [name for name in dict.fromkeys(keys.names) if name in self._table.column_names]
         if keys.prompt not in names:  # once for the file: the columns of all rows are the same
