@@ -6,13 +6,12 @@ A node that has the same files in the same places uses those, so that what stand
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 LIST_NAME = "buffer_rl_code.json"
 CODE_VARIABLE = "BUFFER_RL_CODE"
@@ -50,7 +49,7 @@ def shipped_file(path: str) -> Path | None:
 
 def _listing(folder: str) -> dict[str, Any]:
     try:
-        listing: dict[str, Any] = orjson.loads(Path(folder, LIST_NAME).read_bytes())
+        listing: dict[str, Any] = json.loads(Path(folder, LIST_NAME).read_bytes())
     except FileNotFoundError:
         return {}
     return listing

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-
-import orjson
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.resolution.module_search import find_module
@@ -50,7 +49,7 @@ class CodeBundle:
     @property
     def sha256(self) -> str:
         """Of all names and contents; empty where there is nothing."""
-        return hashlib.sha256(orjson.dumps(self.hashes())).hexdigest() if self.files else ""
+        return hashlib.sha256(json.dumps(self.hashes()).encode()).hexdigest() if self.files else ""
 
     def write(self, folder: Path) -> None:
         """Copy the files below ``folder``, with the list that ``buffer_rl.resolution.shipped`` reads."""
@@ -63,7 +62,7 @@ class CodeBundle:
             "references": dict(self.references),
             "folders": list(self.folders),
         }
-        (folder / LIST_NAME).write_bytes(orjson.dumps(listing))
+        (folder / LIST_NAME).write_text(json.dumps(listing), encoding="utf-8")
 
 
 def collect_code(origins: Iterable[Origin], *, cwd: str, python_path: Sequence[str] = ()) -> CodeBundle:
