@@ -150,5 +150,5 @@ def test_a_buffer_that_hangs_is_named_at_the_callers_deadline_and_a_repeat_chang
     client.close_rollout(ticket)
     assert client.get_data(0).row_ids == client.get_data(0).row_ids
     ray.kill(actor)
-    with pytest.raises(WorkerError, match=r"buffer\.generate: the Buffer's process died"):
+    with pytest.raises(WorkerError, match=r"buffer\.generate: the process of the Buffer died"):
         client.generate(1)
