@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart test bench lint format format-check types imports wheel ci clean
+.PHONY: help env quickstart test bench bench-schedules lint format format-check types imports wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint         format check, ruff, mypy --strict, import rules"
 	@echo "make format       reformat and apply ruff's safe fixes"
 	@echo "make bench        step time by phase, and the engine against transformers"
+	@echo "make bench-schedules  step time under each schedule"
 	@echo "make wheel        build the distribution into dist/"
 	@echo "make ci           what continuous integration runs"
 	@echo "make clean        remove the environment and everything that was built"
@@ -45,6 +46,10 @@ test: $(VENV)/.stamp-dev
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python benchmarks/run.py
+
+bench-schedules: $(VENV)/.stamp-dev
+	$(BIN)/python benchmarks/schedules.py
+	$(BIN)/python benchmarks/schedule_step.py
 
 lint: format-check types imports
 

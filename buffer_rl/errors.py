@@ -72,3 +72,7 @@ class DeadlineError(BufferRLError, TimeoutError):
 
 class WorkerError(BufferRLError):
     """A worker process died or raised something unexpected; ``where`` names its role."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker process is gone. Where its work can be done again, it is replaced."""

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from buffer_rl.buffer.ledger import MemoryLedger
-from buffer_rl.buffer.pool import LocalDataPlane
+from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import Options, compose
 from buffer_rl.data.source import EvalSource, PromptDataSource

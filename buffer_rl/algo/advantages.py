@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from buffer_rl.contracts import scoped
 from buffer_rl.errors import DataError
 from buffer_rl.types import TrainBatch
 
 
+@scoped("group")
 def grpo(args: Any, batch: TrainBatch) -> None:
     """Group-relative advantages: each response token gets its sample's normalised reward.
 

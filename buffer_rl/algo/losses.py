@@ -13,10 +13,11 @@ import torch
 
 from buffer_rl.algo.aggregation import aggregate
 from buffer_rl.algo.kl import MAX_LOG_RATIO, kl_estimate
-from buffer_rl.contracts import LossInputs, LossOutputs
+from buffer_rl.contracts import LossInputs, LossOutputs, scoped
 from buffer_rl.errors import TrainError
 
 
+@scoped("group")
 def policy_loss(args: Any, inputs: LossInputs) -> LossOutputs:
     """The clipped surrogate of PPO (arXiv 1707.06347, equation 7), with a KL penalty and an entropy bonus.
 
@@ -68,6 +69,7 @@ def policy_loss(args: Any, inputs: LossInputs) -> LossOutputs:
     return _outputs(loss, metrics)
 
 
+@scoped("group")
 def sft_loss(args: Any, inputs: LossInputs) -> LossOutputs:
     """Negative log-likelihood of the unmasked response tokens, aggregated by ``loss_agg_mode``.
 

@@ -7,6 +7,8 @@ for nobody. User code never runs here.
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,8 +19,9 @@ from buffer_rl.buffer.calls import CallLog
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import MemoryLedger
 from buffer_rl.buffer.partial import RequeueRule
-from buffer_rl.buffer.pool import LocalDataPlane
+from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.buffer.storage.actor import PULLS, pull_payloads
 from buffer_rl.config import load_args
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
@@ -35,6 +38,8 @@ CHANGES = frozenset(
         "adopt",
         "close_rollout",
         "put_fields",
+        "get_meta",
+        "offer_again",
         "clear",
         "commit",
         "release",
@@ -44,10 +49,12 @@ CHANGES = frozenset(
 )
 READS = frozenset(
     {
-        # It fixes the assignment of rows to ranks, but repeats give the same rows by themselves; its answers are the
+        # It fixes the assignment of rows to ranks, but repeats give the same rows by themselves; its answers hold the
         # payloads of a whole step, too large to keep.
-        "get_data",
-        "get_eval_data",
+        "plan_data",
+        "plan_eval_data",
+        "plan_fields",
+        "get_totals",
         "get_headers",
         "get_metadata",
         "get_buffer_length",
@@ -56,6 +63,9 @@ READS = frozenset(
         "save",
     }
 )
+
+MAX_WAITERS = 64
+"""Readers that can wait for rows at one time; more would wait for each other."""
 
 STATE_FILE = "buffer.json"
 
@@ -81,13 +91,20 @@ class BufferActor:
             max_staleness=None if args.debug_rollout_only else 0,  # that mode publishes no weights
         )
         self._calls = CallLog()
+        self._changed = threading.Condition()
 
     def change(self, caller: str, sequence: int, method: str, *args: Any) -> Any:
         """Execute a method that changes state, once per ``(caller, sequence)``."""
         if method not in CHANGES:
             raise BufferStateError(f"the Buffer has no method {method!r} that changes state")
         target = self._load if method == "load" else getattr(self._state, method)
-        return self._calls.once(caller, sequence, lambda: target(*args))
+        revision = self._state.revision
+        try:
+            return self._calls.once(caller, sequence, lambda: target(*args))
+        finally:
+            if self._state.revision != revision:
+                with self._changed:
+                    self._changed.notify_all()
 
     def read(self, method: str, *args: Any) -> Any:
         """Execute a method whose repeat changes nothing."""
@@ -103,6 +120,17 @@ class BufferActor:
             return self._state.get_progress()
         except RuntimeError:  # a dict changed while it was read: the next poll will do
             return {}
+
+    @ray.method(concurrency_group="wait")
+    def wait_change(self, revision: int, timeout_s: float) -> None:
+        """Returns once rows may be ready that were not at ``revision``, or after ``timeout_s``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state.revision != revision, timeout_s)
+
+    @ray.method(concurrency_group="storage")
+    def pull(self, producer: Any, keys: Sequence[int], timeout_s: float) -> list[Any]:
+        """Own large payloads, where there are no storage processes (see ``pull_payloads``)."""
+        return pull_payloads(producer, keys, timeout_s)
 
     def _save(self, folder: str) -> None:
         path = Path(folder) / STATE_FILE
@@ -125,5 +153,6 @@ def start_buffer(args_text: str) -> Any:
 
     No restarts: the ledger lives in memory, so a Buffer that died must end the run.
     """
-    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0, concurrency_groups={"health": 1})
+    groups = {"health": 1, "wait": MAX_WAITERS, "storage": PULLS}
+    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0, concurrency_groups=groups)
     return remote(BufferActor).remote(args_text)

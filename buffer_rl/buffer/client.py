@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,15 @@ from typing import Any, Protocol
 
 import ray
 
+from buffer_rl.buffer.cells import BatchPlan, Cell, RowSizes, assemble
 from buffer_rl.buffer.partial import check_versions
+from buffer_rl.buffer.pool import ReadRequest, RowsMeta
 from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.errors import BufferRLError, DeadlineError, WorkerError
 from buffer_rl.types import Column, GroupUid, QueueHeader, RolloutReport, RowId, SampleGroup, Ticket, TrainBatch
+
+WAIT_SLICE_S = 5.0
+"""Longest single wait for ready rows: a reader that waits longer asks again, so a Buffer that died is noticed."""
 
 
 class BufferClient:
@@ -66,18 +72,62 @@ class BufferClient:
         self.change("adopt", ticket, list(row_ids), dict(columns))
 
     def get_data(
-        self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1, num_steps: int = 1, step: int = 0
+        self,
+        rollout_id: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        num_steps: int = 1,
+        step: int = 0,
+        whole_groups: bool = False,
     ) -> TrainBatch:
         """One rank's share of mini-batch ``step`` of ``num_steps``; see ``DataPool.share``."""
-        return self.read("get_data", rollout_id, dp_rank, dp_size, num_steps, step)  # type: ignore[no-any-return]
+        return self._assembled(self.read("plan_data", rollout_id, dp_rank, dp_size, num_steps, step, whole_groups))
 
     def get_eval_data(self, rollout_id: int) -> TrainBatch:
         """All rows of an evaluation."""
-        return self.read("get_eval_data", rollout_id)  # type: ignore[no-any-return]
+        return self._assembled(self.read("plan_eval_data", rollout_id))
 
-    def put_fields(self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
-        """Add derived fields to rows of a task."""
-        self.change("put_fields", task, list(row_ids), dict(columns))
+    def get_totals(self, rollout_id: int) -> tuple[int, int]:
+        """Rows and unmasked response tokens that the step trains on, over all ranks."""
+        return self.read("get_totals", rollout_id)  # type: ignore[no-any-return]
+
+    def put_fields(
+        self,
+        task: str,
+        row_ids: Sequence[RowId],
+        columns: Mapping[str, Column],
+        reader: str | None = None,
+        generation: int = 0,
+    ) -> None:
+        """Add derived fields to rows of a task; see ``DataPool.put_fields``."""
+        self.change("put_fields", task, list(row_ids), dict(columns), reader, generation)
+
+    def get_meta(self, task: str, request: ReadRequest, timeout_s: float) -> RowsMeta:
+        """Rows for a reading task as soon as there are any, or the end (see ``DataPool.get_meta``).
+
+        Raises DeadlineError, naming the task and the fields, where nothing comes within ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            meta: RowsMeta = self.change("get_meta", task, request)
+            if meta.row_ids or meta.ended:
+                return meta
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(
+                    f"no rows of {task} were ready for {request.reader!r} within {timeout_s:g} s",
+                    where="buffer",
+                    expected=f"finished groups with the fields {', '.join(sorted(request.fields))}",
+                )
+            ref = self.actor.wait_change.remote(meta.revision, min(left, WAIT_SLICE_S))
+            self._answers.wait("wait_change", ref)
+
+    def get_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> TrainBatch:
+        """Rows of a task with ``fields``, or with all that they have."""
+        return self._assembled(self.read("plan_fields", task, list(row_ids), fields))
+
+    def offer_again(self, task: str, reader: str) -> int:
+        """A reading task's process is replaced; see ``DataPool.offer_again``."""
+        return self.change("offer_again", task, reader)  # type: ignore[no-any-return]
 
     def clear(self, task: str) -> None:
         """Forget a task and its payloads."""
@@ -115,6 +165,31 @@ class BufferClient:
         """Counts for a display."""
         return self._answers.wait("get_progress", self.actor.get_progress.remote())  # type: ignore[no-any-return]
 
+    def _assembled(self, plan: BatchPlan) -> TrainBatch:
+        return assemble(plan, self._resolve)
+
+    def _resolve(self, cells: Sequence[Cell]) -> Sequence[Column]:
+        """Payloads from the object store, without a copy where they are on this machine."""
+        timeout_s = self._answers.timeout_s
+        try:
+            return ray.get([cell.ref for cell in cells], timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise DeadlineError(
+                f"{len(cells)} payloads did not arrive within {timeout_s:g} s",
+                where=", ".join(sorted({cell.storage for cell in cells})),
+                hint=f"raise {self._answers.flag} if the network or a full object store's disk is only slow",
+            ) from error
+        except ray.exceptions.ObjectLostError as error:
+            lost = [cell.storage for cell in cells if cell.ref.hex() == error.object_ref_hex]
+            raise WorkerError(
+                f"a payload is lost: {type(error).__name__}",
+                where=", ".join(lost or sorted({cell.storage for cell in cells})),
+                expected="a storage process, and the node with the payload, that live as long as the rollout",
+                hint="start again from the last checkpoint",
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise self._answers.named("get_fields", error) from error
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
@@ -136,7 +211,7 @@ class Answers:
         except ray.exceptions.GetTimeoutError as error:
             raise self._late(method) from error
         except ray.exceptions.RayError as error:
-            raise self._named(method, error) from error
+            raise self.named(method, error) from error
 
     async def until(self, method: str, ref: Any) -> Any:
         """``wait`` for an event loop."""
@@ -145,7 +220,7 @@ class Answers:
         except TimeoutError as error:
             raise self._late(method) from error
         except ray.exceptions.RayError as error:
-            raise self._named(method, error) from error
+            raise self.named(method, error) from error
 
     def _late(self, method: str) -> DeadlineError:
         return DeadlineError(
@@ -154,11 +229,19 @@ class Answers:
             hint=f"raise {self.flag} if it is only slow",
         )
 
-    def _named(self, method: str, error: Any) -> BufferRLError:
+    def named(self, method: str, error: Any) -> BufferRLError:
+        """What became of a call, as an error of this project."""
         cause = getattr(error, "cause", None)
         if isinstance(cause, BufferRLError):
             return cause
         where = f"{self.role}.{method}"
+        if isinstance(cause or error, (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)):
+            return WorkerError(
+                "the object store is full, and so is the disk that it spills to",
+                where=where,
+                expected="room for the payloads of the rollouts that are not released yet",
+                hint="raise --object-store-gb (or the store of the cluster's nodes), or free space on that disk",
+            )
         if isinstance(error, ray.exceptions.RayActorError):
             return WorkerError(f"the process of {self.who} died: {error}", where=where)
         return WorkerError(f"{type(cause or error).__name__}: {cause or error}", where=where)
@@ -181,10 +264,18 @@ class BatchSource(Protocol):
     async def atake(self, request: DeliveryRequest) -> Delivery | None: ...
 
 
+class PayloadStore(Protocol):
+    """Puts the large columns of a group into the object store (see ``buffer_rl.buffer.storage.client``)."""
+
+    def store(self, columns: Mapping[str, Column]) -> Mapping[str, Column | Cell]: ...
+    async def astore(self, columns: Mapping[str, Column]) -> Mapping[str, Column | Cell]: ...
+
+
 class RolloutClient:
     """The ``buffer`` of one rollout (see ``buffer_rl.contracts.RolloutBuffer``).
 
     source: where the batches come from that the Buffer asks for, if it does not read its data itself.
+    storage: where large columns go; without it they travel inside the report.
     """
 
     def __init__(
@@ -194,12 +285,14 @@ class RolloutClient:
         encoder: GroupEncoder,
         choose: ChooseQueued | None = None,
         source: BatchSource | None = None,
+        storage: PayloadStore | None = None,
     ) -> None:
         self._client = client
         self._ticket = ticket
         self._encoder = encoder
         self._choose = None if ticket.evaluation else choose
         self._source = source
+        self._storage = storage
         self.finished: dict[GroupUid, SampleGroup] = {}
 
     @property
@@ -245,12 +338,16 @@ class RolloutClient:
 
     def finish(self, group: SampleGroup) -> None:
         """Report a finished group."""
-        self._client.change("finish", *self._finish_args(group))
+        row_ids, columns, sizes = self._encoded(group)
+        stored = columns if self._storage is None else self._storage.store(columns)
+        self._client.change("finish", self._ticket, group.uid, group.attempt, row_ids, stored, sizes)
         self.finished[group.uid] = group
 
     async def afinish(self, group: SampleGroup) -> None:
         """Report a finished group."""
-        await self._client.achange("finish", *self._finish_args(group))
+        row_ids, columns, sizes = self._encoded(group)
+        stored = columns if self._storage is None else await self._storage.astore(columns)
+        await self._client.achange("finish", self._ticket, group.uid, group.attempt, row_ids, stored, sizes)
         self.finished[group.uid] = group
 
     def reject(self, group: SampleGroup, reason: str) -> None:
@@ -294,7 +391,7 @@ class RolloutClient:
         leases = [(group.uid, group.attempt) for group in groups]
         return self._ticket, leases, list(groups) if self._ticket.keeps_tokens else ()
 
-    def _finish_args(self, group: SampleGroup) -> tuple[Any, ...]:
+    def _encoded(self, group: SampleGroup) -> tuple[list[RowId], dict[str, Column], RowSizes]:
         check_versions(self._ticket, group)
         row_ids, columns = self._encoder.encode(group, self._ticket.evaluation)
-        return self._ticket, group.uid, group.attempt, row_ids, columns
+        return row_ids, columns, RowSizes.of(columns, len(row_ids))

@@ -12,4 +12,16 @@ class BufferOptions(Section):
 
     heading: ClassVar[str] = "Buffer"
 
+    num_data_storage_units: int = option(
+        0,
+        "processes, spread over the nodes, that own large payloads in Ray's object store; with 0 the Buffer's own "
+        "process does",
+        ge=0,
+    )
+    data_storage_min_bytes: int = option(
+        1 << 20,
+        "a column of a group goes into the object store from this size on; smaller ones travel inside calls, which is "
+        "cheaper for them",
+        ge=0,
+    )
     buffer_timeout_s: float = option(60.0, "deadline of one call to the Buffer, in seconds", gt=0)

@@ -1,194 +1,303 @@
-"""One rollout's groups as columns: a task is a list of uids over a store of payloads.
+"""One rollout's rows: filled group by group and field by field, read by named tasks while the rollout still runs.
 
-``DataPlane`` is where payloads are; the pool holds which rows belong to a task, and which rank has which.
+A pool is open while its rollout runs: finished groups are added, others fill in derived fields, and each reading task
+is handed every group once, when the fields that it asked for are there (``get_meta``). Closing fixes which groups the
+step trains on; after that the whole batch can be read too (``plan``, ``share``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
+from buffer_rl.buffer.cells import BatchPlan, GroupSlice
 from buffer_rl.buffer.partition import balanced_partition
+from buffer_rl.buffer.plane import DataPlane
+from buffer_rl.buffer.readers import Reader
+from buffer_rl.buffer.samplers import Request, sampler_named
 from buffer_rl.errors import BufferStateError
-from buffer_rl.types import Column, GroupUid, RowId, TrainBatch, concat_columns
+from buffer_rl.types import Column, GroupUid, RowId
 
 DERIVED_FIELDS = frozenset({"ref_log_probs", "old_log_probs", "prox_log_probs", "advantages", "returns"})
 """Fields that others than the rollout fill in."""
 
 
-class DataPlane(Protocol):
-    """Keeps the columns of finished groups. A field of a group is written once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsMeta:
+    """Rows that a reading task was handed; their payloads are read with ``get_fields``.
 
-    def put(self, uid: GroupUid, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
-        """Store a finished group. Raises BufferStateError if it is there already."""
-        ...
+    ended: there are none, and none will come: the rollout is closed and the task was handed every row.
+    generation: how often the task's process was replaced; what a replaced one still writes is ignored.
+    revision: of the Buffer when it answered, for a reader that waits for a change.
+    """
 
-    def put_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> None:
-        """Add a derived field for some of the group's rows, by their position. The field is there once all rows
-        came. Raises BufferStateError if a row was written before with other content."""
-        ...
-
-    def rows(self, uid: GroupUid) -> list[RowId]:
-        """The group's row ids, in the order of its columns."""
-        ...
-
-    def columns(self, uid: GroupUid) -> dict[str, Column]:
-        """The group's columns."""
-        ...
-
-    def drop(self, uid: GroupUid) -> None:
-        """Forget a group; unknown uids are ignored."""
-        ...
+    task: str
+    row_ids: list[RowId]
+    ended: bool
+    generation: int = 0
+    revision: int = 0
 
 
-class LocalDataPlane:
-    """Payloads in this process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRequest:
+    """What a reading task asks for.
 
-    def __init__(self) -> None:
-        self._rows: dict[GroupUid, list[RowId]] = {}
-        self._columns: dict[GroupUid, dict[str, Column]] = {}
-        self._partial: dict[GroupUid, dict[str, dict[int, np.ndarray]]] = {}
+    reader: name of the reading task, such as ``ref_log_probs``; every row goes to each task once.
+    fields: those that the rows must have. produces: those that the task adds to them.
+    sampler: ``group``, or ``balanced`` for ranks that work in step.
+    is_final: rows that were handed out are part of the step, whatever finishes later.
+    """
 
-    def put(self, uid: GroupUid, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
-        """See ``DataPlane.put``."""
-        if uid in self._rows:
-            raise BufferStateError(f"group {uid} is stored already")
-        self._rows[uid] = list(row_ids)
-        self._columns[uid] = dict(columns)
-
-    def put_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> None:
-        """See ``DataPlane.put_field``."""
-        stored = self.columns(uid)
-        known = dict(enumerate(stored[name])) if name in stored else self._partial.get(uid, {}).get(name, {})
-        for position, row in rows.items():
-            if position in known and not np.array_equal(known[position], row):
-                raise BufferStateError(
-                    f"field {name!r} of row {self._rows[uid][position]} was written before, with other content"
-                )
-        if name in stored:
-            return
-        merged = {**known, **rows}
-        if len(merged) < len(self._rows[uid]):
-            self._partial.setdefault(uid, {})[name] = merged
-            return
-        self._partial.get(uid, {}).pop(name, None)
-        stored[name] = [merged[position] for position in range(len(merged))]
-
-    def rows(self, uid: GroupUid) -> list[RowId]:
-        """See ``DataPlane.rows``."""
-        self._require(uid)
-        return self._rows[uid]
-
-    def columns(self, uid: GroupUid) -> dict[str, Column]:
-        """See ``DataPlane.columns``."""
-        self._require(uid)
-        return self._columns[uid]
-
-    def drop(self, uid: GroupUid) -> None:
-        """See ``DataPlane.drop``."""
-        self._rows.pop(uid, None)
-        self._columns.pop(uid, None)
-        self._partial.pop(uid, None)
-
-    def _require(self, uid: GroupUid) -> None:
-        if uid not in self._rows:
-            raise BufferStateError(
-                f"group {uid} has no stored payload", hint="was its rollout released, or the group never finished?"
-            )
+    reader: str
+    fields: frozenset[str]
+    num_rows: int
+    produces: frozenset[str] = frozenset()
+    sampler: str = "group"
+    dp_rank: int = 0
+    dp_size: int = 1
+    is_final: bool = False
 
 
 class DataPool:
-    """The rows that one task reads, ordered by uid and sample, and who reads which of them.
+    """The groups of one task, in the order of their uids, and who reads which of them.
 
-    Raises BufferStateError if it would be empty.
+    num_groups: how many groups the step trains on; a final reader is never handed more.
     """
 
-    def __init__(self, rollout_id: int, task: str, uids: Sequence[GroupUid], plane: DataPlane) -> None:
-        if not uids:
-            raise BufferStateError(f"pool {task} would be empty: no group was finished")
+    def __init__(self, rollout_id: int, task: str, plane: DataPlane, num_groups: int) -> None:
         self.rollout_id = rollout_id
         self.task = task
-        self.uids = sorted(uids)
+        self.closed = False
         self._plane = plane
-        self._require_equal_fields()
-        self._assignments: dict[tuple[int, int, int], list[list[int]]] = {}
+        self._num_groups = num_groups
+        self._uids: dict[GroupUid, None] = {}
+        self._gone: set[GroupUid] = set()
+        self._readers: dict[str, Reader] = {}
+        self._assignments: dict[tuple[int, int, int, bool], list[list[RowId]]] = {}
 
-    def batch(self, num_steps: int = 1, step: int = 0) -> TrainBatch:
-        """The rows of the task, with the fields that every group has by now.
+    @property
+    def uids(self) -> list[GroupUid]:
+        """The groups in the pool, sorted."""
+        return sorted(self._uids)
 
-        num_steps, step: the rows of mini-batch ``step`` of ``num_steps`` alone, as if they were the whole task: the
-        groups are cut, in uid order, into parts of equal size, of which the first ones have one more where the number
-        does not divide. Raises BufferStateError if there is no such mini-batch.
-        """
-        uids = self._mini_batch(num_steps, step)
-        groups = [self._plane.columns(uid) for uid in uids]
-        common = [name for name in groups[0] if all(name in columns for columns in groups)]
-        columns = concat_columns([{name: columns[name] for name in common} for columns in groups])
-        total_tokens = int(sum(float(np.sum(mask)) for mask in columns["loss_mask"]))
-        return TrainBatch(
-            rollout_id=self.rollout_id,
-            task=self.task,
-            row_ids=[row for uid in uids for row in self._plane.rows(uid)],
-            columns=columns,
-            total_rows=len(columns["loss_mask"]),
-            total_tokens=total_tokens,
-        )
+    # -- filling -------------------------------------------------------------------------------------
 
-    def share(self, dp_rank: int, dp_size: int, num_steps: int = 1, step: int = 0) -> TrainBatch:
-        """The rows of one data-parallel rank in mini-batch ``step`` of ``num_steps`` (see ``batch``), balanced by
-        tokens. The first call fixes the assignment; repeats return the same rows. Raises BufferStateError if there
-        are fewer rows than ranks."""
-        if not 0 <= dp_rank < dp_size:
-            raise BufferStateError(f"rank {dp_rank} of {dp_size} does not exist", where=self.task)
-        batch = self.batch(num_steps, step)
-        key = (dp_size, num_steps, step)
-        if key not in self._assignments:
-            if len(batch) < dp_size:
-                raise BufferStateError(f"{len(batch)} rows cannot be shared among {dp_size} ranks", where=self.task)
-            self._assignments[key] = balanced_partition(batch.lengths, dp_size)
-        return batch.select(self._assignments[key][dp_rank])
+    def add(self, uid: GroupUid) -> None:
+        """A finished group, whose cells the plane has by now."""
+        assert not self.closed, f"{self.task} is closed"
+        self._uids[uid] = None
+        self._offer(uid)
 
-    def put_fields(self, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
-        """Add derived ragged fields (one array a row) for ``row_ids``, in any order.
+    def select(self, uids: Sequence[GroupUid]) -> None:
+        """Close the pool: the step trains on these groups; the others leave it.
 
-        Raises BufferStateError for a row of another task, a repeated row, or a field of the wrong length.
-        """
-        place = {row: (uid, i) for uid in self.uids for i, row in enumerate(self._plane.rows(uid))}
+        Check them with ``require_equal_fields`` first."""
+        kept = set(uids)
+        gone = [uid for uid in self._uids if uid not in kept]
+        self._uids = dict.fromkeys(uid for uid in self._uids if uid in kept)
+        for reader in self._readers.values():
+            reader.withdraw(gone)
+        self._gone.update(gone)
+        self.closed = True
+        for uid in self._uids:
+            self._offer(uid)
+
+    def pinned(self) -> set[GroupUid]:
+        """Groups that the step must train on: a final reader was handed them."""
+        return {uid for reader in self._readers.values() if reader.is_final for uid in reader.handed()}
+
+    def put_fields(
+        self, row_ids: Sequence[RowId], columns: Mapping[str, Column], reader: str | None = None, generation: int = 0
+    ) -> None:
+        """Add derived ragged fields (one array a row) for ``row_ids``, in any order. Rows of a group that the step was
+        closed without are passed over: whoever computed them could not know.
+
+        reader, generation: from whose work they come (see ``RowsMeta``); of a replaced process nothing is taken.
+        Raises BufferStateError for a row of another task, a repeated row, or a field of the wrong length."""
+        writer = self._readers.get(reader) if reader is not None else None
+        if writer is not None and generation < writer.generation:
+            return
         if len(set(row_ids)) != len(row_ids):
             raise BufferStateError("a row is named twice", where=self.task)
-        if strangers := [row for row in row_ids if row not in place]:
-            raise BufferStateError(f"row {strangers[0]} does not belong to this task", where=self.task)
+        place = [None if row.uid in self._gone else (row.uid, self._position(row)) for row in row_ids]
         for name, column in columns.items():
             if len(column) != len(row_ids):
                 raise BufferStateError(f"field {name!r} has {len(column)} rows for {len(row_ids)} ids", where=self.task)
             by_group: dict[GroupUid, dict[int, np.ndarray]] = {}
-            for row, value in zip(row_ids, column, strict=True):
-                uid, position = place[row]
-                by_group.setdefault(uid, {})[position] = value
+            for where, value in zip(place, column, strict=True):
+                if where is not None:
+                    by_group.setdefault(where[0], {})[where[1]] = value
             for uid, rows in by_group.items():
-                self._plane.put_field(uid, name, rows)
+                if self._plane.put_field(uid, name, rows):
+                    self._offer(uid)
+
+    # -- reading while it fills ----------------------------------------------------------------------
+
+    def get_meta(self, request: ReadRequest, revision: int = 0) -> RowsMeta:
+        """Hand out rows to a reading task: each once, when its fields are there; whole groups.
+
+        No rows and not ``ended`` means: not yet. Raises BufferStateError if the task asked for other fields before.
+        """
+        reader = self._reader(request)
+        wanted = Request(num_rows=request.num_rows, dp_rank=request.dp_rank, dp_size=request.dp_size)
+        uids = reader.take(wanted, self.closed)
+        rows = [row for uid in uids for row in self._plane.rows(uid)]
+        ended = not rows and self.closed and reader.is_done(wanted, reader.num_offered == len(self._uids))
+        return RowsMeta(task=self.task, row_ids=rows, ended=ended, generation=reader.generation, revision=revision)
+
+    def offer_again(self, reader_name: str) -> int:
+        """The process that read as ``reader_name`` is replaced: groups that it was handed and that lack what it
+        produces are handed out once more. Returns how many these are. What a final reader did is lost with it, so all
+        its groups come again."""
+        reader = self._readers.get(reader_name)
+        if reader is None:
+            return 0
+        lost = [
+            uid for uid in reader.handed() if reader.is_final or not reader.produces <= self._plane.cells(uid).keys()
+        ]
+        return reader.offer_again(lost)
+
+    def plan_rows(self, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> BatchPlan:
+        """Rows of the pool in the given order, with ``fields``, or with all that every one of their groups has.
+
+        Raises BufferStateError for a row of another task and for a field that is not there."""
+        slices: list[tuple[GroupUid, list[RowId]]] = []
+        for row in row_ids:
+            self._position(row)
+            if slices and slices[-1][0] == row.uid:
+                slices[-1][1].append(row)
+            else:
+                slices.append((row.uid, [row]))
+        return self._plan(slices, fields)
+
+    # -- reading when it is closed -------------------------------------------------------------------
+
+    def plan(self, num_steps: int = 1, step: int = 0) -> BatchPlan:
+        """The rows of the task, with the fields that every group has by now.
+
+        num_steps, step: the rows of mini-batch ``step`` of ``num_steps`` alone, as if they were the whole task: the
+        groups are cut, in uid order, into parts of equal size, of which the first ones have one more where the number
+        does not divide. Raises BufferStateError if there is no such mini-batch, or while the rollout still runs.
+        """
+        uids = self._mini_batch(num_steps, step)
+        return self._plan([(uid, self._plane.rows(uid)) for uid in uids], None)
+
+    def share(
+        self, dp_rank: int, dp_size: int, num_steps: int = 1, step: int = 0, whole_groups: bool = False
+    ) -> BatchPlan:
+        """The rows of one data-parallel rank in mini-batch ``step`` of ``num_steps`` (see ``plan``), balanced by
+        tokens. The first call fixes the assignment; repeats return the same rows.
+
+        whole_groups: a group goes to one rank, where there are as many groups as ranks. Raises BufferStateError if
+        there are fewer rows than ranks."""
+        if not 0 <= dp_rank < dp_size:
+            raise BufferStateError(f"rank {dp_rank} of {dp_size} does not exist", where=self.task)
+        uids = self._mini_batch(num_steps, step)
+        key = (dp_size, num_steps, step, whole_groups)
+        if key not in self._assignments:
+            self._assignments[key] = self._assign(uids, dp_size, whole_groups)
+        chosen = set(self._assignments[key][dp_rank])
+        mine = [(uid, [row for row in self._plane.rows(uid) if row in chosen]) for uid in uids]
+        names = self._common_fields(uids)
+        return self._plan([(uid, rows) for uid, rows in mine if rows], names, totals_of=uids)
+
+    # -- helpers -------------------------------------------------------------------------------------
+
+    def _assign(self, uids: Sequence[GroupUid], dp_size: int, whole_groups: bool) -> list[list[RowId]]:
+        blocks = [[row] for uid in uids for row in self._plane.rows(uid)]
+        lengths = [tokens for uid in uids for tokens in self._plane.sizes(uid).tokens]
+        if len(blocks) < dp_size:
+            raise BufferStateError(f"{len(blocks)} rows cannot be shared among {dp_size} ranks", where=self.task)
+        if whole_groups and len(uids) >= dp_size:
+            blocks = [self._plane.rows(uid) for uid in uids]
+            lengths = [sum(self._plane.sizes(uid).tokens) for uid in uids]
+        parts = balanced_partition(lengths, dp_size)
+        return [[row for index in part for row in blocks[index]] for part in parts]
+
+    def _plan(
+        self,
+        slices: Sequence[tuple[GroupUid, list[RowId]]],
+        fields: Sequence[str] | None,
+        totals_of: Sequence[GroupUid] | None = None,
+    ) -> BatchPlan:
+        """totals_of: the groups whose rows and tokens are the totals; those of ``slices`` where absent."""
+        uids = [uid for uid, _ in slices]
+        names = self._common_fields(uids) if fields is None else list(fields)
+        parts = []
+        for uid, rows in slices:
+            cells = self._plane.cells(uid)
+            if absent := [name for name in names if name not in cells]:
+                raise BufferStateError(f"group {uid} has no field {absent[0]!r} yet", where=self.task)
+            positions = [self._position(row) for row in rows]
+            parts.append(GroupSlice(row_ids=rows, positions=positions, cells={name: cells[name] for name in names}))
+        counted = dict.fromkeys(uids if totals_of is None else totals_of)
+        sizes = [self._plane.sizes(uid) for uid in counted]
+        return BatchPlan(
+            rollout_id=self.rollout_id,
+            task=self.task,
+            slices=parts,
+            total_rows=sum(len(size.trained) for size in sizes),
+            total_tokens=int(sum(sum(size.trained) for size in sizes)),
+        )
+
+    def _common_fields(self, uids: Sequence[GroupUid]) -> list[str]:
+        cells = [self._plane.cells(uid) for uid in uids]
+        return [name for name in cells[0] if all(name in other for other in cells)] if cells else []
+
+    def _position(self, row: RowId) -> int:
+        position = self._plane.position(row) if row.uid in self._uids else None
+        if position is None:
+            raise BufferStateError(f"row {row} does not belong to this task", where=self.task)
+        return position
+
+    def _reader(self, request: ReadRequest) -> Reader:
+        reader = self._readers.get(request.reader)
+        if reader is None:
+            sampler = sampler_named(request.sampler)
+            reader = Reader(request.reader, request.fields, request.produces, sampler, is_final=request.is_final)
+            self._readers[request.reader] = reader
+            for uid in self._uids:
+                self._offer(uid)
+        if reader.fields != request.fields or reader.is_final != request.is_final:
+            raise BufferStateError(
+                f"the task {request.reader!r} asked for other fields before",
+                where=self.task,
+                expected=str(sorted(reader.fields)),
+            )
+        return reader
+
+    def _offer(self, uid: GroupUid) -> None:
+        there = self._plane.cells(uid).keys()
+        for reader in self._readers.values():
+            if reader.fields <= there and (not reader.is_final or reader.num_offered < self._num_groups):
+                reader.offer(uid, self._plane.sizes(uid).tokens)
 
     def _mini_batch(self, num_steps: int, step: int) -> list[GroupUid]:
+        if not self.closed:
+            raise BufferStateError("the rollout still runs, its batch is not complete", where=self.task)
         if not 0 <= step < num_steps:
             raise BufferStateError(f"mini-batch {step} of {num_steps} does not exist", where=self.task)
-        if len(self.uids) < num_steps:
+        uids = self.uids
+        if len(uids) < num_steps:
             raise BufferStateError(
-                f"{len(self.uids)} groups cannot be split into {num_steps} mini-batches",
+                f"{len(uids)} groups cannot be split into {num_steps} mini-batches",
                 where=self.task,
                 expected="at least one group for each optimizer step",
                 hint="lower --num-steps-per-rollout, or finish more groups",
             )
-        size, larger = divmod(len(self.uids), num_steps)
+        size, larger = divmod(len(uids), num_steps)
         start = step * size + min(step, larger)
-        return self.uids[start : start + size + (step < larger)]
+        return uids[start : start + size + (step < larger)]
 
-    def _require_equal_fields(self) -> None:
-        """Derived fields come later and one by one; the producer's fields must be alike from the start."""
-        first = set(self._plane.columns(self.uids[0])) - DERIVED_FIELDS
-        for uid in self.uids[1:]:
-            fields = set(self._plane.columns(uid)) - DERIVED_FIELDS
+    def require_equal_fields(self, uids: Sequence[GroupUid]) -> None:
+        """Raises BufferStateError if these groups have different fields from their producer. Derived fields come later
+        and one by one."""
+        ordered = sorted(uids)
+        first = self._plane.cells(ordered[0]).keys() - DERIVED_FIELDS if ordered else set()
+        for uid in ordered[1:]:
+            fields = self._plane.cells(uid).keys() - DERIVED_FIELDS
             if fields != first:
                 raise BufferStateError(
                     f"group {uid} has the fields {sorted(fields)}", where=self.task, expected=str(sorted(first))

@@ -6,7 +6,7 @@ Methods that change something check everything first, so that a refused request 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from buffer_rl.buffer.feed import Feed
@@ -114,20 +114,24 @@ class Rollouts:
             group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self._incarnation)
             rollout.leases[uid] = Lease(group=group, number=self._next_number(), finished=True)
 
-    def select(self, rollout: OpenRollout) -> tuple[list[GroupUid], list[GroupUid]]:
-        """The finished groups that the step trains on, those leased first, and the surplus, which is queued again.
+    def choose(self, rollout: OpenRollout, pinned: Collection[GroupUid] = ()) -> list[GroupUid]:
+        """The finished groups that the step trains on: those ``pinned``, then those leased first."""
+        finished = [uid for uid, lease in rollout.leases.items() if lease.finished]
+        wanted = len(finished) if rollout.ticket.evaluation else rollout.ticket.num_groups
+        return sorted(finished, key=lambda uid: uid not in pinned)[:wanted]  # stable: else in the order of leases
 
-        What was leased and never mentioned again is rejected as ``unreported``."""
+    def settle(self, rollout: OpenRollout, chosen: Collection[GroupUid]) -> list[GroupUid]:
+        """Finished groups beyond ``chosen`` are queued again, and returned. What was leased and never mentioned again
+        is rejected as ``unreported``."""
+        kept = set(chosen)
         for uid in [uid for uid, lease in rollout.leases.items() if not lease.finished]:
             self.reject(rollout, uid, rollout.leases[uid].group.attempt, "unreported")
-        finished = list(rollout.leases)
-        wanted = len(finished) if rollout.ticket.evaluation else rollout.ticket.num_groups
-        chosen, surplus = finished[:wanted], finished[wanted:]
+        surplus = [uid for uid in rollout.leases if uid not in kept]
         for uid in surplus:
             lease = rollout.leases.pop(uid)
             self._ledger.requeue(uid, lease.group.attempt)
             self.queue.put(Admitted(group=lease.group, number=lease.number))
-        return chosen, surplus
+        return surplus
 
     def to_save(self, untrained: Sequence[Lease]) -> list[SampleGroup]:
         """What a restored run leases first, in the order of admission: groups that are selected but ``untrained``,

@@ -12,11 +12,14 @@ from typing import Any
 
 import orjson
 
+from buffer_rl.buffer.cells import BatchPlan, Cell, RowSizes, assemble
 from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.buffer.feed import DeliveredFeed, PromptSource, feed_of
 from buffer_rl.buffer.ledger import GroupState, Ledger, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
-from buffer_rl.buffer.pool import DataPlane, DataPool
+from buffer_rl.buffer.plane import DataPlane
+from buffer_rl.buffer.pool import ReadRequest, RowsMeta
+from buffer_rl.buffer.pools import Pools
 from buffer_rl.buffer.queue import GroupQueue
 from buffer_rl.buffer.rollouts import Lease, OpenRollout, Rollouts
 from buffer_rl.data.delivery import Delivery
@@ -60,15 +63,13 @@ class BufferState:
     ) -> None:
         self._feed = feed_of(source)
         self._ledger = ledger
-        # Evaluation has a store of its own: the same file may be trained and evaluated on, with equal uids.
-        self._planes = {False: plane, True: eval_plane}
         self._groups_per_step = groups_per_step
         self._eval_groups = eval_groups
         self.incarnation = uuid.uuid4().hex
         self._rule = rule or RequeueRule()
         self._max_staleness = max_staleness
         self._rollouts = Rollouts(self._feed, ledger=ledger, incarnation=self.incarnation, rule=self._rule)
-        self._pools: dict[str, DataPool] = {}
+        self._pools = Pools(plane, eval_plane)
         self._selected: dict[GroupUid, Lease] = {}
         self._committed: dict[int, int] = {}
         self._metadata: dict[str, Any] = {}
@@ -77,7 +78,8 @@ class BufferState:
     # -- rollouts ------------------------------------------------------------------------------------
 
     def generate(self, rollout_id: int, evaluation: bool = False) -> Ticket:
-        """Open a rollout. Raises BufferStateError if it is open, or was trained on already."""
+        """Open a rollout. Raises BufferStateError if it is open, or was trained on already, or if the S + 1 rollouts
+        that the Buffer holds at most are all unreleased."""
         groups = GroupQueue(group.as_prompts() for group in self._eval_groups()) if evaluation else GroupQueue()
         ticket = Ticket(
             rollout_id=rollout_id,
@@ -92,9 +94,18 @@ class BufferState:
             raise BufferStateError(f"{ticket.task} was opened before")
         if not evaluation and rollout_id in self._committed:
             raise BufferStateError(f"rollout {rollout_id} was trained on at step {self._committed[rollout_id]}")
+        held = self._pools.unreleased()
+        if not evaluation and self._max_staleness is not None and len(held) > self._max_staleness:
+            raise BufferStateError(
+                f"{ticket.task} has no slots: {', '.join(held)} hold all of them",
+                where="generate",
+                expected=f"at most {self._max_staleness + 1} rollouts of {self._groups_per_step} groups at a time",
+                hint="train on the oldest one, commit and release it",
+            )
         if evaluation and not groups:
             raise BufferStateError("there is nothing to evaluate on", hint="name a set with --eval-prompt-data")
         self._rollouts.open[ticket.task] = OpenRollout(ticket=ticket, waiting=groups)
+        self._pools.open(ticket)
         return ticket
 
     def get_headers(self) -> list[QueueHeader]:
@@ -137,16 +148,22 @@ class BufferState:
         self._rollouts.give_back(ticket, leases, groups)
 
     def finish(
-        self, ticket: Ticket, uid: GroupUid, attempt: int, row_ids: Sequence[RowId], columns: Mapping[str, Column]
+        self,
+        ticket: Ticket,
+        uid: GroupUid,
+        attempt: int,
+        row_ids: Sequence[RowId],
+        columns: Mapping[str, Column | Cell],
+        sizes: RowSizes | None = None,
     ) -> None:
-        """Store a finished group's columns and take its lease back."""
+        """Store a finished group's columns and take its lease back. Readers of the rollout's pool get it at once.
+
+        sizes: needed where tokens or loss masks are in the object store."""
         lease = self._rollouts.of(ticket).live(uid, attempt)
-        lengths = {name: len(column) for name, column in columns.items()}
-        if not row_ids or any(length != len(row_ids) for length in lengths.values()):
-            raise BufferStateError(f"group {uid} has {len(row_ids)} rows and columns of lengths {lengths}")
+        self._pools.check(uid, row_ids, columns, sizes)
         if not ticket.evaluation:
             self._ledger.finish(uid, attempt)
-        self._planes[ticket.evaluation].put(uid, row_ids, columns)
+        self._pools.add(ticket, uid, row_ids, columns, sizes)
         lease.finished = True
 
     def reject(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
@@ -177,61 +194,101 @@ class BufferState:
                 raise BufferStateError(f"group {uid} cannot be taken over: it is {state}", where=ticket.task)
         for uid, indices in rows.items():
             stored = {name: take_rows(column, indices) for name, column in columns.items()}
-            self._planes[False].put(uid, [row_ids[index] for index in indices], stored)
+            self._pools.add(ticket, uid, [row_ids[index] for index in indices], stored)
         self._rollouts.adopt(rollout, list(rows))
 
     def close_rollout(self, ticket: Ticket) -> RolloutReport:
         """Select the step's groups: the oldest finished ones. Surplus goes back to the queue as prompts; what was
         leased and never mentioned again is rejected as ``unreported``."""
         rollout = self._rollouts.of(ticket)
-        chosen, surplus = self._rollouts.select(rollout)
-        plane = self._planes[ticket.evaluation]
-        for uid in surplus:
-            plane.drop(uid)
-        if chosen:
-            self._pools[ticket.task] = DataPool(ticket.rollout_id, ticket.task, chosen, plane)
+        pool = self._pools.of(ticket.task)
+        chosen = self._rollouts.choose(rollout, pool.pinned())
+        pool.require_equal_fields(chosen)
+        surplus = self._rollouts.settle(rollout, chosen)
+        num_rows = self._pools.close(ticket, chosen, surplus)
         if not ticket.evaluation:
             self._selected.update((uid, rollout.leases[uid]) for uid in chosen)
         del self._rollouts.open[ticket.task]
         return RolloutReport(
             ticket=ticket,
             num_groups=len(chosen),
-            num_rows=sum(len(plane.rows(uid)) for uid in chosen),
+            num_rows=num_rows,
             drops=dict(sorted(rollout.drops.items())),
             surplus=len(surplus),
         )
 
     # -- pools ---------------------------------------------------------------------------------------
 
+    @property
+    def revision(self) -> int:
+        """Grows with every change that may make rows ready for a reader."""
+        return self._pools.revision
+
+    def plan_data(
+        self,
+        rollout_id: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        num_steps: int = 1,
+        step: int = 0,
+        whole_groups: bool = False,
+    ) -> BatchPlan:
+        """The share of one data-parallel rank in one mini-batch; repeats return the same rows (see
+        ``DataPool.share``)."""
+        return self._pools.of(f"train_{rollout_id}").share(dp_rank, dp_size, num_steps, step, whole_groups)
+
+    def plan_eval_data(self, rollout_id: int) -> BatchPlan:
+        """All rows of an evaluation."""
+        return self._pools.plan(f"eval_{rollout_id}")
+
+    def plan_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> BatchPlan:
+        """Rows of a task (see ``DataPool.plan_rows``)."""
+        return self._pools.of(task).plan_rows(row_ids, fields)
+
+    def get_totals(self, rollout_id: int) -> tuple[int, int]:
+        """Rows and unmasked response tokens that the step trains on."""
+        return self._pools.totals(f"train_{rollout_id}")
+
     def get_data(
         self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1, num_steps: int = 1, step: int = 0
     ) -> TrainBatch:
-        """The share of one data-parallel rank in one mini-batch; repeats return the same rows (see
-        ``DataPool.share``)."""
-        return self._pool(f"train_{rollout_id}").share(dp_rank, dp_size, num_steps, step)
+        """``plan_data`` with its payloads, which must all be in this process."""
+        return assemble(self.plan_data(rollout_id, dp_rank, dp_size, num_steps, step))
 
     def get_eval_data(self, rollout_id: int) -> TrainBatch:
-        """All rows of an evaluation."""
-        return self._pool(f"eval_{rollout_id}").batch()
+        """All rows of an evaluation, whose payloads must all be in this process."""
+        return assemble(self.plan_eval_data(rollout_id))
 
-    def put_fields(self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
-        """Add derived fields (``ref_log_probs``, ``old_log_probs``) to rows of a task."""
-        self._pool(task).put_fields(row_ids, columns)
+    def get_meta(self, task: str, request: ReadRequest) -> RowsMeta:
+        """Hand out rows that are ready to a reading task (see ``DataPool.get_meta``)."""
+        return self._pools.get_meta(task, request)
+
+    def put_fields(
+        self,
+        task: str,
+        row_ids: Sequence[RowId],
+        columns: Mapping[str, Column],
+        reader: str | None = None,
+        generation: int = 0,
+    ) -> None:
+        """Add derived fields (``ref_log_probs``, ``old_log_probs``) to rows of a task (see ``DataPool.put_fields``)."""
+        self._pools.put_fields(task, row_ids, columns, reader, generation)
+
+    def offer_again(self, task: str, reader: str) -> int:
+        """A reading task's process is replaced (see ``DataPool.offer_again``)."""
+        return self._pools.offer_again(task, reader)
 
     def clear(self, task: str) -> None:
         """Forget a task and its payloads. Unknown tasks are ignored, so that a repeat does no harm.
 
         Raises BufferStateError for a step that was not committed: its groups would be in no queue and in no step.
         """
-        pool = self._pools.get(task)
-        if pool is None:
+        if task not in self._pools:
             return
-        if _is_train(pool) and pool.rollout_id not in self._committed:
+        if task.startswith("train_") and self._pools.of(task).rollout_id not in self._committed:
             raise BufferStateError(f"{task} cannot be cleared: it is not committed", hint="commit it first")
-        del self._pools[task]
-        for uid in pool.uids:
-            self._planes[not _is_train(pool)].drop(uid)
-            if _is_train(pool):
+        for uid in self._pools.clear(task):
+            if task.startswith("train_"):
                 self._selected.pop(uid, None)
 
     # -- steps ---------------------------------------------------------------------------------------
@@ -244,7 +301,10 @@ class BufferState:
                     f"rollout {rollout_id} was committed at step {self._committed[rollout_id]}, not {step}"
                 )
             return
-        self._ledger.commit(self._pool(f"train_{rollout_id}").uids, rollout_id, step)
+        pool = self._pools.of(f"train_{rollout_id}")
+        if not pool.closed:
+            raise BufferStateError(f"rollout {rollout_id} cannot be committed: it still runs")
+        self._ledger.commit(pool.uids, rollout_id, step)
         self._committed[rollout_id] = step
 
     def release(self, version: int) -> None:
@@ -254,7 +314,7 @@ class BufferState:
         """
         if version < self._version:
             raise BufferStateError(f"version {version} is older than the published version {self._version}")
-        done = [pool for pool in self._pools.values() if _is_train(pool) and pool.rollout_id < version]
+        done = self._pools.before(version)
         for pool in done:
             if pool.rollout_id not in self._committed:
                 raise BufferStateError(f"version {version} cannot be released: {pool.task} is not committed")
@@ -334,12 +394,3 @@ class BufferState:
         if not isinstance(self._feed, DeliveredFeed):
             raise BufferStateError("this Buffer reads its data itself", hint="there is no --data-source-path")
         return self._feed
-
-    def _pool(self, task: str) -> DataPool:
-        if task not in self._pools:
-            raise BufferStateError(f"there is no pool {task}", expected=f"one of {sorted(self._pools) or 'none'}")
-        return self._pools[task]
-
-
-def _is_train(pool: DataPool) -> bool:
-    return pool.task.startswith("train_")

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import ray
 
-from buffer_rl.errors import BufferRLError, WorkerError
+from buffer_rl.errors import BufferRLError, WorkerDiedError, WorkerError
 
 
 def name_failure(role: str, error: BaseException) -> BufferRLError:
     """The error to raise for ``error``, which a call to ``role`` ended with.
 
     An error of ``buffer_rl.errors`` keeps its class; anything else becomes a WorkerError that names the role, the
-    original exception and the end of its traceback.
+    original exception and the end of its traceback, or a WorkerDiedError.
     """
     cause = getattr(error, "cause", None) if isinstance(error, ray.exceptions.RayTaskError) else error
     if isinstance(cause, BufferRLError):
@@ -26,7 +26,7 @@ def name_failure(role: str, error: BaseException) -> BufferRLError:
     if isinstance(error, ray.exceptions.RayActorError):
         if error.actor_init_failed:  # Ray keeps the constructor's error as text alone, and it stands at the end
             return WorkerError(f"the process could not be set up: {_tail(str(error))}", where=role)
-        return WorkerError(f"the process died: {_first_lines(str(error))}", where=role)
+        return WorkerDiedError(f"the process died: {_first_lines(str(error))}", where=role)
     return WorkerError(f"{type(error).__name__}: {error}", where=role)
 
 

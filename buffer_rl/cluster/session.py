@@ -14,12 +14,9 @@ from typing import Any
 
 import ray
 
-from buffer_rl.errors import WorkerError
+from buffer_rl.errors import ConfigError, WorkerError
 from buffer_rl.resolution.shipped import use_shipped_code
 from buffer_rl.resolution.shipping import CodeBundle
-
-OBJECT_STORE_BYTES = 512 * 1024 * 1024
-"""Object store of a local session. A laptop's rollout is a few megabytes; Ray's default is 30% of the memory."""
 
 WORKING_DIRECTORY = "BUFFER_RL_WORKING_DIRECTORY"
 SETUP_HOOK = "buffer_rl.cluster.session.enter_working_directory"
@@ -35,11 +32,16 @@ def enter_working_directory() -> None:
 
 
 @contextmanager
-def ray_session(address: str | None, code: CodeBundle | None = None) -> Iterator[None]:
+def ray_session(
+    address: str | None, code: CodeBundle | None = None, object_store_bytes: int = 500_000_000
+) -> Iterator[None]:
     """Connect to Ray for the length of the block, unless this process is connected already.
 
-    code: the user's files to send to the nodes of a cluster that is joined. Raises WorkerError where the cluster at
-    ``address`` does not answer.
+    code: the user's files to send to the nodes of a cluster that is joined.
+    object_store_bytes: of the object store that is started. A laptop's rollout is a few megabytes; Ray's default is
+    30% of the memory. What does not fit is spilled to disk.
+    Raises ConfigError where the machine has less memory, and WorkerError where the cluster at ``address`` does not
+    answer.
     """
     if ray.is_initialized():
         yield
@@ -49,20 +51,20 @@ def ray_session(address: str | None, code: CodeBundle | None = None) -> Iterator
         with _own_sigterm_handler(), tempfile.TemporaryDirectory(prefix="buffer_rl_code_") as folder:
             if code is not None and code.files:
                 code.write(Path(folder))
-            _connect(address, folder if code is not None and code.files else None)
+            _connect(address, folder if code is not None and code.files else None, object_store_bytes)
         yield
     finally:
         ray.shutdown()
 
 
-def _connect(address: str | None, code_folder: str | None) -> None:
+def _connect(address: str | None, code_folder: str | None, object_store_bytes: int) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         if address is None:
             ray.init(
                 address="local",
                 include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
+                object_store_memory=object_store_bytes,
                 _node_ip_address="127.0.0.1",
                 **quiet,
             )
@@ -75,6 +77,14 @@ def _connect(address: str | None, code_folder: str | None) -> None:
             if code_folder is not None:
                 there["working_dir"] = code_folder
             ray.init(address=address, runtime_env=there, **quiet)
+    except ValueError as error:
+        if "object_store_memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"Ray does not start with an object store of {object_store_bytes / 1e9:g} GB: {error}",
+            where="--object-store-gb",
+            expected="a part of this machine's memory",
+        ) from error
     except ConnectionError as error:
         raise WorkerError(f"no Ray cluster answers: {error}", where=f"--ray-address {address}") from error
 

@@ -10,6 +10,7 @@ from buffer_rl.data.eval_config import eval_sets_of
 from buffer_rl.data.training_files import check_sources
 from buffer_rl.driver.early_stop import EarlyStop, parse_early_stop
 from buffer_rl.driver.modes import check_modes, train_only
+from buffer_rl.driver.role_checks import check_role_options
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import RolloutOptions
@@ -34,6 +35,7 @@ def check_options(args: Any) -> None:
     require_local_engines(args.weight_sync_mode, args.engine_urls)
     check_template_kwargs(args.apply_chat_template_kwargs)
     _check_optimizer(args)
+    check_role_options(args)
     if args.early_stop is not None:
         _check_early_stop(args)
     if args.save_interval is not None and args.save is None:

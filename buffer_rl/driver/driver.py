@@ -10,15 +10,17 @@ weights whose groups still count as untrained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from buffer_rl.driver.early_stop import EarlyStop
+from buffer_rl.driver.role_calls import FIELD_OF_MODEL, RoleCalls, RolePlan
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.driver.tasks import Runtime, Task
-from buffer_rl.errors import DeadlineError, RolloutError
+from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError
+from buffer_rl.observe.timeline import WorkSpan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +45,14 @@ class Observer(Protocol):
 
     def published(self, version: int, metrics: Mapping[str, float]) -> None:
         """Every engine has ``version``."""
+        ...
+
+    def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
+        """What a role did, and when."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """Something happened that does not end the run."""
         ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -77,6 +87,7 @@ class RunPlan:
     first_rollout: 0, or the step of the checkpoint that the run continues from.
     train: false for rollouts alone: nothing is trained or published, every rollout comes from the initial weights.
     publish_each_step: false where rollouts never ask the engine; weights are then published for evaluations only.
+    roles: what adds fields to each rollout's groups.
     """
 
     num_rollouts: int
@@ -85,8 +96,7 @@ class RunPlan:
     train: bool = True
     publish_at_start: bool = False
     publish_each_step: bool = True
-    ref_log_probs: bool = False
-    old_log_probs: bool = True
+    roles: RolePlan = field(default_factory=RolePlan)
     evaluate: bool = False
     eval_interval: int | None = None
     eval_before_train: bool = True
@@ -127,6 +137,7 @@ class Driver:
         self._published: int | None = None if plan.publish_at_start else plan.first_rollout
         self._next_rollout = plan.first_rollout
         self._generating: dict[int, Task] = {}
+        self._roles = RoleCalls(plan.roles, runtime, observer)
         self._times: dict[str, float] = {}
         self._saved: int | None = None
         self._result = RunResult(steps=plan.first_rollout)
@@ -153,12 +164,14 @@ class Driver:
         while self._next_rollout < plan.num_rollouts and plan.schedule.may_start(self._next_rollout, self._version):
             ticket = self._buffer("generate", self._next_rollout, False)
             self._generating[self._next_rollout] = self._runtime.submit("rollout", "run", ticket)
+            if plan.schedule.streams:
+                self._roles.start(self._next_rollout, trainer_too=True)
             self._next_rollout += 1
 
     def _step(self, rollout_id: int) -> None:
         started = self._runtime.now()
         self._times.clear()
-        with self._timed("rollout"):
+        with self._timed("rollout", "rollout", rollout_id):
             self._observer.phase("generate")
             metrics = self._finished_rollout(rollout_id)
         step = rollout_id + 1
@@ -207,20 +220,27 @@ class Driver:
         return trained
 
     def _train(self, rollout_id: int) -> dict[str, float]:
-        limit = self._plan.train_timeout_s
+        plan, limit = self._plan, self._plan.train_timeout_s
+        if not plan.schedule.streams:
+            self._roles.start(rollout_id, trainer_too=False)
+        with self._timed("roles"):
+            for role, task in self._roles.tasks(rollout_id):
+                self._observer.worked(role, self._wait(task, limit).spans)
+        if plan.roles.stream_gradients:
+            with self._timed("update", "train", rollout_id):
+                return dict(self._call("train", "finish_stream", rollout_id, timeout_s=limit))
         self._call("train", "fetch", rollout_id, timeout_s=limit)
-        if self._plan.ref_log_probs:
-            with self._timed("ref_log_probs"):
-                self._call("train", "log_probs", "ref", timeout_s=limit)
-        if self._plan.old_log_probs:
-            with self._timed("old_log_probs"):
-                self._call("train", "log_probs", "actor", timeout_s=limit)
-        return dict(self._call("train", "train", timeout_s=limit))
+        if not plan.schedule.streams:
+            for model in plan.roles.trainer_models:
+                with self._timed(FIELD_OF_MODEL[model], "train", rollout_id):
+                    self._call("train", "log_probs", model, timeout_s=limit)
+        with self._timed("update", "train", rollout_id):
+            return dict(self._call("train", "train", timeout_s=limit))
 
     def _publish(self) -> None:
         if self._published == self._version or not self._plan.train:
             return
-        with self._timed("publish"):
+        with self._timed("publish", "publish", self._version):
             self._observer.phase("publish")
             times = self._call("publish", "publish", self._version, timeout_s=self._plan.publish_timeout_s)
         self._published = self._version
@@ -229,8 +249,9 @@ class Driver:
     def _evaluate(self) -> None:
         self._observer.phase("evaluate")
         ticket = self._buffer("generate", self._version, True)
-        task = self._runtime.submit("rollout", "run", ticket)
-        _, metrics, samples = self._wait(task, self._plan.rollout_timeout_s)
+        with self._timed("evaluate", "rollout", self._version):
+            task = self._runtime.submit("rollout", "run", ticket)
+            _, metrics, samples = self._wait(task, self._plan.rollout_timeout_s)
         self._buffer("clear", ticket.task)
         self._result.evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         self._observer.rollout_ended(self._version, True, metrics, samples)
@@ -241,7 +262,7 @@ class Driver:
     def _save(self, step: int) -> None:
         if self._checkpoints is None or self._saved == step:
             return
-        with self._timed("save"):
+        with self._timed("save", "save", step):
             self._observer.phase("save")
             self._checkpoints.save(step)
         self._saved = step
@@ -272,21 +293,34 @@ class Driver:
         return self._wait(self._runtime.submit(role, method, *args), timeout_s)
 
     def _wait(self, task: Task, timeout_s: float) -> Any:
-        """The task's answer. Another rollout that fails meanwhile ends the run at once, not when its turn comes."""
+        """The task's answer. A rollout or a role that fails meanwhile ends the run at once, not when its turn comes;
+        a role that can be replaced is replaced, and its work goes on."""
         deadline = self._runtime.now() + timeout_s
-        ahead = [other for other in self._generating.values() if other is not task]
+        ended_well: set[int] = set()
         while (left := deadline - self._runtime.now()) > 0:
-            ended = self._runtime.wait_any([task, *ahead], left)
-            answer = self._runtime.result(ended)
+            beside = [*self._generating.values(), *self._roles.all_tasks()]
+            watched = [other for other in beside if other is not task and id(other) not in ended_well]
+            ended = self._runtime.wait_any([task, *watched], left)
+            try:
+                answer = self._runtime.result(ended)
+            except BufferRLError as error:
+                successor = self._roles.replace(ended, error, self._buffer)
+                if ended is task:
+                    task = successor
+                continue
             if ended is task:
                 return answer
-            ahead.remove(ended)  # a rollout that is done early: its answer is asked for again in its step
+            ended_well.add(id(ended))  # its answer is asked for again when its turn comes
         raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{task.role}.{task.method}")
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _timed(self, name: str, role: str | None = None, rollout_id: int = 0) -> Iterator[None]:
+        """Count the block's seconds as ``perf/{name}_time``; on the timeline of ``role``, where one is given."""
         started = self._runtime.now()
         try:
             yield
         finally:
-            self._times[name] = self._times.get(name, 0.0) + self._runtime.now() - started
+            ended = self._runtime.now()
+            self._times[name] = self._times.get(name, 0.0) + ended - started
+            if role is not None:
+                self._observer.worked(role, [WorkSpan(name=name, rollout_id=rollout_id, start=started, end=ended)])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.storage.actor import start_storage
 from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.cluster.resources import train_gpus
 from buffer_rl.cluster.session import ray_session
@@ -23,6 +24,8 @@ from buffer_rl.driver.early_stop import parse_early_stop
 from buffer_rl.driver.modes import reads_data_source, rollout_only, train_only
 from buffer_rl.driver.process import sole_user, termination_as_exception
 from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, provenance_of
+from buffer_rl.driver.role_calls import RolePlan
+from buffer_rl.driver.roles import role_plan, start_roles
 from buffer_rl.driver.rollout_files import RecordedRollouts, RolloutRecorder
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
 from buffer_rl.driver.schedule import Schedule
@@ -36,6 +39,7 @@ from buffer_rl.rollout.worker import start_rollout_workers
 from buffer_rl.train.group import start_train_group
 from buffer_rl.weights.locality import require_local_trainer
 from buffer_rl.weights.publish import Publisher
+from buffer_rl.weights.role_weights import RolePublisher
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
@@ -94,7 +98,8 @@ class _Run:
         if self.evaluates or (self.rollouts_use_engine and not train_only(args)):
             self.fleet = stack.enter_context(EngineFleet(args, str(run_dir), registry, self.observer.notice))
         ships = args.ray_address is not None and args.ship_code
-        stack.enter_context(ray_session(args.ray_address, collect_user_code(args, registry) if ships else None))
+        code = collect_user_code(args, registry) if ships else None
+        stack.enter_context(ray_session(args.ray_address, code, round(args.object_store_gb * 1e9)))
         logs = str((run_dir / "logs").absolute())
         self.source = self._start_source(args, logs) if reads_data_source(args) else None
         if self.fleet is not None:
@@ -111,11 +116,16 @@ class _Run:
         if not rollout_only(args):
             self.train = start_train_group(args, dump_args(self._train_args()), actor, logs, train_gpus(args))
             stack.callback(self.train.stop)
+        trains = self.train is not None and self.num_rollouts > 0  # else no rollout has work for a role
+        self.role_plan = role_plan(args, self.rollouts_use_engine) if trains else RolePlan()
+        self.roles = start_roles(args, self.role_plan, args_text, actor, logs)
+        for group in self.roles.values():
+            stack.callback(group.stop)
         self.rollout: WorkerGroup | None = None
         if not train_only(args):
-            self.rollout = start_rollout_workers(
-                args, args_text, actor, logs, self.source.actors[0] if self.source is not None else None
-            )
+            storage = self._start_storage(args.num_data_storage_units)
+            source = self.source.actors[0] if self.source is not None else None
+            self.rollout = start_rollout_workers(args, args_text, actor, logs, storage, source)
             stack.callback(self.rollout.stop, "close", CLOSE_TIMEOUT_S)
         self._wait_ready()
 
@@ -130,12 +140,9 @@ class _Run:
             targets["rollout"] = self._local("rollout", recorded)
         if self.train is not None:
             targets["train"] = self.train
-        if self.fleet is not None and self.train is not None:
-            name = args.weight_sync_mode
-            transport = construct("weight_transport", name, self.registry.resolve("weight_transport", name), args)
-            engines = self.fleet.control(args.update_weights_timeout_s)
-            compare = args.check_weight_update_equal
-            publisher = Publisher(transport, _TrainExport(self.train, args.train_timeout_s), engines, compare=compare)
+        targets.update(self.roles)
+        publisher = self._publisher()
+        if publisher is not None:
             targets["publish"] = self._local("publish", publisher)
         checkpoints = None
         if args.save and self.train is not None:
@@ -146,6 +153,21 @@ class _Run:
         plan = self._plan()
         self.observer.planned(plan.num_rollouts)
         return Driver(plan, RayRuntime(targets, watchers), self.observer, checkpoints, recorder)
+
+    def _publisher(self) -> Publisher | RolePublisher | None:
+        """What publishes to the engines and to the roles that need the actor's weights; None if nobody does."""
+        args, publisher = self.args, None
+        if self.train is None:
+            return None
+        source = _TrainExport(self.train, args.train_timeout_s)
+        if self.fleet is not None:
+            name = args.weight_sync_mode
+            transport = construct("weight_transport", name, self.registry.resolve("weight_transport", name), args)
+            engines = self.fleet.control(args.update_weights_timeout_s)
+            publisher = Publisher(transport, source, engines, compare=args.check_weight_update_equal)
+        if "actor_fwd" in self.roles:
+            return RolePublisher(publisher, source, self.roles["actor_fwd"], self.run_dir / "weights_actor_fwd")
+        return publisher
 
     def _num_rollouts(self) -> int:
         args = self.args
@@ -172,9 +194,8 @@ class _Run:
             first_rollout=self.checkpoint.step if self.checkpoint else 0,
             train=self.train is not None,
             publish_at_start=self.checkpoint is not None,
-            publish_each_step=asks_engine and self.train is not None,
-            ref_log_probs=args.use_kl_loss,
-            old_log_probs=self._needs_old_log_probs(),
+            publish_each_step=(asks_engine or "actor_fwd" in self.roles) and self.train is not None,
+            roles=self.role_plan,
             evaluate=self.evaluates,
             eval_interval=args.eval_interval,
             eval_before_train=not args.skip_eval_before_train,
@@ -185,14 +206,6 @@ class _Run:
             publish_timeout_s=args.update_weights_timeout_s,
             buffer_timeout_s=args.buffer_timeout_s,
         )
-
-    def _needs_old_log_probs(self) -> bool:
-        """For rows that an engine sampled, because it computes a little otherwise than the trainer, and for several
-        steps on a rollout; not for the supervised loss, which has no ratio to them."""
-        args = self.args
-        supervised = args.loss_type == "sft_loss" and args.custom_loss_function_path is None
-        several = args.num_steps_per_rollout > 1 and not supervised
-        return (self.rollouts_use_engine or several) and not args.use_rollout_logprobs
 
     def _wait_ready(self) -> None:
         limit = self.args.train_timeout_s
@@ -205,6 +218,8 @@ class _Run:
                 if self.num_rollouts > self.checkpoint.step:  # who only evaluates may have other data, or none
                     self.buffer.load(str(self.checkpoint.folder))
                     self._restore_source()
+        for group in self.roles.values():
+            group.wait_ready()
         if self.rollout is not None:
             for _ in self.rollout.actors:
                 self.rollout.call("ready", timeout_s=limit)
@@ -215,6 +230,15 @@ class _Run:
         self.stack.callback(source.stop)
         source.call("setup", timeout_s=args.data_source_timeout_s)
         return source
+
+    def _start_storage(self, num_units: int) -> Sequence[Any]:
+        """The processes that own large payloads; none where the Buffer does."""
+        if num_units == 0:
+            return ()
+        storage = WorkerGroup("storage", start_storage(num_units))
+        self.stack.callback(storage.stop)
+        storage.call("ready", timeout_s=self.args.train_timeout_s)
+        return storage.actors
 
     def _restore_source(self) -> None:
         if self.source is None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from buffer_rl.config import flag_of
 from buffer_rl.driver.modes import rollout_only
+from buffer_rl.driver.role_checks import whole_rollout_functions
+from buffer_rl.driver.schedule import Schedule
 
 _TRUNCATING = (("rollout_top_p", 1.0), ("rollout_top_k", -1), ("rollout_min_p", 0.0))
 
@@ -25,4 +27,11 @@ def notices(args: Any) -> list[str]:
             "the trainer's, are of the whole; nothing corrects for it, so gradients are biased towards the tokens that "
             "are kept (the same flags with --eval- touch evaluations only)"
         )
+    if Schedule.named(args.schedule).streams and not rollout_only(args):
+        for what, flag, reference in whole_rollout_functions(args):
+            if reference is not None:
+                found.append(
+                    f"--schedule {args.schedule} overlaps nothing with generation here: with {flag}, {what} sees the "
+                    "whole rollout, so no group is finished before all are"
+                )
     return found

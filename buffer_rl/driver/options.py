@@ -13,7 +13,11 @@ class RunOptions(Section):
     heading: ClassVar[str] = "Run"
 
     run_dir: str = option("runs/default", "where metrics, samples, weights and logs go; a local folder", metavar="PATH")
-    schedule: Literal["lockstep"] = option("lockstep", "how far generation may run ahead of training")
+    schedule: Literal["lockstep", "pipelined"] = option(
+        "lockstep",
+        "when the work on a rollout's groups starts: after the last of them (lockstep), or as each is finished "
+        "(pipelined); both train on exactly the current weights",
+    )
     seed: int = option(1234, "seed of initialisation and of the trainer")
     deterministic: bool = option(False, "equal metrics and parameters for equal seeds, at some cost in speed")
     save: str | None = option(None, "checkpoint folder, or a URL that fsspec reaches", metavar="PATH")
@@ -24,6 +28,12 @@ class RunOptions(Section):
     )
     num_rollout_workers: int = option(1, "processes that run rollout functions", ge=1)
     ray_address: str | None = option(None, "a running Ray cluster; a local one is started where absent")
+    object_store_gb: float = option(
+        0.5,
+        "memory of the object store of the local Ray that is started, in GB of 10^9 bytes; what does not fit is "
+        "written to disk, which is slow",
+        ge=0.1,
+    )
     ship_code: bool = option(True, "send your plugins' own files to the nodes of --ray-address")
     plugin: list[str] = option([], "pluggy plugins to load, or no:NAME to block one", metavar="NAME", short="-p")
 

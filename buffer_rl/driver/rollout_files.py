@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.pool import DERIVED_FIELDS
 from buffer_rl.errors import DataError
 from buffer_rl.types import Column, GroupUid, RolloutReport, RowId, Ticket, TrainBatch
 
@@ -84,8 +85,10 @@ class RolloutRecorder:
         self._buffer = buffer
 
     def save(self, rollout_id: int) -> None:
-        """Write the rollout's file. Raises DataError or OSError."""
-        write_rollout(rollout_path(self._template, rollout_id), self._buffer.get_data(rollout_id))
+        """Write the rollout's file, without what roles have added while it ran. Raises DataError or OSError."""
+        batch = self._buffer.get_data(rollout_id)
+        batch.columns = {name: column for name, column in batch.columns.items() if name not in DERIVED_FIELDS}
+        write_rollout(rollout_path(self._template, rollout_id), batch)
 
 
 class RecordedRollouts:

@@ -2,6 +2,7 @@
 
 Who waits for whom: the driver's thread waits in ``wait_any``, which wakes every ``POLL_S`` to run the
 watchers (engine health, progress display); a watcher that raises ends the wait. Nobody waits for the driver.
+Watchers ask other processes, so a call that is answered sooner than they are due does not wait for them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Protocol, cast
 
 from buffer_rl.cluster.failures import name_failure, root_failure
 from buffer_rl.driver.tasks import Task
-from buffer_rl.errors import DeadlineError
+from buffer_rl.errors import DeadlineError, WorkerError
 
 POLL_S = 0.5
 
@@ -88,12 +89,13 @@ class RayTask:
 class RayRuntime:
     """See ``buffer_rl.driver.tasks.Runtime``.
 
-    watchers: called about twice a second while the driver waits; what one raises ends the wait.
+    watchers: called about twice a second while the driver waits, over all its calls; what one raises ends the wait.
     """
 
     def __init__(self, targets: Mapping[str, Target], watchers: Sequence[Callable[[], None]] = ()) -> None:
         self._targets = dict(targets)
         self._watchers = list(watchers)
+        self._watch_at = 0.0
 
     def submit(self, role: str, method: str, *args: Any) -> RayTask:
         """Start a call and return at once."""
@@ -107,14 +109,14 @@ class RayRuntime:
         while True:
             if ended := next((task for task in mine if task.ended()), None):
                 return ended
-            for watcher in self._watchers:
-                watcher()
+            self._watch()
             left = deadline - self.now()
             if left <= 0:
                 waited_for = ", ".join(f"{task.role}.{task.method}" for task in mine)
                 raise DeadlineError(f"no answer within {timeout_s:g} s", where=waited_for)
             pending = [future for task in mine for future in task.futures if not future.done()]
-            wait(pending, timeout=min(POLL_S, left), return_when=FIRST_COMPLETED)
+            until_watch = max(0.0, self._watch_at - self.now())
+            wait(pending, timeout=min(until_watch, left), return_when=FIRST_COMPLETED)
 
     def result(self, task: Task) -> Any:
         """A finished task's answer, members' answers combined."""
@@ -128,6 +130,21 @@ class RayRuntime:
             role, error = root_failure(failures)
             raise name_failure(role, error) from error
         return mine.target.combine(mine.method, [future.result() for future in mine.futures])
+
+    def restart(self, role: str) -> None:
+        """Replace a role's processes."""
+        restart = getattr(self._targets[role], "restart", None)
+        if restart is None:
+            raise WorkerError("the role's processes cannot be replaced", where=role)
+        restart()
+
+    def _watch(self) -> None:
+        """Call the watchers, unless they were called less than ``POLL_S`` ago."""
+        if self.now() < self._watch_at:
+            return
+        for watcher in self._watchers:
+            watcher()
+        self._watch_at = self.now() + POLL_S
 
     def now(self) -> float:
         """Seconds of a clock that never goes back."""

@@ -1,4 +1,4 @@
-"""The mode as data: how far generation may run ahead of training."""
+"""The mode as data: how far generation may run ahead of training, and what may overlap with it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ class Mode(StrEnum):
     """The modes that ``--schedule`` takes."""
 
     LOCKSTEP = "lockstep"
+    PIPELINED = "pipelined"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +25,19 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness must not be negative, it is {self.max_staleness}")
-        if self.mode is Mode.LOCKSTEP and self.max_staleness != 0:
-            raise ValueError("lockstep trains on samples of exactly the current version: max_staleness is 0")
+        if self.max_staleness != 0:
+            raise ValueError(f"{self.mode} trains on samples of exactly the current version: max_staleness is 0")
 
     @classmethod
     def named(cls, name: str) -> Schedule:
         """The schedule that ``--schedule name`` means. Raises ``ValueError`` for an unknown name."""
         return cls(mode=Mode(name))
+
+    @property
+    def streams(self) -> bool:
+        """Whether roles work on a rollout's finished groups while the rest of it is still generated; else they start
+        after its last group."""
+        return self.mode is not Mode.LOCKSTEP
 
     def may_start(self, rollout_id: int, published_version: int) -> bool:
         """Whether rollout ``rollout_id`` may start while ``published_version`` is the newest published one."""

@@ -17,7 +17,7 @@ class Task(Protocol):
 
 
 class Runtime(Protocol):
-    """Executes calls on named roles: ``buffer``, ``rollout``, ``train``, ``publish``."""
+    """Executes calls on named roles: ``buffer``, ``rollout``, ``train``, ``publish``, and those of ``RolePlan.own``."""
 
     def submit(self, role: str, method: str, *args: Any) -> Task:
         """Start a call and return at once."""
@@ -29,6 +29,10 @@ class Runtime(Protocol):
 
     def result(self, task: Task) -> Any:
         """A finished task's answer; raises the error of ``buffer_rl.errors`` that it ended with."""
+        ...
+
+    def restart(self, role: str) -> None:
+        """Replace the processes of a role, which died. Raises WorkerError if the role cannot be restarted."""
         ...
 
     def now(self) -> float:

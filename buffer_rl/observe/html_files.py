@@ -13,6 +13,7 @@ from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.observe.run_facts import read_facts
 from buffer_rl.observe.samples import SAMPLES_FILE
 from buffer_rl.observe.summary import REPORT_FILE, run_files
+from buffer_rl.observe.timeline import read_trace
 
 
 def write_report(run_dir: str | Path, output: str | Path | None = None, title: str = "") -> Path:
@@ -30,6 +31,7 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, title: s
             metrics=read_metrics(folder),
             samples=read_jsonl(samples) if samples.exists() else [],
             facts=read_facts(folder),
+            spans=read_trace(folder),
             files={name: _address(path, target) for name, path in run_files(folder).items() if path != target},
         )
     )

@@ -13,9 +13,11 @@ from buffer_rl.observe.board import DROP_PREFIX, format_duration
 from buffer_rl.observe.curve import curves_of, moving_mean
 from buffer_rl.observe.html_samples import chosen_samples, sample_table
 from buffer_rl.observe.html_style import SCRIPT, STYLE, content_security_policy
+from buffer_rl.observe.html_timeline import timeline_section
 from buffer_rl.observe.run_facts import RunFacts
 from buffer_rl.observe.summary import EvalGain, eval_gains
 from buffer_rl.observe.svg_chart import COLOURS, Line, format_number, legend, line_chart, stacked_bars
+from buffer_rl.observe.timeline_stats import Spans
 
 _SMOOTHING_STEPS = 9
 # Small charts: heading, and the metric of each line by the line's name.
@@ -42,6 +44,7 @@ class Report:
     samples: Sequence[Mapping[str, Any]] = ()
     facts: RunFacts = field(default_factory=RunFacts)
     files: Mapping[str, str] = field(default_factory=dict)
+    spans: Spans = field(default_factory=dict)
 
 
 def render_report(report: Report) -> str:
@@ -52,6 +55,7 @@ def render_report(report: Report) -> str:
         _evaluations(eval_gains(report.metrics)),
         _curves(report.metrics, steps),
         _timing(steps),
+        timeline_section(report.spans),
         _drops(steps),
         _samples(report.samples),
         _files(report.files),

@@ -99,3 +99,9 @@ def content_security_policy() -> str:
     """The browser loads nothing and runs no script but ``SCRIPT``, whatever a response holds."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+
+
+def picture_style() -> str:
+    """The colours and the rules of what is inside a picture alone, for an SVG file outside of the page."""
+    rules = [line for line in STYLE.splitlines() if line.startswith(("svg text{", "svg ."))]
+    return STYLE[: STYLE.index("*{box-sizing")] + "\n".join(rules)

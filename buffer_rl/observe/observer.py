@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,8 @@ from buffer_rl.observe.metrics import MetricHub
 from buffer_rl.observe.progress import Progress
 from buffer_rl.observe.run_facts import write_facts
 from buffer_rl.observe.samples import SampleDump
+from buffer_rl.observe.timeline import TraceFile, WorkSpan
+from buffer_rl.observe.timeline_stats import Overlap, step_metrics
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
 
@@ -40,6 +42,9 @@ class RunObserver:
         self._registry = registry
         self._metrics = MetricHub(run_dir, loggers, resume_step=resume_step)
         self._dump = SampleDump(run_dir, resume_step=resume_step)
+        self._trace = TraceFile(run_dir, resume_step=resume_step) if args.trace else None
+        self._spans: dict[str, list[WorkSpan]] = {}  # of the steps that are not logged yet
+        self._overlap = Overlap.of_options(args.schedule, args.stream_gradients)
         self._progress = Progress(args.progress, args.num_rollout, title=f"buffer-rl · {Path(run_dir).name}")
         self._stack = ExitStack()
 
@@ -50,6 +55,8 @@ class RunObserver:
     def __enter__(self) -> RunObserver:
         self._stack.callback(self._metrics.close)
         self._stack.callback(self._dump.close)
+        if self._trace is not None:
+            self._stack.enter_context(self._trace)
         self._stack.enter_context(self._progress)
         return self
 
@@ -88,8 +95,16 @@ class RunObserver:
         """Every engine has ``version``."""
         self._registry.call_hook("buffer_rl_on_weight_update", version=version, metrics=metrics)
 
+    def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
+        """What a role did, and when."""
+        if self._trace is not None:
+            self._trace.write(role, spans)
+        self._spans.setdefault(role, []).extend(spans)
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Rollout ``step`` was trained on and published."""
+        metrics = {**metrics, **step_metrics(self._spans, step, self._overlap)}
+        self._spans = {role: [span for span in self._spans[role] if span.step > step] for role in self._spans}
         self._metrics.log(metrics, step)
         self._progress.step(metrics, step)
 

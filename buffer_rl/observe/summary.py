@@ -15,6 +15,7 @@ from buffer_rl.observe.board import format_duration
 from buffer_rl.observe.curve import CURVE_FILE, curves_of, sparkline, write_curve
 from buffer_rl.observe.metrics import METRICS_FILE, read_metrics
 from buffer_rl.observe.samples import SAMPLES_FILE
+from buffer_rl.observe.timeline import TRACE_FILE
 
 REPORT_FILE = "report.html"
 
@@ -74,6 +75,7 @@ def run_files(run_dir: str | Path) -> dict[str, Path]:
         "picture": folder / CURVE_FILE,
         "metrics": folder / METRICS_FILE,
         "samples": folder / SAMPLES_FILE,
+        "trace (ui.perfetto.dev)": folder / TRACE_FILE,
         "TensorBoard": folder / "tensorboard",
         "model (Hugging Face)": folder / "hf",
         "logs": folder / "logs",

@@ -7,13 +7,14 @@ call); the driver waits for ``run``, with a deadline for the whole rollout.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
 from buffer_rl.buffer.client import BufferClient, RolloutClient
+from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient, StorageUnit
 from buffer_rl.cluster.logs import redirect_output
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args
@@ -35,13 +36,25 @@ if TYPE_CHECKING:
 NAMESPACES = ("rollout", "eval", "perf")
 
 
-class RolloutWorker:
-    """Runs one rollout at a time. ``source``: the actor of the user's data source, where there is one."""
+class RolloutWorker(PayloadProducer):
+    """Runs one rollout at a time. ``source``: the actor of the user's data source, where there is one.
 
-    def __init__(self, args_text: str, buffer: Any, log_path: str, source: Any = None) -> None:
+    storage: the processes that own large payloads.
+    """
+
+    def __init__(
+        self, args_text: str, buffer: Any, log_path: str, storage: Sequence[StorageUnit], source: Any = None
+    ) -> None:
         redirect_output(log_path)
         self._args = cast("Args", load_args(args_text))
         self._client = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller="rollout")
+        self.offers = {}
+        self._storage = StorageClient(
+            storage,
+            self.offers,
+            timeout_s=self._args.buffer_timeout_s,
+            min_bytes=self._args.data_storage_min_bytes,
+        )
         timeout_s = self._args.data_source_timeout_s
         self._source = None if source is None else SourceClient(source, timeout_s=timeout_s)
         self._registry = PluginRegistry.from_flags(self._args.plugin)
@@ -72,7 +85,7 @@ class RolloutWorker:
         if self._buffer_filter is not None:
             path = self._args.buffer_filter_path
             choose = partial(choose_queued, self._buffer_filter, path, self._args, ticket.rollout_id)
-        buffer = RolloutClient(self._client, ticket, self._converter, choose, self._source)
+        buffer = RolloutClient(self._client, ticket, self._converter, choose, self._source, self._storage)
         where = place("rollout", self._reference(ticket), ticket.task)
         function = self._functions[ticket.evaluation]
         started = time.perf_counter()
@@ -107,13 +120,18 @@ class RolloutWorker:
         ]
 
 
-def start_rollout_workers(args: Any, args_text: str, buffer: Any, log_dir: str, source: Any = None) -> WorkerGroup:
+def start_rollout_workers(
+    args: Any, args_text: str, buffer: Any, log_dir: str, storage: Sequence[Any] = (), source: Any = None
+) -> WorkerGroup:
     """Start ``--num-rollout-workers`` processes; a rollout goes to the next one in turn.
 
+    storage: the storage actors; without them the Buffer owns large payloads.
     source: the actor of the user's data source, where there is one."""
+    units = [StorageUnit(actor=actor, name=f"storage-{index}") for index, actor in enumerate(storage)]
+    units = units or [StorageUnit(actor=buffer, name="buffer")]
     remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(RolloutWorker)
     actors = [
-        remote.remote(args_text, buffer, f"{log_dir}/rollout_{index}.log", source)
+        remote.remote(args_text, buffer, f"{log_dir}/rollout_{index}.log", units, source)
         for index in range(args.num_rollout_workers)
     ]
     return WorkerGroup("rollout", actors, one_at_a_time=True)

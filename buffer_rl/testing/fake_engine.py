@@ -30,10 +30,12 @@ class Fault(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class FakeEngineLog:
-    """What the engine was asked. requests: bodies of ``/generate`` in order of arrival."""
+    """What the engine was asked. requests: bodies of ``/generate`` in order of arrival; updates: those of
+    ``/update_weights_from_disk``."""
 
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[dict[str, Any]] = field(default_factory=list)
     answered: int = 0
     disconnected: int = 0
     in_flight: int = 0
@@ -57,6 +59,7 @@ class FakeEngine:
     latency: seconds before the answer, by request body. fault: what happens instead of an answer, by request
     body and number of the request (from 0). version: the weight version of every token. Every token's
     log-probability is ``log_prob``. aborted_after: how many tokens a request has that is aborted before its answer.
+    update_s: seconds that ``/update_weights_from_disk`` takes; it sets ``version`` and reads nothing.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class FakeEngine:
         version: int = 0,
         log_prob: float = -0.5,
         aborted_after: int = 0,
+        update_s: float = 0.0,
     ) -> None:
         self.respond = respond
         self.decode = decode
@@ -77,6 +81,7 @@ class FakeEngine:
         self.version = version
         self.log_prob = log_prob
         self.aborted_after = aborted_after
+        self.update_s = update_s
         self._aborts: dict[str, asyncio.Event] = {}
         self.log = FakeEngineLog()
         self.url = ""
@@ -106,6 +111,7 @@ class FakeEngine:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/update_weights_from_disk", self._update)
         for path in ("/pause_generation", "/continue_generation", "/flush_cache"):
             app.router.add_post(path, self._ok)
         for path in ("/health", "/ready", "/model_info", "/get_model_info", "/server_info", "/get_server_info"):
@@ -202,6 +208,13 @@ class FakeEngine:
             if body.get("abort_all") or rid == body.get("rid"):
                 abort.set()
         return web.Response()
+
+    async def _update(self, request: web.Request) -> web.Response:
+        body: dict[str, Any] = await request.json()
+        await asyncio.sleep(self.update_s)
+        self.log.updates.append(body)
+        self.version = int(body["weight_version"])
+        return web.json_response({"success": True, "message": "done"})
 
     async def _ok(self, request: web.Request) -> web.Response:
         return web.json_response({"message": "done", "status": "ok"})

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.errors import WorkerDiedError
+from buffer_rl.observe.work import WorkReport
 from buffer_rl.types import RolloutReport, SampleGroup, Ticket
 
 
@@ -44,21 +46,60 @@ def _columns(group: SampleGroup) -> dict[str, Any]:
 
 
 class FakeTrain:
-    """A trainer group that trains on nothing and notes the rollouts."""
+    """A trainer group that trains on nothing and notes the rollouts, and how often it was asked to stream them."""
 
     def __init__(self) -> None:
         self.fetched: list[int] = []
+        self.streamed: list[int] = []
 
     def fetch(self, rollout_id: int) -> None:
         """Note the rollout."""
         self.fetched.append(rollout_id)
 
-    def log_probs(self, role: str) -> None:
+    def log_probs(self, model: str) -> None:
         """Nothing to compute."""
+
+    def stream(self, rollout_id: int, models: Sequence[str], given: Sequence[str], gradients: bool) -> WorkReport:
+        """Note the rollout."""
+        self.streamed.append(rollout_id)
+        return WorkReport()
+
+    def finish_stream(self, rollout_id: int) -> Mapping[str, float]:
+        """A loss of 0."""
+        return {"train/loss": 0.0}
 
     def train(self) -> Mapping[str, float]:
         """A loss of 0."""
         return {"train/loss": 0.0}
+
+
+class FakeRole:
+    """A role with processes of its own; ``restarts`` counts.
+
+    fails: how many of its calls end with a death, from that on rollout ``fails_from`` on. stillborn: what replaces it
+    dies at once.
+    """
+
+    def __init__(self, fails: int = 0, fails_from: int = 0, stillborn: bool = False) -> None:
+        self.fails = fails
+        self.fails_from = fails_from
+        self.stillborn = stillborn
+        self.restarts = 0
+        self.streamed: list[int] = []
+
+    def stream(self, rollout_id: int) -> WorkReport:
+        """Note the rollout."""
+        self.streamed.append(rollout_id)
+        if self.fails and rollout_id >= self.fails_from:
+            self.fails -= 1
+            raise WorkerDiedError("the process died", where="role")
+        return WorkReport()
+
+    def restart(self) -> None:
+        """Count it."""
+        self.restarts += 1
+        if self.stillborn:
+            raise WorkerDiedError("the new process died", where="role")
 
 
 class FakePublisher:

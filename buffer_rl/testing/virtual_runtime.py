@@ -76,6 +76,10 @@ class VirtualRuntime:
             raise mine.error
         return mine.answer
 
+    def restart(self, role: str) -> None:
+        """Have the role's object start anew."""
+        self._roles[role].restart()
+
     def now(self) -> float:
         """Virtual seconds."""
         return self._now

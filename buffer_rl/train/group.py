@@ -7,6 +7,7 @@ gradient reduction; the driver waits for all ranks, with a deadline.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,9 +21,12 @@ from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import TrainError
+from buffer_rl.observe.work import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
+from buffer_rl.train.duties import FIELD_OF_MODEL, GradientTrainer, gradient_stage, log_prob_stage, rows_per_batch
 from buffer_rl.train.options import TrainOptions
+from buffer_rl.train.stages import run_stage
 from buffer_rl.train.steps import require_old_log_probs, train_steps
 from buffer_rl.types import TrainBatch
 from buffer_rl.weights.shared_bucket import SharedWeights
@@ -30,8 +34,6 @@ from buffer_rl.weights.tensor import LOAD_FORMAT
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
-
-FIELD_OF_ROLE = {"ref": "ref_log_probs", "actor": "old_log_probs"}
 
 
 class TrainRank:
@@ -74,16 +76,41 @@ class TrainRank:
     def fetch(self, rollout_id: int) -> None:
         """Get this rank's rows: its share of each of the rollout's mini-batches."""
         steps = self._args.num_steps_per_rollout
+        # Whole groups under --deterministic: a micro-batch then holds the same rows on any number of ranks.
+        whole = self._args.deterministic
         self._batches = [
-            self._buffer.get_data(rollout_id, self._rank, self._world_size, steps, step) for step in range(steps)
+            self._buffer.get_data(rollout_id, self._rank, self._world_size, steps, step, whole) for step in range(steps)
         ]
 
-    def log_probs(self, role: str) -> None:
-        """Compute a role's log-probabilities of the fetched rows; they go into the pool, and stay here."""
-        field = FIELD_OF_ROLE[role]
+    def log_probs(self, model: str) -> None:
+        """Compute the log-probabilities of the fetched rows under ``model``; they go into the pool, and stay here."""
+        field = FIELD_OF_MODEL[model]
         for batch in self._fetched():
-            batch.columns[field] = self._trainer.log_probs(role, batch)
+            batch.columns[field] = self._trainer.log_probs(model, batch)
             self._buffer.put_fields(batch.task, batch.row_ids, {field: batch.columns[field]})
+
+    def stream(self, rollout_id: int, models: Sequence[str], given: Sequence[str], gradients: bool) -> WorkReport:
+        """Work on the groups of a rollout that still runs, until it is closed and read to its end.
+
+        models: whose log-probabilities this trainer computes. gradients: go on to forward and backward, with the
+        fields ``given`` that other roles add; ``finish_stream`` then takes the step."""
+        if gradients:
+            stage = gradient_stage(cast(GradientTrainer, self._trainer), models, frozenset(given))
+        else:
+            stage = log_prob_stage("train_log_probs", models, self._trainer.log_probs)
+        return run_stage(
+            stage,
+            self._buffer,
+            rollout_id,
+            rows_per_batch=rows_per_batch(self._args),
+            timeout_s=self._args.rollout_timeout_s,
+        )
+
+    def finish_stream(self, rollout_id: int) -> dict[str, float]:
+        """The optimizer step on the gradients that ``stream`` accumulated, over all ranks."""
+        totals = self._buffer.get_totals(rollout_id)
+        shares = cast(GradientTrainer, self._trainer).finish_accumulation(*totals)
+        return {f"sum/{name}": share for name, share in shares.items()} | self._trainer.optimizer_step()
 
     def train(self) -> dict[str, float]:
         """Advantages, forward and backward, and one optimizer step on each mini-batch of the fetched rows."""
@@ -135,7 +162,9 @@ def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: in
 
 def combine_metrics(method: str, answers: list[Any]) -> Any:
     """Ranks' metrics as one: shares add up, the rest is alike on every rank."""
-    if method != "train":
+    if method == "stream":
+        return WorkReport.joined(answers)
+    if method not in ("train", "finish_stream"):
         return answers[0]
     metrics: dict[str, float] = {}
     for name, value in answers[0].items():

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from buffer_rl.algo.losses import sft_loss
-from buffer_rl.contracts import AdvantageEstimator, LossInputs, LossOutputs, PolicyLoss
+from buffer_rl.contracts import AdvantageEstimator, LossInputs, LossOutputs, PolicyLoss, scope_of
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, returned
 from buffer_rl.resolution.errors import short_repr
@@ -20,7 +20,8 @@ class Objective:
     """Resolves ``--custom-loss-function-path`` or ``--loss-type``, and ``--custom-advantage-function-path`` or
     ``--advantage-estimator``. Raises PluginError if one does not resolve.
 
-    supervised: the loss is the built-in supervised one, which has no advantages.
+    supervised: the loss is the built-in supervised one, which has no advantages. scope: of the loss (see
+    ``buffer_rl.contracts.scoped``).
     """
 
     def __init__(self, args: Any, registry: PluginRegistry) -> None:
@@ -30,6 +31,7 @@ class Objective:
         self._loss = cast(PolicyLoss, registry.resolve("loss", self._loss_name))
         self._estimator = cast(AdvantageEstimator, registry.resolve("advantage", self._estimator_name))
         self.supervised = self._loss == sft_loss
+        self.scope = scope_of(self._loss)
 
     def compute_advantages(self, batch: TrainBatch) -> None:
         """Have the estimator set the columns ``advantages`` and ``returns``: a row's response tokens each, float32.

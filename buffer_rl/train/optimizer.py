@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from buffer_rl.errors import CheckpointError, ConfigError, TrainError
+from buffer_rl.train.gradient_sum import GradientSum
 
 
 def learning_rate(args: Any, step: int) -> float:
@@ -53,15 +54,21 @@ def decay_steps(args: Any) -> int:
 class Optimizer:
     """AdamW (arXiv 1711.05101) with one step counter.
 
+    divisor: what the gradients of the next step are divided by, for gradients that were summed before their step's
+    totals were known. Under ``--deterministic`` call ``absorb`` after each backward pass: gradients are then summed so
+    that their order does not matter.
+
     Weight decay applies to matrices only: biases and norms, which have one dimension, are left out, as in
     Megatron-LM and nanoGPT.
     """
 
     def __init__(self, args: Any, model: torch.nn.Module, world_size: int) -> None:
         self.step_count = 0
+        self.divisor = 1.0
         self._args = args
         self._world_size = world_size
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._sum = GradientSum([p for _, p in self._named]) if args.deterministic else None
         decayed = [p for _, p in self._named if p.ndim > 1]
         others = [p for _, p in self._named if p.ndim <= 1]
         groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -77,6 +84,19 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Forget the accumulated gradients."""
         self._adam.zero_grad(set_to_none=True)
+        self.divisor = 1.0
+        if self._sum is not None:
+            self._sum.clear()
+
+    def absorb(self) -> None:
+        """A backward pass has ended."""
+        if self._sum is not None:
+            self._sum.absorb()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a step was begun and not ended."""
+        return any(p.grad is not None for _, p in self._named) or (self._sum is not None and not self._sum.is_empty)
 
     def step(self) -> dict[str, float]:
         """Sum the gradients over ranks, clip them to ``clip_grad``, step, and zero them.
@@ -149,15 +169,20 @@ class Optimizer:
                 state[key] = value.to(device)
 
     def _reduced_gradients(self) -> list[torch.Tensor]:
+        """The gradients of the step, summed over ranks and divided by ``divisor``."""
         for _, parameter in self._named:
             if parameter.grad is None:  # a rank without rows still takes part in the sum
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for _, p in self._named if p.grad is not None]
+        if self._sum is None and self._world_size == 1:
+            if self.divisor != 1.0:
+                torch._foreach_div_(gradients, self.divisor)
+            return gradients
+        # Losses are shares of the whole step, so gradients are summed, not averaged; one flat buffer is one call.
+        flat = torch.cat([g.reshape(-1) for g in gradients]) if self._sum is None else self._sum.flat()
         if self._world_size > 1:
-            # Losses are shares of the whole step, so gradients are summed, not averaged; one flat buffer is one call.
-            flat = torch.cat([g.reshape(-1) for g in gradients])
             dist.all_reduce(flat)
-            parts = torch.split(flat, [g.numel() for g in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+        parts = torch.split(flat.div_(self.divisor), [g.numel() for g in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
         return gradients

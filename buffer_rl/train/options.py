@@ -30,6 +30,23 @@ class TrainOptions(Section):
     num_train_threads: int = option(1, "torch threads a trainer rank", ge=1)
     train_device: Literal["auto", "cpu", "cuda"] = option("auto", "where the trainer runs")
     max_tokens_per_gpu: int = option(16384, "token budget of one micro-batch, padding included", ge=1)
+    num_ref_workers: int = option(
+        0, "processes that compute reference log-probabilities of finished groups; 0: the trainer does", ge=0
+    )
+    num_actor_fwd_workers: int = option(
+        0, "processes that compute old log-probabilities of finished groups; 0: the trainer does", ge=0
+    )
+    num_advantage_workers: int = option(
+        0, "processes that compute advantages of finished groups; 0: the trainer does", ge=0
+    )
+    role_max_restarts: int = option(
+        2, "how often in a run the processes of these roles are replaced after one of them died", ge=0
+    )
+    stream_gradients: bool = option(
+        False,
+        "with --schedule pipelined: forward and backward of finished groups while others are still generated; one "
+        "optimizer step at the end",
+    )
     train_timeout_s: float = option(3600.0, "deadline of one trainer call, in seconds", gt=0)
 
 

@@ -21,7 +21,8 @@ def train_steps(trainer: Trainer, batches: Sequence[TrainBatch]) -> dict[str, fl
     totals: defaultdict[str, float] = defaultdict(float)
     same: dict[str, float] = {}
     for batch in batches:
-        trainer.compute_advantages(batch)
+        if "advantages" not in batch.columns:  # a role of its own may have set them
+            trainer.compute_advantages(batch)
         shares = trainer.forward_backward(batch)
         same = trainer.optimizer_step()
         for name, value in {**{f"sum/{name}": share for name, share in shares.items()}, **same}.items():

@@ -19,16 +19,18 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from buffer_rl.algo.batching import micro_batches
+from buffer_rl.contracts import LossInputs, Scope
 from buffer_rl.errors import ConfigError, TrainError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.train import model as models
-from buffer_rl.train.collate import collate, loss_inputs, split_rows
+from buffer_rl.train.collate import collate, loss_inputs
 from buffer_rl.train.forward import response_log_probs
+from buffer_rl.train.log_probs import batch_log_probs, row_blocks
 from buffer_rl.train.model_factory import ModelFactory
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.state import load_state, save_state
+from buffer_rl.train.unscaled import UnscaledShares
 from buffer_rl.types import TrainBatch
 
 
@@ -49,7 +51,7 @@ class TorchTrainer:
         self._world_size = world_size
         registry = PluginRegistry.from_flags(args.plugin)
         self._objective = Objective(args, registry)
-        self._temperature = _loss_temperature(args, self._objective.supervised)
+        self._temperature = loss_temperature(args, supervised=self._objective.supervised)
 
         self._device = models.pick_device(args.train_device)
         _prepare_torch(args, rank, self._device)
@@ -57,9 +59,10 @@ class TorchTrainer:
         self._actor = self._models.build(args.hf_checkpoint, "--hf-checkpoint")
         self._tokenizer = models.load_tokenizer(args.hf_checkpoint, "--hf-checkpoint")
         self._ref: PreTrainedModel | None = None
-        if args.use_kl_loss:
+        if args.use_kl_loss and not args.num_ref_workers:
             self._ref = self._load_ref()
         self._optimizer = Optimizer(args, self._actor, world_size)
+        self._unscaled = UnscaledShares(args.loss_agg_mode)
         self._asleep = False
         if world_size > 1:
             _join_process_group(args, rank, world_size, self._device)
@@ -68,15 +71,7 @@ class TorchTrainer:
         """Log-probabilities of the response tokens under ``role``: "actor", or "ref", whose model is loaded when it
         is first needed. Per row ``[response_length]`` float32, in nats, at the sampling temperature."""
         self._require_awake()
-        model = self._model(role)
-        rows: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(batch)
-        for indices in micro_batches(batch.lengths, self._args.max_tokens_per_gpu):
-            micro = collate(batch.select(indices), self._device)
-            with torch.no_grad():
-                log_probs_bt, _ = response_log_probs(model, micro, self._temperature, with_entropy=False)
-            for index, row in zip(indices, split_rows(log_probs_bt, micro.response_lengths), strict=True):
-                rows[index] = row
-        return rows
+        return batch_log_probs(self._args, self._model(role), batch, self._device, self._temperature)
 
     def compute_advantages(self, batch: TrainBatch) -> None:
         """Set the columns ``advantages`` and ``returns`` of ``batch`` by the chosen estimator; policy losses need
@@ -88,21 +83,37 @@ class TorchTrainer:
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
         """Accumulate the gradient of the loss shares of ``batch``; metrics are shares that add up over calls and
-        ranks. A batch without rows contributes nothing."""
+        ranks. A batch without rows contributes nothing.
+
+        Under ``--deterministic`` a loss of scope ``group`` takes the way of ``accumulate``, so that its gradient has
+        the same bits, whenever its parts were computed and by how many ranks."""
+        if self._args.deterministic and self._objective.scope is Scope.GROUP:
+            self.accumulate(batch)
+            return self.finish_accumulation(batch.total_rows, batch.total_tokens)
         self._require_awake()
         sums: dict[str, torch.Tensor] = {}
-        for indices in micro_batches(batch.lengths, self._args.max_tokens_per_gpu):
-            rows = batch.select(indices)
-            micro = collate(rows, self._device)
-            log_probs_bt, entropy_bt = response_log_probs(
-                self._actor, micro, self._temperature, entropy_gradient=self._args.entropy_coef > 0
-            )
-            outputs = self._objective.loss(loss_inputs(rows, micro, log_probs_bt, entropy_bt))
+        for inputs in self._loss_inputs(batch):
+            outputs = self._objective.loss(inputs)
             outputs.loss.backward()
+            self._optimizer.absorb()
             for name, value in outputs.metrics.items():
                 share = torch.as_tensor(value, device=self._device).detach()
                 sums[name] = sums[name] + share if name in sums else share
         return {name: float(value) for name, value in sums.items()}
+
+    def accumulate(self, batch: TrainBatch) -> None:
+        """``forward_backward`` for rows of a step whose totals are not known yet; ``finish_accumulation`` divides by
+        them. Raises ConfigError if the loss cannot be scaled afterwards."""
+        self._require_awake()
+        for inputs in self._loss_inputs(batch):
+            self._unscaled.loss_of(self._objective.loss, inputs).backward()  # type: ignore[no-untyped-call]
+            self._optimizer.absorb()
+
+    def finish_accumulation(self, total_rows: int, total_tokens: int) -> dict[str, float]:
+        """Have the next step divide what ``accumulate`` summed by the totals of the whole step. Returns the metrics'
+        shares, as ``forward_backward`` does."""
+        self._optimizer.divisor = self._unscaled.divisor(total_rows, total_tokens)
+        return self._unscaled.take_metrics(total_rows, total_tokens)
 
     def optimizer_step(self) -> dict[str, float]:
         """Sum the gradients over ranks, clip, step, zero them. Metrics: ``grad_norm``, ``lr``.
@@ -127,7 +138,7 @@ class TorchTrainer:
         """Write this rank's part of a checkpoint into the folder ``path`` (see ``buffer_rl.train.state``).
 
         Raises TrainError between ``forward_backward`` and ``optimizer_step``: gradients are not saved."""
-        if any(parameter.grad is not None for parameter in self._actor.parameters()):
+        if self._optimizer.has_gradients:
             raise TrainError("there are gradients of an unfinished step", hint="save after optimizer_step")
         save_state(path, self._actor, self._optimizer, models.unique_state(self._actor), self._rank)
 
@@ -149,6 +160,16 @@ class TorchTrainer:
         if self._device.type == "cuda":
             self._move(self._device)
         self._asleep = False
+
+    def _loss_inputs(self, batch: TrainBatch) -> Iterator[LossInputs]:
+        """Each micro-batch after its forward pass."""
+        for indices in row_blocks(self._args, batch):
+            rows = batch.select(indices)
+            micro = collate(rows, self._device)
+            log_probs_bt, entropy_bt = response_log_probs(
+                self._actor, micro, self._temperature, entropy_gradient=self._args.entropy_coef > 0
+            )
+            yield loss_inputs(rows, micro, log_probs_bt, entropy_bt)
 
     def _model(self, role: str) -> PreTrainedModel:
         if role == "actor":
@@ -179,7 +200,7 @@ def _move_module(module: torch.nn.Module, device: torch.device) -> None:
     module.to(device)  # in place: the parameters stay the objects that the optimizer knows
 
 
-def _loss_temperature(args: Any, supervised: bool) -> float:
+def loss_temperature(args: Any, *, supervised: bool = False) -> float:
     """What logits are divided by: the sampling temperature, so that ratios compare equal distributions. Greedy
     sampling (0) has no such distribution, and supervised tokens were not sampled: both use 1."""
     if supervised or args.rollout_temperature <= 0:

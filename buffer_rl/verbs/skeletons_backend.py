@@ -6,8 +6,9 @@ from buffer_rl.verbs.skeletons import Skeleton
 
 BACKEND = {
     "advantage": Skeleton(
-        imports="import numpy as np\n\nfrom buffer_rl.types import TrainBatch\n",
+        imports="import numpy as np\nfrom buffer_rl.contracts import scoped\nfrom buffer_rl.types import TrainBatch\n",
         code='''\
+@scoped("group")  # it reads one prompt's rows alone, so it can be computed while other prompts are still generated
 def $name(args: Any, batch: TrainBatch) -> None:
     """Every response token gets its row's reward, as advantage and as return."""
     rows = zip(batch.columns["reward"], batch.columns["response_length"], strict=True)
@@ -25,11 +26,14 @@ def $name(args: Any, batch: TrainBatch) -> None:
         test_imports="import numpy as np\n\nfrom buffer_rl.types import GroupUid, RowId, TrainBatch\n",
     ),
     "loss": Skeleton(
-        imports="from buffer_rl.contracts import LossInputs, LossOutputs\n",
+        imports="from buffer_rl.algo.aggregation import aggregate\n"
+        "from buffer_rl.contracts import LossInputs, LossOutputs, scoped\n",
         code='''\
+@scoped("group")  # a sum over rows, divided by the totals that --loss-agg-mode names
 def $name(args: Any, inputs: LossInputs) -> LossOutputs:
-    """The policy gradient without clipping, averaged over the response tokens of the whole step."""
-    loss = -(inputs.advantages * inputs.log_probs * inputs.loss_mask).sum() / inputs.total_tokens
+    """The policy gradient without clipping, aggregated over the response tokens of the whole step."""
+    losses = -inputs.advantages * inputs.log_probs
+    loss = aggregate(losses, inputs.loss_mask, args.loss_agg_mode, inputs.total_rows, inputs.total_tokens)
     return LossOutputs(loss=loss, metrics={"pg_loss": loss.detach()})
 ''',
         test="""\
@@ -39,12 +43,12 @@ def $name(args: Any, inputs: LossInputs) -> LossOutputs:
         log_probs=log_probs, old_log_probs=None, rollout_log_probs=None, ref_log_probs=None, advantages=2 * ones,
         loss_mask=ones, entropy=None, total_rows=1, total_tokens=2,
     )
-    outputs = $name(None, inputs)
+    outputs = $name(SimpleNamespace(loss_agg_mode="token-mean"), inputs)
     outputs.loss.backward()
     assert outputs.loss.item() == 3.0
     assert log_probs.grad.tolist() == [[-1.0, -1.0]]
 """,
-        test_imports="import torch\n\nfrom buffer_rl.contracts import LossInputs\n",
+        test_imports="from types import SimpleNamespace\nimport torch\nfrom buffer_rl.contracts import LossInputs\n",
     ),
     "data_source": Skeleton(
         imports="import json\nfrom pathlib import Path\n\nfrom buffer_rl.types import GroupUid, Sample, SampleGroup\n",

@@ -25,6 +25,7 @@ from buffer_rl.data.row import RowKeys
 from buffer_rl.data.training_files import read_sources
 from buffer_rl.driver.checks import check_options
 from buffer_rl.driver.notices import notices
+from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError, DataError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
@@ -90,6 +91,7 @@ def run(namespace: argparse.Namespace) -> int:
     # What the user named comes first: their mistakes show before heavy built-in modules are imported.
     for use in sorted(plan.plugins, key=lambda use: use.origin == "default"):
         registry.resolve(use.kind, use.reference)
+    check_roles(args, registry)
     if namespace.dry_run:
         if args.load is not None and not is_remote(local_path(args.load)):
             open_checkpoint(args.load)  # a run does it itself; it reads every byte

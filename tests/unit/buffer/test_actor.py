@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from buffer_rl.buffer.actor import CHANGES, READS, BufferActor
+from buffer_rl.buffer.cells import assemble
+from buffer_rl.buffer.client import Answers
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose, dump_args
-from buffer_rl.errors import BufferStateError, CheckpointError
+from buffer_rl.errors import BufferStateError, CheckpointError, WorkerError
 from buffer_rl.options import CORE_SECTIONS
 
 
@@ -48,7 +53,7 @@ def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
         del tokens, columns
     caller.change("close_rollout", ticket)
     for rank in range(2):
-        assert len(actor.read("get_data", 0, rank, 2)) == 2
+        assert len(assemble(actor.read("plan_data", 0, rank, 2))) == 2
     assert all(payload() is not None for payload in payloads)
     caller.change("commit", 0, 1)
     caller.change("release", 1)
@@ -58,6 +63,7 @@ def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
 
 def test_every_public_method_of_the_state_is_a_change_or_a_read() -> None:
     own = {"state_dict", "load_state_dict", "counts", "get_progress"}  # reached by save, load and get_progress
+    own |= {"get_data", "get_eval_data"}  # for a state in the caller's process: the client reads plans
     public = {name for name, value in vars(BufferState).items() if callable(value) and not name.startswith("_")}
     assert CHANGES.isdisjoint(READS)
     assert public - own == (CHANGES | READS) - {"save", "load"}
@@ -83,3 +89,48 @@ def test_what_was_saved_is_loaded_and_a_missing_state_is_an_error(tmp_path: Path
     assert [group.uid for group in again.change("get_samples", ticket, 2)] == [group.uid for group in leased]
     with pytest.raises(CheckpointError, match=r"cannot be read.*absent|absent.*cannot be read"):
         make_actor(tmp_path).change("me", 0, "load", str(tmp_path / "absent"))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not happen within 30 s")
+
+
+def test_readers_that_wait_are_woken_by_a_finished_group_and_by_a_cleared_pool_and_by_nothing_else(
+    tmp_path: Path,
+) -> None:
+    actor = make_actor(tmp_path)
+    caller = Caller(actor)
+    ticket = caller.change("generate", 0, False)
+    group = caller.change("get_samples", ticket, 1)[0]
+    rows = [sample.row_id for sample in group]
+    columns = {"tokens": [np.zeros(5, dtype=np.int32) for _ in rows]}
+    for method, arguments in (
+        ("finish", (ticket, group.uid, group.attempt, rows, columns)),
+        ("close_rollout", (ticket,)),
+        ("clear", (ticket.task,)),
+    ):
+        if method == "clear":
+            caller.change("commit", 0, 1)
+        revision = actor._state.revision
+        waiting = [threading.Thread(target=actor.wait_change, args=(revision, 600.0), daemon=True) for _ in range(70)]
+        for thread in waiting:
+            thread.start()
+        wait_for(lambda: len(actor._changed._waiters) == 70)  # type: ignore[attr-defined]
+        actor.read("get_headers")
+        caller.change("update_metadata", {"a": 1})
+        assert all(thread.is_alive() for thread in waiting)
+        caller.change(method, *arguments)
+        for thread in waiting:
+            thread.join(30)  # of the 600 that it asked for
+        assert not any(thread.is_alive() for thread in waiting), method
+
+
+def test_a_full_object_store_is_told_with_the_option_that_enlarges_it() -> None:
+    answers = Answers(who="storage-0", role="storage-0", timeout_s=1.0, flag="--buffer-timeout-s")
+    error = answers.named("pull", ray.exceptions.OutOfDiskError("no space"))
+    assert isinstance(error, WorkerError)
+    assert (error.where, "--object-store-gb" in error.hint) == ("storage-0.pull", True)

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer_rl.buffer.ledger import GroupState, MemoryLedger
-from buffer_rl.buffer.pool import LocalDataPlane
+from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
@@ -28,7 +29,9 @@ def write_rows(folder: Path, count: int) -> str:
     return str(path)
 
 
-def make_state(path: str, *, groups_per_step: int, samples: int = 2, eval_too: bool = False) -> BufferState:
+def make_state(
+    path: str, *, groups_per_step: int, samples: int = 2, eval_too: bool = False, max_staleness: int | None = 0
+) -> BufferState:
     args: Any = compose(CORE_SECTIONS)(
         prompt_data=path,
         n_samples_per_prompt=samples,
@@ -43,6 +46,7 @@ def make_state(path: str, *, groups_per_step: int, samples: int = 2, eval_too: b
         eval_plane=LocalDataPlane(),
         groups_per_step=groups_per_step,
         eval_groups=lambda: [group for name in evals.names for group in evals.groups(name)],
+        max_staleness=max_staleness,
     )
 
 
@@ -246,7 +250,7 @@ def test_more_groups_than_a_step_trains_on_are_not_taken_over(tmp_path: Path) ->
 def test_commit_and_release_are_two_things(tmp_path: Path) -> None:
     state = make_state(write_rows(tmp_path, 6), groups_per_step=2)
     ticket = state.generate(0)
-    with pytest.raises(BufferStateError, match="no pool"):
+    with pytest.raises(BufferStateError, match="still runs"):
         state.commit(0, 1)
     for group in state.get_samples(ticket, 2):
         finish(state, ticket, group)
@@ -479,3 +483,57 @@ def test_choosing_nothing_leaves_the_queue_and_unknown_choices_are_passed_over(t
     (again,) = state.get_samples(ticket, 1, [fresh.uid, queued[1].uid, queued[0].uid][1:])
     assert again.uid == queued[1].uid
     assert [header.uid for header in state.get_headers()] == [queued[0].uid]
+
+
+def test_a_group_with_rows_of_two_prompts_or_with_a_row_twice_is_refused_and_stays_leased(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 4), groups_per_step=2)
+    ticket = state.generate(0)
+    mine, other = state.get_samples(ticket, 2)
+    for rows, message in (
+        ([mine[0].row_id, other[0].row_id], r"was reported with row .*expected: rows of one prompt"),
+        ([mine[0].row_id, mine[0].row_id], "with a row twice"),
+    ):
+        with pytest.raises(BufferStateError, match=f"(?s){message}"):
+            state.finish(ticket, mine.uid, mine.attempt, rows, columns_of(mine))
+    finish(state, ticket, mine)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_no_more_rollouts_are_open_than_the_schedule_has_slots_for_and_release_frees_them(
+    tmp_path: Path, staleness: int
+) -> None:
+    state = make_state(write_rows(tmp_path, 40), groups_per_step=2, eval_too=True, max_staleness=staleness)
+    for rollout_id in range(staleness + 1):
+        ticket = state.generate(rollout_id)
+        for group in state.get_samples(ticket, 2):
+            finish(state, ticket, group)
+        state.close_rollout(ticket)
+    late = staleness + 1
+    with pytest.raises(
+        BufferStateError, match=rf"train_{late} has no slots: train_0.*\n.*at most {late} rollouts of 2"
+    ):
+        state.generate(late)
+    state.generate(0, evaluation=True)  # an evaluation takes no slots
+    state.commit(0, 1)
+    with pytest.raises(BufferStateError, match="has no slots"):
+        state.generate(late)
+    state.release(1)
+    assert state.generate(late).task == f"train_{late}"
+
+
+def test_where_no_weights_are_published_any_number_of_rollouts_is_open(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 4), groups_per_step=2, max_staleness=None)
+    assert [state.generate(rollout_id).task for rollout_id in range(4)] == [f"train_{i}" for i in range(4)]
+
+
+def test_a_reader_of_a_pool_that_was_cleared_or_kept_nothing_is_told_so(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 4), groups_per_step=2)
+    run_step(state, 0)
+    state.release(1)
+    state.close_rollout(state.generate(1))
+    request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=2)
+    for task in ("train_0", "train_1"):
+        with pytest.raises(BufferStateError, match=f"no pool {task} any more: it was cleared"):
+            state.get_meta(task, request)
+    with pytest.raises(BufferStateError, match="there is no pool train_2"):
+        state.get_meta("train_2", request)

@@ -21,6 +21,7 @@ GOOD: dict[str, Any] = {
     "save": "checkpoints",
     "save_interval": 1,
 }
+STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
 
 
 def check(**changes: Any) -> None:
@@ -42,6 +43,10 @@ def check(**changes: Any) -> None:
         {"early_stop": "eval/dev/length < 10"},
         {"early_stop": None, "eval_interval": None, "eval_prompt_data": []},
         {"save_interval": None},
+        {**STREAM, "num_ref_workers": 2, "use_kl_loss": True, "num_advantage_workers": 1},
+        {**STREAM, "rollout_batch_size": 2, "over_sampling_batch_size": 4},
+        {**STREAM, "partial_rollout": True, "mask_offpolicy_in_partial_rollout": True},
+        {"schedule": "pipelined", "num_steps_per_rollout": 2, "rollout_sample_filter_path": "mine:filter"},
     ],
 )
 def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
@@ -66,6 +71,18 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ({"save": None}, ["--save-interval", "--save PATH"]),
         ({"rollout_batch_size": 4, "over_sampling_batch_size": 3}, ["3 groups in flight", "at least 4"]),
         ({"mask_offpolicy_in_partial_rollout": True}, ["no older tokens to mask", "add --partial-rollout"]),
+        ({"num_ref_workers": 1}, ["--num-ref-workers: no reference log-probabilities", "add --use-kl-loss"]),
+        ({"num_advantage_workers": 1, "loss_type": "sft_loss"}, ["--num-advantage-workers: ", "has no advantages"]),
+        ({"stream_gradients": True}, ["--stream-gradients: --schedule lockstep", "add --schedule pipelined"]),
+        ({**STREAM, "num_steps_per_rollout": 2}, ["--stream-gradients and --num-steps-per-rollout: 2 optimizer steps"]),
+        (
+            {**STREAM, "rollout_sample_filter_path": "mine:filter"},
+            ["--stream-gradients and --rollout-sample-filter-path: a sample filter sees the whole rollout"],
+        ),
+        (
+            {**STREAM, "rollout_all_samples_process_path": "mine:process"},
+            ["--stream-gradients and --rollout-all-samples-process-path: this function sees the whole rollout"],
+        ),
         ({"partial_rollout": True}, ["--partial-rollout: ", "older weights", "--mask-offpolicy-in-partial-rollout"]),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,24 @@ from typing import Any
 import pytest
 
 from buffer_rl.buffer.ledger import GroupState, MemoryLedger
-from buffer_rl.buffer.pool import LocalDataPlane
+from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver, RunPlan
 from buffer_rl.driver.early_stop import parse_early_stop
+from buffer_rl.driver.role_calls import RolePlan
 from buffer_rl.driver.schedule import Mode, Schedule
-from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError, TrainError
+from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError, TrainError, WorkerDiedError, WorkerError
+from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.fake_roles import FakePublisher, FakeRollouts, FakeTrain
+from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
 from buffer_rl.testing.virtual_runtime import VirtualRuntime
 
 PLAN = RunPlan(
     num_rollouts=3,
     schedule=Schedule(mode=Mode.LOCKSTEP),
+    roles=RolePlan(trainer_models=("actor",)),
     evaluate=True,
     eval_interval=2,
     save_interval=2,
@@ -43,9 +46,17 @@ class Recorder:
         self.events: list[tuple[str, int]] = []
         self.metrics: list[dict[str, float]] = []
         self.notices: list[tuple[str, int]] = []
+        self.spans: list[tuple[str, WorkSpan]] = []
+        self.said: list[str] = []
 
     def phase(self, name: str) -> None:
         pass
+
+    def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
+        self.spans += [(role, span) for span in spans]
+
+    def notice(self, text: str) -> None:
+        self.said.append(text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.events.append(("step", step))
@@ -76,7 +87,8 @@ class Saves:
         self.saved[step] = json.loads(json.dumps(self._state.state_dict()))
 
 
-COSTS = {"run": 10.0, "log_probs": 2.0, "train": 5.0, "publish": 1.0}
+# The Buffer takes its time, as it does with processes: what died before it answered is then seen once more.
+COSTS = {"offer_again": 0.5, "run": 10.0, "log_probs": 2.0, "train": 5.0, "publish": 1.0}
 
 
 def cost(role: str, method: str, args: tuple[Any, ...]) -> float:
@@ -181,7 +193,7 @@ def test_every_group_is_trained_exactly_once(tmp_path: Path) -> None:
 
 def test_rollouts_that_never_ask_the_engine_publish_for_evaluations_only(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.driver(replace(PLAN, num_rollouts=5, publish_each_step=False, old_log_probs=False)).run()
+    world.driver(replace(PLAN, num_rollouts=5, publish_each_step=False, roles=RolePlan())).run()
     assert world.publisher.versions == [2, 4, 5]
     assert "log_probs" not in [span.method for span in world.runtime.spans]
 
@@ -304,3 +316,108 @@ def test_a_run_that_is_resumed_at_its_end_trains_no_more_and_evaluates_what_it_l
     assert world.publisher.versions == [4]
     assert world.recorder.events == [("evaluation", 4)]
     assert world.saves.saved == {}
+
+
+ONE_ROLE = RolePlan(own=("ref",), max_restarts=2)
+PIPELINED = replace(PLAN, schedule=Schedule(mode=Mode.PIPELINED), evaluate=False)
+
+
+def submitted(world: World, *methods: str) -> list[tuple[str, str]]:
+    return [(span.role, span.method) for span in world.runtime.spans if span.method in methods]
+
+
+def test_in_a_pipelined_run_roles_start_with_the_rollout_and_in_lockstep_after_its_last_group(tmp_path: Path) -> None:
+    for mode, order in ((Mode.PIPELINED, ["run", "stream"]), (Mode.LOCKSTEP, ["run", "stream"])):
+        world = World(tmp_path)
+        world.roles["ref"] = FakeRole()
+        world.driver(replace(PIPELINED, schedule=Schedule(mode=mode), roles=RolePlan(own=("ref",)))).run()
+        assert submitted(world, "run", "stream") == [("rollout", order[0]), ("ref", order[1])] * 3
+        runs = [span for span in world.runtime.spans if span.method == "run"]
+        streams = [span for span in world.runtime.spans if span.method == "stream"]
+        for run, stream in zip(runs, streams, strict=True):
+            assert stream.start == (run.start if mode is Mode.PIPELINED else run.end)
+        assert world.roles["ref"].streamed == [0, 1, 2]
+
+
+def test_the_trainer_that_streams_log_probabilities_computes_none_afterwards(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.driver(PIPELINED).run()
+    assert world.train.streamed == world.train.fetched == [0, 1, 2]
+    assert submitted(world, "stream", "log_probs", "train") == [("train", "stream"), ("train", "train")] * 3
+
+
+def test_streamed_gradients_are_finished_without_fetching_the_batch(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.driver(replace(PIPELINED, roles=RolePlan(stream_gradients=True))).run()
+    calls = submitted(world, "stream", "fetch", "log_probs", "train", "finish_stream")
+    assert calls == [("train", "stream"), ("train", "finish_stream")] * 3
+
+
+def test_a_role_that_dies_is_replaced_and_does_its_work_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    role = world.roles["ref"] = FakeRole(fails=2)
+    result = world.driver(replace(PIPELINED, roles=RolePlan(own=("ref",), max_restarts=2))).run()
+    assert result.steps == 3
+    assert role.restarts == 2
+    assert role.streamed == [0, 0, 0, 1, 2]
+    again = [span.args for span in world.runtime.spans if span.method == "offer_again"]
+    assert again == [("train_0", "ref")] * 2
+    assert [text.partition(":")[0] for text in world.recorder.said] == [
+        "ref died and is replaced (1 of 2)",
+        "ref died and is replaced (2 of 2)",
+    ]
+
+
+def test_a_role_that_dies_too_often_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.roles["ref"] = FakeRole(fails=2)
+    with pytest.raises(WorkerError, match="the process died"):
+        world.driver(replace(PIPELINED, roles=RolePlan(own=("ref",), max_restarts=1))).run()
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_role_that_died_between_two_rollouts_is_replaced_by_the_next_call(tmp_path: Path, mode: Mode) -> None:
+    world = World(tmp_path)
+    role = world.roles["ref"] = FakeRole(fails=1, fails_from=1)
+    plan = replace(PIPELINED, schedule=Schedule(mode=mode), roles=ONE_ROLE)
+    assert world.driver(plan).run().steps == 3
+    assert (role.restarts, role.streamed) == (1, [0, 1, 1, 2])
+
+
+def test_a_role_whose_replacement_dies_at_its_start_ends_the_run_with_that_error(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.roles["ref"] = FakeRole(fails=1, stillborn=True)
+    with pytest.raises(WorkerDiedError, match="the new process died"):
+        world.driver(replace(PIPELINED, roles=ONE_ROLE)).run()
+
+
+def test_what_a_role_raises_is_no_death_and_ends_the_run(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.roles["ref"] = Failing(WorkerError("ZeroDivisionError: by zero", where="ref.stream"))
+    with pytest.raises(WorkerError, match="by zero"):
+        world.driver(replace(PIPELINED, roles=ONE_ROLE)).run()
+    assert world.recorder.said == []
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_role_that_hangs_is_named_when_its_deadline_passes(tmp_path: Path, mode: Mode) -> None:
+    world = World(tmp_path)
+    world.roles["ref"] = FakeRole()
+    plan = replace(PIPELINED, schedule=Schedule(mode=mode), roles=ONE_ROLE)
+    world.runtime = VirtualRuntime(world.roles, lambda role, method, args: 1e9 if role == "ref" else 1.0)
+    with pytest.raises(DeadlineError) as caught:
+        Driver(plan, world.runtime, world.recorder).run()
+    assert "ref.stream" in caught.value.where
+
+
+def test_every_phase_is_on_the_timeline(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.driver(replace(PLAN, num_rollouts=1, evaluate=False, save_interval=1)).run()
+    spans = {(role, span.name): (span.rollout_id, span.start, span.end) for role, span in world.recorder.spans}
+    assert spans == {
+        ("rollout", "rollout"): (0, 0.0, 10.0),
+        ("train", "old_log_probs"): (0, 10.0, 12.0),
+        ("train", "update"): (0, 12.0, 17.0),
+        ("save", "save"): (1, 17.0, 17.0),
+        ("publish", "publish"): (1, 17.0, 18.0),
+    }

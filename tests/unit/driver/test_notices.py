@@ -33,3 +33,12 @@ def test_truncated_sampling_in_training_is_told_once_with_the_flags_that_do_it()
 )
 def test_nothing_is_told_where_no_gradient_is_touched(options: dict[str, Any]) -> None:
     assert texts(**options) == []
+
+
+@pytest.mark.parametrize("flag", ["--rollout-sample-filter-path", "--rollout-all-samples-process-path"])
+def test_what_holds_every_group_back_is_told_where_it_costs_the_overlap(flag: str) -> None:
+    name = flag.removeprefix("--").replace("-", "_")
+    (text,) = texts(schedule="pipelined", **{name: "mine:function"})
+    assert text.startswith("--schedule pipelined overlaps nothing with generation here: ")
+    assert flag in text
+    assert texts(**{name: "mine:function"}) == []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from buffer_rl.driver.runtime import LocalTarget, RayRuntime
+from buffer_rl.driver.runtime import POLL_S, LocalTarget, RayRuntime
 from buffer_rl.errors import DeadlineError, EngineError, TrainError, WorkerError
 
 
@@ -101,6 +101,51 @@ def test_a_watcher_that_raises_ends_the_wait_and_a_finished_task_needs_no_watche
     members.futures[0].set_result(None)
     assert runtime.wait_any([task], 60) is task
     assert len(calls) == 3
+
+
+class LateFuture(Future[Any]):
+    """Not done when it is first looked at."""
+
+    looked_at = False
+
+    def done(self) -> bool:
+        before, self.looked_at = self.looked_at, True
+        return before and super().done()
+
+
+def test_watchers_follow_a_clock_and_not_the_number_of_calls() -> None:
+    seen: list[float] = []
+    clock = [100.0]
+
+    class Clocked(RayRuntime):
+        def now(self) -> float:
+            return clock[0]
+
+    class Answering:
+        """Answers between the first look, when the runtime starts to wait, and the second one."""
+
+        combine = staticmethod(lambda method, answers: answers[0])
+
+        def start(self, method: str, *args: Any) -> list[Future[Any]]:
+            future = LateFuture()
+            future.set_result(None)
+            return [future]
+
+    runtime = Clocked({"buffer": Answering()}, [lambda: seen.append(clock[0])])
+
+    def call() -> None:
+        task = runtime.submit("buffer", "commit")
+        assert runtime.wait_any([task], 60) is task
+
+    for _ in range(5):
+        call()
+    assert seen == [100.0]
+    clock[0] += POLL_S / 2
+    call()
+    assert seen == [100.0]
+    clock[0] += POLL_S / 2
+    call()
+    assert seen == [100.0, 100.0 + POLL_S]
 
 
 class Local:

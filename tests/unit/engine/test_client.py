@@ -109,7 +109,7 @@ async def test_control_reaches_every_engine_and_failures_name_each_url():
             await client.abort(["a", "b"])
             assert await client.versions() == {first.url: "3", second.url: "4"}
             with pytest.raises(EngineError) as caught:  # the scripted engine has no such route
-                await client.update_weights_from_disk("/nowhere", 5)
+                await client.begin_weight_update()
         for engine in (first, second):
             assert engine.log.aborted == [{"abort_all": True}, {"rid": "a"}, {"rid": "b"}]
             assert engine.url in str(caught.value)

@@ -14,7 +14,7 @@ import pytest
 from buffer_rl.buffer.client import RolloutClient
 from buffer_rl.buffer.ledger import GroupState, MemoryLedger
 from buffer_rl.buffer.partial import RequeueRule
-from buffer_rl.buffer.pool import LocalDataPlane
+from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.engine.client import EngineClient

@@ -6,6 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from buffer_rl.engine.client import EngineClient
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 
 
@@ -65,3 +66,13 @@ async def test_a_client_that_goes_away_is_noticed() -> None:
             while engine.log.disconnected == 0:  # noqa: ASYNC110 (counted in another thread)
                 await asyncio.sleep(0.001)
     assert engine.log.answered == 0
+
+
+async def test_new_weights_are_a_new_version() -> None:
+    with FakeEngine(version=3) as engine:
+        assert (await post(engine.url, body()))["meta_info"]["weight_version"] == "3"
+        async with EngineClient("", [engine.url]) as client:
+            await client.update_weights_from_disk("somewhere", 4)
+            assert await client.versions() == {engine.url: "4"}
+        assert (await post(engine.url, body()))["meta_info"]["weight_version"] == "4"
+    assert engine.log.updates == [{"model_path": "somewhere", "weight_version": "4"}]

@@ -24,6 +24,7 @@ def _args(**overrides: Any) -> SimpleNamespace:
         "adam_beta2": 0.95,
         "adam_eps": 1e-8,
         "clip_grad": 0.0,
+        "deterministic": False,
     }
     return SimpleNamespace(**(defaults | overrides))
 

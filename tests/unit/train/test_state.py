@@ -24,6 +24,7 @@ def _trained(size: int = 3) -> tuple[torch.nn.Module, Optimizer]:
         adam_beta2=0.95,
         adam_eps=1e-8,
         clip_grad=1.0,
+        deterministic=False,
     )
     model = torch.nn.Linear(size, 1)
     optimizer = Optimizer(args, model, world_size=1)

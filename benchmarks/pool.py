@@ -1,0 +1,99 @@
+"""The pools: payloads from producers to consumers, and the time of one operation as a pool grows.
+
+    python benchmarks/pool.py --transfer-queue-python VENV/bin/python      # under three minutes
+
+Payloads of 1 KB to 100 MB per (group, field) of 8 rows go from 1 to 8 producer processes to as many consumer
+processes: through the Buffer with a storage process, through a plain Ray actor that holds lists, and, in an interpreter
+that has it, through the TransferQueue package. All puts are done before the first get; a get sums all numbers, so that
+every byte is read. Object stores are warm: their pages were used before.
+
+Exit status 1 if 100 MB from one producer to one consumer are below 3 GB/s put or 1 GB/s get.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pool_operations
+from pool_payloads import ROWS, SIZES, Found, measure_payloads
+
+HERE = Path(__file__).resolve().parent
+TARGETS = {"put": 3.0, "get": 1.0}
+OBJECT_STORE_BYTES = 6 * 10**9
+
+
+def transfer_queue(python: str | None, producers: list[int]) -> Found:
+    """What the package needs for the same; empty, with a printed reason, where it cannot run."""
+    if python is None:
+        print("TransferQueue: skipped, --transfer-queue-python names no interpreter that has it")
+        return {}
+    wanted = {"sizes": SIZES, "producers": producers, "rows": ROWS, "object_store_bytes": OBJECT_STORE_BYTES}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, str(HERE / "pool_transfer_queue.py"), json.dumps(wanted)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"TransferQueue: skipped, {error}")
+        return {}
+    found: Found = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("["):
+            size, number, put, got = json.loads(line)
+            found[size, number] = (put, got)
+    if done.returncode:
+        print(f"TransferQueue: ended with status {done.returncode}: {done.stderr.strip()[-400:]}")
+    return found
+
+
+def rate(found: Found, key: tuple[str, int], which: int) -> float | None:
+    """GB/s of all producers or consumers together; None where it was not measured."""
+    num_bytes, count = SIZES[key[0]]
+    return num_bytes * count * key[1] / found[key][which] / 1e9 if key in found else None
+
+
+def print_payloads(ways: dict[str, Found], producers: list[int]) -> None:
+    """One table for puts and one for gets: rows/s and GB/s of each way, and how many times the others' the first is."""
+    others = list(ways)[1:]
+    for which, name in enumerate(TARGETS):
+        print(f"\n{name}: thousand rows/s and GB/s")
+        print(f"{'size':>8}{'producers':>10}" + "".join(f"{way:>22}" for way in ways), end="")
+        print("".join(f"{'/ ' + way:>18}" for way in others))
+        for size, (num_bytes, _) in SIZES.items():
+            for number in producers:
+                rates = {way: rate(found, (size, number), which) for way, found in ways.items()}
+                first = next(iter(rates.values())) or 0.0
+                cells = [
+                    "-" if gb is None else f"{gb * 1e9 / num_bytes * ROWS / 1e3:.2f} k/s {gb:7.3f}"
+                    for gb in rates.values()
+                ]
+                ratios = ["-" if not rates[way] else f"{first / (rates[way] or 1):.1f}" for way in others]
+                print(f"{size:>8}{number:>10}" + "".join(f"{cell:>22}" for cell in cells), end="")
+                print("".join(f"{ratio:>18}" for ratio in ratios))
+
+
+def main() -> int:
+    """Print three tables; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--producers", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--transfer-queue-python", metavar="PATH", help="an interpreter with TransferQueue 0.1.11")
+    args = parser.parse_args()
+    pool_operations.print_operations()
+    ours, plain = measure_payloads(args.producers, OBJECT_STORE_BYTES)
+    peer = transfer_queue(args.transfer_queue_python, args.producers)
+    ways = {"Buffer": ours, "plain actor": plain} | ({"TransferQueue": peer} if peer else {})
+    print_payloads(ways, args.producers)
+    status = 0
+    for which, (name, target) in enumerate(TARGETS.items()):
+        reached = rate(ours, ("100 MB", args.producers[0]), which) or 0.0
+        print(f"{name} of 100 MB, {args.producers[0]} producer(s): {reached:.2f} GB/s, target {target:g}")
+        status |= reached < target
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Time of one operation on a pool that holds more and more rows, and the memory that a row takes. No Ray."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from buffer_rl.buffer.cells import Cell, RowSizes
+from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.pool import ReadRequest
+from buffer_rl.buffer.pools import Pools
+from buffer_rl.types import GroupUid, RowId, Ticket
+
+ROW_COUNTS = (10**3, 10**4, 10**5, 10**6)
+GROUP_ROWS = 8
+REPEATS = 60  # a pool of 1,000 rows has 125 groups: enough to hand out twice as many
+READ = ReadRequest(reader="ref_log_probs", fields=frozenset({"tokens"}), num_rows=GROUP_ROWS)
+BLOCKED = ReadRequest(reader="train", fields=frozenset({"tokens", "ref_log_probs"}), num_rows=GROUP_ROWS)
+
+
+def measure_operations() -> dict[int, dict[str, float]]:
+    """Median seconds of each operation, by the number of rows in the pool; and ``bytes per row`` of the largest."""
+    return {num_rows: _measure(num_rows) for num_rows in ROW_COUNTS}
+
+
+def _measure(num_rows: int) -> dict[str, float]:
+    gc.collect()
+    before = _resident_bytes()
+    pools = Pools(LocalDataPlane(), LocalDataPlane())
+    ticket = Ticket(rollout_id=0, evaluation=False, num_groups=num_rows // GROUP_ROWS, version=0, incarnation="")
+    pools.open(ticket)
+    pools.get_meta(ticket.task, READ)  # the reader is there from the start, as in a run
+    groups = num_rows // GROUP_ROWS
+    gc.disable()  # nothing here is a cycle; its passes over a growing heap would be timed with whatever triggers them
+    for number in range(groups):
+        _finish(pools, ticket, number)
+    found = {"bytes per row": (_resident_bytes() - before) / num_rows}
+    step = groups // (2 * REPEATS) or 1
+    picked = [_rows(number * step % groups) for number in range(2 * REPEATS)]
+    fresh = iter(range(groups, groups + REPEATS))
+    ones = [np.ones(16, dtype=np.float32) for _ in range(GROUP_ROWS)]
+    uneven = iter(picked[::2])
+    operations: dict[str, Callable[[], Any]] = {
+        "finish": lambda: _finish(pools, ticket, next(fresh)),
+        "put_fields": lambda: pools.put_fields(ticket.task, next(uneven), {"ref_log_probs": ones}),
+        "get_meta": lambda: pools.get_meta(ticket.task, READ),
+        "plan": _planner(pools, ticket.task, picked),
+    }
+    for name, operation in operations.items():
+        found[name] = _median(operation)
+    chosen = [GroupUid("data", number, 0) for number in range(groups)]
+    surplus = [GroupUid("data", number, 0) for number in range(groups, groups + REPEATS)]
+    started = time.perf_counter()
+    pools.close(ticket, chosen, surplus)
+    found["close per row"] = (time.perf_counter() - started) / num_rows
+    found["get_meta, closed"] = _median(operations["get_meta"])
+    while pools.get_meta(ticket.task, BLOCKED).row_ids:
+        pass
+    found["get_meta, none"] = _median(lambda: pools.get_meta(ticket.task, BLOCKED))
+    found["plan, closed"] = _median(_planner(pools, ticket.task, picked))
+    gc.enable()
+    return found
+
+
+def _planner(pools: Pools, task: str, picked: list[list[RowId]]) -> Callable[[], Any]:
+    """Plans 32 rows of four groups that lie apart."""
+    starts: Iterator[int] = iter(range(REPEATS))
+
+    def plan() -> object:
+        start = next(starts)
+        rows = [row for number in range(4) for row in picked[(start + 30 * number) % len(picked)]]
+        return pools.of(task).plan_rows(rows, ["tokens"])
+
+    return plan
+
+
+def _finish(pools: Pools, ticket: Ticket, number: int) -> None:
+    """A group whose tokens are in the object store."""
+    cell = Cell(num_rows=GROUP_ROWS, num_bytes=1 << 20, ref=number, storage="buffer")
+    sizes = RowSizes(tokens=[300 + number % 100] * GROUP_ROWS, trained=[200.0] * GROUP_ROWS)
+    rows = _rows(number)
+    pools.check(rows[0].uid, rows, {"tokens": cell}, sizes)
+    pools.add(ticket, rows[0].uid, rows, {"tokens": cell}, sizes)
+
+
+def _rows(number: int) -> list[RowId]:
+    uid = GroupUid("data", number, 0)
+    return [RowId(uid, index) for index in range(GROUP_ROWS)]
+
+
+def _median(operation: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        operation()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def print_operations() -> float:
+    """Print the table. Returns the largest ratio of a time at the most rows to that at the fewest."""
+    found = measure_operations()
+    names = ["finish", "put_fields", "get_meta", "plan", "get_meta, closed", "get_meta, none", "plan, closed"]
+    print("Microseconds of one operation (of 8 rows; plan: of 32 rows of four groups), no Ray")
+    print(f"{'rows in the pool':>18}" + "".join(f"{name:>18}" for name in names))
+    for num_rows, times in found.items():
+        print(f"{num_rows:>18,}" + "".join(f"{times[name] * 1e6:>18.1f}" for name in names))
+    ratios = {name: found[ROW_COUNTS[-1]][name] / found[ROW_COUNTS[0]][name] for name in names}
+    print(f"{'last / first':>18}" + "".join(f"{ratios[name]:>18.2f}" for name in names))
+    last = found[ROW_COUNTS[-1]]
+    print(f"at {ROW_COUNTS[-1]:,} rows: {last['bytes per row']:.0f} bytes a row, without payloads; closing takes")
+    print(f"{last['close per row'] * 1e6:.1f} microseconds a row, once a rollout")
+    return max(ratios.values())
+
+
+if __name__ == "__main__":
+    print_operations()

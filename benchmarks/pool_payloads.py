@@ -1,0 +1,193 @@
+"""Payloads from producers to consumers: through the Buffer and Ray's object store, and through a plain actor."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import ray
+
+from buffer_rl.buffer.actor import start_buffer
+from buffer_rl.buffer.cells import RowSizes
+from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.pool import ReadRequest
+from buffer_rl.buffer.storage.actor import start_storage
+from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient, StorageUnit
+from buffer_rl.cluster.session import ray_session
+from buffer_rl.config import compose, dump_args
+from buffer_rl.options import CORE_SECTIONS
+
+ROWS = 8
+"""Rows of a group."""
+
+SIZES = {"1 KB": (10**3, 64), "100 KB": (10**5, 32), "1 MB": (10**6, 16), "10 MB": (10**7, 6), "100 MB": (10**8, 2)}
+"""Bytes of one (group, field), and how many of them each producer writes."""
+
+TIMEOUT_S = 120.0
+Found = dict[tuple[str, int], tuple[float, float]]
+"""By size and number of producers: seconds of all puts, and of all gets."""
+
+
+def column_of(num_bytes: int, row: int) -> list[np.ndarray]:
+    """``ROWS`` arrays of int64 that have ``num_bytes`` together."""
+    return [np.full(num_bytes // ROWS // 8, row, dtype=np.int64) for _ in range(ROWS)]
+
+
+def read_all(column: Sequence[np.ndarray]) -> int:
+    """Reads every byte."""
+    return sum(int(row.sum()) for row in column)
+
+
+class Worker(PayloadProducer):
+    """A producer or a consumer of either kind."""
+
+    def __init__(self, buffer: Any, units: list[StorageUnit], holder: Any) -> None:
+        self.offers = {}
+        self._client = BufferClient(buffer, timeout_s=TIMEOUT_S, caller="worker")
+        self._storage = StorageClient(units, self.offers, timeout_s=TIMEOUT_S, min_bytes=1 << 20)
+        self._holder = holder
+        self._work: list[Any] = []
+
+    async def prepare(self, num_bytes: int, groups: Sequence[Any]) -> None:
+        """Make the columns that are then put."""
+        self._work = [(group, column_of(num_bytes, group.uid.row)) for group in groups]
+
+    async def put(self, ticket: Any) -> None:
+        """Finish the prepared groups in the Buffer."""
+        for group, column in self._work:
+            rows = [sample.row_id for sample in group]
+            columns = {"tokens": column}
+            stored = await self._storage.astore(columns)
+            sizes = RowSizes.of(columns, len(rows))
+            await self._client.achange("finish", ticket, group.uid, group.attempt, rows, stored, sizes)
+
+    def get(self, task: str, num_groups: int) -> int:
+        """Read ``num_groups`` groups of the pool, whichever they are."""
+        request = ReadRequest(reader="train", fields=frozenset({"tokens"}), num_rows=ROWS)
+        total = 0
+        for _ in range(num_groups):
+            meta = self._client.get_meta(task, request, TIMEOUT_S)
+            total += read_all(self._client.get_fields(task, meta.row_ids, ["tokens"]).columns["tokens"])
+        return total
+
+    async def put_plain(self) -> None:
+        """Hand the prepared columns to the plain actor."""
+        for group, column in self._work:
+            await self._holder.put.remote(str(group.uid), column)
+
+    def get_plain(self, keys: Sequence[str]) -> int:
+        """Read columns of the plain actor."""
+        return sum(read_all(ray.get(self._holder.get.remote(key), timeout=TIMEOUT_S)) for key in keys)
+
+
+class Holder:
+    """The plain actor: a dictionary of lists."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, list[np.ndarray]] = {}
+
+    def put(self, key: str, column: list[np.ndarray]) -> None:
+        """Keep a column."""
+        self._lists[key] = column
+
+    def get(self, key: str) -> list[np.ndarray]:
+        """The column."""
+        return self._lists[key]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._lists.clear()
+
+
+class Bench:
+    """The actors of a run; ``producers`` workers put, and as many others get."""
+
+    def __init__(self, folder: Path, max_producers: int) -> None:
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import this file
+        path = folder / "rows.jsonl"
+        path.write_text("".join(json.dumps({"prompt": "p"}) + "\n" for _ in range(64 * max_producers)))
+        args: Any = compose(CORE_SECTIONS)(
+            prompt_data=str(path),
+            n_samples_per_prompt=ROWS,
+            rollout_batch_size=64 * max_producers,
+            rollout_shuffle=False,
+        )
+        self.buffer = start_buffer(dump_args(args))
+        self.client = BufferClient(self.buffer, timeout_s=TIMEOUT_S)
+        self.storage = start_storage(1)
+        units = [StorageUnit(actor=self.storage[0], name="storage-0")]
+        make = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)
+        self.holder = make(Holder).remote()
+        self.workers = [make(Worker).remote(self.buffer, units, self.holder) for _ in range(max_producers + 1)]
+        self._rollouts = 0
+
+    def through_the_buffer(self, num_bytes: int, count: int, producers: int) -> tuple[float, float]:
+        """Seconds of all puts, and of all gets."""
+        ticket = self.client.generate(self._rollouts)
+        self._prepare(ticket, num_bytes, count, producers)
+        put = timed([worker.put.remote(ticket) for worker in self.workers[:producers]])
+        readers = self.workers[1 : producers + 1]
+        got = timed([reader.get.remote(ticket.task, count) for reader in readers])
+        self.client.close_rollout(ticket)
+        self._rollouts += 1
+        self.client.commit(ticket.rollout_id, self._rollouts)
+        self.client.release(self._rollouts)
+        return put, got
+
+    def through_a_plain_actor(self, num_bytes: int, count: int, producers: int) -> tuple[float, float]:
+        """Seconds of all puts, and of all gets."""
+        ticket = self.client.generate(self._rollouts)
+        keys = self._prepare(ticket, num_bytes, count, producers)
+        put = timed([worker.put_plain.remote() for worker in self.workers[:producers]])
+        readers = self.workers[1 : producers + 1]
+        got = timed([reader.get_plain.remote(part) for reader, part in zip(readers, keys, strict=True)])
+        ray.get(self.holder.clear.remote(), timeout=TIMEOUT_S)
+        self.client.close_rollout(ticket)  # it kept nothing, and leaves no pool
+        self._rollouts += 1
+        return put, got
+
+    def _prepare(self, ticket: Any, num_bytes: int, count: int, producers: int) -> list[list[str]]:
+        keys, calls = [], []
+        for worker in self.workers[:producers]:
+            groups = self.client.change("get_samples", ticket, count)
+            calls.append(worker.prepare.remote(num_bytes, groups))
+            keys.append([str(group.uid) for group in groups])
+        ray.get(calls, timeout=TIMEOUT_S)
+        return keys
+
+
+def timed(calls: Sequence[Any]) -> float:
+    """Seconds until all calls have ended, from now: they were sent just before."""
+    started = time.perf_counter()
+    ray.get(list(calls), timeout=TIMEOUT_S)
+    return time.perf_counter() - started
+
+
+@contextmanager
+def bench(max_producers: int, object_store_bytes: int) -> Iterator[Bench]:
+    """A local Ray session with the actors, warmed up: every page of the store that is used was used before."""
+    with tempfile.TemporaryDirectory(prefix="pool_bench_") as folder, ray_session(None, None, object_store_bytes):
+        found = Bench(Path(folder), max_producers)
+        for way in (found.through_the_buffer, found.through_a_plain_actor):
+            way(10**8, 2, max_producers)
+            way(10**3, 8, max_producers)
+        yield found
+
+
+def measure_payloads(producers: Sequence[int], object_store_bytes: int) -> tuple[Found, Found]:
+    """Through the Buffer, and through the plain actor; in turn, so that both see the same machine."""
+    ours: Found = {}
+    plain: Found = {}
+    with bench(max(producers), object_store_bytes) as actors:
+        for size, (num_bytes, count) in SIZES.items():
+            for number in producers:
+                ours[size, number] = actors.through_the_buffer(num_bytes, count, number)
+                plain[size, number] = actors.through_a_plain_actor(num_bytes, count, number)
+    return ours, plain

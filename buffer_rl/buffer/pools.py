@@ -1,0 +1,144 @@
+"""The pools of all rollouts: opened with them, filled while they run, closed with the groups of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from buffer_rl.buffer.cells import BatchPlan, Cell, RowSizes
+from buffer_rl.buffer.plane import DataPlane
+from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
+from buffer_rl.errors import BufferStateError
+from buffer_rl.types import Column, GroupUid, RowId, Ticket
+
+
+class Pools:
+    """Evaluation has a plane of its own: the same file may be trained and evaluated on, with equal uids.
+
+    revision: grows with every change that may make rows ready.
+    """
+
+    def __init__(self, plane: DataPlane, eval_plane: DataPlane) -> None:
+        self._planes = {False: plane, True: eval_plane}
+        self._pools: dict[str, DataPool] = {}
+        self._cleared: set[str] = set()
+        self.revision = 0
+
+    def __contains__(self, task: str) -> bool:
+        return task in self._pools
+
+    def __bool__(self) -> bool:
+        return bool(self._pools)
+
+    def open(self, ticket: Ticket) -> None:
+        """A rollout started."""
+        plane = self._planes[ticket.evaluation]
+        self._pools[ticket.task] = DataPool(ticket.rollout_id, ticket.task, plane, ticket.num_groups)
+        self._cleared.discard(ticket.task)
+
+    def check(
+        self, uid: GroupUid, row_ids: Sequence[RowId], columns: Mapping[str, Column | Cell], sizes: RowSizes | None
+    ) -> None:
+        """Raises BufferStateError for a group with rows of another prompt, a row twice, or columns that do not have a
+        value for each row."""
+        if foreign := [row for row in row_ids if row.uid != uid]:
+            raise BufferStateError(
+                f"group {uid} was reported with row {foreign[0]}",
+                expected="rows of one prompt",
+                hint="a group's samples keep the uid that they were leased with",
+            )
+        if len(set(row_ids)) != len(row_ids):
+            raise BufferStateError(f"group {uid} was reported with a row twice")
+        lengths = {name: c.num_rows if isinstance(c, Cell) else len(c) for name, c in columns.items()}
+        if sizes is not None:
+            lengths |= {"sizes": len(sizes.tokens), "trained sizes": len(sizes.trained)}
+        if not row_ids or any(length != len(row_ids) for length in lengths.values()):
+            raise BufferStateError(f"group {uid} has {len(row_ids)} rows and columns of lengths {lengths}")
+
+    def add(
+        self,
+        ticket: Ticket,
+        uid: GroupUid,
+        row_ids: Sequence[RowId],
+        columns: Mapping[str, Column | Cell],
+        sizes: RowSizes | None = None,
+    ) -> None:
+        """A group of the rollout is finished."""
+        self._planes[ticket.evaluation].put(uid, row_ids, columns, sizes)
+        self._pools[ticket.task].add(uid)
+        self.revision += 1
+
+    def close(self, ticket: Ticket, chosen: Sequence[GroupUid], surplus: Sequence[GroupUid]) -> int:
+        """The rollout ended: the step trains on ``chosen``; a rollout without groups leaves no pool. Returns the
+        number of rows."""
+        plane = self._planes[ticket.evaluation]
+        if chosen:
+            self._pools[ticket.task].select(chosen)
+        else:
+            del self._pools[ticket.task]
+            self._cleared.add(ticket.task)
+        for uid in surplus:
+            plane.drop(uid)
+        self.revision += 1
+        return sum(len(plane.rows(uid)) for uid in chosen)
+
+    def pinned(self, task: str) -> set[GroupUid]:
+        """Groups that the step must train on (see ``DataPool.pinned``)."""
+        return self.of(task).pinned()
+
+    def put_fields(
+        self,
+        task: str,
+        row_ids: Sequence[RowId],
+        columns: Mapping[str, Column],
+        reader: str | None = None,
+        generation: int = 0,
+    ) -> None:
+        """See ``DataPool.put_fields``."""
+        self.of(task).put_fields(row_ids, columns, reader, generation)
+        self.revision += 1
+
+    def get_meta(self, task: str, request: ReadRequest) -> RowsMeta:
+        """See ``DataPool.get_meta``."""
+        return self.of(task).get_meta(request, self.revision)
+
+    def offer_again(self, task: str, reader: str) -> int:
+        """See ``DataPool.offer_again``."""
+        self.revision += 1
+        return self.of(task).offer_again(reader)
+
+    def totals(self, task: str) -> tuple[int, int]:
+        """Rows and unmasked response tokens of a closed pool."""
+        plan = self.of(task).plan()
+        return plan.total_rows, plan.total_tokens
+
+    def plan(self, task: str) -> BatchPlan:
+        """All rows of a closed pool."""
+        return self.of(task).plan()
+
+    def clear(self, task: str) -> list[GroupUid]:
+        """Forget a pool and its payloads. Returns its groups."""
+        pool = self._pools.pop(task)
+        self._cleared.add(task)
+        for uid in pool.uids:
+            self._planes[task.startswith("eval_")].drop(uid)
+        self.revision += 1
+        return pool.uids
+
+    def unreleased(self) -> list[str]:
+        """The training pools that are open, or closed and not yet cleared."""
+        return [task for task in self._pools if task.startswith("train_")]
+
+    def before(self, version: int) -> list[DataPool]:
+        """The training pools of rollouts before ``version``."""
+        return [p for task, p in self._pools.items() if task.startswith("train_") and p.rollout_id < version]
+
+    def of(self, task: str) -> DataPool:
+        """Raises BufferStateError if there is no such pool, or no longer."""
+        if task in self._pools:
+            return self._pools[task]
+        if task in self._cleared:
+            raise BufferStateError(
+                f"there is no pool {task} any more: it was cleared",
+                hint="it was trained on and its slots were freed, or no group of it was kept",
+            )
+        raise BufferStateError(f"there is no pool {task}", expected=f"one of {sorted(self._pools) or 'none'}")

@@ -1,0 +1,130 @@
+"""Which of the ready rows a reader gets next. Pure; whole prompt groups, so that no batch cuts a prompt in two.
+
+``Ready`` is an ordered queue of groups whose fields are all there and which the reader was not handed yet; a sampler
+takes from its front, so that a call costs as much as it hands out, however many groups wait.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from buffer_rl.buffer.partition import balanced_partition
+from buffer_rl.errors import BufferStateError
+from buffer_rl.types import GroupUid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyGroup:
+    """tokens: prompt and response tokens of each of its rows."""
+
+    uid: GroupUid
+    tokens: list[int]
+
+
+Ready = OrderedDict[GroupUid, ReadyGroup]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a reader asks for: about ``num_rows`` rows, as rank ``dp_rank`` of ``dp_size``."""
+
+    num_rows: int
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1:
+            raise BufferStateError(f"{self.num_rows} rows were asked for", expected="at least 1")
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise BufferStateError(f"rank {self.dp_rank} of {self.dp_size} does not exist")
+
+
+class Sampler(Protocol):
+    """Hands out ready groups of one pool to one reader, which may have several ranks."""
+
+    def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
+        """Remove groups from ``ready`` and return them; none if there are not enough yet.
+
+        closed: no further groups will come, so what is there must do."""
+        ...
+
+    def holds_back(self, request: Request) -> bool:
+        """Whether groups that left ``ready`` still wait for the request's rank."""
+        ...
+
+
+class GroupSampler:
+    """Groups in the order in which they became ready, to whoever asks first: as many as fit into the rows asked for,
+    at least one."""
+
+    def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
+        """See ``Sampler.take``."""
+        chosen: list[GroupUid] = []
+        rows = 0
+        while ready:
+            uid, group = next(iter(ready.items()))
+            rows += len(group.tokens)
+            if chosen and rows > request.num_rows:
+                break
+            chosen.append(uid)
+            del ready[uid]
+        return chosen
+
+    def holds_back(self, request: Request) -> bool:
+        """See ``Sampler.holds_back``."""
+        return False
+
+
+@dataclass(slots=True)
+class BalancedSampler:
+    """Equal work for every rank: once there are rows for all ranks, the groups are dealt out so that each rank has
+    about as many tokens, and a rank's k-th call gets its part of the k-th deal, whoever calls first.
+
+    In the last deal a rank may get nothing, if there are fewer groups than ranks.
+    """
+
+    _deals: list[list[list[GroupUid]]] = field(default_factory=list)
+    _next_deal: dict[int, int] = field(default_factory=dict)
+
+    def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
+        """See ``Sampler.take``."""
+        number = self._next_deal.get(request.dp_rank, 0)
+        if number == len(self._deals) and not self._deal(ready, request, closed):
+            return []
+        self._next_deal[request.dp_rank] = number + 1
+        return self._deals[number][request.dp_rank]
+
+    def holds_back(self, request: Request) -> bool:
+        """See ``Sampler.holds_back``."""
+        later = self._deals[self._next_deal.get(request.dp_rank, 0) :]
+        return any(deal[request.dp_rank] for deal in later)
+
+    def _deal(self, ready: Ready, request: Request, closed: bool) -> bool:
+        chosen: list[ReadyGroup] = []
+        rows, wanted = 0, request.num_rows * request.dp_size
+        for group in ready.values():
+            if rows >= wanted and len(chosen) >= request.dp_size:
+                break
+            chosen.append(group)
+            rows += len(group.tokens)
+        if not chosen or ((rows < wanted or len(chosen) < request.dp_size) and not closed):
+            return False
+        for group in chosen:
+            del ready[group.uid]
+        parts = balanced_partition([sum(group.tokens) for group in chosen], request.dp_size)
+        self._deals.append([[chosen[index].uid for index in part] for part in parts])
+        return True
+
+
+SAMPLERS: dict[str, Callable[[], Sampler]] = {"group": GroupSampler, "balanced": BalancedSampler}
+"""By the name that a reader gives."""
+
+
+def sampler_named(name: str) -> Sampler:
+    """A fresh sampler. Raises BufferStateError for an unknown name."""
+    if name not in SAMPLERS:
+        raise BufferStateError(f"there is no sampler {name!r}", expected=f"one of {', '.join(SAMPLERS)}")
+    return SAMPLERS[name]()

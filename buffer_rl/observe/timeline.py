@@ -1,0 +1,201 @@
+"""Who worked on what, and when: spans of all roles of a run, as a trace that Perfetto and Chrome open.
+
+Times are those of the machine's monotonic clock, which its processes share; roles on other machines have clocks of
+their own, and their spans are shifted by a constant.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from buffer_rl.errors import DataError
+from buffer_rl.observe.files import set_aside
+
+TRACE_FILE = "trace.json"
+ROLES = ("rollout", "ref", "actor_fwd", "advantages", "train", "publish", "save")
+"""The order in which roles are shown; others come after them."""
+_NAMED_BY_VERSION = ("publish", "save", "evaluate")
+_MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkSpan:
+    """A stretch of work on a rollout. start, end: seconds of ``time.monotonic()``. num_rows: 0 where not counted.
+
+    The ``rollout_id`` of the spans ``publish``, ``save`` and ``evaluate`` is the version of the weights: that of the
+    rollout trained on before, plus one.
+    """
+
+    name: str
+    rollout_id: int
+    start: float
+    end: float
+    num_rows: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+    @property
+    def step(self) -> int:
+        """The training step that it is part of: the rollout's id; -1 for what comes before the first rollout."""
+        return self.rollout_id - (self.name in _NAMED_BY_VERSION)
+
+
+class TraceFile:
+    """Writes spans in the Trace Event Format: one process row a role, one event a line, times in microseconds since the
+    first span. A context manager.
+
+    A clean end writes the closing bracket; without it, after a kill, Perfetto, Chrome and ``read_trace`` still read
+    the file. resume_step: go on with the file that is there, up to the checkpoint after that many steps; new spans
+    then follow the last one kept without a gap, because the clock may have started anew in between. Where it is None,
+    an existing file is kept aside as ``trace.N.json``.
+    """
+
+    def __init__(self, run_dir: str | Path, *, resume_step: int | None = None) -> None:
+        self._path = Path(run_dir) / TRACE_FILE
+        self._resume_step = resume_step
+        self._file: IO[str] | None = None
+        self._rows: dict[str, int] = {}
+        self._lanes: dict[str, list[int]] = {}  # by role: when each of its lanes is free again
+        self._end = 0
+        self._offset: int | None = None
+        self._is_empty = True
+
+    def __enter__(self) -> TraceFile:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        kept: list[dict[str, Any]] = []
+        if self._resume_step is None:
+            set_aside(self._path)
+        elif self._path.is_file():
+            kept = [event for event in _read_events(self._path) if _is_before(event, self._resume_step)]
+        temporary = self._path.with_name(f".{TRACE_FILE}.tmp")
+        temporary.write_text("[", encoding="utf-8")
+        temporary.replace(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+        for event in kept:
+            self._remember(event)
+            self._write(event)
+        self._file.flush()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.write("\n]\n")
+            self._file.close()
+            self._file = None
+
+    def write(self, role: str, spans: Iterable[WorkSpan]) -> None:
+        """Add spans of a role, as complete events; spans at the same time get lanes of their own."""
+        assert self._file is not None, "the trace is not open"
+        if role not in self._rows:
+            self._name_row(role)
+        for span in sorted(spans, key=lambda span: span.start):
+            start = round(span.start * _MICROSECONDS)
+            if self._offset is None:
+                self._offset = self._end - start
+            begin, duration = start + self._offset, max(round(span.seconds * _MICROSECONDS), 1)
+            facts = {"rollout_id": span.rollout_id} | ({"rows": span.num_rows} if span.num_rows else {})
+            place = {"pid": self._rows[role], "tid": self._lane(role, begin, begin + duration)}
+            self._write(
+                {"ph": "X", "name": span.name, "cat": role, "ts": begin, "dur": duration, **place, "args": facts}
+            )
+        self._file.flush()
+
+    def _name_row(self, role: str) -> None:
+        row = self._rows[role] = max(self._rows.values(), default=0) + 1
+        order = ROLES.index(role) if role in ROLES else len(ROLES) + row
+        self._write({"ph": "M", "name": "process_name", "pid": row, "args": {"name": role}})
+        self._write({"ph": "M", "name": "process_sort_index", "pid": row, "args": {"sort_index": order}})
+
+    def _lane(self, role: str, start: int, end: int) -> int:
+        """A lane (from 1) of the role's row that is free: the format wants no partial overlap within one."""
+        lanes = self._lanes.setdefault(role, [])
+        # Rounding may let two spans that touch overlap by a microsecond.
+        lane = next((number for number, free in enumerate(lanes) if free <= start + 1), len(lanes))
+        if lane == len(lanes):
+            lanes.append(end)
+        lanes[lane] = end
+        return lane + 1
+
+    def _remember(self, event: dict[str, Any]) -> None:
+        if event["ph"] == "X":
+            self._end = max(self._end, event["ts"] + event["dur"])
+        elif event["name"] == "process_name":
+            self._rows[event["args"]["name"]] = event["pid"]
+
+    def _write(self, event: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(("\n" if self._is_empty else ",\n") + json.dumps(event))
+        self._is_empty = False
+
+
+def read_trace(path: str | Path) -> dict[str, list[WorkSpan]]:
+    """The spans by role of a ``trace.json``, or of the one in the run's folder ``path``; ascending in time.
+
+    Empty where there is no such file. A run that is still at work or was killed has no end and perhaps half a last
+    line. Raises DataError naming file and line for any other line that is no event.
+    """
+    file = Path(path)
+    file = file / TRACE_FILE if file.is_dir() else file
+    spans: dict[str, list[WorkSpan]] = {}
+    if not file.is_file():
+        return spans
+    for event in _read_events(file):
+        if event["ph"] == "X":
+            start = event["ts"] / _MICROSECONDS
+            span = WorkSpan(
+                name=str(event["name"]),
+                rollout_id=int(event["args"]["rollout_id"]),
+                start=start,
+                end=start + event["dur"] / _MICROSECONDS,
+                num_rows=int(event["args"].get("rows", 0)),
+            )
+            spans.setdefault(str(event["cat"]), []).append(span)
+    return {role: sorted(spans[role], key=lambda span: span.start) for role in in_order(spans)}
+
+
+def in_order(roles: Iterable[str]) -> list[str]:
+    """Roles as they are shown: as in ``ROLES``, then the others by name."""
+    return sorted(roles, key=lambda role: (ROLES.index(role) if role in ROLES else len(ROLES), role))
+
+
+def _read_events(path: Path) -> Sequence[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    events = []
+    for number, line in enumerate(lines, start=1):
+        text = line.strip().rstrip(",")
+        if text in ("", "[", "]"):
+            continue
+        try:
+            events.append(_checked(json.loads(text)))
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):  # the run was killed while it wrote, or is writing
+                break
+            raise DataError(
+                f"no trace event: {error}", where=f"{path}:{number}", expected="one event of the Trace Event Format"
+            ) from error
+    return events
+
+
+def _checked(event: dict[str, Any]) -> dict[str, Any]:
+    if event["ph"] == "X":
+        _ = event["name"], event["cat"], event["ts"] + event["dur"], int(event["args"]["rollout_id"])
+    elif event["name"] == "process_name":
+        _ = event["pid"], event["args"]["name"]
+    return event
+
+
+def _is_before(event: dict[str, Any], resume_step: int) -> bool:
+    """Whether an event of an earlier run stays when a run goes on after ``resume_step`` steps."""
+    if event["ph"] != "X":
+        return True
+    return bool(event["args"]["rollout_id"] < resume_step + (event["name"] in _NAMED_BY_VERSION))

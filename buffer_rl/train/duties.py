@@ -1,0 +1,69 @@
+"""Which role computes which field of a rollout's rows, as stages (see ``buffer_rl.train.stages``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from buffer_rl.contracts import Trainer
+from buffer_rl.train.stages import SAMPLED_FIELDS, Stage
+from buffer_rl.types import Column, TrainBatch
+
+FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs"}
+ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
+STREAMED_GROUPS = 4
+"""Groups that a role works on at a time, where that many are ready: larger passes are cheaper, but the last one
+starts only when the one before has ended."""
+
+LogProbs = Callable[[str, TrainBatch], list[np.ndarray]]
+"""``(model, batch) -> rows`` with the model ``ref`` or ``actor``; see ``Trainer.log_probs``."""
+
+
+class GradientTrainer(Trainer, Protocol):
+    """A trainer that can start on a step before all its rows are known."""
+
+    def accumulate(self, batch: TrainBatch) -> None: ...
+    def finish_accumulation(self, total_rows: int, total_tokens: int) -> dict[str, float]: ...
+
+
+def rows_per_batch(args: Any) -> int:
+    """Rows that a role asks for at a time; under ``--deterministic`` one group."""
+    return 1 if args.deterministic else STREAMED_GROUPS * int(args.n_samples_per_prompt)
+
+
+def log_prob_stage(name: str, models: Sequence[str], log_probs: LogProbs) -> Stage:
+    """Log-probabilities under each of ``models``."""
+
+    def compute(batch: TrainBatch) -> Mapping[str, Column]:
+        return {FIELD_OF_MODEL[model]: log_probs(model, batch) for model in models}
+
+    produces = frozenset(FIELD_OF_MODEL[model] for model in models)
+    return Stage(name=name, needs=SAMPLED_FIELDS, produces=produces, compute=compute)
+
+
+def advantage_stage(compute_advantages: Callable[[TrainBatch], None]) -> Stage:
+    """Advantages and returns of each group; ``compute_advantages`` sets them as columns, and needs one group alone."""
+
+    def compute(batch: TrainBatch) -> Mapping[str, Column]:
+        compute_advantages(batch)
+        return {name: batch.columns[name] for name in sorted(ADVANTAGE_FIELDS)}
+
+    return Stage(name="advantages", needs=SAMPLED_FIELDS, produces=ADVANTAGE_FIELDS, compute=compute)
+
+
+def gradient_stage(trainer: GradientTrainer, models: Sequence[str], given: frozenset[str]) -> Stage:
+    """Forward and backward of each group, after the fields that nobody else computes.
+
+    models: whose log-probabilities the trainer computes itself. given: fields that other roles add, waited for."""
+
+    def compute(batch: TrainBatch) -> Mapping[str, Column]:
+        for model in models:
+            batch.columns[FIELD_OF_MODEL[model]] = trainer.log_probs(model, batch)
+        if "advantages" not in given:
+            trainer.compute_advantages(batch)
+        trainer.accumulate(batch)
+        return {}
+
+    return Stage(name="train", needs=SAMPLED_FIELDS | given, produces=frozenset(), compute=compute, is_final=True)

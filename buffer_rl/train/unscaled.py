@@ -1,0 +1,68 @@
+"""Gradients of rows whose step is not known yet: summed without its totals, divided by them when it is complete.
+
+A loss divides by the step's rows or by its unmasked tokens (``buffer_rl.algo.aggregation``), and neither is known
+while the rollout still runs. So the loss is asked twice for each micro-batch, once as if the step had one row and
+endlessly many tokens, and once the other way round: each answer holds what is divided by that total alone. Gradients
+are accumulated for the total that ``--loss-agg-mode`` divides by; the other answer must then be 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from buffer_rl.contracts import LossInputs, LossOutputs
+from buffer_rl.errors import ConfigError, TrainError
+
+ENDLESS = cast(int, math.inf)
+
+
+class UnscaledShares:
+    """Sums of one step's losses and metrics, kept apart by the total that they are divided by."""
+
+    def __init__(self, agg_mode: str) -> None:
+        self._by_tokens = agg_mode == "token-mean"
+        self._sums: dict[str, list[torch.Tensor]] = {}
+
+    def loss_of(self, loss: Callable[[LossInputs], LossOutputs], inputs: LossInputs) -> torch.Tensor:
+        """The loss of a micro-batch to call ``backward`` on, not divided by any total.
+
+        Raises ConfigError if the loss divides by both totals: its gradient cannot be scaled afterwards."""
+        by_rows = loss(replace(inputs, total_rows=1, total_tokens=ENDLESS))
+        by_tokens = loss(replace(inputs, total_rows=ENDLESS, total_tokens=1))
+        kept, other = (by_tokens, by_rows) if self._by_tokens else (by_rows, by_tokens)
+        rest = float(other.loss.detach())
+        if rest != 0.0 and math.isfinite(rest):  # what is not finite shows in the gradient
+            raise ConfigError(
+                f"the loss divides by the {'rows' if self._by_tokens else 'tokens'} of the step as well",
+                where="--stream-gradients",
+                expected=f"division by its {'tokens' if self._by_tokens else 'rows'} alone, as --loss-agg-mode says",
+                hint="aggregate every term with buffer_rl.algo.aggregation.aggregate and args.loss_agg_mode",
+            )
+        self._add(by_rows, by_tokens)
+        return cast(torch.Tensor, kept.loss)
+
+    def divisor(self, total_rows: int, total_tokens: int) -> float:
+        """What the accumulated gradients are to be divided by."""
+        return float(max(total_tokens if self._by_tokens else total_rows, 1))
+
+    def take_metrics(self, total_rows: int, total_tokens: int) -> dict[str, float]:
+        """The metrics' shares of a step with these totals; the sums start anew."""
+        metrics = {
+            name: float(rows / max(total_rows, 1) + tokens / max(total_tokens, 1))
+            for name, (rows, tokens) in self._sums.items()
+        }
+        self._sums.clear()
+        return metrics
+
+    def _add(self, by_rows: LossOutputs, by_tokens: LossOutputs) -> None:
+        if set(by_rows.metrics) != set(by_tokens.metrics):
+            raise TrainError("the loss returned other metrics for other totals", where="--stream-gradients")
+        for name in by_rows.metrics:
+            pair = [torch.as_tensor(outputs.metrics[name]).detach().double() for outputs in (by_rows, by_tokens)]
+            known = self._sums.get(name)
+            self._sums[name] = pair if known is None else [old + new for old, new in zip(known, pair, strict=True)]

@@ -1,0 +1,173 @@
+"""A role with processes of its own that adds fields to the rows of running rollouts: the reference model, the actor's
+forward pass, the advantages.
+
+Who waits for whom: a worker waits for rows that are ready (a deadline each) and for nobody else; the driver waits for
+all workers of a role when the step needs their fields. A worker holds nothing that cannot be computed again: one that
+died is replaced, and what it was handed and did not write is handed out once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+import torch
+
+from buffer_rl.buffer.client import BufferClient
+from buffer_rl.cluster.logs import redirect_output
+from buffer_rl.cluster.worker_group import WorkerGroup
+from buffer_rl.config import load_args
+from buffer_rl.errors import TrainError, WorkerDiedError
+from buffer_rl.observe.work import WorkReport
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.train import model as models
+from buffer_rl.train.duties import advantage_stage, log_prob_stage, rows_per_batch
+from buffer_rl.train.log_probs import batch_log_probs
+from buffer_rl.train.model_factory import ModelFactory
+from buffer_rl.train.objective import Objective
+from buffer_rl.train.stages import Stage, run_stage
+from buffer_rl.train.torch_trainer import loss_temperature
+
+if TYPE_CHECKING:
+    from buffer_rl.options import Args
+
+MODEL_OF_ROLE = {"ref": "ref", "actor_fwd": "actor"}
+
+
+class RoleWorker:
+    """One process of the role ``ref``, ``actor_fwd`` or ``advantages``."""
+
+    def __init__(self, args_text: str, buffer: Any, role: str, index: int, log_path: str) -> None:
+        redirect_output(log_path)
+        self._args = cast("Args", load_args(args_text))
+        self._role = role
+        self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"{role}-{index}")
+        self._registry = PluginRegistry.from_flags(self._args.plugin)
+        self._model: Any = None
+        torch.set_num_threads(self._args.num_train_threads)
+        if self._args.deterministic:
+            torch.use_deterministic_algorithms(True)
+        if role in MODEL_OF_ROLE:
+            ref_path = self._args.ref_load if role == "ref" else None
+            self._load(ref_path or self._args.hf_checkpoint, "--ref-load" if ref_path else "--hf-checkpoint")
+        self._version = "0"
+        self._stage = self._make_stage()
+
+    def ready(self) -> None:
+        """Answers once the model is loaded."""
+
+    def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Take the weights in the folder ``path``; for ``actor_fwd``."""
+        self._load(path, "update_weights_from_disk")
+        self._version = str(version)
+
+    def version(self) -> str:
+        """The weight version that it computes with."""
+        return self._version
+
+    def stream(self, rollout_id: int) -> WorkReport:
+        """Work on rollout ``rollout_id`` until it is closed and read to its end.
+
+        Raises TrainError if the weights are not those that the rollout started from: old log-probabilities are those
+        of the version that trains."""
+        if self._role == "actor_fwd" and self._version != str(rollout_id):
+            raise TrainError(f"the weights are version {self._version}", where="actor_fwd", expected=str(rollout_id))
+        return run_stage(
+            self._stage,
+            self._buffer,
+            rollout_id,
+            rows_per_batch=rows_per_batch(self._args),
+            timeout_s=self._args.rollout_timeout_s,
+        )
+
+    def _load(self, path: str | None, flag: str) -> None:
+        self._device = models.pick_device(self._args.train_device)
+        self._model = ModelFactory(self._args, self._registry, self._device).build(path, flag).requires_grad_(False)
+
+    def _make_stage(self) -> Stage:
+        args = self._args
+        if self._role == "advantages":
+            return advantage_stage(Objective(args, self._registry).compute_advantages)
+        temperature = loss_temperature(args)
+        return log_prob_stage(
+            self._role,
+            [MODEL_OF_ROLE[self._role]],
+            lambda _, batch: batch_log_probs(args, self._model, batch, self._device, temperature),
+        )
+
+
+class RoleGroup:
+    """The processes of one role; a ``Target`` that can be restarted.
+
+    start_members: makes the actors anew.
+    """
+
+    def __init__(self, role: str, start_members: Callable[[], Sequence[Any]], ready_timeout_s: float) -> None:
+        self.role = role
+        self._start_members = start_members
+        self._ready_timeout_s = ready_timeout_s
+        self._group = WorkerGroup(role, start_members(), combine=_combine)
+        self._weights: tuple[str, int] | None = None
+
+    @property
+    def combine(self) -> Callable[[str, list[Any]], Any]:
+        """See ``Target.combine``."""
+        return self._group.combine
+
+    def start(self, method: str, *args: Any) -> list[Future[Any]]:
+        """See ``Target.start``."""
+        return self._group.start(method, *args)
+
+    def wait_ready(self) -> None:
+        """Wait until every worker has its model. Raises DeadlineError or WorkerError."""
+        self._group.call("ready", timeout_s=self._ready_timeout_s)
+
+    def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Have every worker take the version; one that is restarted later takes it too.
+
+        A worker that is dead is left so: the role's next call ends with its death, and has the role replaced."""
+        self._weights = (path, version)
+        with contextlib.suppress(WorkerDiedError):
+            self._take_weights()
+
+    def versions(self) -> dict[str, str]:
+        """The weight version of the role."""
+        return {self.role: str(self._group.call("version", timeout_s=self._ready_timeout_s))}
+
+    def restart(self) -> None:
+        """End all workers and start others, with the weights that these had."""
+        self._group.stop()
+        self._group = WorkerGroup(self.role, self._start_members(), combine=_combine)
+        self.wait_ready()
+        if self._weights is not None:
+            self._take_weights()
+
+    def stop(self) -> None:
+        """End all workers."""
+        self._group.stop()
+
+    def _take_weights(self) -> None:
+        self._group.call("update_weights_from_disk", *(self._weights or ()), timeout_s=self._ready_timeout_s)
+
+
+def _combine(method: str, answers: list[Any]) -> Any:
+    return WorkReport.joined(answers) if method == "stream" else answers[0]
+
+
+def start_role(
+    role: str, num_workers: int, args: Any, args_text: str, buffer: Any, log_dir: str, num_gpus: float
+) -> RoleGroup:
+    """Start the processes of a role; they have their models when ``wait_ready`` has returned."""
+    environment = {"env_vars": {"OMP_NUM_THREADS": str(args.num_train_threads)}}
+    remote = cast(Any, ray.remote)(num_cpus=0, num_gpus=num_gpus, max_restarts=0, runtime_env=environment)(RoleWorker)
+
+    def start_members() -> Sequence[Any]:
+        return [
+            remote.remote(args_text, buffer, role, index, f"{log_dir}/{role}_{index}.log")
+            for index in range(num_workers)
+        ]
+
+    return RoleGroup(role, start_members, args.train_timeout_s)

@@ -1,0 +1,200 @@
+"""Large payloads in the object store: who owns them, how long they live, and what is said when they are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import ray
+from ray._private.internal_api import node_stats
+
+from buffer_rl.buffer.actor import MAX_WAITERS, start_buffer
+from buffer_rl.buffer.cells import RowSizes
+from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.pool import ReadRequest
+from buffer_rl.buffer.storage.actor import start_storage
+from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient, StorageUnit
+from buffer_rl.config import dump_args
+from buffer_rl.errors import BufferStateError, WorkerError
+from buffer_rl.types import SampleGroup, Ticket
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import a test module
+
+MEGABYTE = 1_000_000
+
+
+class Producer(PayloadProducer):
+    """Finishes groups whose tokens are large and whose masks are small; group ``g`` of the data consists of ``g``."""
+
+    def __init__(self, buffer: Any, units: list[StorageUnit]) -> None:
+        self.offers = {}
+        self._client = BufferClient(buffer, timeout_s=60, caller="producer")
+        self._storage = StorageClient(units, self.offers, timeout_s=60, min_bytes=MEGABYTE)
+
+    async def finish(self, ticket: Ticket, group: SampleGroup) -> tuple[int, list[str]]:
+        """Returns how many offers are left, and which columns went to the store."""
+        length = MEGABYTE // 4
+        columns: Mapping[str, Any] = {
+            "tokens": [np.full(length, group.uid.row, dtype=np.int32) for _ in group],
+            "loss_mask": [np.ones(2, dtype=np.float32) for _ in group],
+        }
+        stored = await self._storage.astore(columns)
+        rows = [sample.row_id for sample in group]
+        sizes = RowSizes.of(columns, len(rows))
+        await self._client.achange("finish", ticket, group.uid, group.attempt, rows, stored, sizes)
+        return len(self.offers), [name for name, column in stored.items() if not isinstance(column, list)]
+
+    def blocking(self, columns: Mapping[str, Any]) -> list[str]:
+        """The same from the thread of the event loop's actor, for a synchronous rollout function."""
+        return [name for name, column in self._storage.store(columns).items() if not isinstance(column, list)]
+
+    async def in_a_thread_and_on_the_loop(self) -> tuple[list[str], list[str]]:
+        columns = {"tokens": [np.zeros(MEGABYTE, dtype=np.int32)]}
+        return await asyncio.to_thread(self.blocking, columns), self.blocking(columns)
+
+
+@contextmanager
+def stopped(*actors: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+def start_producer(buffer: Any, units: list[StorageUnit]) -> Any:
+    return cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(Producer).remote(buffer, units)
+
+
+def stored_bytes() -> int:
+    node = ray.nodes()[0]
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+    return int(stats.store_stats.object_store_bytes_used)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what
+        threading.Event().wait(0.02)
+
+
+def fill(client: BufferClient, producer: Any, rollout_id: int) -> Ticket:
+    ticket = client.generate(rollout_id)
+    for group in client.change("get_samples", ticket, ticket.num_groups):
+        assert ray.get(producer.finish.remote(ticket, group), timeout=60) == (0, ["tokens"])
+    client.close_rollout(ticket)
+    return ticket
+
+
+def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_on_release(
+    ray_cluster: None, make_options: Callable[..., Any]
+) -> None:
+    args = make_options(n_samples_per_prompt=4)
+    buffer = start_buffer(dump_args(args))
+    storage = start_storage(1)
+    with stopped(buffer, *storage):
+        client = BufferClient(buffer, timeout_s=60)
+        for rollout_id, units in enumerate(
+            ([StorageUnit(actor=storage[0], name="storage-0")], [StorageUnit(actor=buffer, name="buffer")])
+        ):
+            before = stored_bytes()
+            producer = start_producer(buffer, units)
+            fill(client, producer, rollout_id)
+            assert ray.get(producer.in_a_thread_and_on_the_loop.remote(), timeout=60) == (["tokens"], [])
+            ray.kill(producer)
+            batch = client.get_data(rollout_id)
+            assert len(batch) == 3 * 4
+            for row_id, tokens in zip(batch.row_ids, batch.columns["tokens"], strict=True):
+                assert (tokens.shape, tokens.dtype) == ((MEGABYTE // 4,), np.int32)
+                assert (tokens == row_id.uid.row).all()
+                assert not tokens.flags.writeable, "a view of the store, shared with every other reader"
+            assert batch.total_tokens == 3 * 4 * 2
+            wait_until(lambda: stored_bytes() - before >= 12 * MEGABYTE, "12 rows of 1 MB")  # noqa: B023
+            del batch, tokens
+            client.commit(rollout_id, rollout_id + 1)
+            client.release(rollout_id + 1)
+            wait_until(lambda: stored_bytes() <= before, "the store is as empty as it was")  # noqa: B023
+
+
+def test_payloads_of_a_storage_process_that_died_are_a_named_error(
+    ray_cluster: None, make_options: Callable[..., Any]
+) -> None:
+    buffer = start_buffer(dump_args(make_options()))
+    storage = start_storage(2)
+    units = [StorageUnit(actor=actor, name=f"storage-{index}") for index, actor in enumerate(storage)]
+    producer = start_producer(buffer, units)
+    with stopped(buffer, producer, storage[0]):
+        client = BufferClient(buffer, timeout_s=30)
+        ticket = fill(client, producer, 0)
+        ray.kill(storage[1])
+        caught: list[WorkerError] = []
+
+        def is_lost() -> bool:
+            try:
+                client.get_data(0)
+            except WorkerError as error:
+                caught.append(error)
+            return bool(caught)
+
+        wait_until(is_lost, "Ray notices the death")  # until then the payloads of this node can be read
+        assert str(caught[0]).startswith("storage-1: a payload is lost: OwnerDiedError")
+        client.commit(0, 1)
+        client.release(1)
+        ticket = client.generate(1)
+        group = client.change("get_samples", ticket, 1)[0]
+        with pytest.raises(WorkerError, match=r"storage-1.*died"):  # its turn, after three groups
+            ray.get(producer.finish.remote(ticket, group), timeout=60)
+
+
+def test_waiting_readers_wake_at_the_change_and_the_buffer_answers_however_many_wait(
+    ray_cluster: None, make_options: Callable[..., Any]
+) -> None:
+    buffer = start_buffer(dump_args(make_options()))
+    with stopped(buffer):
+        client = BufferClient(buffer, timeout_s=30)
+        ticket = client.generate(0)
+        group = client.change("get_samples", ticket, 1)[0]
+        request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=8)
+        revision = client.change("get_meta", ticket.task, request).revision
+        waiting = [buffer.wait_change.remote(revision, 600.0) for _ in range(MAX_WAITERS + 16)]
+        rows = [sample.row_id for sample in group]
+        columns = {"tokens": [np.zeros(3, np.int32) for _ in rows]}
+        assert client.get_progress()["leased"] == 1
+        assert ray.wait(waiting, num_returns=1, timeout=0)[0] == []
+        client.change("finish", ticket, group.uid, group.attempt, rows, columns)
+        assert ray.get(waiting, timeout=60) == [None] * len(waiting)  # far below the 600 s that they asked for
+        assert client.get_meta(ticket.task, request, 30).row_ids == rows
+
+
+def test_a_reader_that_waits_for_a_pool_that_is_cleared_is_told_at_once(
+    ray_cluster: None, make_options: Callable[..., Any]
+) -> None:
+    buffer = start_buffer(dump_args(make_options()))
+    with stopped(buffer):
+        client = BufferClient(buffer, timeout_s=30)
+        ticket = client.generate(0, evaluation=True)
+        request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=8)
+        told: list[BaseException] = []
+
+        def read() -> None:
+            try:
+                client.get_meta(ticket.task, request, 600)
+            except BufferStateError as error:
+                told.append(error)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        client.clear(ticket.task)
+        reader.join(60)
+        assert not reader.is_alive(), "the reader still waits"
+        assert "it was cleared" in str(told[0])

@@ -1,0 +1,364 @@
+"""A pool while it fills: rows are handed out once per task, when their fields are there, in whole prompt groups."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from buffer_rl.buffer.cells import Cell, RowSizes, assemble
+from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
+from buffer_rl.errors import BufferStateError
+from buffer_rl.types import GroupUid, RowId
+
+SAMPLED = frozenset({"tokens", "loss_mask"})
+
+
+def uid_of(row: int) -> GroupUid:
+    return GroupUid("data", row, 0)
+
+
+def rows_of(uid: GroupUid, count: int) -> list[RowId]:
+    return [RowId(uid, index) for index in range(count)]
+
+
+class Pool:
+    """A pool with its plane; group ``row`` has rows of ``row + 2 + index`` tokens."""
+
+    def __init__(self, num_groups: int = 100) -> None:
+        self.plane = LocalDataPlane()
+        self.pool = DataPool(3, "train_3", self.plane, num_groups)
+
+    def add(self, row: int, count: int = 2) -> GroupUid:
+        uid = uid_of(row)
+        tokens = [np.full(row + 2 + index, row, dtype=np.int32) for index in range(count)]
+        columns: dict[str, Any] = {"tokens": tokens, "loss_mask": [np.ones(2, dtype=np.float32) for _ in tokens]}
+        self.plane.put(uid, rows_of(uid, count), columns)
+        self.pool.add(uid)
+        return uid
+
+    def put(self, uid: GroupUid, name: str, value: float = 0.0) -> None:
+        rows = self.plane.rows(uid)
+        self.pool.put_fields(rows, {name: [np.full(2, value, dtype=np.float32) for _ in rows]})
+
+    def read(self, reader: str, fields: frozenset[str] = SAMPLED, num_rows: int = 100, **more: Any) -> RowsMeta:
+        produces = frozenset({f"{reader}_log_probs"}) - fields
+        return self.pool.get_meta(
+            ReadRequest(reader=reader, fields=fields, num_rows=num_rows, produces=produces, **more)
+        )
+
+
+def groups_in(meta: RowsMeta) -> list[int]:
+    return list(dict.fromkeys(row.uid.row for row in meta.row_ids))
+
+
+def test_a_group_is_handed_to_each_task_once_and_the_task_ends_when_the_pool_is_closed_and_read() -> None:
+    p = Pool()
+    uids = [p.add(row) for row in (4, 1)]
+    assert groups_in(p.read("ref")) == [4, 1]
+    assert p.read("ref") == RowsMeta(task="train_3", row_ids=[], ended=False)
+    uids.append(p.add(2))
+    assert groups_in(p.read("actor")) == [4, 1, 2]
+    p.pool.select(uids)
+    assert groups_in(p.read("ref")) == [2]
+    assert p.read("ref").ended
+    assert p.read("actor").ended
+
+
+def test_a_row_is_handed_out_when_all_rows_of_its_group_have_the_fields() -> None:
+    p = Pool()
+    first, second = p.add(0), p.add(1)
+    wanted = SAMPLED | {"ref_log_probs"}
+    assert p.read("train", wanted).row_ids == []
+    p.put(second, "ref_log_probs")
+    p.pool.put_fields([RowId(first, 1)], {"ref_log_probs": [np.zeros(2, dtype=np.float32)]})
+    assert groups_in(p.read("train", wanted)) == [1]
+    p.pool.select([first, second])
+    assert not p.read("train", wanted).ended, "a group that lacks a field is still to come"
+    p.pool.put_fields([RowId(first, 0)], {"ref_log_probs": [np.zeros(2, dtype=np.float32)]})
+    assert groups_in(p.read("train", wanted)) == [0]
+    assert p.read("train", wanted).ended
+
+
+def test_a_reader_gets_as_many_whole_groups_as_fit_and_at_least_one() -> None:
+    p = Pool()
+    for row, count in ((0, 3), (1, 2), (2, 4), (3, 9)):
+        p.add(row, count)
+    taken = [groups_in(p.read("log_probs", num_rows=6)) for _ in range(3)]
+    assert taken == [[0, 1], [2], [3]]
+
+
+def test_a_balanced_reader_gives_every_rank_about_as_many_tokens_whoever_asks_first() -> None:
+    p = Pool()
+    lengths = (9, 1, 4, 5)  # tokens of a group of one row: row + 2
+    for row in lengths[:3]:
+        p.add(row, 1)
+    ask = {"sampler": "balanced", "num_rows": 2, "dp_size": 2}
+    assert p.read("train", dp_rank=1, **ask).row_ids == [], "4 rows are needed for two ranks of two"
+    p.add(lengths[3], 1)
+    second = groups_in(p.read("train", dp_rank=1, **ask))
+    assert p.read("train", dp_rank=1, **ask).row_ids == []
+    first = groups_in(p.read("train", dp_rank=0, **ask))
+    assert sorted(first + second) == sorted(lengths)
+    tokens = [sum(row + 2 for row in part) for part in (first, second)]
+    assert sorted(tokens) == [13, 14]
+
+
+def test_the_last_deal_may_leave_a_rank_without_rows_and_then_it_has_ended() -> None:
+    p = Pool()
+    uid = p.add(0, 1)
+    ask = {"sampler": "balanced", "num_rows": 2, "dp_size": 2}
+    p.pool.select([uid])
+    metas = [p.read("train", dp_rank=rank, **ask) for rank in (0, 1)]
+    assert sorted(len(meta.row_ids) for meta in metas) == [0, 1]
+    assert all(p.read("train", dp_rank=rank, **ask).ended for rank in (0, 1))
+
+
+def test_a_task_that_asks_for_other_fields_than_before_is_refused() -> None:
+    p = Pool()
+    p.read("ref")
+    with pytest.raises(BufferStateError, match="'ref' asked for other fields before"):
+        p.read("ref", SAMPLED | {"reward"})
+
+
+def test_a_field_that_was_written_is_accepted_again_only_with_equal_content() -> None:
+    p = Pool()
+    uid = p.add(0)
+    p.put(uid, "ref_log_probs", 1.0)
+    p.put(uid, "ref_log_probs", 1.0)
+    with pytest.raises(BufferStateError, match=r"'ref_log_probs' of row data:0:0/0\.0 was written before, with other"):
+        p.put(uid, "ref_log_probs", 2.0)
+
+
+def test_what_a_lost_reader_had_and_did_not_write_is_handed_out_again_first() -> None:
+    p = Pool()
+    uids = [p.add(row, 1) for row in range(4)]
+    before = p.read("ref", num_rows=3)
+    assert groups_in(before) == [0, 1, 2]
+    p.put(uids[1], "ref_log_probs")
+    assert p.pool.offer_again("ref") == 2
+    late = [np.full(2, 9.0, dtype=np.float32)]
+    p.pool.put_fields([RowId(uids[0], 0)], {"ref_log_probs": late}, reader="ref", generation=before.generation)
+    assert "ref_log_probs" not in p.plane.cells(uids[0]), "a replaced process still wrote"
+    after = p.read("ref")
+    assert groups_in(after) == [0, 2, 3]
+    p.pool.put_fields([RowId(uids[0], 0)], {"ref_log_probs": late}, reader="ref", generation=after.generation)
+    assert "ref_log_probs" in p.plane.cells(uids[0])
+    assert p.pool.offer_again("nobody") == 0
+
+
+def test_groups_that_the_step_was_closed_without_leave_every_task() -> None:
+    p = Pool()
+    kept, surplus = p.add(0), p.add(1)
+    assert groups_in(p.read("old", num_rows=1)) == [0]
+    p.pool.select([kept])
+    assert groups_in(p.read("old")) == []
+    assert p.read("old").ended
+    assert p.pool.uids == [kept]
+    p.put(surplus, "old_log_probs")  # computed before it was known: passed over
+    with pytest.raises(BufferStateError, match="does not belong to this task"):
+        p.pool.put_fields([RowId(uid_of(9), 0)], {"old_log_probs": [np.zeros(1)]})
+
+
+def test_a_final_reader_is_handed_no_more_groups_than_the_step_trains_on() -> None:
+    p = Pool(num_groups=2)
+    uids = [p.add(row, 1) for row in (5, 3, 1)]
+    assert groups_in(p.read("train", is_final=True)) == [5, 3]
+    assert p.pool.pinned() == set(uids[:2])
+    p.pool.select(uids[:2])
+    assert p.read("train", is_final=True).ended
+
+
+def test_the_whole_batch_is_refused_while_the_rollout_runs() -> None:
+    p = Pool()
+    uid = p.add(0)
+    with pytest.raises(BufferStateError, match="still runs"):
+        p.pool.share(0, 1)
+    p.pool.select([uid])
+    assert assemble(p.pool.share(0, 1)).row_ids == rows_of(uid, 2)
+
+
+def test_whole_groups_go_to_one_rank_where_there_are_enough() -> None:
+    p = Pool()
+    uids = [p.add(row, 4) for row in range(4)]
+    p.pool.select(uids)
+    parts = [assemble(p.pool.share(rank, 2, whole_groups=True)) for rank in (0, 1)]
+    for part in parts:
+        for uid in {row.uid for row in part.row_ids}:
+            assert [row for row in part.row_ids if row.uid == uid] == rows_of(uid, 4)
+    assert sorted(row for part in parts for row in part.row_ids) == [row for uid in uids for row in rows_of(uid, 4)]
+    assert {part.total_tokens for part in parts} == {32}
+
+
+def test_payloads_behind_references_are_read_once_and_only_the_rows_asked_for_arrive() -> None:
+    p = Pool()
+    uid = uid_of(7)
+    column = [np.arange(3, dtype=np.int32), np.arange(5, dtype=np.int32)]
+    reference = object()
+    cell = Cell(num_rows=2, num_bytes=32, ref=reference)
+    masks = [np.ones(1, dtype=np.float32) for _ in column]
+    p.plane.put(uid, rows_of(uid, 2), {"tokens": cell, "loss_mask": masks}, RowSizes(tokens=[3, 5], trained=[1.0, 1.0]))
+    p.pool.add(uid)
+    asked: list[Any] = []
+
+    def resolve(cells: Any) -> Any:
+        asked.extend(cell.ref for cell in cells)
+        return [column for _ in cells]
+
+    batch = assemble(p.pool.plan_rows([RowId(uid, 1)], ["tokens"]), resolve)
+    assert asked == [reference]
+    assert [row.tolist() for row in batch.columns["tokens"]] == [[0, 1, 2, 3, 4]]
+    assert (batch.total_rows, batch.total_tokens) == (2, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), num_groups=st.integers(1, 12), ranks=st.integers(1, 3))
+def test_whatever_the_order_of_events_every_kept_row_reaches_every_task_once(
+    seed: int, num_groups: int, ranks: int
+) -> None:
+    """Groups finish, fields come row by row, and readers ask, all in a random order; some groups are surplus."""
+    rng = random.Random(seed)
+    p = Pool(num_groups=num_groups)
+    counts = {row: rng.randint(1, 3) for row in range(num_groups + rng.randint(0, 3))}
+    wanted = SAMPLED | {"ref_log_probs"}
+    seen: dict[str, list[RowId]] = {"ref": [], "train": []}
+    pending_fields: list[RowId] = []
+    to_add = list(counts)
+    rng.shuffle(to_add)
+    kept: list[GroupUid] = []
+
+    def read(reader: str) -> bool:
+        if reader == "ref":
+            meta = p.read("ref", num_rows=rng.randint(1, 5))
+            pending_fields.extend(meta.row_ids)
+        else:
+            meta = p.read(
+                "train", wanted, rng.randint(1, 4), sampler="balanced", dp_rank=rng.randrange(ranks), dp_size=ranks
+            )
+        seen[reader] += meta.row_ids
+        for uid in {row.uid for row in meta.row_ids}:
+            assert [row for row in meta.row_ids if row.uid == uid] == p.plane.rows(uid), "a prompt was cut in two"
+        return meta.ended
+
+    while to_add or not p.pool.closed:
+        action = rng.choice(["add", "ref", "train", "put", "close"])
+        if action == "add" and to_add:
+            row = to_add.pop()
+            kept.append(p.add(row, counts[row]))
+        elif action == "put" and pending_fields:
+            row_id = pending_fields.pop(rng.randrange(len(pending_fields)))
+            p.pool.put_fields([row_id], {"ref_log_probs": [np.zeros(2, dtype=np.float32)]})
+        elif action == "close" and not to_add:
+            kept = kept[:num_groups]
+            p.pool.select(kept)
+        elif action in seen:
+            read(action)
+    while not read("ref"):
+        pass
+    for row_id in pending_fields:
+        p.pool.put_fields([row_id], {"ref_log_probs": [np.zeros(2, dtype=np.float32)]})
+    pending_fields.clear()
+    for _ in range(200):
+        read("train")
+    expected = {row for uid in kept for row in p.plane.rows(uid)}
+    for rows in seen.values():
+        assert len(rows) == len(set(rows)), "a row was handed out twice"
+        assert expected <= set(rows)
+
+
+class RestartingReader:
+    """A reading task that may be replaced at any time, and what it must have seen by then.
+
+    held: rows of groups that it was handed and that were not taken from it by a restart.
+    """
+
+    def __init__(self, pool: Pool, name: str, ranks: int, rng: random.Random) -> None:
+        self.pool, self.name, self.ranks, self.rng = pool, name, ranks, rng
+        self.field = f"{name}_log_probs"
+        self.held: set[GroupUid] = set()
+        self.pending: list[tuple[GroupUid, int]] = []
+
+    def read(self) -> bool:
+        sampler = "balanced" if self.ranks > 1 else "group"
+        rank = self.rng.randrange(self.ranks)
+        meta = self.pool.read(
+            self.name, num_rows=self.rng.randint(1, 4), sampler=sampler, dp_rank=rank, dp_size=self.ranks
+        )
+        assert len(set(meta.row_ids)) == len(meta.row_ids)
+        for uid in dict.fromkeys(row.uid for row in meta.row_ids):
+            assert uid not in self.held, "a row was handed out twice"
+            assert [row for row in meta.row_ids if row.uid == uid] == self.pool.plane.rows(uid)
+            self.held.add(uid)
+            self.pending.append((uid, meta.generation))
+        return meta.ended
+
+    def write(self) -> None:
+        """Deliver one pending result, maybe of a process that was replaced since."""
+        uid, generation = self.pending.pop(self.rng.randrange(len(self.pending)))
+        rows = self.pool.plane.rows(uid)
+        values = [np.full(2, row.uid.row, dtype=np.float32) for row in rows]
+        self.pool.pool.put_fields(rows, {self.field: values}, reader=self.name, generation=generation)
+
+    def restart(self) -> None:
+        lost = {uid for uid in self.held if self.field not in self.pool.plane.cells(uid)}
+        assert self.pool.pool.offer_again(self.name) == len(lost)
+        self.held -= lost
+
+    def is_complete(self, uids: list[GroupUid]) -> bool:
+        return all(self.field in self.pool.plane.cells(uid) for uid in uids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), num_groups=st.integers(1, 10), ranks=st.integers(2, 3))
+def test_however_often_readers_are_replaced_no_row_is_held_twice_and_every_field_is_written(
+    seed: int, num_groups: int, ranks: int
+) -> None:
+    """Three tasks, one of them with several ranks; results of replaced processes arrive late."""
+    rng = random.Random(seed)
+    p = Pool(num_groups=num_groups)
+    readers = [RestartingReader(p, name, width, rng) for name, width in (("ref", 1), ("old", 1), ("prox", ranks))]
+    to_add = list(range(num_groups))
+    restarts = 4
+    for _ in range(20 * num_groups):
+        reader = rng.choice(readers)
+        action = rng.choice(["add", "read", "write", "restart"])
+        if action == "add" and to_add:
+            p.add(to_add.pop(), rng.randint(1, 3))
+        elif action == "read":
+            reader.read()
+        elif action == "write" and reader.pending:
+            reader.write()
+        elif action == "restart" and restarts:
+            restarts -= 1
+            reader.restart()
+    for row in to_add:
+        p.add(row)
+    uids = [uid_of(row) for row in range(num_groups)]
+    p.pool.select(uids)
+    for reader in readers:
+        for _ in range(200):
+            reader.read()
+            while reader.pending:
+                reader.write()
+        assert reader.is_complete(uids)
+        assert reader.held == set(uids)
+
+
+def test_a_reader_of_many_finished_groups_is_told_the_end_only_after_the_last_field() -> None:
+    p = Pool()
+    uids = [p.add(row, 1) for row in range(5)]
+    surplus = p.add(9, 1)
+    wanted = SAMPLED | {"ref_log_probs"}
+    for uid in (*uids[:4], surplus):
+        p.put(uid, "ref_log_probs")
+    assert groups_in(p.read("train", wanted)) == [0, 1, 2, 3, 9]
+    p.pool.select(uids)
+    assert not p.read("train", wanted).ended, "as many were offered as there are groups, but one of them left"
+    p.put(uids[4], "ref_log_probs")
+    assert groups_in(p.read("train", wanted)) == [4]
+    assert p.read("train", wanted).ended

@@ -1,0 +1,88 @@
+"""What the driver reports of the roles' work becomes the trace and metrics of the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.config import compose
+from buffer_rl.observe.html_files import write_report
+from buffer_rl.observe.metrics import read_metrics
+from buffer_rl.observe.observer import RunObserver
+from buffer_rl.observe.timeline import TRACE_FILE, WorkSpan, read_trace
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
+
+
+def observer_of(folder: Path, resume_step: int | None = None, **options: Any) -> RunObserver:
+    args: Any = compose(CORE_SECTIONS)(run_dir=str(folder), progress="none", logger=[], **options)
+    return RunObserver(args, PluginRegistry(), resume_step)
+
+
+def report_step(observer: RunObserver, step: int, start: float, train: float) -> None:
+    """Eight seconds of generation, then ``train`` seconds of the update and one of publishing."""
+    ends = (start, start + 8, start + 8 + train, start + 9 + train)
+    for role, name, number in (
+        ("rollout", "rollout", step),
+        ("train", "update", step),
+        ("publish", "publish", step + 1),
+    ):
+        place = ("rollout", "train", "publish").index(role)
+        span = WorkSpan(name=name, rollout_id=number, start=ends[place], end=ends[place + 1])
+        observer.worked(role, [span])
+    observer.step(step, {"train/loss": 0.5})
+
+
+def perf_of(folder: Path) -> dict[int, dict[str, float]]:
+    return {record["step"]: record for record in read_metrics(folder) if record["kind"] == "perf"}
+
+
+def test_each_step_logs_the_idle_shares_of_its_own_work(tmp_path: Path) -> None:
+    with observer_of(tmp_path) as observer:
+        observer.worked("publish", [WorkSpan(name="publish", rollout_id=0, start=1.0, end=2.0)])
+        report_step(observer, 0, 10.0, train=1.0)
+        observer.worked("rollout", [WorkSpan(name="evaluate", rollout_id=1, start=20.0, end=30.0)])
+        report_step(observer, 1, 30.0, train=7.0)
+    perf = perf_of(tmp_path)
+    assert (perf[0]["perf/idle/rollout"], perf[0]["perf/idle/train"]) == pytest.approx((0.2, 0.9))
+    assert (perf[1]["perf/idle/rollout"], perf[1]["perf/idle/train"]) == pytest.approx((0.5, 9 / 16))
+    assert perf[1]["perf/wall_to_bound"] == pytest.approx(1.0)
+    assert len(read_trace(tmp_path)["rollout"]) == 3
+    assert "Who worked when" in write_report(tmp_path).read_text()
+
+
+def test_work_on_the_next_rollout_that_is_known_early_counts_for_its_own_step(tmp_path: Path) -> None:
+    with observer_of(tmp_path) as observer:
+        observer.worked("ref", [WorkSpan(name="ref", rollout_id=1, start=22.0, end=27.0)])
+        report_step(observer, 0, 10.0, train=1.0)
+        report_step(observer, 1, 20.0, train=1.0)
+    perf = perf_of(tmp_path)
+    assert perf[1]["perf/idle/ref"] == pytest.approx(0.5)
+    assert "perf/overlap" not in perf[0]
+    assert perf[1]["perf/overlap"] == 1.0
+
+
+def test_without_a_trace_the_metrics_stay(tmp_path: Path) -> None:
+    with observer_of(tmp_path, trace=False) as observer:
+        report_step(observer, 0, 10.0, train=1.0)
+    assert perf_of(tmp_path)[0]["perf/idle/train"] == pytest.approx(0.9)
+    assert not (tmp_path / TRACE_FILE).exists()
+    assert "Who worked when" not in write_report(tmp_path).read_text()
+
+
+def test_a_resumed_run_continues_the_trace(tmp_path: Path) -> None:
+    with observer_of(tmp_path) as observer:
+        report_step(observer, 0, 10.0, train=1.0)
+        report_step(observer, 1, 20.0, train=1.0)
+    with observer_of(tmp_path, resume_step=1) as observer:
+        report_step(observer, 1, 3.0, train=1.0)
+    assert [(span.rollout_id, span.start) for span in read_trace(tmp_path)["rollout"]] == [(0, 0.0), (1, 10.0)]
+
+
+def test_a_run_that_failed_leaves_its_trace(tmp_path: Path) -> None:
+    observer = observer_of(tmp_path).__enter__()
+    report_step(observer, 0, 10.0, train=1.0)
+    observer.__exit__(RuntimeError, RuntimeError("stop"), None)
+    assert (tmp_path / TRACE_FILE).read_text().endswith("\n]\n")

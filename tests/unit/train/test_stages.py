@@ -1,0 +1,136 @@
+"""A stage reads every group once, writes what it computed, and ends with the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from buffer_rl.buffer.cells import assemble
+from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
+from buffer_rl.errors import DeadlineError, TrainError
+from buffer_rl.train.stages import SAMPLED_FIELDS, Stage, run_stage
+from buffer_rl.train.stream import StreamingDataLoader, StreamingDataset
+from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
+
+
+class Store:
+    """A pool in this process. What ``later`` does, one a wait, makes rows ready; then nothing comes any more."""
+
+    def __init__(self) -> None:
+        self.plane = LocalDataPlane()
+        self.pool = DataPool(0, "train_0", self.plane, 100)
+        self.later: list[Any] = []
+        self.asked = 0
+
+    def add(self, row: int) -> GroupUid:
+        uid = GroupUid("data", row, 0)
+        columns: dict[str, Any] = {
+            "tokens": [np.arange(3 + row, dtype=np.int32)] * 2,
+            "response_length": np.array([2, 2], dtype=np.int32),
+            "loss_mask": [np.ones(2, dtype=np.float32)] * 2,
+            "reward": np.array([row, -row], dtype=np.float32),
+        }
+        self.plane.put(uid, [RowId(uid, 0), RowId(uid, 1)], columns)
+        self.pool.add(uid)
+        return uid
+
+    def get_meta(self, task: str, request: ReadRequest, timeout_s: float) -> RowsMeta:
+        assert task == "train_0"
+        while True:
+            meta = self.pool.get_meta(request)
+            self.asked += 1
+            if meta.row_ids or meta.ended:
+                return meta
+            if not self.later:
+                raise DeadlineError("nothing came")
+            self.later.pop(0)()
+
+    def get_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> TrainBatch:
+        return assemble(self.pool.plan_rows(row_ids, fields))
+
+    def put_fields(
+        self,
+        task: str,
+        row_ids: Sequence[RowId],
+        columns: Mapping[str, Column],
+        reader: str | None = None,
+        generation: int = 0,
+    ) -> None:
+        self.pool.put_fields(row_ids, columns, reader, generation)
+
+
+def doubled(batch: TrainBatch) -> dict[str, Column]:
+    return {"ref_log_probs": [np.full(2, 2 * reward, dtype=np.float32) for reward in batch.columns["reward"]]}
+
+
+REF = Stage(name="ref", needs=SAMPLED_FIELDS, produces=frozenset({"ref_log_probs"}), compute=doubled)
+
+
+def test_a_stage_works_on_groups_as_they_finish_and_ends_with_the_rollout() -> None:
+    store = Store()
+    uids = [store.add(1)]
+    store.later = [
+        lambda: uids.append(store.add(2)),
+        lambda: uids.append(store.add(3)),
+        lambda: store.pool.select(uids),
+    ]
+    report = run_stage(REF, store, 0, rows_per_batch=8, timeout_s=1.0)
+    assert [(span.name, span.num_rows) for span in report.spans] == [("ref", 2)] * 3
+    assert report.num_rows == 6
+    batch = assemble(store.pool.plan())
+    assert [row.tolist() for row in batch.columns["ref_log_probs"]] == [
+        [2.0, 2.0], [-2.0, -2.0], [4.0, 4.0], [-4.0, -4.0], [6.0, 6.0], [-6.0, -6.0],
+    ]  # fmt: skip
+
+
+def test_a_lone_group_is_worked_on_at_once_and_those_that_piled_up_meanwhile_go_together() -> None:
+    store = Store()
+    uids = [store.add(1)]
+    store.later = [
+        lambda: uids.extend(store.add(row) for row in range(2, 8)),
+        lambda: uids.append(store.add(8)),
+        lambda: store.pool.select(uids),
+    ]
+    report = run_stage(REF, store, 0, rows_per_batch=8, timeout_s=1.0)
+    assert [span.num_rows for span in report.spans] == [2, 8, 4, 2]
+    # One request a batch, one more for each time that nothing was ready, and one for the end.
+    assert store.asked == 4 + 3 + 1
+
+
+def test_a_stage_that_needs_a_field_of_another_waits_for_it() -> None:
+    store = Store()
+    uid = store.add(1)
+    seen: list[int] = []
+    needs = SAMPLED_FIELDS | {"ref_log_probs"}
+
+    def count(batch: TrainBatch) -> dict[str, Column]:
+        seen.append(len(batch.columns["ref_log_probs"]))
+        return {}
+
+    train = Stage(name="train", needs=needs, produces=frozenset(), compute=count, is_final=True)
+    store.later = [lambda: store.pool.select([uid]), lambda: run_stage(REF, store, 0, rows_per_batch=8, timeout_s=1.0)]
+    run_stage(train, store, 0, rows_per_batch=8, timeout_s=1.0)
+    assert seen == [2]
+
+
+def test_a_later_pass_over_the_dataset_replays_the_batches_without_asking_again() -> None:
+    store = Store()
+    uids = [store.add(1), store.add(2)]
+    store.later = [lambda: store.pool.select(uids)]
+    request = ReadRequest(reader="mine", fields=SAMPLED_FIELDS, num_rows=2)
+    loader = StreamingDataLoader(StreamingDataset(store, request, timeout_s=1.0))
+    with pytest.raises(TrainError, match="no rollout was chosen"):
+        next(iter(loader))
+    loader.step(0)
+    first = [(batch.row_ids, micro.tokens_bl) for batch, micro in loader]
+    asked = store.asked
+    second = [(batch.row_ids, micro.tokens_bl) for batch, micro in loader]
+    assert store.asked == asked
+    assert [ids for ids, _ in first] == [ids for ids, _ in second] == [store.plane.rows(uid) for uid in uids]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
+    assert [tokens.shape for _, tokens in first] == [(2, 4), (2, 5)]

@@ -1,0 +1,99 @@
+"""Gradients and metrics that were summed before the step's totals were known equal those that knew them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from buffer_rl.config import Options
+from buffer_rl.contracts import LossInputs, LossOutputs
+from buffer_rl.errors import ConfigError
+from buffer_rl.train.gradient_sum import GradientSum
+from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.train.unscaled import UnscaledShares
+from buffer_rl.types import GroupUid, RowId, TrainBatch
+
+
+def with_references(trainer: TorchTrainer, batch: TrainBatch) -> TrainBatch:
+    noise = np.random.default_rng(5)
+    for field, model in (("old_log_probs", "actor"), ("ref_log_probs", "ref")):
+        rows = trainer.log_probs(model, batch)
+        batch.columns[field] = [row + noise.normal(0, 0.2, len(row)).astype(np.float32) for row in rows]
+    trainer.compute_advantages(batch)
+    return batch
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_parts_that_did_not_know_the_totals_make_the_same_step(
+    mode: str, deterministic: bool, make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch]
+) -> None:
+    """Once the whole batch at a time, once its rows in three parts whose totals are wrong on purpose."""
+    more: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coef": 0.02}
+    args = make_args(loss_agg_mode=mode, deterministic=deterministic, max_tokens_per_gpu=60, **more)
+    whole, parts = TorchTrainer(args, 0, 1), TorchTrainer(args, 0, 1)
+    batch = make_batch()
+    batch.row_ids = [RowId(GroupUid("data", row // 3, 0), row % 3) for row in range(12)]
+    with_references(whole, batch)
+    expected = whole.forward_backward(batch)
+    for rows in ([9, 10, 11], [3, 4, 5, 0, 1, 2], [6, 7, 8]):
+        part = batch.select(rows)
+        part.total_rows, part.total_tokens = 77, 3
+        parts.accumulate(part)
+    found = parts.finish_accumulation(batch.total_rows, batch.total_tokens)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    step = [trainer.optimizer_step() for trainer in (whole, parts)]
+    assert step[1]["grad_norm"] == pytest.approx(step[0]["grad_norm"], rel=1e-6)
+    weights = [dict(trainer._actor.named_parameters()) for trainer in (whole, parts)]
+    if deterministic:
+        for name, tensor in weights[0].items():
+            assert torch.equal(weights[1][name], tensor), name
+
+
+def test_a_loss_that_divides_by_both_totals_is_refused() -> None:
+    def both(inputs: LossInputs) -> LossOutputs:
+        return LossOutputs(
+            loss=inputs.log_probs.sum() / inputs.total_tokens + inputs.log_probs.sum() / inputs.total_rows
+        )
+
+    inputs = LossInputs(
+        log_probs=torch.ones(2, 3, requires_grad=True),
+        old_log_probs=None,
+        rollout_log_probs=None,
+        ref_log_probs=None,
+        advantages=None,
+        loss_mask=torch.ones(2, 3),
+        entropy=torch.zeros(2, 3),
+        total_rows=5,
+        total_tokens=9,
+    )
+    with pytest.raises(ConfigError, match="divides by the rows of the step as well"):
+        UnscaledShares("token-mean").loss_of(both, inputs)
+    with pytest.raises(ConfigError, match="divides by the tokens of the step as well"):
+        UnscaledShares("seq-mean-token-sum").loss_of(both, inputs)
+
+
+def test_a_sum_in_float64_rounds_to_the_same_float32_in_any_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    terms = [torch.randn(5000, generator=generator) * 10.0 ** float(i % 7 - 3) for i in range(40)]
+    parameter = torch.nn.Parameter(torch.zeros(5000))
+
+    def total(order: list[int]) -> torch.Tensor:
+        gradient_sum = GradientSum([parameter])
+        for index in order:
+            parameter.grad = terms[index].clone()
+            gradient_sum.absorb()
+            assert parameter.grad is None
+        return gradient_sum.flat().float()
+
+    forward, backward = list(range(40)), list(reversed(range(40)))
+    assert torch.equal(total(forward), total(backward))
+    plain = [torch.zeros(5000), torch.zeros(5000)]
+    for first, last in zip(forward, backward, strict=True):
+        plain[0] += terms[first]
+        plain[1] += terms[last]
+    assert not torch.equal(*plain), "in float32 the order shows: the case above would prove nothing"

@@ -1,0 +1,108 @@
+"""A role's processes, and those that replace them: fakes that answer like actors, without Ray's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from buffer_rl.errors import DeadlineError, TrainError, WorkerDiedError
+from buffer_rl.observe.work import WorkReport
+from buffer_rl.train.worker import RoleGroup
+
+
+class Member:
+    """What an actor of a role looks like from outside. dead: no call comes back; hangs: none is answered."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.dead = False
+        self.hangs = False
+
+    def __getattr__(self, method: str) -> Any:
+        return _Remote(lambda *args: self._call(method, *args))
+
+    def _call(self, method: str, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self.dead:
+            future.set_exception(ActorDiedError())
+        elif method == "update_weights_from_disk":
+            self.version = args[1]
+            future.set_result(None)
+        elif method == "stream" and self.version != args[0]:
+            future.set_exception(TrainError("other weights"))
+        elif not self.hangs:
+            future.set_result(WorkReport(num_rows=1) if method == "stream" else None)
+        return future
+
+
+class _Remote:
+    def __init__(self, call: Callable[..., Future[Any]]) -> None:
+        self._call = call
+
+    def remote(self, *args: Any) -> Any:
+        future = self._call(*args)
+        return type("Ref", (), {"future": lambda self: future})()
+
+
+class Role:
+    """A group of two members, and all members that there ever were."""
+
+    def __init__(self, timeout_s: float = 5.0) -> None:
+        self.members: list[list[Member]] = []
+        self.next_are_dead = False
+        self.group = RoleGroup("actor_fwd", self._start, timeout_s)
+
+    def _start(self) -> list[Member]:
+        self.members.append([Member(), Member()])
+        for member in self.members[-1]:
+            member.dead = self.next_are_dead
+        return self.members[-1]
+
+    def stream(self, rollout_id: int) -> Any:
+        futures = self.group.start("stream", rollout_id)
+        return self.group.combine("stream", [future.result(timeout=0) for future in futures])
+
+
+def test_replaced_processes_have_the_weights_of_those_that_died() -> None:
+    role = Role()
+    role.group.update_weights_from_disk("v3", 3)
+    role.members[0][1].dead = True
+    with pytest.raises(ActorDiedError):
+        role.stream(3)
+    role.group.restart()
+    assert role.stream(3).num_rows == 2
+    assert [len(members) for members in role.members] == [2, 2]
+    assert [member.version for member in role.members[1]] == [3, 3]
+
+
+def test_a_process_that_dies_before_or_during_a_publication_is_found_by_the_next_call_and_gets_the_new_weights() -> (
+    None
+):
+    role = Role()
+    role.group.update_weights_from_disk("v1", 1)
+    role.members[0][0].dead = True
+    role.group.update_weights_from_disk("v2", 2)
+    with pytest.raises(ActorDiedError):
+        role.stream(2)
+    role.group.restart()
+    assert role.stream(2).num_rows == 2
+
+
+def test_a_replacement_that_dies_at_once_is_an_error() -> None:
+    role = Role()
+    role.next_are_dead = True
+    with pytest.raises(WorkerDiedError) as caught:
+        role.group.restart()
+    assert caught.value.where == "actor_fwd 0.ready"
+
+
+def test_processes_that_hang_are_named_when_the_deadline_passes() -> None:
+    role = Role(timeout_s=0.01)
+    for member in role.members[0]:
+        member.hangs = True
+    with pytest.raises(DeadlineError, match=r"actor_fwd\.ready"):
+        role.group.wait_ready()
