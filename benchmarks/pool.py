@@ -1,11 +1,11 @@
 """The pools: payloads from producers to consumers, and the time of one operation as a pool grows.
 
-    python benchmarks/pool.py --transfer-queue-python VENV/bin/python      # under three minutes
+    python benchmarks/pool.py --transfer-queue-python VENV/bin/python      # about five minutes
 
 Payloads of 1 KB to 100 MB per (group, field) of 8 rows go from 1 to 8 producer processes to as many consumer
 processes: through the Buffer with a storage process, through a plain Ray actor that holds lists, and, in an interpreter
 that has it, through the TransferQueue package. All puts are done before the first get; a get sums all numbers, so that
-every byte is read. Object stores are warm: their pages were used before.
+every byte is read. Object stores are warm: their pages were used before. Figures are medians of three rounds.
 
 Exit status 1 if 100 MB from one producer to one consumer are below 3 GB/s put or 1 GB/s get.
 """
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 import pool_operations
-from pool_payloads import ROWS, SIZES, Found, measure_payloads
+from pool_payloads import ROUNDS, ROWS, SIZES, Found, measure_payloads
 
 HERE = Path(__file__).resolve().parent
 TARGETS = {"put": 3.0, "get": 1.0}
@@ -32,11 +32,17 @@ def transfer_queue(python: str | None, producers: list[int]) -> Found:
     if python is None:
         print("TransferQueue: skipped, --transfer-queue-python names no interpreter that has it")
         return {}
-    wanted = {"sizes": SIZES, "producers": producers, "rows": ROWS, "object_store_bytes": OBJECT_STORE_BYTES}
+    wanted = {
+        "sizes": SIZES,
+        "producers": producers,
+        "rows": ROWS,
+        "rounds": ROUNDS,
+        "object_store_bytes": OBJECT_STORE_BYTES,
+    }
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [python, str(HERE / "pool_transfer_queue.py"), json.dumps(wanted)]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.TimeoutExpired) as error:
         print(f"TransferQueue: skipped, {error}")
         return {}

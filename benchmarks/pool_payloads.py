@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +31,9 @@ ROWS = 8
 
 SIZES = {"1 KB": (10**3, 64), "100 KB": (10**5, 32), "1 MB": (10**6, 16), "10 MB": (10**7, 6), "100 MB": (10**8, 2)}
 """Bytes of one (group, field), and how many of them each producer writes."""
+
+ROUNDS = 3
+"""How often each is measured; the median counts."""
 
 TIMEOUT_S = 120.0
 Found = dict[tuple[str, int], tuple[float, float]]
@@ -183,11 +188,19 @@ def bench(max_producers: int, object_store_bytes: int) -> Iterator[Bench]:
 
 def measure_payloads(producers: Sequence[int], object_store_bytes: int) -> tuple[Found, Found]:
     """Through the Buffer, and through the plain actor; in turn, so that both see the same machine."""
-    ours: Found = {}
-    plain: Found = {}
+    ours: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    plain: dict[tuple[str, int], list[tuple[float, float]]] = {}
     with bench(max(producers), object_store_bytes) as actors:
         for size, (num_bytes, count) in SIZES.items():
-            for number in producers:
-                ours[size, number] = actors.through_the_buffer(num_bytes, count, number)
-                plain[size, number] = actors.through_a_plain_actor(num_bytes, count, number)
-    return ours, plain
+            for number, _ in itertools.product(producers, range(ROUNDS)):
+                ours.setdefault((size, number), []).append(actors.through_the_buffer(num_bytes, count, number))
+                plain.setdefault((size, number), []).append(actors.through_a_plain_actor(num_bytes, count, number))
+    return medians(ours), medians(plain)
+
+
+def medians(found: Mapping[tuple[str, int], Sequence[tuple[float, float]]]) -> Found:
+    """The median over the rounds, of puts and of gets."""
+    return {
+        key: (statistics.median(put for put, _ in rounds), statistics.median(got for _, got in rounds))
+        for key, rounds in found.items()
+    }

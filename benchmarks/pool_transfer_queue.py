@@ -7,6 +7,7 @@ Called by ``pool.py --transfer-queue-python PATH``, with sizes and producers as 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -94,7 +95,8 @@ def main() -> int:
     measure(workers, 10**6, 2, wanted["rows"], max(wanted["producers"]))  # warms up
     for size, (num_bytes, count) in wanted["sizes"].items():
         for producers in wanted["producers"]:
-            put, got = measure(workers, num_bytes, count, wanted["rows"], producers)
+            found = [measure(workers, num_bytes, count, wanted["rows"], producers) for _ in range(wanted["rounds"])]
+            put, got = (statistics.median(seconds) for seconds in zip(*found, strict=True))
             print(json.dumps([size, producers, put, got]), flush=True)
     transfer_queue.close()
     ray.shutdown()
