@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from buffer_rl.buffer.cells import BatchPlan, Cell, RowSizes
@@ -9,6 +10,9 @@ from buffer_rl.buffer.plane import DataPlane
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId, Ticket
+
+REMEMBERED = 64
+"""Cleared pools whose late readers are told so; a reader is never that late."""
 
 
 class Pools:
@@ -20,7 +24,7 @@ class Pools:
     def __init__(self, plane: DataPlane, eval_plane: DataPlane) -> None:
         self._planes = {False: plane, True: eval_plane}
         self._pools: dict[str, DataPool] = {}
-        self._cleared: set[str] = set()
+        self._cleared: deque[str] = deque(maxlen=REMEMBERED)
         self.revision = 0
 
     def __contains__(self, task: str) -> bool:
@@ -33,7 +37,8 @@ class Pools:
         """A rollout started."""
         plane = self._planes[ticket.evaluation]
         self._pools[ticket.task] = DataPool(ticket.rollout_id, ticket.task, plane, ticket.num_groups)
-        self._cleared.discard(ticket.task)
+        if ticket.task in self._cleared:
+            self._cleared.remove(ticket.task)
 
     def check(
         self, uid: GroupUid, row_ids: Sequence[RowId], columns: Mapping[str, Column | Cell], sizes: RowSizes | None
@@ -75,7 +80,7 @@ class Pools:
             self._pools[ticket.task].select(chosen)
         else:
             del self._pools[ticket.task]
-            self._cleared.add(ticket.task)
+            self._cleared.append(ticket.task)
         for uid in surplus:
             plane.drop(uid)
         self.revision += 1
@@ -118,7 +123,7 @@ class Pools:
     def clear(self, task: str) -> list[GroupUid]:
         """Forget a pool and its payloads. Returns its groups."""
         pool = self._pools.pop(task)
-        self._cleared.add(task)
+        self._cleared.append(task)
         for uid in pool.uids:
             self._planes[task.startswith("eval_")].drop(uid)
         self.revision += 1
