@@ -22,7 +22,7 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class Case:
 
 
 CASES = [Case(kl=kl, filtered=filtered) for kl in (False, True) for filtered in (False, True)]
+_CASE_NAMES = ", ".join(f"{number} {' '.join(str(case).split())}" for number, case in enumerate(CASES))
 
 
 class Runs:
@@ -137,10 +138,10 @@ def shown(a: Weights, b: Weights) -> str:
     return "equal bits" if equal else f"{difference(a, b):.1e}"
 
 
-def whole_runs(runs: Runs) -> Iterator[list[str]]:
+def whole_runs(runs: Runs, cases: Sequence[Case]) -> Iterator[list[str]]:
     """The rows of the first table, each as its runs have ended."""
     yield ["loss, filter", "ranks", "lockstep", "pipelined", "with roles", "streamed gradients", "moved by", "dropped"]
-    for case in CASES:
+    for case in cases:
         first: Weights | None = None
         for ranks in (1, 2):
             same = {**case.options, "num_train_ranks": ranks}
@@ -174,12 +175,14 @@ def main(argv: list[str] | None = None) -> int:
     """Print the tables. Exit status 1 if a whole run differs from another in any bit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recorded", action="store_true", help="the second table alone")
+    parser.add_argument("--case", type=int, nargs="+", choices=range(len(CASES)), help="only these, of: " + _CASE_NAMES)
     options = parser.parse_args(argv)
+    cases = CASES if options.case is None else [CASES[number] for number in options.case]
     wrong = 0
     with tempfile.TemporaryDirectory() as folder, ray_session(None):
         runs = Runs(Path(folder))
         if not options.recorded:
-            wrong = print_table("Whole runs, with --deterministic", whole_runs(runs), columns=slice(2, 6))
+            wrong = print_table("Whole runs, with --deterministic", whole_runs(runs, cases), columns=slice(2, 6))
         print_table("Recorded rollouts, without --deterministic", recorded_runs(runs, Path(folder)))
     return 1 if wrong else 0
 

@@ -90,7 +90,8 @@ def test_an_interrupt_is_status_130(tmp_path: Path) -> None:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     with pipe.open("wb"):  # opens once the program has opened its end, and gives it nothing to read
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+    # The pipe is closed: a signal that comes just before the program reads would else be seen after the read alone.
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err == "buffer-rl: interrupted\n"
 
