@@ -85,7 +85,7 @@ Resolve = Callable[[Sequence[Cell]], Sequence[Column]]
 
 def column_bytes(column: Column) -> int:
     """Bytes of a column's numbers."""
-    return column.nbytes if isinstance(column, np.ndarray) else sum(row.nbytes for row in column)
+    return column.nbytes if isinstance(column, np.ndarray) else sum(getattr(row, "nbytes", 8) for row in column)
 
 
 def assemble(plan: BatchPlan, resolve: Resolve | None = None) -> TrainBatch:

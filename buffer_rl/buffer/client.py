@@ -118,7 +118,8 @@ class BufferClient:
                     where="buffer",
                     expected=f"finished groups with the fields {', '.join(sorted(request.fields))}",
                 )
-            ref = self.actor.wait_change.remote(meta.revision, min(left, WAIT_SLICE_S))
+            slice_s = min(left, WAIT_SLICE_S, self._answers.timeout_s / 2)
+            ref = self.actor.wait_change.remote(meta.revision, slice_s)
             self._answers.wait("wait_change", ref)
 
     def get_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> TrainBatch:

@@ -23,6 +23,10 @@ class DataPlane(Protocol):
         Raises BufferStateError if the group is there already."""
         ...
 
+    def check_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> None:
+        """Raises what ``put_field`` would raise; changes nothing."""
+        ...
+
     def put_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> bool:
         """Add a derived field for some of the group's rows, by their position. Returns whether this completed it:
         all rows came. Raises BufferStateError if a row was written before with other content."""
@@ -85,8 +89,8 @@ class LocalDataPlane:
         cells = {name: column if isinstance(column, Cell) else Cell.of(column) for name, column in columns.items()}
         self._groups[uid] = _Stored(list(row_ids), cells, sizes)
 
-    def put_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> bool:
-        """See ``DataPlane.put_field``."""
+    def check_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> None:
+        """See ``DataPlane.check_field``."""
         group = self._group(uid)
         complete = group.cells.get(name)
         if complete is not None and complete.inline is None:
@@ -97,7 +101,12 @@ class LocalDataPlane:
                 raise BufferStateError(
                     f"field {name!r} of row {group.rows[position]} was written before, with other content"
                 )
-        if complete is not None:
+
+    def put_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> bool:
+        """See ``DataPlane.put_field``."""
+        self.check_field(uid, name, rows)
+        group = self._group(uid)
+        if name in group.cells:
             return False
         merged = group.partial.setdefault(name, {})
         merged.update(rows)

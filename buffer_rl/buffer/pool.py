@@ -122,16 +122,18 @@ class DataPool:
         if len(set(row_ids)) != len(row_ids):
             raise BufferStateError("a row is named twice", where=self.task)
         place = [None if row.uid in self._gone else (row.uid, self._position(row)) for row in row_ids]
+        writes: dict[tuple[GroupUid, str], dict[int, np.ndarray]] = {}
         for name, column in columns.items():
             if len(column) != len(row_ids):
                 raise BufferStateError(f"field {name!r} has {len(column)} rows for {len(row_ids)} ids", where=self.task)
-            by_group: dict[GroupUid, dict[int, np.ndarray]] = {}
             for where, value in zip(place, column, strict=True):
                 if where is not None:
-                    by_group.setdefault(where[0], {})[where[1]] = value
-            for uid, rows in by_group.items():
-                if self._plane.put_field(uid, name, rows):
-                    self._offer(uid)
+                    writes.setdefault((where[0], name), {})[where[1]] = value
+        for (uid, name), rows in writes.items():
+            self._plane.check_field(uid, name, rows)
+        for (uid, name), rows in writes.items():
+            if self._plane.put_field(uid, name, rows):
+                self._offer(uid)
 
     # -- reading while it fills ----------------------------------------------------------------------
 
@@ -160,11 +162,14 @@ class DataPool:
         return reader.offer_again(lost)
 
     def plan_rows(self, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> BatchPlan:
-        """Rows of the pool in the given order, with ``fields``, or with all that every one of their groups has.
+        """Rows of the pool in the given order, with ``fields``, or with all that every one of their groups has. Rows of
+        a group that the step was closed without are left out: whoever was handed them could not know.
 
         Raises BufferStateError for a row of another task and for a field that is not there."""
         slices: list[tuple[GroupUid, list[RowId]]] = []
         for row in row_ids:
+            if row.uid in self._gone:
+                continue
             self._position(row)
             if slices and slices[-1][0] == row.uid:
                 slices[-1][1].append(row)
@@ -262,9 +267,9 @@ class DataPool:
                 self._offer(uid)
         if reader.fields != request.fields or reader.is_final != request.is_final:
             raise BufferStateError(
-                f"the task {request.reader!r} asked for other fields before",
+                f"the task {request.reader!r} asked for other fields, or as another kind of reader, before",
                 where=self.task,
-                expected=str(sorted(reader.fields)),
+                expected=f"{sorted(reader.fields)}, is_final {reader.is_final}",
             )
         return reader
 

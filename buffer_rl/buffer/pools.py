@@ -25,6 +25,7 @@ class Pools:
         self._planes = {False: plane, True: eval_plane}
         self._pools: dict[str, DataPool] = {}
         self._cleared: deque[str] = deque(maxlen=REMEMBERED)
+        self._empty: deque[str] = deque(maxlen=REMEMBERED)  # closed without a group
         self.revision = 0
 
     def __contains__(self, task: str) -> bool:
@@ -37,8 +38,9 @@ class Pools:
         """A rollout started."""
         plane = self._planes[ticket.evaluation]
         self._pools[ticket.task] = DataPool(ticket.rollout_id, ticket.task, plane, ticket.num_groups)
-        if ticket.task in self._cleared:
-            self._cleared.remove(ticket.task)
+        for gone in (self._cleared, self._empty):
+            if ticket.task in gone:
+                gone.remove(ticket.task)
 
     def check(
         self, uid: GroupUid, row_ids: Sequence[RowId], columns: Mapping[str, Column | Cell], sizes: RowSizes | None
@@ -81,6 +83,7 @@ class Pools:
         else:
             del self._pools[ticket.task]
             self._cleared.append(ticket.task)
+            self._empty.append(ticket.task)
         for uid in surplus:
             plane.drop(uid)
         self.revision += 1
@@ -103,7 +106,9 @@ class Pools:
         self.revision += 1
 
     def get_meta(self, task: str, request: ReadRequest) -> RowsMeta:
-        """See ``DataPool.get_meta``."""
+        """See ``DataPool.get_meta``. A rollout that ended without a group has no rows; why is in its report."""
+        if task in self._empty:
+            return RowsMeta(task=task, row_ids=[], ended=True, revision=self.revision)
         return self.of(task).get_meta(request, self.revision)
 
     def offer_again(self, task: str, reader: str) -> int:

@@ -65,7 +65,9 @@ class Reader:
 
     def withdraw(self, uids: Iterable[GroupUid]) -> None:
         """These groups left the pool."""
-        for uid in uids:
+        gone = set(uids)
+        self._sampler.withdraw(gone)
+        for uid in gone:
             self._offered.pop(uid, None)
             self._ready.pop(uid, None)
             self._handed.pop(uid, None)

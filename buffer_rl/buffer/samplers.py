@@ -7,7 +7,7 @@ takes from its front, so that a call costs as much as it hands out, however many
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -55,6 +55,10 @@ class Sampler(Protocol):
         """Whether groups that left ``ready`` still wait for the request's rank."""
         ...
 
+    def withdraw(self, uids: Collection[GroupUid]) -> None:
+        """These groups left the pool."""
+        ...
+
 
 class GroupSampler:
     """Groups in the order in which they became ready, to whoever asks first: as many as fit into the rows asked for,
@@ -77,6 +81,9 @@ class GroupSampler:
         """See ``Sampler.holds_back``."""
         return False
 
+    def withdraw(self, uids: Collection[GroupUid]) -> None:
+        """See ``Sampler.withdraw``."""
+
 
 @dataclass(slots=True)
 class BalancedSampler:
@@ -91,16 +98,23 @@ class BalancedSampler:
 
     def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
         """See ``Sampler.take``."""
-        number = self._next_deal.get(request.dp_rank, 0)
-        if number == len(self._deals) and not self._deal(ready, request, closed):
-            return []
-        self._next_deal[request.dp_rank] = number + 1
-        return self._deals[number][request.dp_rank]
+        rank = request.dp_rank
+        number = self._next_deal.get(rank, 0)
+        while number < len(self._deals) or self._deal(ready, request, closed):
+            number += 1
+            self._next_deal[rank] = number
+            if part := self._deals[number - 1][rank]:
+                return part
+        return []
 
     def holds_back(self, request: Request) -> bool:
         """See ``Sampler.holds_back``."""
         later = self._deals[self._next_deal.get(request.dp_rank, 0) :]
         return any(deal[request.dp_rank] for deal in later)
+
+    def withdraw(self, uids: Collection[GroupUid]) -> None:
+        """See ``Sampler.withdraw``."""
+        self._deals = [[[uid for uid in part if uid not in uids] for part in deal] for deal in self._deals]
 
     def _deal(self, ready: Ready, request: Request, closed: bool) -> bool:
         chosen: list[ReadyGroup] = []

@@ -198,8 +198,8 @@ class BufferState:
         self._rollouts.adopt(rollout, list(rows))
 
     def close_rollout(self, ticket: Ticket) -> RolloutReport:
-        """Select the step's groups: the oldest finished ones. Surplus goes back to the queue as prompts; what was
-        leased and never mentioned again is rejected as ``unreported``."""
+        """Select the step's groups: those that a final reader was handed, then the oldest finished ones. Surplus goes
+        back to the queue as prompts; what was leased and never mentioned again is rejected as ``unreported``."""
         rollout = self._rollouts.of(ticket)
         pool = self._pools.of(ticket.task)
         chosen = self._rollouts.choose(rollout, pool.pinned())

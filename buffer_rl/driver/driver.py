@@ -304,7 +304,9 @@ class Driver:
             try:
                 answer = self._runtime.result(ended)
             except BufferRLError as error:
+                died_at = self._runtime.now()
                 successor = self._roles.replace(ended, error, self._buffer)
+                deadline += self._runtime.now() - died_at  # the task may have been answered long ago
                 if ended is task:
                     task = successor
                 continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.cluster.resources import train_gpus
+from buffer_rl.cluster.resources import role_gpus
 from buffer_rl.driver.role_calls import RolePlan
 from buffer_rl.driver.role_checks import needs_old_log_probs
 from buffer_rl.train.worker import RoleGroup, start_role
@@ -41,8 +41,11 @@ def role_plan(args: Any, rollouts_use_engine: bool) -> RolePlan:
 def start_roles(args: Any, plan: RolePlan, args_text: str, buffer: Any, log_dir: str) -> dict[str, RoleGroup]:
     """Start the roles with processes of their own."""
     counts = _worker_counts(args)
-    gpus = {"ref": train_gpus(args), "actor_fwd": train_gpus(args), "advantages": 0.0}
-    return {role: start_role(role, counts[role], args, args_text, buffer, log_dir, gpus[role]) for role in plan.own}
+    gpus = role_gpus(args)
+    return {
+        role: start_role(role, counts[role], args, args_text, buffer, log_dir, 0.0 if role == "advantages" else gpus)
+        for role in plan.own
+    }
 
 
 def _worker_counts(args: Any) -> dict[str, int]:

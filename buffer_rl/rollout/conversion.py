@@ -154,6 +154,8 @@ def checked_columns(answer: object, samples: Sequence[Sample], where: str) -> di
                 where=where,
                 expected="response_length from 1 to the number of tokens, and a loss_mask of that length",
             )
+        if not np.isin(mask, (0.0, 1.0)).all():  # losses are divided by the number of unmasked tokens
+            raise RolloutError("a loss_mask holds something else", where=where, expected="0 or 1 for each token")
     return columns
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from buffer_rl.buffer.pool import DERIVED_FIELDS
 from buffer_rl.contracts import Trainer
 from buffer_rl.train.stages import SAMPLED_FIELDS, Stage
 from buffer_rl.types import Column, TrainBatch
@@ -17,6 +18,9 @@ STREAMED_GROUPS = 4
 """Groups that a role works on at a time, where that many are ready: larger passes are cheaper, but the last one
 starts only when the one before has ended."""
 
+ROLLOUT_GRACE_S = 120.0
+"""A rollout ends within ``--rollout-timeout-s`` and twice the grace that a user's rollout function has (30 s)."""
+
 LogProbs = Callable[[str, TrainBatch], list[np.ndarray]]
 """``(model, batch) -> rows`` with the model ``ref`` or ``actor``; see ``Trainer.log_probs``."""
 
@@ -26,6 +30,11 @@ class GradientTrainer(Trainer, Protocol):
 
     def accumulate(self, batch: TrainBatch) -> None: ...
     def finish_accumulation(self, total_rows: int, total_tokens: int) -> dict[str, float]: ...
+
+
+def longest_wait(args: Any) -> float:
+    """Seconds that a role waits for a group: longer than any rollout may take, whose own error says more."""
+    return float(args.rollout_timeout_s) + ROLLOUT_GRACE_S
 
 
 def rows_per_batch(args: Any) -> int:
@@ -43,14 +52,18 @@ def log_prob_stage(name: str, models: Sequence[str], log_probs: LogProbs) -> Sta
     return Stage(name=name, needs=SAMPLED_FIELDS, produces=produces, compute=compute)
 
 
-def advantage_stage(compute_advantages: Callable[[TrainBatch], None]) -> Stage:
-    """Advantages and returns of each group; ``compute_advantages`` sets them as columns, and needs one group alone."""
+def advantage_stage(compute_advantages: Callable[[TrainBatch], None], given: frozenset[str] = frozenset()) -> Stage:
+    """Advantages and returns of each group; ``compute_advantages`` sets them as columns, and needs one group alone.
+
+    given: fields that other roles add, waited for. Of others it sees none, whatever is there by chance."""
 
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
+        for name in DERIVED_FIELDS - given:
+            batch.columns.pop(name, None)
         compute_advantages(batch)
         return {name: batch.columns[name] for name in sorted(ADVANTAGE_FIELDS)}
 
-    return Stage(name="advantages", needs=SAMPLED_FIELDS, produces=ADVANTAGE_FIELDS, compute=compute)
+    return Stage(name="advantages", needs=SAMPLED_FIELDS | given, produces=ADVANTAGE_FIELDS, compute=compute)
 
 
 def gradient_stage(trainer: GradientTrainer, models: Sequence[str], given: frozenset[str]) -> Stage:

@@ -24,7 +24,14 @@ from buffer_rl.errors import TrainError
 from buffer_rl.observe.work import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
-from buffer_rl.train.duties import FIELD_OF_MODEL, GradientTrainer, gradient_stage, log_prob_stage, rows_per_batch
+from buffer_rl.train.duties import (
+    FIELD_OF_MODEL,
+    GradientTrainer,
+    gradient_stage,
+    log_prob_stage,
+    longest_wait,
+    rows_per_batch,
+)
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.train.stages import run_stage
 from buffer_rl.train.steps import require_old_log_probs, train_steps
@@ -103,7 +110,7 @@ class TrainRank:
             self._buffer,
             rollout_id,
             rows_per_batch=rows_per_batch(self._args),
-            timeout_s=self._args.rollout_timeout_s,
+            timeout_s=longest_wait(self._args),
         )
 
     def finish_stream(self, rollout_id: int) -> dict[str, float]:
@@ -167,12 +174,13 @@ def combine_metrics(method: str, answers: list[Any]) -> Any:
     if method not in ("train", "finish_stream"):
         return answers[0]
     metrics: dict[str, float] = {}
-    for name, value in answers[0].items():
-        kind, _, rest = name.partition("/")
-        if kind == "sum":
-            metrics[f"train/{rest}"] = sum(answer[name] for answer in answers)
-        else:
-            metrics[f"train/{name}"] = value
+    for answer in answers:
+        for name, value in answer.items():
+            kind, _, rest = name.partition("/")
+            if kind == "sum":  # absent where a rank was handed no rows
+                metrics[f"train/{rest}"] = metrics.get(f"train/{rest}", 0.0) + value
+            else:
+                metrics.setdefault(f"train/{name}", value)
     return metrics
 
 

@@ -64,7 +64,7 @@ def run_stage(stage: Stage, store: FieldStore, rollout_id: int, *, rows_per_batc
         num_rows=rows_per_batch,
         is_final=stage.is_final,
     )
-    dataset = StreamingDataset(store, request, timeout_s=timeout_s)
+    dataset = StreamingDataset(store, request, timeout_s=timeout_s, replay=False)
     dataset.step(rollout_id)
     report = WorkReport()
     for batch in dataset:

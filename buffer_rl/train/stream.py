@@ -38,7 +38,8 @@ class StreamingDataset(IterableDataset[TrainBatch]):
     rollout ask the Buffer once. Call ``step`` to go on to the next rollout.
 
     request: who reads what (see ``buffer_rl.buffer.pool.ReadRequest``). fields: what each batch has; all where None.
-    timeout_s: longest wait for one batch. ``generation`` is that of the newest batch (see ``RowsMeta``).
+    timeout_s: longest wait for one batch. replay: keep the batches for a second pass.
+    ``generation`` is that of the newest batch (see ``RowsMeta``).
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class StreamingDataset(IterableDataset[TrainBatch]):
         *,
         timeout_s: float,
         fields: Sequence[str] | None = None,
+        replay: bool = True,
     ) -> None:
+        self._replay = replay
         self._source = source
         self._request = request
         self._fields = fields
@@ -75,7 +78,10 @@ class StreamingDataset(IterableDataset[TrainBatch]):
                 return
             self.generation = meta.generation
             batch = self._source.get_fields(self._task, meta.row_ids, self._fields)
-            self._seen.append(batch)
+            if not len(batch):  # the step was closed without these groups in between
+                continue
+            if self._replay:
+                self._seen.append(batch)
             yield batch
 
 

@@ -62,7 +62,9 @@ class TorchTrainer:
         if args.use_kl_loss and not args.num_ref_workers:
             self._ref = self._load_ref()
         self._optimizer = Optimizer(args, self._actor, world_size)
-        self._unscaled = UnscaledShares(args.loss_agg_mode)
+        self._unscaled = UnscaledShares(
+            args.loss_agg_mode, "--stream-gradients" if args.stream_gradients else "--deterministic"
+        )
         self._asleep = False
         if world_size > 1:
             _join_process_group(args, rank, world_size, self._device)

@@ -22,9 +22,13 @@ ENDLESS = cast(int, math.inf)
 
 
 class UnscaledShares:
-    """Sums of one step's losses and metrics, kept apart by the total that they are divided by."""
+    """Sums of one step's losses and metrics, kept apart by the total that they are divided by.
 
-    def __init__(self, agg_mode: str) -> None:
+    where: the flag that asks for it, for messages.
+    """
+
+    def __init__(self, agg_mode: str, where: str = "--stream-gradients") -> None:
+        self._where = where
         self._by_tokens = agg_mode == "token-mean"
         self._sums: dict[str, list[torch.Tensor]] = {}
 
@@ -39,9 +43,10 @@ class UnscaledShares:
         if rest != 0.0 and math.isfinite(rest):  # what is not finite shows in the gradient
             raise ConfigError(
                 f"the loss divides by the {'rows' if self._by_tokens else 'tokens'} of the step as well",
-                where="--stream-gradients",
+                where=self._where,
                 expected=f"division by its {'tokens' if self._by_tokens else 'rows'} alone, as --loss-agg-mode says",
-                hint="aggregate every term with buffer_rl.algo.aggregation.aggregate and args.loss_agg_mode",
+                hint="aggregate every term with buffer_rl.algo.aggregation.aggregate and args.loss_agg_mode, or take "
+                "@scoped('group') from the loss",
             )
         self._add(by_rows, by_tokens)
         return cast(torch.Tensor, kept.loss)
@@ -61,7 +66,7 @@ class UnscaledShares:
 
     def _add(self, by_rows: LossOutputs, by_tokens: LossOutputs) -> None:
         if set(by_rows.metrics) != set(by_tokens.metrics):
-            raise TrainError("the loss returned other metrics for other totals", where="--stream-gradients")
+            raise TrainError("the loss returned other metrics for other totals", where=self._where)
         for name in by_rows.metrics:
             pair = [torch.as_tensor(outputs.metrics[name]).detach().double() for outputs in (by_rows, by_tokens)]
             known = self._sums.get(name)

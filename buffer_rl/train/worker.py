@@ -9,6 +9,7 @@ died is replaced, and what it was handed and did not write is handed out once mo
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +25,7 @@ from buffer_rl.errors import TrainError, WorkerDiedError
 from buffer_rl.observe.work import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.train import model as models
-from buffer_rl.train.duties import advantage_stage, log_prob_stage, rows_per_batch
+from buffer_rl.train.duties import advantage_stage, log_prob_stage, longest_wait, rows_per_batch
 from buffer_rl.train.log_probs import batch_log_probs
 from buffer_rl.train.model_factory import ModelFactory
 from buffer_rl.train.objective import Objective
@@ -49,6 +50,7 @@ class RoleWorker:
         self._model: Any = None
         torch.set_num_threads(self._args.num_train_threads)
         if self._args.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrix is multiplied
             torch.use_deterministic_algorithms(True)
         if role in MODEL_OF_ROLE:
             ref_path = self._args.ref_load if role == "ref" else None
@@ -80,7 +82,7 @@ class RoleWorker:
             self._buffer,
             rollout_id,
             rows_per_batch=rows_per_batch(self._args),
-            timeout_s=self._args.rollout_timeout_s,
+            timeout_s=longest_wait(self._args),
         )
 
     def _load(self, path: str | None, flag: str) -> None:
@@ -90,7 +92,9 @@ class RoleWorker:
     def _make_stage(self) -> Stage:
         args = self._args
         if self._role == "advantages":
-            return advantage_stage(Objective(args, self._registry).compute_advantages)
+            counts = {"ref_log_probs": args.num_ref_workers, "old_log_probs": args.num_actor_fwd_workers}
+            given = frozenset(name for name, count in counts.items() if count)
+            return advantage_stage(Objective(args, self._registry).compute_advantages, given)
         temperature = loss_temperature(args)
         return log_prob_stage(
             self._role,

@@ -122,7 +122,7 @@ def test_the_last_deal_may_leave_a_rank_without_rows_and_then_it_has_ended() -> 
 def test_a_task_that_asks_for_other_fields_than_before_is_refused() -> None:
     p = Pool()
     p.read("ref")
-    with pytest.raises(BufferStateError, match="'ref' asked for other fields before"):
+    with pytest.raises(BufferStateError, match="'ref' asked for other fields, or as another kind of reader, before"):
         p.read("ref", SAMPLED | {"reward"})
 
 
@@ -362,3 +362,56 @@ def test_a_reader_of_many_finished_groups_is_told_the_end_only_after_the_last_fi
     p.put(uids[4], "ref_log_probs")
     assert groups_in(p.read("train", wanted)) == [4]
     assert p.read("train", wanted).ended
+
+
+def test_a_refused_write_changes_no_field_of_any_group() -> None:
+    p = Pool()
+    first, second = p.add(1), p.add(2)
+    p.put(second, "ref_log_probs", 1.0)
+    rows = [*p.plane.rows(first), *p.plane.rows(second)]
+    zeros = [np.zeros(2, dtype=np.float32)] * 4
+    with pytest.raises(BufferStateError, match="with other content"):
+        p.pool.put_fields(rows, {"ref_log_probs": zeros})
+    with pytest.raises(BufferStateError, match="has 1 rows for 4 ids"):
+        p.pool.put_fields(rows, {"old_log_probs": zeros, "advantages": zeros[:1]})
+    assert p.plane.cells(first).keys() == SAMPLED
+    assert p.plane.cells(second).keys() == SAMPLED | {"ref_log_probs"}
+
+
+def test_a_group_that_the_step_was_closed_without_is_left_out_of_what_a_reader_was_handed() -> None:
+    p = Pool()
+    kept, surplus = p.add(1), p.add(2)
+    handed = p.read("ref").row_ids
+    p.pool.select([kept])
+    p.plane.drop(surplus)
+    assert assemble(p.pool.plan_rows(handed)).row_ids == rows_of(kept, 2)
+
+
+def test_a_balanced_reader_is_dealt_nothing_that_left_the_pool() -> None:
+    p = Pool()
+    uids = [p.add(row, 1) for row in (5, 4, 3, 2)]
+    ranks: Any = {"sampler": "balanced", "dp_size": 2}
+    dealt = groups_in(p.read("train", num_rows=2, dp_rank=0, **ranks))
+    gone = next(uid for uid in uids if uid.row not in dealt)  # waits for rank 1
+    p.pool.select([uid for uid in uids if uid != gone])
+    p.plane.drop(gone)
+    others = groups_in(p.read("train", num_rows=2, dp_rank=1, **ranks))
+    assert sorted([*dealt, *others, gone.row]) == [2, 3, 4, 5]
+
+
+def test_a_balanced_reader_whose_part_is_empty_gets_the_next_one_at_once() -> None:
+    p = Pool()
+    uids = [p.add(row, 1) for row in (5, 4, 3)]
+    wanted = SAMPLED | {"ref_log_probs"}
+
+    def ask(rank: int) -> list[int]:
+        return groups_in(p.read("train", wanted, num_rows=1, sampler="balanced", dp_rank=rank, dp_size=2))
+
+    assert ask(0) == []
+    p.pool.select(uids)
+    p.put(uids[0], "ref_log_probs")
+    found = [ask(0)]
+    for uid in uids[1:]:
+        p.put(uid, "ref_log_probs")
+    found += [ask(0), ask(1)]
+    assert sorted(row for part in found for row in part) == [3, 4, 5]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from buffer_rl.buffer.cells import column_bytes
 from buffer_rl.errors import RolloutError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.conversion import GroupConverter
@@ -201,10 +202,16 @@ def test_a_conversion_of_the_user_makes_the_columns(kit: Any) -> None:
     assert columns["tokens"][1].dtype == np.int32
     assert columns["reward"].tolist() == [3.0, 4.0]
     assert columns["note"] == ["x", "x"]
+    assert column_bytes(columns["note"]) > 0, "what decides whether it stays in the Buffer takes plain values too"
 
 
 @pytest.mark.parametrize(
-    ("function", "words"), [("no_loss_mask", "at least loss_mask"), ("wrong_mask", "a loss_mask of 2")]
+    ("function", "words"),
+    [
+        ("no_loss_mask", "at least loss_mask"),
+        ("wrong_mask", "a loss_mask of 2"),
+        ("weighted_mask", "loss_mask holds something else"),
+    ],
 )
 def test_columns_that_cannot_be_trained_on_are_refused(kit: Any, function: str, words: str) -> None:
     with pytest.raises(RolloutError, match=words):

@@ -173,6 +173,10 @@ def wrong_mask(args, samples):
     return {**last_token_only(args, samples), "loss_mask": [[1, 1] for _ in samples]}
 
 
+def weighted_mask(args, samples):
+    return {**last_token_only(args, samples), "loss_mask": [[0.5] for _ in samples]}
+
+
 def rank_in_group(args, group):
     """Each sample's place in the order of the labels of its group; behaves as the first label says."""
     first = group[0].label

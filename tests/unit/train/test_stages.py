@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from buffer_rl.buffer.cells import assemble
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
 from buffer_rl.errors import DeadlineError, TrainError
+from buffer_rl.train.duties import advantage_stage
 from buffer_rl.train.stages import SAMPLED_FIELDS, Stage, run_stage
 from buffer_rl.train.stream import StreamingDataLoader, StreamingDataset
 from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
@@ -134,3 +136,61 @@ def test_a_later_pass_over_the_dataset_replays_the_batches_without_asking_again(
     assert [ids for ids, _ in first] == [ids for ids, _ in second] == [store.plane.rows(uid) for uid in uids]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
     assert [tokens.shape for _, tokens in first] == [(2, 4), (2, 5)]
+
+
+def test_a_group_that_leaves_between_being_handed_out_and_read_is_passed_over() -> None:
+    store = Store()
+    kept, surplus = store.add(1), store.add(2)
+
+    class Closing(Store):
+        """Closes the step after the second group was handed out, before it is read."""
+
+        def get_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> TrainBatch:
+            if row_ids[0].uid == surplus:
+                store.pool.select([kept])
+                store.plane.drop(surplus)
+            return super().get_fields(task, row_ids, fields)
+
+    closing = Closing()
+    closing.plane, closing.pool = store.plane, store.pool
+    report = run_stage(REF, closing, 0, rows_per_batch=2, timeout_s=1.0)
+    assert report.num_rows == 2
+    assert [span.num_rows for span in report.spans] == [2]
+
+
+def test_the_advantages_of_a_group_do_not_depend_on_what_else_is_there_by_chance() -> None:
+    def estimator(batch: TrainBatch) -> None:
+        penalty = 1.0 if "ref_log_probs" in batch.columns else 0.0
+        advantages = [np.full(2, reward - penalty, dtype=np.float32) for reward in batch.columns["reward"]]
+        batch.columns["advantages"] = batch.columns["returns"] = advantages
+
+    for given, expected in ((frozenset[str](), [1.0, -1.0]), (frozenset({"ref_log_probs"}), [0.0, -2.0])):
+        for early in (True, False):
+            store = Store()
+            uid = store.add(1)
+
+            def write(store: Store = store, uid: GroupUid = uid) -> None:
+                zeros = [np.zeros(2, dtype=np.float32)] * 2
+                store.pool.put_fields(store.plane.rows(uid), {"ref_log_probs": zeros})
+
+            if early:
+                write()
+            store.later = [*([] if early else [write]), lambda s=store, u=uid: s.pool.select([u])]
+            run_stage(advantage_stage(estimator, given), store, 0, rows_per_batch=8, timeout_s=1.0)
+            column = store.plane.cells(uid)["advantages"].inline
+            assert column is not None
+            assert [row[0] for row in column] == expected
+
+
+def test_a_stage_holds_no_batch_that_it_has_worked_on() -> None:
+    store, alive = Store(), []
+    uids = [store.add(row) for row in range(6)]
+    store.pool.select(uids)
+
+    def compute(batch: TrainBatch) -> dict[str, Column]:
+        alive.append(weakref.ref(batch.columns["reward"]))
+        assert sum(ref() is not None for ref in alive) <= 2  # this one, and the one that the loop's name still has
+        return doubled(batch)
+
+    stage = Stage(name="ref", needs=SAMPLED_FIELDS, produces=frozenset({"ref_log_probs"}), compute=compute)
+    assert run_stage(stage, store, 0, rows_per_batch=1, timeout_s=1.0).num_rows == 12
