@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.config import compose, flag_of, plugin_kind_of
+from buffer_rl.contracts import Scope, scope_of
 from buffer_rl.data.custom import CustomSource
 from buffer_rl.data.delivery import DeliveryRequest
 from buffer_rl.errors import PluginError
@@ -63,7 +64,11 @@ def test_every_flag_of_a_kind_is_an_option_of_that_kind() -> None:
 
 
 def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
-    reward, source, hooks = blocks("python")
+    reward, scope, stream, source, hooks = blocks("python")
+    names: dict[str, Any] = {}
+    exec(scope, names)
+    assert scope_of(names["centred"]) is Scope.GROUP
+    compile(stream, "a trainer of your own", "exec")
     place.write("my_reward.py", reward)
     place.write("my_source.py", source)
     place.write("my_hooks.py", hooks)
