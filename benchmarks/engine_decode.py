@@ -111,6 +111,8 @@ def run_http(folder: str, items: list[Item], batch: int) -> float:
         hf_checkpoint=folder,
         router_url=None,
         engine_urls=[],
+        engine_api_key=None,
+        trust_remote_code=False,
         rollout_num_engines=1,
         engine_device="cpu",
         engine_dtype="float32",

@@ -18,16 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from buffer_rl.checkpoint_manifest import MANIFEST, Manifest, manifest_content, parse_manifest
 from buffer_rl.errors import BufferRLError, CheckpointError
 from buffer_rl.redaction import mask_url
 from buffer_rl.remote import is_remote, local_path
-from buffer_rl.remote_checkpoint import FOLDER_KEY, RemoteFolder
+from buffer_rl.remote_checkpoint import RemoteFolder
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 _STEP_NAME = re.compile(r"step_(\d{6,})")
+_REPLACED_NAME = re.compile(r"\.(step_(\d{6,}))\.replaced")
 _HASH_BLOCK = 1 << 20
 
 
@@ -38,16 +36,6 @@ class Checkpoint:
     folder: Path
     step: int
     facts: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a manifest says. files: size in bytes and SHA-256 by name. folder: where they are, beside the manifest."""
-
-    step: int
-    facts: Mapping[str, Any]
-    files: Mapping[str, tuple[int, str]]
-    folder: str = ""
 
 
 def write_checkpoint(root: str | Path, step: int, fill: Callable[[Path], None], facts: Mapping[str, Any]) -> Path:
@@ -116,6 +104,32 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(folder=folder, step=manifest.step, facts=manifest.facts)
 
 
+def checkpoints_at(path: str | Path) -> list[Path]:
+    """The checkpoint ``path``, or all of those in this folder, the oldest first. Raises CheckpointError if there is
+    none."""
+    folder = Path(local_path(str(path)))
+    if not folder.is_dir():
+        raise CheckpointError("there is no such folder", where=str(folder))
+    if (folder / MANIFEST).exists() or _STEP_NAME.fullmatch(folder.name):
+        return [folder]
+    return [chosen for _, chosen in sorted(_steps(folder, where=str(folder)).items())]
+
+
+def damaged_files(folder: Path) -> list[CheckpointError]:
+    """What is wrong with each file of one checkpoint, the manifest included; empty where it is whole."""
+    try:
+        manifest = _read_manifest(folder)
+    except CheckpointError as error:
+        return [error]
+    found = []
+    for name, (size, sha256) in manifest.files.items():
+        try:
+            _verify(folder / manifest.folder / name, size, sha256)
+        except CheckpointError as error:
+            found.append(error)
+    return found
+
+
 def _chosen(path: str | Path) -> Path:
     chosen = Path(local_path(str(path)))
     if not chosen.is_dir():
@@ -126,26 +140,9 @@ def _chosen(path: str | Path) -> Path:
 def _read_manifest(chosen: Path) -> Manifest:
     where = chosen / MANIFEST
     try:
-        return _parse(where.read_bytes(), str(where))
+        return parse_manifest(where.read_bytes(), str(where))
     except OSError as error:
         raise CheckpointError(f"the manifest cannot be read: {error}", where=str(where)) from error
-
-
-def _parse(content: bytes, where: str) -> Manifest:
-    try:
-        manifest = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
-        raise CheckpointError(f"the manifest cannot be read: {error}", where=where) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError("the manifest is of another format", where=where, expected=f"format {FORMAT}")
-    try:
-        files = {name: (int(file["size"]), str(file["sha256"])) for name, file in dict(manifest["files"]).items()}
-        folder = str(manifest.get(FOLDER_KEY, ""))
-        if any(path.startswith("/") or ".." in path.split("/") for path in (folder, *files)):
-            raise ValueError("a path leads out of the checkpoint")
-        return Manifest(step=int(manifest["step"]), facts=dict(manifest["facts"]), files=files, folder=folder)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the manifest is damaged: {error!r}", where=where) from error
 
 
 def _newest_remote(remote: RemoteFolder) -> tuple[str, Manifest]:
@@ -154,12 +151,12 @@ def _newest_remote(remote: RemoteFolder) -> tuple[str, Manifest]:
     A folder without manifest, or with one that was cut off while it was written, is an upload that did not end.
     """
     if content := remote.manifest():
-        return "", _parse(content, remote.where(MANIFEST))
+        return "", parse_manifest(content, remote.where(MANIFEST))
     steps = {int(match[1]): name for name in remote.names() if (match := _STEP_NAME.fullmatch(name))}
     for step in sorted(steps, reverse=True):
         content = remote.manifest(steps[step])
         if content and content.rstrip().endswith(b"}"):
-            return steps[step], _parse(content, remote.where(steps[step], MANIFEST))
+            return steps[step], parse_manifest(content, remote.where(steps[step], MANIFEST))
     raise CheckpointError(
         "the folder holds no checkpoint",
         where=f"--load {remote.where()}",
@@ -196,12 +193,20 @@ def _temporary_folder(base: Path, prefix: str, *, replaces: Path | None = None) 
 
 
 def _newest(root: Path) -> Path:
-    steps = {int(match[1]): child for child in root.iterdir() if (match := _STEP_NAME.fullmatch(child.name))}
+    steps = _steps(root, where=f"--load {root}")
+    return steps[max(steps)]
+
+
+def _steps(root: Path, where: str) -> dict[int, Path]:
+    children = list(root.iterdir())
+    # A run that was killed between the two renames of ``_swap`` left the earlier checkpoint of the step, whole, there.
+    steps = {int(match[2]): child for child in children if (match := _REPLACED_NAME.fullmatch(child.name))}
+    steps |= {int(match[1]): child for child in children if (match := _STEP_NAME.fullmatch(child.name))}
     if not steps:
         raise CheckpointError(
-            "the folder holds no checkpoint", where=f"--load {root}", expected=f"folders step_NNNNNN with a {MANIFEST}"
+            "the folder holds no checkpoint", where=where, expected=f"folders step_NNNNNN with a {MANIFEST}"
         )
-    return steps[max(steps)]
+    return steps
 
 
 def _verify(path: Path, size: int, sha256: str, where: str = "") -> None:
@@ -219,9 +224,8 @@ def _seal(folder: Path, step: int, facts: Mapping[str, Any]) -> None:
     files = {}
     for path in sorted(child for child in folder.rglob("*") if child.is_file()):
         _sync(path)
-        files[str(path.relative_to(folder))] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-    manifest = {"format": FORMAT, "step": step, "facts": dict(facts), "files": files}
-    (folder / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+        files[str(path.relative_to(folder))] = (path.stat().st_size, _sha256(path))
+    (folder / MANIFEST).write_bytes(manifest_content(step, facts, files))
     _sync(folder / MANIFEST)
     for directory in (*(child for child in folder.rglob("*") if child.is_dir()), folder):
         _sync(directory)
@@ -242,8 +246,8 @@ def _replaced(target: Path) -> Path:
 
 def _swap(temporary: Path, target: Path) -> None:
     old = _replaced(target)
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
+    if target.exists():  # else ``old``, if it is there, is the one checkpoint of the step until the next rename
+        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     temporary.rename(target)
     _sync(target.parent)

@@ -51,9 +51,10 @@ def scope_of(function: object) -> Scope:
 class RolloutBuffer(Protocol):
     """What a rollout function receives as ``buffer``. Every method has an ``a``-prefixed asynchronous twin.
 
-    A group that ``get_samples`` leased ends in one of four ways: ``finish`` (it will be trained on or
-    evaluated), ``reject`` (it is dropped, with a reason), ``add_samples`` (it goes back to the queue), or it
-    is never mentioned again, and is then rejected as ``unreported``.
+    A group that ``get_samples`` leased ends in one of five ways: ``finish`` (it will be trained on or
+    evaluated), ``reject`` (it is dropped, with a reason), ``quarantine`` (it failed by itself, and is dropped for
+    good), ``add_samples`` (it goes back to the queue), or it is never mentioned again, and is then rejected as
+    ``unreported``.
     """
 
     @property
@@ -80,6 +81,15 @@ class RolloutBuffer(Protocol):
         """Drop a leased group; the reason is counted and shown."""
         ...
 
+    def quarantine(self, group: SampleGroup, reason: str) -> None:
+        """Drop a leased group that fails by itself, for good; the ledger keeps the reason."""
+        ...
+
+    def count_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
+        """Count a failed attempt at a group as ``infra`` or ``data``. Returns how many of its kind the run had, and
+        how many of them this group had."""
+        ...
+
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""
         ...
@@ -96,6 +106,8 @@ class RolloutBuffer(Protocol):
     async def aadd_samples(self, groups: Sequence[SampleGroup]) -> None: ...
     async def afinish(self, group: SampleGroup) -> None: ...
     async def areject(self, group: SampleGroup, reason: str) -> None: ...
+    async def aquarantine(self, group: SampleGroup, reason: str) -> None: ...
+    async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]: ...
     async def aget_buffer_length(self) -> int: ...
     async def aget_metadata(self) -> dict[str, Any]: ...
     async def aupdate_metadata(self, metadata: Mapping[str, Any]) -> None: ...
@@ -319,7 +331,10 @@ class Trainer(Protocol):
         ...
 
     def optimizer_step(self) -> dict[str, float]:
-        """Reduce over ranks, clip, step, zero the gradients. Metrics: ``grad_norm``, ``lr``."""
+        """Reduce over ranks, clip, step, zero the gradients. Metrics: ``grad_norm``, ``lr``.
+
+        Raises NonFiniteError, on every rank or on none and with nothing changed, if a loss or the gradient is not
+        finite: the step is then left out (``--max-non-finite-steps``)."""
         ...
 
     def export_buckets(self) -> Iterator[dict[str, Any]]:

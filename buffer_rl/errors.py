@@ -11,8 +11,10 @@ class BufferRLError(Exception):
 
     ``what`` says what is wrong; ``where`` names the file, line, flag or actor; ``expected`` says what
     would have been right; ``hint`` says what to do next. The object survives pickling, so that an error
-    raised in a Ray worker reads the same in the driver.
+    raised in a Ray worker reads the same in the driver. ``status`` is that of the HTTP answer behind it, if any.
     """
+
+    status: int | None = None
 
     def __init__(self, what: str, *, where: str = "", expected: str = "", hint: str = "") -> None:
         super().__init__(what)
@@ -46,6 +48,10 @@ class BufferStateError(BufferRLError):
     """A request that the Buffer must refuse: a late report, an unknown uid, a double commit."""
 
 
+class BufferRestartedError(BufferStateError):
+    """What the request names was lost with an earlier Buffer process: the rollout is produced again."""
+
+
 class RolloutError(BufferRLError):
     """A rollout function failed or returned something that cannot be trained on."""
 
@@ -62,6 +68,10 @@ class TrainError(BufferRLError):
     """A trainer failed, or its loss or gradient is not finite."""
 
 
+class NonFiniteError(TrainError):
+    """A loss or a gradient is not finite; the parameters and the optimizer's state are unchanged."""
+
+
 class CheckpointError(BufferRLError, ValueError):
     """A checkpoint is missing, damaged or of another run."""
 
@@ -76,3 +86,7 @@ class WorkerError(BufferRLError):
 
 class WorkerDiedError(WorkerError):
     """A worker process is gone. Where its work can be done again, it is replaced."""
+
+
+class PayloadLostError(WorkerError):
+    """Payloads in the object store are gone with the process that owned them: the rollout is produced again."""

@@ -17,6 +17,11 @@ _SECRET_NAME = re.compile(
 )
 
 
+def is_secret(name: str) -> bool:
+    """Whether the whole value of an option, field or header of this name is a secret."""
+    return _SECRET_NAME.search(name) is not None
+
+
 def mask_url(text: str) -> str:
     """``text`` without the secrets that a URL in it may hold: user and password, and every value of its query."""
     if "://" not in text:
@@ -32,5 +37,5 @@ def mask_secrets(value: Any, name: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [mask_secrets(item, name) for item in value]
     if isinstance(value, str):
-        return MASK if value and _SECRET_NAME.search(name) else mask_url(value)
+        return MASK if value and is_secret(name) else mask_url(value)
     return value

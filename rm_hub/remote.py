@@ -90,7 +90,9 @@ async def _post(session: aiohttp.ClientSession, url: str, payload: dict[str, Any
         if response.status in RETRIED:
             raise _PassingFailureError(f"HTTP {response.status}: {text:.200}")
         if response.status != 200:
-            raise RewardError(f"the reward server answered HTTP {response.status}: {text:.200}", where=place)
+            refusal = RewardError(f"the reward server answered HTTP {response.status}: {text:.200}", where=place)
+            refusal.status = response.status
+            raise refusal
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,5 +1,8 @@
 """The Buffer's process: one thread that owns the state, and a second one that answers health and progress.
 
+Ray starts it again when it dies. The new process reads the ledger: what was leased is pending again, the rollouts under
+way are lost and are told so (BufferRestartedError), and the driver has them produced again.
+
 Who waits for whom: callers wait for the state thread, with a deadline of their own; the state thread waits
 for nobody. User code never runs here.
 """
@@ -8,18 +11,22 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import orjson
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffer_rl.buffer.calls import CallLog
 from buffer_rl.buffer.feed import DeliveredFeed
-from buffer_rl.buffer.ledger import MemoryLedger
+from buffer_rl.buffer.ledger_file import FILE_NAME
+from buffer_rl.buffer.ledger_place import PID, LedgerPlace, new_ledger
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.sqlite_ledger import SqliteLedger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage.actor import PULLS, pull_payloads
 from buffer_rl.config import load_args
@@ -35,11 +42,14 @@ CHANGES = frozenset(
         "add_samples",
         "finish",
         "reject",
+        "quarantine",
+        "count_failure",
         "adopt",
         "close_rollout",
         "put_fields",
         "get_meta",
         "offer_again",
+        "abandon",
         "clear",
         "commit",
         "release",
@@ -73,24 +83,32 @@ STATE_FILE = "buffer.json"
 class BufferActor:
     """Hosts one ``BufferState``. Called through ``buffer_rl.buffer.client.BufferClient``."""
 
-    def __init__(self, args_text: str) -> None:
+    def __init__(self, args_text: str, place: LedgerPlace) -> None:
         args: Any = load_args(args_text)
         source: PromptDataSource | DeliveredFeed | None = None
         if args.data_source_path:  # it may read --prompt-data in its own way, and is not to be second-guessed
             source = DeliveredFeed(args.data_source_path)
         elif args.prompt_data:
             source = PromptDataSource(args)
+        # A trainer may have taken the step of what was selected: its commit comes, or the rollout's next ``generate``.
+        self._ledger = SqliteLedger(place.path, run=place.run, keep_selected=True)
+        restarted = self._ledger.recall(PID) is not None
+        self._ledger.remember(PID, str(os.getpid()))
+        for dataset in source.datasets if isinstance(source, PromptDataSource) else ():
+            self._ledger.set_num_rows(dataset.source_hash, len(dataset))
         self._state = BufferState(
             source,
-            ledger=MemoryLedger(),
+            ledger=self._ledger,
             plane=LocalDataPlane(),
             eval_plane=LocalDataPlane(),
             groups_per_step=args.rollout_batch_size,
             eval_groups=EvalSource(args).all_groups,
             rule=RequeueRule.from_args(args),
             max_staleness=None if args.debug_rollout_only else 0,  # that mode publishes no weights
+            restarted=restarted,
         )
         self._calls = CallLog()
+        self._busy_since: float | None = None
         self._changed = threading.Condition()
 
     def change(self, caller: str, sequence: int, method: str, *args: Any) -> Any:
@@ -99,9 +117,11 @@ class BufferActor:
             raise BufferStateError(f"the Buffer has no method {method!r} that changes state")
         target = self._load if method == "load" else getattr(self._state, method)
         revision = self._state.revision
+        self._busy_since = time.monotonic()
         try:
             return self._calls.once(caller, sequence, lambda: target(*args))
         finally:
+            self._busy_since = None
             if self._state.revision != revision:
                 with self._changed:
                     self._changed.notify_all()
@@ -115,11 +135,13 @@ class BufferActor:
     @ray.method(concurrency_group="health")
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display, answered even while the state thread works. Best effort: the counts may be
-        of two moments."""
+        of two moments. ``busy_s``: seconds that the state thread has worked on a change; ``pid``: of this process."""
+        since = self._busy_since
+        health = {"busy_s": 0.0 if since is None else time.monotonic() - since, "pid": os.getpid()}
         try:
-            return self._state.get_progress()
+            return health | self._state.get_progress()
         except RuntimeError:  # a dict changed while it was read: the next poll will do
-            return {}
+            return health
 
     @ray.method(concurrency_group="wait")
     def wait_change(self, revision: int, timeout_s: float) -> None:
@@ -133,6 +155,7 @@ class BufferActor:
         return pull_payloads(producer, keys, timeout_s)
 
     def _save(self, folder: str) -> None:
+        self._ledger.backup(Path(folder) / FILE_NAME)
         path = Path(folder) / STATE_FILE
         with path.open("wb") as file:
             file.write(orjson.dumps(self._state.state_dict()))
@@ -145,14 +168,28 @@ class BufferActor:
             state = orjson.loads(path.read_bytes())
         except (OSError, orjson.JSONDecodeError) as error:
             raise CheckpointError(f"the Buffer's state cannot be read: {error}", where=str(path)) from error
-        self._state.load_state_dict(state)
+        self._state.load_state_dict(state, lambda: self._ledger.restore(Path(folder) / FILE_NAME))
+        self._ledger.remember(PID, str(os.getpid()))
 
 
 def start_buffer(args_text: str) -> Any:
-    """Start the Buffer's process. Returns its handle, for ``BufferClient``.
+    """Start the Buffer's process on this node, where its ledger is. Returns its handle, for ``BufferClient``.
 
-    No restarts: the ledger lives in memory, so a Buffer that died must end the run.
-    """
-    groups = {"health": 1, "wait": MAX_WAITERS, "storage": PULLS}
-    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0, concurrency_groups=groups)
-    return remote(BufferActor).remote(args_text)
+    Raises ConfigError if the ledger cannot be where the options say."""
+    args: Any = load_args(args_text)
+    place = new_ledger(args)
+    node = ray.get_runtime_context().get_node_id()
+    remote = cast(Any, ray.remote)(
+        num_cpus=0,
+        max_restarts=args.buffer_max_restarts if can_restart(args) else 0,
+        concurrency_groups={"health": 1, "wait": MAX_WAITERS, "storage": PULLS},
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+    )
+    return remote(BufferActor).remote(args_text, place)
+
+
+def can_restart(args: Any) -> bool:
+    """Whether a Buffer that died is replaced. Its groups are made again from the data files, so not where they come
+    from a data source of the user's own or from recorded rollouts: its death then ends the run."""
+    recorded = args.debug_train_only or args.load_debug_rollout_data is not None
+    return args.data_source_path is None and not recorded

@@ -11,16 +11,17 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import ray
 
+from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.cells import BatchPlan, Cell, RowSizes, assemble
 from buffer_rl.buffer.partial import check_versions
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta
 from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
-from buffer_rl.errors import BufferRLError, DeadlineError, WorkerError
+from buffer_rl.errors import DeadlineError, PayloadLostError
 from buffer_rl.types import Column, GroupUid, QueueHeader, RolloutReport, RowId, SampleGroup, Ticket, TrainBatch
 
 WAIT_SLICE_S = 5.0
@@ -29,6 +30,8 @@ WAIT_SLICE_S = 5.0
 
 class BufferClient:
     """Calls one Buffer actor. Safe to use from several threads; each process makes its own.
+
+    A call that the Buffer's death interrupts is made again, with the same number, on the Buffer that replaces it.
 
     Raises DeadlineError where the Buffer does not answer within ``timeout_s``, and whatever error of
     ``buffer_rl.errors`` the Buffer raised.
@@ -42,20 +45,23 @@ class BufferClient:
 
     def change(self, method: str, *args: Any) -> Any:
         """Call a method that changes state, and wait for its answer."""
-        return self._answers.wait(method, self.actor.change.remote(self._caller, next(self._sequence), method, *args))
+        sequence = next(self._sequence)
+        ask = partial(self.actor.change.remote, self._caller, sequence, method, *args)
+        return self._answers.wait(method, ask)
 
     async def achange(self, method: str, *args: Any) -> Any:
         """``change`` for an event loop."""
-        ref = self.actor.change.remote(self._caller, next(self._sequence), method, *args)
-        return await self._answers.until(method, ref)
+        sequence = next(self._sequence)
+        ask = partial(self.actor.change.remote, self._caller, sequence, method, *args)
+        return await self._answers.until(method, ask)
 
     def read(self, method: str, *args: Any) -> Any:
         """Call a method whose repeat changes nothing, and wait for its answer."""
-        return self._answers.wait(method, self.actor.read.remote(method, *args))
+        return self._answers.wait(method, partial(self.actor.read.remote, method, *args))
 
     async def aread(self, method: str, *args: Any) -> Any:
         """``read`` for an event loop."""
-        return await self._answers.until(method, self.actor.read.remote(method, *args))
+        return await self._answers.until(method, partial(self.actor.read.remote, method, *args))
 
     # -- the driver's and the trainer's methods ------------------------------------------------------
 
@@ -119,8 +125,8 @@ class BufferClient:
                     expected=f"finished groups with the fields {', '.join(sorted(request.fields))}",
                 )
             slice_s = min(left, WAIT_SLICE_S, self._answers.timeout_s / 2)
-            ref = self.actor.wait_change.remote(meta.revision, slice_s)
-            self._answers.wait("wait_change", ref)
+            ask = partial(self.actor.wait_change.remote, meta.revision, slice_s)
+            self._answers.wait("wait_change", ask)
 
     def get_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> TrainBatch:
         """Rows of a task with ``fields``, or with all that they have."""
@@ -129,6 +135,10 @@ class BufferClient:
     def offer_again(self, task: str, reader: str) -> int:
         """A reading task's process is replaced; see ``DataPool.offer_again``."""
         return self.change("offer_again", task, reader)  # type: ignore[no-any-return]
+
+    def abandon(self, rollout_id: int) -> None:
+        """Give up a rollout that is not trained on; see ``BufferState.abandon``."""
+        self.change("abandon", rollout_id)
 
     def clear(self, task: str) -> None:
         """Forget a task and its payloads."""
@@ -164,7 +174,7 @@ class BufferClient:
 
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display."""
-        return self._answers.wait("get_progress", self.actor.get_progress.remote())  # type: ignore[no-any-return]
+        return self._answers.wait("get_progress", self.actor.get_progress.remote)  # type: ignore[no-any-return]
 
     def _assembled(self, plan: BatchPlan) -> TrainBatch:
         return assemble(plan, self._resolve)
@@ -182,70 +192,13 @@ class BufferClient:
             ) from error
         except ray.exceptions.ObjectLostError as error:
             lost = [cell.storage for cell in cells if cell.ref.hex() == error.object_ref_hex]
-            raise WorkerError(
+            raise PayloadLostError(
                 f"a payload is lost: {type(error).__name__}",
                 where=", ".join(lost or sorted({cell.storage for cell in cells})),
                 expected="a storage process, and the node with the payload, that live as long as the rollout",
-                hint="start again from the last checkpoint",
             ) from error
         except ray.exceptions.RayError as error:
             raise self._answers.named("get_fields", error) from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """Waits for the answers of one actor, ``who`` in messages.
-
-    Raises DeadlineError where none comes within ``timeout_s``, which the option ``flag`` sets; the actor's own error
-    where it raised one of ``buffer_rl.errors``; else a WorkerError that says that it failed.
-    """
-
-    who: str
-    role: str
-    timeout_s: float
-    flag: str
-
-    def wait(self, method: str, ref: Any) -> Any:
-        """The answer, once it is there."""
-        try:
-            return ray.get(ref, timeout=self.timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise self._late(method) from error
-        except ray.exceptions.RayError as error:
-            raise self.named(method, error) from error
-
-    async def until(self, method: str, ref: Any) -> Any:
-        """``wait`` for an event loop."""
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), self.timeout_s)
-        except TimeoutError as error:
-            raise self._late(method) from error
-        except ray.exceptions.RayError as error:
-            raise self.named(method, error) from error
-
-    def _late(self, method: str) -> DeadlineError:
-        return DeadlineError(
-            f"{self.who} did not answer {method} within {self.timeout_s:g} s",
-            where=self.role,
-            hint=f"raise {self.flag} if it is only slow",
-        )
-
-    def named(self, method: str, error: Any) -> BufferRLError:
-        """What became of a call, as an error of this project."""
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, BufferRLError):
-            return cause
-        where = f"{self.role}.{method}"
-        if isinstance(cause or error, (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)):
-            return WorkerError(
-                "the object store is full, and so is the disk that it spills to",
-                where=where,
-                expected="room for the payloads of the rollouts that are not released yet",
-                hint="raise --object-store-gb (or the store of the cluster's nodes), or free space on that disk",
-            )
-        if isinstance(error, ray.exceptions.RayActorError):
-            return WorkerError(f"the process of {self.who} died: {error}", where=where)
-        return WorkerError(f"{type(cause or error).__name__}: {cause or error}", where=where)
 
 
 class GroupEncoder(Protocol):
@@ -358,6 +311,24 @@ class RolloutClient:
     async def areject(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group."""
         await self._client.achange("reject", self._ticket, group.uid, group.attempt, reason)
+
+    def quarantine(self, group: SampleGroup, reason: str) -> None:
+        """Drop a leased group for good."""
+        self._client.change("quarantine", self._ticket, group.uid, group.attempt, reason)
+
+    async def aquarantine(self, group: SampleGroup, reason: str) -> None:
+        """Drop a leased group for good."""
+        await self._client.achange("quarantine", self._ticket, group.uid, group.attempt, reason)
+
+    def count_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
+        """Count a failed attempt; returns how many of this kind the run had, and how many of them the group."""
+        return self._client.change("count_failure", self._ticket, group.uid, kind)  # type: ignore[no-any-return]
+
+    async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
+        """Count a failed attempt; returns how many of this kind the run had, and how many of them the group."""
+        return await self._client.achange(  # type: ignore[no-any-return]
+            "count_failure", self._ticket, group.uid, kind
+        )
 
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""

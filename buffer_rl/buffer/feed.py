@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import base64
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+
+import orjson
 
 from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
@@ -29,6 +31,7 @@ class PromptSource(Protocol):
     def get_samples(self, num_samples: int) -> list[SampleGroup]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def group_of(self, uid: GroupUid, number: int) -> SampleGroup: ...
     def __len__(self) -> int: ...
 
 
@@ -37,6 +40,23 @@ class Feed(Protocol):
 
     def take(self, num_groups: int) -> list[SampleGroup]:
         """The next ``num_groups`` groups. Raises DeliveryNeeded, with nothing changed, if there are fewer."""
+        ...
+
+    def untake(self, groups: Sequence[SampleGroup]) -> None:
+        """Undo the last ``take``, which gave ``groups``."""
+        ...
+
+    def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
+        """A group made again, as prompts; ``number`` counts all groups from 0. Raises an error of
+        ``buffer_rl.errors`` if that cannot be done."""
+        ...
+
+    def position(self) -> str:
+        """Where the feed stands, for ``seek``; empty where it cannot be told."""
+        ...
+
+    def seek(self, position: str) -> None:
+        """Go to a ``position`` of the same data."""
         ...
 
     def num_rows(self) -> int:
@@ -57,12 +77,29 @@ class LocalFeed:
 
     def __init__(self, source: PromptSource | None) -> None:
         self._source = source
+        self._before: Mapping[str, Any] = {}
 
     def take(self, num_groups: int) -> list[SampleGroup]:
         """See ``Feed.take``; there is always enough."""
-        if self._source is None:
-            raise BufferStateError("there is no training data", hint="name it with --prompt-data")
-        return self._source.get_samples(num_groups)
+        source = self._required()
+        self._before = source.state_dict()
+        return source.get_samples(num_groups)
+
+    def untake(self, groups: Sequence[SampleGroup]) -> None:
+        """See ``Feed.untake``."""
+        self._required().load_state_dict(self._before)
+
+    def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
+        """See ``Feed.group_of``."""
+        return self._required().group_of(uid, number)
+
+    def position(self) -> str:
+        """See ``Feed.position``."""
+        return orjson.dumps(self.state_dict()).decode()
+
+    def seek(self, position: str) -> None:
+        """See ``Feed.seek``."""
+        self.load_state_dict(orjson.loads(position))
 
     def num_rows(self) -> int:
         """See ``Feed.num_rows``."""
@@ -80,6 +117,11 @@ class LocalFeed:
             raise CheckpointError("the checkpoint's Buffer and this one differ in having training data")
         if self._source is not None and state is not None:
             self._source.load_state_dict(state)
+
+    def _required(self) -> PromptSource:
+        if self._source is None:
+            raise BufferStateError("there is no training data", hint="name it with --prompt-data")
+        return self._source
 
 
 class DeliveredFeed:
@@ -102,6 +144,22 @@ class DeliveredFeed:
         if missing > 0:
             raise DeliveryNeeded(DeliveryRequest(number=self._number, num_groups=missing, first_group=self._delivered))
         return [self._stock.popleft() for _ in range(num_groups)]
+
+    def untake(self, groups: Sequence[SampleGroup]) -> None:
+        """See ``Feed.untake``."""
+        self._stock.extendleft(reversed(groups))
+
+    def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
+        """Raises BufferStateError: only the source's process could make a group again, and it has no way to be asked
+        for one."""
+        raise BufferStateError(f"the group {uid} cannot be made again", where=place("data_source", self._reference))
+
+    def position(self) -> str:
+        """Empty: where the source stands is known to its own process."""
+        return ""
+
+    def seek(self, position: str) -> None:
+        """See ``Feed.seek``; there is none to go to."""
 
     def deliver(self, delivery: Delivery, is_known: Callable[[GroupUid], bool]) -> None:
         """Take the next batch in; an older one was taken in before, and is ignored.

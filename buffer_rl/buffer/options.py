@@ -25,3 +25,18 @@ class BufferOptions(Section):
         ge=0,
     )
     buffer_timeout_s: float = option(60.0, "deadline of one call to the Buffer, in seconds", gt=0)
+    buffer_max_restarts: int = option(
+        3, "how often, over the run, a Buffer that died or hung is replaced; the run then goes on", ge=0
+    )
+    buffer_hang_timeout_s: float = option(
+        20.0,
+        "a Buffer that answers nobody for this long, in seconds, is ended and replaced; at most half of "
+        "--buffer-timeout-s counts",
+        gt=0,
+    )
+    ledger_dir: str | None = option(
+        None,
+        "folder for the ledger of the groups, on a local disk of the node that the run is started on; --run-dir where "
+        "absent",
+        metavar="PATH",
+    )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from buffer_rl.buffer.cells import BatchPlan, Cell, RowSizes
 from buffer_rl.buffer.plane import DataPlane
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
-from buffer_rl.errors import BufferStateError
+from buffer_rl.errors import BufferRestartedError, BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId, Ticket
 
 REMEMBERED = 64
@@ -18,10 +18,12 @@ REMEMBERED = 64
 class Pools:
     """Evaluation has a plane of its own: the same file may be trained and evaluated on, with equal uids.
 
-    revision: grows with every change that may make rows ready.
+    restarted: another Buffer, with pools of its own, was here before. revision: grows with every change that may make
+    rows ready.
     """
 
-    def __init__(self, plane: DataPlane, eval_plane: DataPlane) -> None:
+    def __init__(self, plane: DataPlane, eval_plane: DataPlane, restarted: bool = False) -> None:
+        self._restarted = restarted
         self._planes = {False: plane, True: eval_plane}
         self._pools: dict[str, DataPool] = {}
         self._cleared: deque[str] = deque(maxlen=REMEMBERED)
@@ -143,7 +145,8 @@ class Pools:
         return [p for task, p in self._pools.items() if task.startswith("train_") and p.rollout_id < version]
 
     def of(self, task: str) -> DataPool:
-        """Raises BufferStateError if there is no such pool, or no longer."""
+        """Raises BufferStateError if there is no such pool, or no longer; BufferRestartedError if an earlier Buffer may
+        have had it."""
         if task in self._pools:
             return self._pools[task]
         if task in self._cleared:
@@ -151,4 +154,6 @@ class Pools:
                 f"there is no pool {task} any more: it was cleared",
                 hint="it was trained on and its slots were freed, or no group of it was kept",
             )
+        if self._restarted:
+            raise BufferRestartedError(f"{task} was lost with an earlier Buffer", hint="its rollout is produced again")
         raise BufferStateError(f"there is no pool {task}", expected=f"one of {sorted(self._pools) or 'none'}")

@@ -6,15 +6,21 @@ Methods that change something check everything first, so that a refused request 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from buffer_rl.buffer.feed import Feed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.partial import RequeueRule, oldest_version
 from buffer_rl.buffer.queue import Admitted, GroupQueue
-from buffer_rl.errors import BufferStateError
+from buffer_rl.errors import BufferRestartedError, BufferStateError
 from buffer_rl.types import GroupUid, QueueHeader, SampleGroup, Ticket
+
+QUARANTINED = "quarantined"
+"""What drops are counted as that are quarantined; the ledger has each one's reason."""
+UNREPORTED = "unreported"
+POSITION = "position"
+"""The ledger's note of where the data source stands."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,19 +55,20 @@ class OpenRollout:
 class Rollouts:
     """Owner of the queue and of the leases; the ledger is told of every change."""
 
-    def __init__(self, feed: Feed, *, ledger: Ledger, incarnation: str, rule: RequeueRule | None = None) -> None:
+    def __init__(self, feed: Feed, *, ledger: Ledger, rule: RequeueRule | None = None) -> None:
         self.queue = GroupQueue()
         self.open: dict[str, OpenRollout] = {}
         self._feed = feed
         self._ledger = ledger
-        self._incarnation = incarnation
         self._rule = rule or RequeueRule()
         self._admitted = 0
 
     def of(self, ticket: Ticket) -> OpenRollout:
         """The ticket's rollout. Raises BufferStateError if it is closed, or of another Buffer."""
         rollout = self.open.get(ticket.task)
-        if ticket.incarnation != self._incarnation or rollout is None:
+        if ticket.incarnation != self._ledger.incarnation:
+            raise BufferRestartedError(f"{ticket.task} was lost with an earlier Buffer", hint="it is produced again")
+        if rollout is None:
             raise BufferStateError(f"the report is refused: {ticket.task} is not open", hint="it came too late")
         return rollout
 
@@ -74,11 +81,21 @@ class Rollouts:
         rollout = self.of(ticket)
         if num_samples < 0:
             raise BufferStateError(f"{num_samples} groups were asked for", where=ticket.task)
-        queue = rollout.waiting if ticket.evaluation else self.queue
-        entries = queue.first(num_samples, None if ticket.evaluation else chosen)
-        entries += self._admit(ticket, num_samples - len(entries))  # it may fail: before anything leaves the queue
-        queue.remove([entry.group.uid for entry in entries])
-        return [self._lease(rollout, entry) for entry in entries]
+        if ticket.evaluation:
+            waiting = rollout.waiting.first(num_samples)
+            rollout.waiting.remove([entry.group.uid for entry in waiting])
+            return [self._lease(rollout, entry, attempt=1) for entry in waiting]
+        queued = self.queue.first(num_samples, chosen)
+        fresh = self._admit(num_samples - len(queued))
+        try:
+            attempts = self._write_leases(ticket, queued, fresh)
+        except BaseException:  # nothing is leased then, so nothing may be gone from the source
+            if fresh:
+                self._feed.untake([entry.group for entry in fresh])
+            raise
+        self._admitted += len(fresh)
+        self.queue.remove([entry.group.uid for entry in queued])
+        return [self._lease(rollout, *pair) for pair in zip([*queued, *fresh], attempts, strict=True)]
 
     def give_back(
         self, ticket: Ticket, leases: Sequence[tuple[GroupUid, int]], groups: Sequence[SampleGroup] = ()
@@ -90,12 +107,13 @@ class Rollouts:
         for uid, attempt in leases:
             rollout.live(uid, attempt)
         kept = {group.uid: group for group in groups}
-        for uid, attempt in leases:
+        if not ticket.evaluation:
+            self._write_returns(dict(leases))
+        for uid, _ in leases:
             lease = rollout.leases.pop(uid)
             if ticket.evaluation:
                 rollout.waiting.put(Admitted(group=lease.group, number=lease.number))
             else:
-                self._ledger.requeue(uid, attempt)
                 self.queue.put(Admitted(group=self._rule.queued(kept.get(uid), lease.group), number=lease.number))
 
     def reject(self, rollout: OpenRollout, uid: GroupUid, attempt: int, reason: str) -> None:
@@ -105,14 +123,24 @@ class Rollouts:
         del rollout.leases[uid]
         rollout.drops[reason] += 1
 
+    def quarantine(self, rollout: OpenRollout, uid: GroupUid, attempt: int, reason: str) -> None:
+        """Drop a live lease for good; counted as ``quarantined``, whatever the reason."""
+        if not rollout.ticket.evaluation:
+            self._ledger.quarantine(uid, attempt, reason)
+        del rollout.leases[uid]
+        rollout.drops[QUARANTINED] += 1
+
     def adopt(self, rollout: OpenRollout, uids: Sequence[GroupUid]) -> None:
         """Lease and finish pending groups past the source and the queue; their payloads came from elsewhere."""
+        with self._ledger.transaction():
+            attempts = [self._ledger.lease(uid, rollout.ticket.rollout_id) for uid in uids]
+            for uid, attempt in zip(uids, attempts, strict=True):
+                self._ledger.finish(uid, attempt)
         self.queue.remove(uids)
-        for uid in uids:
-            attempt = self._ledger.lease(uid, rollout.ticket.rollout_id)
-            self._ledger.finish(uid, attempt)
-            group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self._incarnation)
-            rollout.leases[uid] = Lease(group=group, number=self._next_number(), finished=True)
+        for uid, attempt in zip(uids, attempts, strict=True):
+            group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self._ledger.incarnation)
+            rollout.leases[uid] = Lease(group=group, number=self._admitted, finished=True)
+            self._admitted += 1
 
     def choose(self, rollout: OpenRollout, pinned: Collection[GroupUid] = ()) -> list[GroupUid]:
         """The finished groups that the step trains on: those ``pinned``, then those leased first."""
@@ -121,17 +149,39 @@ class Rollouts:
         return sorted(finished, key=lambda uid: uid not in pinned)[:wanted]  # stable: else in the order of leases
 
     def settle(self, rollout: OpenRollout, chosen: Collection[GroupUid]) -> list[GroupUid]:
-        """Finished groups beyond ``chosen`` are queued again, and returned. What was leased and never mentioned again
-        is rejected as ``unreported``."""
+        """Finished groups beyond ``chosen``, which are selected for the step, are queued again, and returned. What was
+        leased and never mentioned again is rejected as ``unreported``."""
         kept = set(chosen)
-        for uid in [uid for uid, lease in rollout.leases.items() if not lease.finished]:
-            self.reject(rollout, uid, rollout.leases[uid].group.attempt, "unreported")
-        surplus = [uid for uid in rollout.leases if uid not in kept]
+        leases, evaluation = rollout.leases, rollout.ticket.evaluation
+        unreported = [uid for uid, lease in leases.items() if not lease.finished]
+        surplus = [uid for uid, lease in leases.items() if lease.finished and uid not in kept]
+        if not evaluation:
+            with self._ledger.transaction():
+                for uid in unreported:
+                    self._ledger.reject(uid, leases[uid].group.attempt, UNREPORTED)
+                self._write_returns({uid: leases[uid].group.attempt for uid in surplus})
+                self._ledger.select(chosen, rollout.ticket.rollout_id)
+        rollout.drops.update({UNREPORTED: len(unreported)} if unreported else {})
+        for uid in unreported:
+            del leases[uid]
         for uid in surplus:
-            lease = rollout.leases.pop(uid)
-            self._ledger.requeue(uid, lease.group.attempt)
+            lease = leases.pop(uid)
             self.queue.put(Admitted(group=lease.group, number=lease.number))
         return surplus
+
+    def abandon(self, leases: Mapping[GroupUid, Lease]) -> None:
+        """Queue leased or finished training groups again, as prompts."""
+        self._write_returns({uid: lease.group.attempt for uid, lease in leases.items()})
+        for lease in leases.values():
+            self.queue.put(Admitted(group=lease.group, number=lease.number))
+
+    def lease_of(self, uid: GroupUid) -> Lease:
+        """What an earlier Buffer leased, made again from the data source."""
+        number = self._ledger.number(uid)
+        group = self._feed.group_of(uid, number or 0)
+        attempt = self._ledger.entry(uid).attempt
+        group = replace(group.as_prompts(), attempt=attempt, incarnation=self._ledger.incarnation)
+        return Lease(group=group, number=number or 0, finished=True)
 
     def to_save(self, untrained: Sequence[Lease]) -> list[SampleGroup]:
         """What a restored run leases first, in the order of admission: groups that are selected but ``untrained``,
@@ -143,29 +193,51 @@ class Rollouts:
         entries = [Admitted(group=lease.group, number=lease.number) for lease in held]
         return [entry.group for entry in sorted([*entries, *self.queue.entries], key=lambda entry: entry.number)]
 
-    def restore(self, groups: Sequence[SampleGroup], version: int) -> None:
-        """Continue with ``groups``, which ``to_save`` gave at ``version``, as the queue."""
-        self.queue = GroupQueue(self._rule.restored(group, version) for group in groups)
-        self._admitted = len(groups)
+    def recover(self, saved: Sequence[SampleGroup] = (), version: int = 0) -> None:
+        """Begin with the ledger's pending groups as the queue.
 
-    def _lease(self, rollout: OpenRollout, entry: Admitted) -> SampleGroup:
+        saved: what ``to_save`` gave of them at ``version``, with what was generated so far; the others are made again,
+        as prompts. Raises BufferStateError if one of ``saved`` is not pending."""
+        known = {group.uid: self._rule.restored(group, version) for group in saved}
+        pending = self._ledger.recover()
+        if foreign := known.keys() - set(pending):
+            state = self._ledger.entry(uid := min(foreign)).state
+            raise BufferStateError(f"the saved queue holds group {uid}, which the ledger has as {state}")
+        self.queue = GroupQueue()
+        for uid in pending:
+            lease = None if uid in known else self.lease_of(uid)
+            group = known[uid] if lease is None else lease.group
+            self.queue.put(Admitted(group=group, number=self._ledger.number(uid) or 0))
+        self._admitted = self._ledger.num_admitted
+
+    def _write_leases(self, ticket: Ticket, queued: Sequence[Admitted], fresh: Sequence[Admitted]) -> list[int]:
+        """Where the data source stands is written with its groups: neither is known without the other."""
+        with self._ledger.transaction():
+            attempts = [self._ledger.lease(entry.group.uid, ticket.rollout_id) for entry in [*queued, *fresh]]
+            if fresh:
+                self._ledger.remember(POSITION, self._feed.position())
+        return attempts
+
+    def _write_returns(self, attempts: Mapping[GroupUid, int]) -> None:
+        with self._ledger.transaction():
+            for uid, attempt in attempts.items():
+                self._ledger.requeue(uid, attempt)
+
+    def _lease(self, rollout: OpenRollout, entry: Admitted, attempt: int) -> SampleGroup:
         ticket, uid = rollout.ticket, entry.group.uid
-        attempt = 1 if ticket.evaluation else self._ledger.lease(uid, ticket.rollout_id)
-        prompts = replace(entry.group.as_prompts(), attempt=attempt, incarnation=self._incarnation)
+        prompts = replace(entry.group.as_prompts(), attempt=attempt, incarnation=self._ledger.incarnation)
         rollout.leases[uid] = Lease(group=prompts, number=entry.number)
         if oldest_version(entry.group) is None:
             return prompts.as_prompts()  # the caller may change what it got
-        return self._rule.leased(replace(entry.group, attempt=attempt, incarnation=self._incarnation), ticket.version)
+        return self._rule.leased(
+            replace(entry.group, attempt=attempt, incarnation=self._ledger.incarnation), ticket.version
+        )
 
-    def _admit(self, ticket: Ticket, num_samples: int) -> list[Admitted]:
+    def _admit(self, num_samples: int) -> list[Admitted]:
         """New groups of the data source."""
-        if ticket.evaluation or num_samples == 0:
+        if num_samples == 0:
             return []
-        return [Admitted(group=group, number=self._next_number()) for group in self._feed.take(num_samples)]
-
-    def _next_number(self) -> int:
-        self._admitted += 1
-        return self._admitted - 1
+        return [Admitted(group=g, number=self._admitted + i) for i, g in enumerate(self._feed.take(num_samples))]
 
     def _header(self, group: SampleGroup) -> QueueHeader:
         """What a buffer filter sees of a queued group."""

@@ -6,22 +6,20 @@ that a refused request changes nothing.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import orjson
-
-from buffer_rl.buffer.cells import BatchPlan, Cell, RowSizes, assemble
+from buffer_rl.buffer.cells import Cell, RowSizes
 from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.buffer.feed import DeliveredFeed, PromptSource, feed_of
 from buffer_rl.buffer.ledger import GroupState, Ledger, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.plane import DataPlane
-from buffer_rl.buffer.pool import ReadRequest, RowsMeta
+from buffer_rl.buffer.pool_calls import PoolCalls
 from buffer_rl.buffer.pools import Pools
 from buffer_rl.buffer.queue import GroupQueue
-from buffer_rl.buffer.rollouts import Lease, OpenRollout, Rollouts
+from buffer_rl.buffer.record import RunRecord
+from buffer_rl.buffer.rollouts import POSITION, Lease, OpenRollout, Rollouts
 from buffer_rl.data.delivery import Delivery
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.types import (
@@ -32,21 +30,23 @@ from buffer_rl.types import (
     RowId,
     SampleGroup,
     Ticket,
-    TrainBatch,
     take_rows,
 )
 
-FORMAT = 2
+FORMAT = 3
 """Version of ``state_dict``; a file of another version is refused."""
 
 
-class BufferState:
+class BufferState(PoolCalls):
     """Owner of the queue, the leases, the pools and the ledger.
 
     eval_groups: makes the groups of all evaluation sets, anew for each evaluation.
     groups_per_step: P, the prompt groups that one step trains on.
     rule: what groups that go back to the queue keep; where absent, their prompts alone.
     max_staleness: S of the schedule, which every ticket bears; None where nothing is published.
+    restarted: another Buffer worked with this ledger and died. Its groups wait in the queue; its pools are lost.
+
+    Raises an error of ``buffer_rl.errors`` if the ledger's groups cannot be made again from the data source.
     """
 
     def __init__(
@@ -60,20 +60,21 @@ class BufferState:
         eval_groups: Callable[[], Sequence[SampleGroup]] = tuple,
         rule: RequeueRule | None = None,
         max_staleness: int | None = 0,
+        restarted: bool = False,
     ) -> None:
         self._feed = feed_of(source)
-        self._ledger = ledger
+        self.ledger = ledger
         self._groups_per_step = groups_per_step
         self._eval_groups = eval_groups
-        self.incarnation = uuid.uuid4().hex
         self._rule = rule or RequeueRule()
         self._max_staleness = max_staleness
-        self._rollouts = Rollouts(self._feed, ledger=ledger, incarnation=self.incarnation, rule=self._rule)
-        self._pools = Pools(plane, eval_plane)
+        self._record = RunRecord(ledger)
+        self._rollouts = Rollouts(self._feed, ledger=ledger, rule=self._rule)
+        super().__init__(Pools(plane, eval_plane, restarted))
         self._selected: dict[GroupUid, Lease] = {}
-        self._committed: dict[int, int] = {}
-        self._metadata: dict[str, Any] = {}
-        self._version = 0
+        if position := ledger.recall(POSITION):
+            self._feed.seek(position)
+        self._rollouts.recover()
 
     # -- rollouts ------------------------------------------------------------------------------------
 
@@ -85,15 +86,15 @@ class BufferState:
             rollout_id=rollout_id,
             evaluation=evaluation,
             num_groups=len(groups) if evaluation else self._groups_per_step,
-            version=self._version,
-            incarnation=self.incarnation,
+            version=self._record.version,
+            incarnation=self.ledger.incarnation,
             max_staleness=self._max_staleness,
             keeps_tokens=self._rule.keep_tokens,
         )
         if ticket.task in self._rollouts.open or ticket.task in self._pools:
             raise BufferStateError(f"{ticket.task} was opened before")
-        if not evaluation and rollout_id in self._committed:
-            raise BufferStateError(f"rollout {rollout_id} was trained on at step {self._committed[rollout_id]}")
+        if not evaluation:
+            self._require_untrained(rollout_id)
         held = self._pools.unreleased()
         if not evaluation and self._max_staleness is not None and len(held) > self._max_staleness:
             raise BufferStateError(
@@ -104,6 +105,8 @@ class BufferState:
             )
         if evaluation and not groups:
             raise BufferStateError("there is nothing to evaluate on", hint="name a set with --eval-prompt-data")
+        if not evaluation:
+            self.abandon(rollout_id)  # what a Buffer that died had selected for it
         self._rollouts.open[ticket.task] = OpenRollout(ticket=ticket, waiting=groups)
         self._pools.open(ticket)
         return ticket
@@ -126,7 +129,7 @@ class BufferState:
     def deliver(self, delivery: Delivery) -> None:
         """Take in a batch of the user's data source; a repeat is ignored (see ``DeliveredFeed.deliver``)."""
         fresh = LedgerEntry(state=GroupState.PENDING)
-        self._delivered().deliver(delivery, lambda uid: self._ledger.entry(uid) != fresh)
+        self._delivered().deliver(delivery, lambda uid: self.ledger.entry(uid) != fresh)
 
     def set_source_length(self, num_rows: int) -> None:
         """Tell the length of the user's data source."""
@@ -162,7 +165,7 @@ class BufferState:
         lease = self._rollouts.of(ticket).live(uid, attempt)
         self._pools.check(uid, row_ids, columns, sizes)
         if not ticket.evaluation:
-            self._ledger.finish(uid, attempt)
+            self.ledger.finish(uid, attempt)
         self._pools.add(ticket, uid, row_ids, columns, sizes)
         lease.finished = True
 
@@ -171,6 +174,18 @@ class BufferState:
         rollout = self._rollouts.of(ticket)
         rollout.live(uid, attempt)
         self._rollouts.reject(rollout, uid, attempt, reason)
+
+    def quarantine(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
+        """Drop a leased group that failed by itself, so that it is never tried again; counted as ``quarantined``."""
+        rollout = self._rollouts.of(ticket)
+        rollout.live(uid, attempt)
+        self._rollouts.quarantine(rollout, uid, attempt, reason)
+
+    def count_failure(self, ticket: Ticket, uid: GroupUid, kind: str) -> tuple[int, int]:
+        """Count a failed attempt at a group. Returns how many of this ``kind`` the run had, over all its workers, and
+        how many of them this group had."""
+        self._rollouts.of(ticket)
+        return self._record.count_failure(uid, kind)
 
     def adopt(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
         """Store groups that were finished elsewhere, such as in the run that recorded them. They are leased and
@@ -190,7 +205,7 @@ class BufferState:
                 hint=f"the rows fit --rollout-batch-size {len(rows)}",
             )
         for uid in rows:
-            if (state := self._ledger.entry(uid).state) is not GroupState.PENDING:
+            if (state := self.ledger.entry(uid).state) is not GroupState.PENDING:
                 raise BufferStateError(f"group {uid} cannot be taken over: it is {state}", where=ticket.task)
         for uid, indices in rows.items():
             stored = {name: take_rows(column, indices) for name, column in columns.items()}
@@ -217,66 +232,28 @@ class BufferState:
             surplus=len(surplus),
         )
 
-    # -- pools ---------------------------------------------------------------------------------------
+    def abandon(self, rollout_id: int) -> None:
+        """Give up a training rollout, running or closed, that is not trained on: its payloads are lost, or whoever
+        worked on it is. Its leased and finished groups are pending again, as prompts, in their places in the queue.
+        Without such a rollout nothing is changed.
 
-    @property
-    def revision(self) -> int:
-        """Grows with every change that may make rows ready for a reader."""
-        return self._pools.revision
+        Raises BufferStateError for one that was committed."""
+        self._require_untrained(rollout_id)
+        task = f"train_{rollout_id}"
+        rollout = self._rollouts.open.get(task)
+        if rollout is not None:
+            leases = rollout.leases
+        else:
+            kept = self.ledger.selected(rollout_id)
+            leases = {uid: self._selected.get(uid) or self._rollouts.lease_of(uid) for uid in kept}
+        self._rollouts.abandon(leases)
+        self._rollouts.open.pop(task, None)
+        for uid in leases:
+            self._selected.pop(uid, None)
+        if task in self._pools:
+            self._pools.clear(task)
 
-    def plan_data(
-        self,
-        rollout_id: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        num_steps: int = 1,
-        step: int = 0,
-        whole_groups: bool = False,
-    ) -> BatchPlan:
-        """The share of one data-parallel rank in one mini-batch; repeats return the same rows (see
-        ``DataPool.share``)."""
-        return self._pools.of(f"train_{rollout_id}").share(dp_rank, dp_size, num_steps, step, whole_groups)
-
-    def plan_eval_data(self, rollout_id: int) -> BatchPlan:
-        """All rows of an evaluation."""
-        return self._pools.plan(f"eval_{rollout_id}")
-
-    def plan_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> BatchPlan:
-        """Rows of a task (see ``DataPool.plan_rows``)."""
-        return self._pools.of(task).plan_rows(row_ids, fields)
-
-    def get_totals(self, rollout_id: int) -> tuple[int, int]:
-        """Rows and unmasked response tokens that the step trains on."""
-        return self._pools.totals(f"train_{rollout_id}")
-
-    def get_data(
-        self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1, num_steps: int = 1, step: int = 0
-    ) -> TrainBatch:
-        """``plan_data`` with its payloads, which must all be in this process."""
-        return assemble(self.plan_data(rollout_id, dp_rank, dp_size, num_steps, step))
-
-    def get_eval_data(self, rollout_id: int) -> TrainBatch:
-        """All rows of an evaluation, whose payloads must all be in this process."""
-        return assemble(self.plan_eval_data(rollout_id))
-
-    def get_meta(self, task: str, request: ReadRequest) -> RowsMeta:
-        """Hand out rows that are ready to a reading task (see ``DataPool.get_meta``)."""
-        return self._pools.get_meta(task, request)
-
-    def put_fields(
-        self,
-        task: str,
-        row_ids: Sequence[RowId],
-        columns: Mapping[str, Column],
-        reader: str | None = None,
-        generation: int = 0,
-    ) -> None:
-        """Add derived fields (``ref_log_probs``, ``old_log_probs``) to rows of a task (see ``DataPool.put_fields``)."""
-        self._pools.put_fields(task, row_ids, columns, reader, generation)
-
-    def offer_again(self, task: str, reader: str) -> int:
-        """A reading task's process is replaced (see ``DataPool.offer_again``)."""
-        return self._pools.offer_again(task, reader)
+    # -- steps ---------------------------------------------------------------------------------------
 
     def clear(self, task: str) -> None:
         """Forget a task and its payloads. Unknown tasks are ignored, so that a repeat does no harm.
@@ -285,55 +262,54 @@ class BufferState:
         """
         if task not in self._pools:
             return
-        if task.startswith("train_") and self._pools.of(task).rollout_id not in self._committed:
+        if task.startswith("train_") and self._pools.of(task).rollout_id not in self._record.committed:
             raise BufferStateError(f"{task} cannot be cleared: it is not committed", hint="commit it first")
         for uid in self._pools.clear(task):
             if task.startswith("train_"):
                 self._selected.pop(uid, None)
 
-    # -- steps ---------------------------------------------------------------------------------------
-
     def commit(self, rollout_id: int, step: int) -> None:
-        """Mark the rollout's groups as trained at ``step``. A repeat with the same step changes nothing."""
-        if rollout_id in self._committed:
-            if self._committed[rollout_id] != step:
-                raise BufferStateError(
-                    f"rollout {rollout_id} was committed at step {self._committed[rollout_id]}, not {step}"
-                )
+        """Mark the rollout's groups as trained at ``step``. A repeat with the same step changes nothing. A Buffer that
+        replaces one that died needs no pool for it: the ledger has the groups that were selected."""
+        committed = self._record.committed.get(rollout_id)
+        if committed is not None:
+            if committed != step:
+                raise BufferStateError(f"rollout {rollout_id} was committed at step {committed}, not {step}")
             return
-        pool = self._pools.of(f"train_{rollout_id}")
-        if not pool.closed:
-            raise BufferStateError(f"rollout {rollout_id} cannot be committed: it still runs")
-        self._ledger.commit(pool.uids, rollout_id, step)
-        self._committed[rollout_id] = step
+        task = f"train_{rollout_id}"
+        uids = [] if task in self._pools else self.ledger.selected(rollout_id)
+        if not uids:
+            pool = self._pools.of(task)
+            if not pool.closed:
+                raise BufferStateError(f"rollout {rollout_id} cannot be committed: it still runs")
+            uids = pool.uids
+        self.ledger.commit(uids, rollout_id, step)
+        self._record.commit(rollout_id, step)
 
     def release(self, version: int) -> None:
         """The weights of ``version`` are published: rollouts before it give their slots and payloads back.
 
         Raises BufferStateError if one of them was not committed, or if ``version`` goes back.
         """
-        if version < self._version:
-            raise BufferStateError(f"version {version} is older than the published version {self._version}")
+        if version < self._record.version:
+            raise BufferStateError(f"version {version} is older than the published version {self._record.version}")
         done = self._pools.before(version)
         for pool in done:
-            if pool.rollout_id not in self._committed:
+            if pool.rollout_id not in self._record.committed:
                 raise BufferStateError(f"version {version} cannot be released: {pool.task} is not committed")
         for pool in done:
             self.clear(pool.task)
-        self._version = version
+        self._record.set_version(version)
 
     # -- the rest ------------------------------------------------------------------------------------
 
     def get_metadata(self) -> dict[str, Any]:
         """The user's notes."""
-        return dict(self._metadata)
+        return self._record.metadata
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Merge JSON values into the notes. Raises BufferStateError for anything that is not JSON."""
-        try:
-            self._metadata.update(orjson.loads(orjson.dumps(dict(metadata))))
-        except TypeError as error:
-            raise BufferStateError(f"metadata is not JSON: {error}") from error
+        self._record.update_metadata(metadata)
 
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""
@@ -354,41 +330,48 @@ class BufferState:
             "finished": sum(lease.finished for lease in leases),
             "dropped": dict(shown.drops) if shown else {},
             "queued": len(self._rollouts.queue),
-            "version": self._version,
+            "version": self._record.version,
+            "incarnation": self.ledger.incarnation,
         }
 
     def counts(self, source: str, epoch: int, num_rows: int) -> dict[GroupState, int]:
         """Groups of an epoch by state; they add up to ``num_rows``."""
-        return self._ledger.counts(source, epoch, num_rows)
+        return self.ledger.counts(source, epoch, num_rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values for a checkpoint. Groups that are leased or finished but not trained are saved as prompts,
-        among those of the queue, in the order in which they were admitted."""
+        """JSON values for a checkpoint, which has the ledger beside them. Groups that are leased or finished but not
+        trained are saved as prompts, among those of the queue, in the order in which they were admitted."""
         untrained = [
-            lease for uid, lease in self._selected.items() if self._ledger.entry(uid).state is not GroupState.TRAINED
+            lease for uid, lease in self._selected.items() if self.ledger.entry(uid).state is not GroupState.TRAINED
         ]
         return {
             "format": FORMAT,
-            "version": self._version,
+            "version": self._record.version,
             "queue": [group_to_json(group) for group in self._rollouts.to_save(untrained)],
-            "ledger": self._ledger.state_dict(),
             "source": self._feed.state_dict(),
-            "committed": sorted(self._committed.items()),
-            "metadata": self._metadata,
+            "metadata": self._record.metadata,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned. Raises CheckpointError if it does not fit."""
+    def load_state_dict(self, state: Mapping[str, Any], restore_ledger: Callable[[], None]) -> None:
+        """Continue from what ``state_dict`` returned, and from the ledger of the same moment, which
+        ``restore_ledger`` brings back. Raises CheckpointError if they do not fit each other or this run."""
         if state.get("format") != FORMAT:
             raise CheckpointError(f"the Buffer's state has format {state.get('format')!r}", expected=str(FORMAT))
         if self._rollouts.open or self._pools:
             raise BufferStateError("a Buffer that is at work cannot load another state")
         self._feed.load_state_dict(state["source"])
-        self._ledger.load_state_dict(state["ledger"])
-        self._committed = {int(rollout_id): int(step) for rollout_id, step in state["committed"]}
-        self._metadata = dict(state["metadata"])
-        self._version = int(state["version"])
-        self._rollouts.restore([group_from_json(group) for group in state["queue"]], self._version)
+        restore_ledger()
+        self._record.restore(int(state["version"]), state["metadata"])
+        if position := self._feed.position():
+            self.ledger.remember(POSITION, position)
+        try:
+            self._rollouts.recover([group_from_json(group) for group in state["queue"]], self._record.version)
+        except BufferStateError as error:
+            raise CheckpointError(f"the Buffer's state and its ledger differ: {error.what}") from error
+
+    def _require_untrained(self, rollout_id: int) -> None:
+        if rollout_id in self._record.committed:
+            raise BufferStateError(f"rollout {rollout_id} was trained on at step {self._record.committed[rollout_id]}")
 
     def _delivered(self) -> DeliveredFeed:
         if not isinstance(self._feed, DeliveredFeed):

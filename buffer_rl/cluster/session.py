@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from buffer_rl.cluster.seclusion import secluded_ray
 from buffer_rl.errors import ConfigError, WorkerError
 from buffer_rl.resolution.shipped import use_shipped_code
 from buffer_rl.resolution.shipping import CodeBundle
@@ -37,6 +38,9 @@ def ray_session(
 ) -> Iterator[None]:
     """Connect to Ray for the length of the block, unless this process is connected already.
 
+    What is started here listens on the loopback interface alone and asks for a token (see ``secluded_ray``); a cluster
+    that is joined has its own rules.
+
     code: the user's files to send to the nodes of a cluster that is joined.
     object_store_bytes: of the object store that is started. A laptop's rollout is a few megabytes; Ray's default is
     30% of the memory. What does not fit is spilled to disk.
@@ -47,14 +51,15 @@ def ray_session(
         yield
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # CUDA_VISIBLE_DEVICES stays what it is
-    try:
-        with _own_sigterm_handler(), tempfile.TemporaryDirectory(prefix="buffer_rl_code_") as folder:
-            if code is not None and code.files:
-                code.write(Path(folder))
-            _connect(address, folder if code is not None and code.files else None, object_store_bytes)
-        yield
-    finally:
-        ray.shutdown()
+    with secluded_ray() if address is None else contextlib.nullcontext():
+        try:
+            with _own_sigterm_handler(), tempfile.TemporaryDirectory(prefix="buffer_rl_code_") as folder:
+                if code is not None and code.files:
+                    code.write(Path(folder))
+                _connect(address, folder if code is not None and code.files else None, object_store_bytes)
+            yield
+        finally:
+            ray.shutdown()
 
 
 def _connect(address: str | None, code_folder: str | None, object_store_bytes: int) -> None:

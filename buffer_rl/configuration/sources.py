@@ -15,6 +15,7 @@ from buffer_rl.configuration.help import FlagParser, add_options, flags_of, give
 from buffer_rl.configuration.values import Raw, convert, option_type
 from buffer_rl.configuration.yaml_file import read_yaml
 from buffer_rl.errors import ConfigError
+from buffer_rl.redaction import is_secret
 
 # Variables of the program itself, which are no options.
 RESERVED_VARIABLES = ("BUFFER_RL_TRACEBACK", "BUFFER_RL_DISABLE_PLUGIN_AUTOLOAD")
@@ -63,7 +64,8 @@ def parse(argv: Sequence[str], *, sections: Sequence[str | type[Section]], envir
 def resolve(
     options_class: type[Options], *, flags: Mapping[str, Raw], environ: Mapping[str, str], config_path: str | None
 ) -> Resolved:
-    """Merge the sources and validate. Raises ConfigError naming option, value, expected type and origin."""
+    """Merge the sources and validate. Raises ConfigError naming option, value, expected type and origin, and for a
+    secret among the flags."""
     known = options_class.model_fields
     raws: dict[str, Raw] = {}
     origins = {name: Origin(source=Source.DEFAULT) for name in known}
@@ -75,6 +77,7 @@ def resolve(
         raws[name] = text
         origins[name] = Origin(source=Source.ENVIRONMENT, where=env_of(name))
     for name, raw in flags.items():
+        _refuse_secret(name, raw)
         raws[name] = raw
         origins[name] = Origin(source=Source.FLAG, where=flag_of(name))
     values = {name: convert(option_type(known[name]), raw) for name, raw in raws.items()}
@@ -83,6 +86,16 @@ def resolve(
     except ValidationError as error:
         raise _explain(options_class, raws, origins, error) from error
     return Resolved(args=args, origins=origins)
+
+
+def _refuse_secret(name: str, raw: Raw) -> None:
+    """A flag's value is in the process list, which every user of the machine can read."""
+    if is_secret(name) and raw and str(raw).lower() != "none":
+        raise ConfigError(
+            "a secret on a command line can be read by every user of the machine",
+            where=flag_of(name),
+            expected=f"the variable {env_of(name)}, or a line in the --config file",
+        )
 
 
 def read_environ(environ: Mapping[str, str], *, known: Sequence[str]) -> dict[str, str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
 from buffer_rl.redaction import mask_url
@@ -48,8 +48,18 @@ class FilePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowFacts:
+    """What rows say all together. rewards: the first row of each reward that metadata choose (``rm_type``); at most
+    some thousand of them. media: the multimodal fields that a row has. has_label: whether a row has one."""
+
+    rewards: Mapping[str, int] = field(default_factory=dict)
+    media: frozenset[str] = frozenset()
+    has_label: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDataset(Sequence[PromptRow]):
-    """Rows in file order.
+    """Rows in file order; of a large file each is read when it is asked for.
 
     source_hash: 12 hexadecimal digits of the SHA-256 of the file's bytes (decompressed), the slice and the field names.
     It is the ``source`` of every group's uid, so that state saved for other data is recognised.
@@ -57,11 +67,12 @@ class PromptDataset(Sequence[PromptRow]):
     parts: the files of a source of several, in order; empty for a single file.
     """
 
-    rows: tuple[PromptRow, ...]
+    rows: Sequence[PromptRow]
     source_hash: str
     path: str = ""
     unit: Unit = "line"
     parts: tuple[FilePart, ...] = ()
+    facts: RowFacts = RowFacts()
 
     def where(self, row: PromptRow) -> str:
         """The file and the row's line or number, for errors."""
@@ -75,7 +86,7 @@ class PromptDataset(Sequence[PromptRow]):
     @overload
     def __getitem__(self, index: slice) -> tuple[PromptRow, ...]: ...
     def __getitem__(self, index: int | slice) -> PromptRow | tuple[PromptRow, ...]:
-        return self.rows[index]
+        return tuple(self.rows[index]) if isinstance(index, slice) else self.rows[index]
 
     def __len__(self) -> int:
         return len(self.rows)

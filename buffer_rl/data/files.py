@@ -11,9 +11,11 @@ import glob
 import gzip
 import io
 import lzma
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
+from typing import Any
 
 from buffer_rl.errors import DataError
 from buffer_rl.redaction import mask_url
@@ -24,6 +26,10 @@ __all__ = ["exists", "is_folder", "is_remote", "join", "list_folder", "matches",
 _DECOMPRESSORS: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType(
     {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
 )
+_OPENERS: Mapping[str, Callable[[io.BytesIO], Any]] = MappingProxyType(
+    {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+)
+_BLOCK_BYTES = 4096  # small: a damaged block is lost as a whole
 # What fsspec decompresses beside these, where the package for it is installed.
 _OTHER_SUFFIXES: Mapping[str, str] = MappingProxyType(
     {".zst": "zstd", ".lz4": "lz4", ".snappy": "snappy", ".zip": "zip"}
@@ -124,8 +130,22 @@ def _decompress(path: str, content: bytes) -> bytes:
         return content
     try:
         return _DECOMPRESSORS[suffix](content)
-    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
-        raise DataError(f"the file is no {suffix} file, or a damaged one: {error}", where=mask_url(path)) from error
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+        where = mask_url(path) + _first_lost_line(suffix, content)
+        raise DataError(f"the file is no {suffix} file, or a damaged one: {error}", where=where) from error
+
+
+def _first_lost_line(suffix: str, content: bytes) -> str:
+    """``:LINE`` of the first line that cannot be read; empty where nothing can."""
+    opened = _OPENERS[suffix](io.BytesIO(content))
+    num_lines = num_bytes = 0
+    try:
+        while block := opened.read(_BLOCK_BYTES):
+            num_bytes += len(block)
+            num_lines += block.count(b"\n")
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError):
+        pass
+    return f":{num_lines + 1}" if num_bytes else ""
 
 
 def _decompress_by_fsspec(path: str, content: bytes, compression: str) -> bytes:

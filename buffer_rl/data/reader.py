@@ -12,7 +12,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from buffer_rl.data.dataset import FilePart, PromptDataset, PromptRow, Unit, place
+from buffer_rl.data.dataset import FilePart, PromptDataset, PromptRow, RowFacts, Unit, place
+from buffer_rl.data.index import DataIndex
+from buffer_rl.data.indexed import BadRowsError, indexed_entry, is_indexed
+from buffer_rl.data.lazy_rows import LazyRows
 from buffer_rl.data.parts import OpenPart, open_parts
 from buffer_rl.data.path import DataPath
 from buffer_rl.data.row import RowError, RowKeys, build_row
@@ -22,14 +25,20 @@ from buffer_rl.redaction import mask_url
 MAX_REPORTED = 20
 
 
-def read_dataset(source: str, keys: RowKeys | None = None) -> PromptDataset:
+def read_dataset(source: str, keys: RowKeys | None = None, index: DataIndex | None = None) -> PromptDataset:
     """Read and validate ``PATH`` or ``PATH@[start:stop]``.
+
+    A large local JSONL file without slice is validated by several processes, and only if it is not known to ``index``
+    (the user's, where None); its rows are read when they are asked for. Everything else is held in memory.
 
     Only the rows of the slice are validated. Raises DataError for a file that cannot be read, for the first
     bad rows (at most ``MAX_REPORTED``, all in one error) and where there is no row.
     """
     keys = keys or RowKeys()
     data_path = DataPath.parse(source)
+    index = index or DataIndex()
+    if not data_path.sliced and is_indexed(data_path.path, index):
+        return _read_indexed(data_path.path, keys, index)
     parts = open_parts(data_path.path)
     num_rows = parts[-1].stop
     if not num_rows:
@@ -41,15 +50,38 @@ def read_dataset(source: str, keys: RowKeys | None = None) -> PromptDataset:
         what = "the file has" if len(parts) == 1 else f"the {len(parts)} files have"
         raise DataError("the slice holds no rows", where=mask_url(str(data_path)), hint=f"{what} {num_rows} rows")
     rows = _build_rows(parts, first, last, keys)
-    _check_label_key(mask_url(str(data_path)), keys, rows)
+    facts = _facts(rows)
+    _check_label_key(mask_url(str(data_path)), keys, facts)
     several = len(parts) > 1
     return PromptDataset(
         rows=tuple(rows),
-        source_hash=_source_hash(_contents(parts), first, last, keys),
+        source_hash=_source_hash(_digest(_contents(parts)), first, last, keys),
         path=data_path.path if several else parts[0].path,
         unit=parts[0].table.unit,
         parts=tuple(_file_parts(parts, first)) if several else (),
+        facts=facts,
     )
+
+
+def _read_indexed(path: str, keys: RowKeys, index: DataIndex) -> PromptDataset:
+    try:
+        entry = indexed_entry(path, keys, index, lambda digest, rows: _source_hash(digest, 0, rows, keys))
+    except BadRowsError as error:
+        _refuse([(place(path, "line", line), reason) for line, reason in error.problems], "line", error.count)
+    if not len(entry.offsets):
+        raise DataError("the file has no rows", where=path, expected="one JSON object a line")
+    facts = RowFacts(rewards=entry.rewards, media=entry.media, has_label=entry.has_label)
+    _check_label_key(path, keys, facts)
+    return PromptDataset(rows=LazyRows(path, keys, entry), source_hash=entry.source_hash, path=path, facts=facts)
+
+
+def _facts(rows: Sequence[PromptRow]) -> RowFacts:
+    rewards: dict[str, int] = {}
+    for row in rows:
+        if name := row.metadata.get("rm_type"):
+            rewards.setdefault(str(name), row.row)
+    media = frozenset(name for row in rows for name in row.multimodal or ())
+    return RowFacts(rewards=rewards, media=media, has_label=any(row.label is not None for row in rows))
 
 
 def _file_parts(parts: Sequence[OpenPart], first: int) -> Iterator[FilePart]:
@@ -93,17 +125,19 @@ def _records(
             yield part, number, record
 
 
-def _refuse(problems: list[tuple[str, str]], unit: Unit) -> NoReturn:
+def _refuse(problems: list[tuple[str, str]], unit: Unit, count: int = 0) -> NoReturn:
+    """count: how many there are in all, where ``problems`` are the first ones."""
+    count = count or len(problems)
     (first, reason), *others = problems
     more = [f"{where}: {why}" for where, why in others[: MAX_REPORTED - 1]]
-    if len(problems) > MAX_REPORTED:
-        more.append(f"... and {len(problems) - MAX_REPORTED} more bad {unit}s")
+    if count > MAX_REPORTED:
+        more.append(f"... and {count - MAX_REPORTED} more bad {unit}s")
     raise DataError("\n".join([reason, *more]), where=first)
 
 
-def _check_label_key(where: str, keys: RowKeys, rows: list[PromptRow]) -> None:
+def _check_label_key(where: str, keys: RowKeys, facts: RowFacts) -> None:
     """A label key that was chosen (rows may lack the usual one) and that no row has is a mistake."""
-    if keys.label not in (None, RowKeys().label) and all(row.label is None for row in rows):
+    if keys.label not in (None, RowKeys().label) and not facts.has_label:
         raise DataError(f"no row has the label field {keys.label!r}", where=where, hint="see --label-key")
 
 
@@ -115,10 +149,15 @@ def _contents(parts: Sequence[OpenPart]) -> list[bytes]:
     return [json.dumps(sizes).encode(), *(content for part in parts for content in part.table.contents)]
 
 
-def _source_hash(contents: Sequence[bytes], first: int, last: int, keys: RowKeys) -> str:
+def _digest(contents: Sequence[bytes]) -> hashlib._Hash:
     digest = hashlib.sha256()
     for content in contents:
         digest.update(content)
+    return digest
+
+
+def _source_hash(digest: hashlib._Hash, first: int, last: int, keys: RowKeys) -> str:
+    """digest: of the contents; it is updated."""
     named: list[object] = [first, last, keys.prompt, keys.label, keys.metadata, keys.id]
     if keys.multimodal:
         named.append(keys.multimodal)

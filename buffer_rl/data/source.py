@@ -76,6 +76,14 @@ class PromptDataSource:
             raise ValueError(f"cannot hand out {num_samples} groups")
         return [self._returned.popleft() if self._returned else self._next_group() for _ in range(num_samples)]
 
+    def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
+        """The group ``uid`` made again; it was the ``number``-th that was handed out, counted from 0. Raises DataError
+        for a foreign uid."""
+        dataset = self._number_of.get(uid.source)
+        if dataset is None or not 0 <= uid.row < len(self.datasets[dataset]):
+            raise DataError(f"the group {uid} is not from this data source", where=", ".join(self.source_hashes))
+        return self._group(uid, number, number * self._samples_per_group, self._samples_per_group)
+
     def add_samples(self, groups: list[SampleGroup]) -> None:
         """Take groups back, as prompts only; they are handed out again first. Raises DataError for foreign groups."""
         for group in groups:

@@ -49,7 +49,7 @@ def read_sources(options: DataOptions) -> list[PromptDataset]:
         datasets.append(dataset)
     # Of all sources together: one with images may be mixed with one of text alone.
     for media, field in keys.multimodal:
-        if all(media not in (row.multimodal or {}) for dataset in datasets for row in dataset):
+        if all(media not in dataset.facts.media for dataset in datasets):
             raise DataError(
                 f"no row of any source has the {media} field {field!r}",
                 where="--multimodal-keys",

@@ -6,12 +6,16 @@ trainer and for the engines. Nobody waits for the driver except the Buffer's slo
 
 Order of one step: train → commit → save → publish → release → evaluate. A checkpoint therefore never holds
 weights whose groups still count as untrained.
+
+A Buffer that died is replaced, and knows from its ledger what is trained. What was produced for the step is lost with
+it: until the optimizer step the rollout is produced again, with the same groups; after it the commit needs no more than
+the ledger. So is a rollout whose payloads were lost with a storage process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,11 +23,13 @@ from buffer_rl.driver.early_stop import EarlyStop
 from buffer_rl.driver.role_calls import FIELD_OF_MODEL, RoleCalls, RolePlan
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.driver.tasks import Runtime, Task
-from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError
+from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
 from buffer_rl.observe.timeline import WorkSpan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from buffer_rl.types import Ticket
 
 
 class Observer(Protocol):
@@ -88,6 +94,7 @@ class RunPlan:
     train: false for rollouts alone: nothing is trained or published, every rollout comes from the initial weights.
     publish_each_step: false where rollouts never ask the engine; weights are then published for evaluations only.
     roles: what adds fields to each rollout's groups.
+    max_redos: how often, over the whole run, a rollout that was lost is produced again.
     """
 
     num_rollouts: int
@@ -102,6 +109,7 @@ class RunPlan:
     eval_before_train: bool = True
     save_interval: int | None = None
     early_stop: EarlyStop | None = None
+    max_redos: int = 0
     rollout_timeout_s: float
     train_timeout_s: float
     publish_timeout_s: float
@@ -137,9 +145,12 @@ class Driver:
         self._published: int | None = None if plan.publish_at_start else plan.first_rollout
         self._next_rollout = plan.first_rollout
         self._generating: dict[int, Task] = {}
+        self._tickets: dict[int, Ticket] = {}
+        self._redone = 0
         self._roles = RoleCalls(plan.roles, runtime, observer)
         self._times: dict[str, float] = {}
         self._saved: int | None = None
+        self._totals = (0, 0)
         self._result = RunResult(steps=plan.first_rollout)
 
     def run(self) -> RunResult:
@@ -162,18 +173,19 @@ class Driver:
         """Start every rollout that the schedule lets start."""
         plan = self._plan
         while self._next_rollout < plan.num_rollouts and plan.schedule.may_start(self._next_rollout, self._version):
-            ticket = self._buffer("generate", self._next_rollout, False)
-            self._generating[self._next_rollout] = self._runtime.submit("rollout", "run", ticket)
-            if plan.schedule.streams:
-                self._roles.start(self._next_rollout, trainer_too=True)
+            self._start_rollout(self._next_rollout)
             self._next_rollout += 1
+
+    def _start_rollout(self, rollout_id: int) -> None:
+        ticket = self._tickets[rollout_id] = self._buffer("generate", rollout_id, False)
+        self._generating[rollout_id] = self._runtime.submit("rollout", "run", ticket)
+        if self._plan.schedule.streams:
+            self._roles.start(rollout_id, trainer_too=True)
 
     def _step(self, rollout_id: int) -> None:
         started = self._runtime.now()
         self._times.clear()
-        with self._timed("rollout", "rollout", rollout_id):
-            self._observer.phase("generate")
-            metrics = self._finished_rollout(rollout_id)
+        metrics = self._prepared(rollout_id)
         step = rollout_id + 1
         metrics |= self._train_and_commit(rollout_id, step)
         self._version = self._result.steps = step
@@ -192,8 +204,49 @@ class Driver:
         if self._result.stopped_early and self._saves_at(step):
             self._save(step)
 
+    def _prepared(self, rollout_id: int) -> dict[str, float]:
+        """Have everything in place that the optimizer step needs; what is lost on the way is produced again."""
+        while True:
+            try:
+                with self._timed("rollout", "rollout", rollout_id):
+                    self._observer.phase("generate")
+                    metrics = self._finished_rollout(rollout_id)
+                if self._plan.train:
+                    with self._timed("train"):
+                        self._observer.phase("train")
+                        self._prepare_update(rollout_id)
+                return metrics
+            except BufferRLError as error:
+                doomed = [*self._generating.values(), *self._roles.forget()]
+                self._generating.clear()
+                self._require_lost(self._tickets[rollout_id], error)
+                self._give_up(rollout_id, doomed)
+            self._start_rollout(rollout_id)
+
+    def _require_lost(self, ticket: Ticket, error: BufferRLError) -> None:
+        """Raise ``error`` unless it comes from the loss of a rollout that can be produced again. Whatever is raised
+        after the Buffer was replaced may come from that: user code says it in words of its own."""
+        if not isinstance(error, PayloadLostError):
+            progress = self._buffer("get_progress")
+            if progress["incarnation"] == ticket.incarnation:
+                raise error
+        if self._redone >= self._plan.max_redos:
+            raise error
+        self._redone += 1
+        self._observer.notice(f"{ticket.task} is produced again ({self._redone} of {self._plan.max_redos}): {error}")
+
+    def _give_up(self, rollout_id: int, doomed: Sequence[Task]) -> None:
+        """Bring the groups of a rollout back to the queue, and see to it that nobody works on them any more."""
+        self._buffer("abandon", rollout_id)
+        for task in doomed:
+            with suppress(BufferRLError):  # what they say of a rollout that is gone
+                self._wait(task, self._plan.rollout_timeout_s)
+        if self._plan.train:
+            self._call("train", "discard", timeout_s=self._plan.train_timeout_s)
+
     def _finished_rollout(self, rollout_id: int) -> dict[str, float]:
-        report, metrics, samples = self._wait(self._generating.pop(rollout_id), self._plan.rollout_timeout_s)
+        report, metrics, samples = self._wait(self._generating[rollout_id], self._plan.rollout_timeout_s)
+        del self._generating[rollout_id]
         metrics = dict(metrics)
         metrics |= {f"rollout/drop_{reason}": float(count) for reason, count in report.drops.items()}
         metrics["rollout/num_groups"] = float(report.num_groups)
@@ -213,13 +266,13 @@ class Driver:
             self._buffer("commit", rollout_id, step)  # the Buffer is to let go of the groups
             return {}
         with self._timed("train"):
-            self._observer.phase("train")
-            trained = self._train(rollout_id)
+            trained = self._update(rollout_id)
         self._buffer("commit", rollout_id, step)
         self._observer.trained(rollout_id, step, trained)
         return trained
 
-    def _train(self, rollout_id: int) -> dict[str, float]:
+    def _prepare_update(self, rollout_id: int) -> None:
+        """What the trainer does before the optimizer step, and all that it needs of the Buffer."""
         plan, limit = self._plan, self._plan.train_timeout_s
         if not plan.schedule.streams:
             self._roles.start(rollout_id, trainer_too=False)
@@ -227,14 +280,20 @@ class Driver:
             for role, task in self._roles.tasks(rollout_id):
                 self._observer.worked(role, self._wait(task, limit).spans)
         if plan.roles.stream_gradients:
-            with self._timed("update", "train", rollout_id):
-                return dict(self._call("train", "finish_stream", rollout_id, timeout_s=limit))
+            self._totals = self._buffer("get_totals", rollout_id)
+            return
         self._call("train", "fetch", rollout_id, timeout_s=limit)
         if not plan.schedule.streams:
             for model in plan.roles.trainer_models:
                 with self._timed(FIELD_OF_MODEL[model], "train", rollout_id):
                     self._call("train", "log_probs", model, timeout_s=limit)
+
+    def _update(self, rollout_id: int) -> dict[str, float]:
+        """The optimizer step. It asks nobody for anything, so it is never taken twice for one rollout."""
+        limit = self._plan.train_timeout_s
         with self._timed("update", "train", rollout_id):
+            if self._plan.roles.stream_gradients:
+                return dict(self._call("train", "finish_stream", *self._totals, timeout_s=limit))
             return dict(self._call("train", "train", timeout_s=limit))
 
     def _publish(self) -> None:
@@ -248,16 +307,26 @@ class Driver:
 
     def _evaluate(self) -> None:
         self._observer.phase("evaluate")
-        ticket = self._buffer("generate", self._version, True)
-        with self._timed("evaluate", "rollout", self._version):
-            task = self._runtime.submit("rollout", "run", ticket)
-            _, metrics, samples = self._wait(task, self._plan.rollout_timeout_s)
-        self._buffer("clear", ticket.task)
+        metrics, samples = self._evaluated()
         self._result.evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         self._observer.rollout_ended(self._version, True, metrics, samples)
         self._observer.evaluation(self._version, metrics)
         stop = self._plan.early_stop
         self._result.stopped_early = stop is not None and stop.met(metrics)
+
+    def _evaluated(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        while True:
+            ticket = self._buffer("generate", self._version, True)
+            try:
+                with self._timed("evaluate", "rollout", self._version):
+                    task = self._runtime.submit("rollout", "run", ticket)
+                    _, metrics, samples = self._wait(task, self._plan.rollout_timeout_s)
+            except BufferRLError as error:
+                self._require_lost(ticket, error)
+                self._buffer("clear", ticket.task)
+                continue
+            self._buffer("clear", ticket.task)
+            return dict(metrics), samples
 
     def _save(self, step: int) -> None:
         if self._checkpoints is None or self._saved == step:

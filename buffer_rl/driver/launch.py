@@ -5,15 +5,18 @@ Everything that is started is put on one exit stack, so that whatever fails, not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.ledger_file import FILE_NAME
+from buffer_rl.buffer.ledger_place import ledger_writer
 from buffer_rl.buffer.storage.actor import start_storage
 from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
+from buffer_rl.cluster.buffer_watch import BufferWatch
 from buffer_rl.cluster.resources import train_gpus
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.cluster.worker_group import WorkerGroup
@@ -29,6 +32,7 @@ from buffer_rl.driver.roles import role_plan, start_roles
 from buffer_rl.driver.rollout_files import RecordedRollouts, RolloutRecorder
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
 from buffer_rl.driver.schedule import Schedule
+from buffer_rl.engine.api_key import with_engine_key
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.plugins import PluginRegistry
@@ -54,10 +58,11 @@ def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping
     run; by then everything that was started has stopped.
     """
     run_dir = Path(args.run_dir)
+    args = with_engine_key(args)
     with ExitStack() as stack:
         stack.enter_context(termination_as_exception())
         stack.enter_context(sole_user(run_dir))
-        checkpoint = stack.enter_context(opened_checkpoint(args.load, run_dir)) if args.load else None
+        checkpoint = stack.enter_context(opened_checkpoint(args.load, run_dir)) if args.load is not None else None
         provenance = provenance_of(args, registry, data)
         registry.call_hook("buffer_rl_configure", config=args)
         run = _Run(args, registry, run_dir, checkpoint, provenance, stack)
@@ -149,7 +154,8 @@ class _Run:
             checkpoints = RunCheckpoints(args, buffer=self.buffer, train=self.train, provenance=self.provenance.facts())
         template = args.save_debug_rollout_data
         recorder = RolloutRecorder(template, self.buffer) if template else None
-        watchers = [self._watch_progress] + ([self.fleet.check] if self.fleet is not None else [])
+        watchers: list[Callable[[], None]] = [self._buffer_watch()]
+        watchers += [self.fleet.check] if self.fleet is not None else []
         plan = self._plan()
         self.observer.planned(plan.num_rollouts)
         return Driver(plan, RayRuntime(targets, watchers), self.observer, checkpoints, recorder)
@@ -205,6 +211,7 @@ class _Run:
             train_timeout_s=args.train_timeout_s,
             publish_timeout_s=args.update_weights_timeout_s,
             buffer_timeout_s=args.buffer_timeout_s,
+            max_redos=args.buffer_max_restarts,
         )
 
     def _wait_ready(self) -> None:
@@ -247,10 +254,20 @@ class _Run:
         if number > 0:
             self.source.call("restore", number, state, timeout_s=self.args.data_source_timeout_s)
 
-    def _watch_progress(self) -> None:
-        progress = self.buffer.get_progress()
-        if progress.get("wanted"):
-            self.observer.groups(progress["finished"], progress["wanted"], progress["dropped"])
+    def _buffer_watch(self) -> BufferWatch:
+        def show(progress: Mapping[str, Any]) -> None:
+            if progress.get("wanted"):
+                self.observer.groups(progress["finished"], progress["wanted"], progress["dropped"])
+
+        return BufferWatch(
+            self.buffer.actor,
+            # Noticed, ended and started again before those who ask it give up.
+            hang_s=min(self.args.buffer_hang_timeout_s, self.args.buffer_timeout_s / 2),
+            start_s=self.args.buffer_timeout_s,
+            shown=show,
+            notice=self.observer.notice,
+            process=lambda: ledger_writer(self.run_dir / FILE_NAME),
+        )
 
     def _local(self, role: str, obj: object) -> LocalTarget:
         target = LocalTarget(role, obj)

@@ -70,6 +70,13 @@ class RoleCalls:
         """Every call under way."""
         return [task for calls in self._calls.values() for task in calls.values()]
 
+    def forget(self) -> list[Task]:
+        """Give up all calls under way. Returns what to wait for: the calls, and one behind them on each role, whose
+        processes may not end together."""
+        ended = [*self.all_tasks(), *(self._runtime.submit(role, "ready") for role in self._plan.own)]
+        self._calls.clear()
+        return ended
+
     def replace(self, ended: Task, error: BufferRLError, buffer: Callable[..., Any]) -> Task:
         """Replace the role whose process died in the call ``ended``, and have it do again what was lost.
 

@@ -39,7 +39,7 @@ class EngineClient:
 
     engine_urls: the engines that control calls go to; where there are none, those that the router lists at the time,
     so that a client lives longer than an engine. timeout_s: deadline of one generation, retries included.
-    control_timeout_s: deadline of one control call. is_gone: see ``EngineFanOut``.
+    control_timeout_s: deadline of one control call. is_gone, api_key: see ``EngineFanOut``.
     """
 
     def __init__(
@@ -51,19 +51,22 @@ class EngineClient:
         control_timeout_s: float = CONTROL_TIMEOUT_S,
         max_retries: int = MAX_RETRIES,
         is_gone: Callable[[str], bool] | None = None,
+        api_key: str | None = None,
     ) -> None:
         self.router_url = router_url.rstrip("/")
         self.engine_urls = tuple(url.rstrip("/") for url in engine_urls)
         self.timeout_s = timeout_s
         self.max_retries = max_retries
         self._generate_url = f"{self.router_url}/generate"
-        self._http = HttpSession(timeout_s)
-        self._control = EngineFanOut(self.engine_urls, control_timeout_s, router_url=self.router_url, is_gone=is_gone)
+        self._http = HttpSession(timeout_s, api_key)
+        self._control = EngineFanOut(
+            self.engine_urls, control_timeout_s, router_url=self.router_url, is_gone=is_gone, api_key=api_key
+        )
 
     @classmethod
     def from_args(cls, args: Any) -> EngineClient:
-        """From ``args.router_url``, ``args.engine_urls`` and ``args.generate_timeout_s``."""
-        return cls(args.router_url, args.engine_urls, timeout_s=args.generate_timeout_s)
+        """From ``args.router_url``, ``args.engine_urls``, ``args.engine_api_key`` and ``args.generate_timeout_s``."""
+        return cls(args.router_url, args.engine_urls, timeout_s=args.generate_timeout_s, api_key=args.engine_api_key)
 
     async def __aenter__(self) -> EngineClient:
         return self
@@ -197,7 +200,7 @@ class EngineControlClient:
     """The control calls for synchronous code: each call runs an event loop of its own in a short-lived thread, so
     it works wherever it is called from.
 
-    timeout_s: deadline of one call. is_gone: see ``EngineFanOut``.
+    timeout_s: deadline of one call. is_gone, api_key: see ``EngineFanOut``.
     """
 
     def __init__(
@@ -206,10 +209,12 @@ class EngineControlClient:
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
         is_gone: Callable[[str], bool] | None = None,
+        api_key: str | None = None,
     ) -> None:
         self.engine_urls = tuple(url.rstrip("/") for url in engine_urls)
         self.timeout_s = timeout_s
         self._is_gone = is_gone
+        self._api_key = api_key
 
     def targets(self) -> Sequence[str]:
         """The engines that the next call goes to."""
@@ -218,7 +223,8 @@ class EngineControlClient:
     def _run(self, call: Callable[[EngineClient], Awaitable[T]]) -> T:
         async def run() -> T:
             urls = self.targets()
-            async with EngineClient("", urls, control_timeout_s=self.timeout_s, is_gone=self._is_gone) as client:
+            limit, is_gone, key = self.timeout_s, self._is_gone, self._api_key
+            async with EngineClient("", urls, control_timeout_s=limit, is_gone=is_gone, api_key=key) as client:
                 return await call(client)
 
         with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:

@@ -9,14 +9,17 @@ from typing import Any
 import aiohttp
 import orjson
 
+from buffer_rl.engine.api_key import auth_headers
 from buffer_rl.errors import EngineError
 
 
 class HttpSession:
-    """One aiohttp session, made in the event loop that uses it first. ``timeout_s``: deadline of one request."""
+    """One aiohttp session, made in the event loop that uses it first. ``timeout_s``: deadline of one request.
+    api_key: sent with each."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, api_key: str | None = None) -> None:
         self.timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json", **auth_headers(api_key)}
         self._session: aiohttp.ClientSession | None = None
 
     def session(self) -> aiohttp.ClientSession:
@@ -25,7 +28,7 @@ class HttpSession:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
                 timeout=aiohttp.ClientTimeout(total=self.timeout_s),
-                headers={"Content-Type": "application/json"},
+                headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
             )
@@ -44,7 +47,8 @@ class EngineFanOut:
 
     urls: the engines; where there are none, the workers that the router at ``router_url`` lists when a call is made.
     timeout_s: deadline of one call. is_gone: whether the failure of the engine at a URL is of no account, because it
-    has died; it may block for a moment. A call that no engine answers fails all the same.
+    has died; it may block for a moment. A call that no engine answers fails all the same. api_key: of engines and
+    router.
     """
 
     def __init__(
@@ -54,12 +58,13 @@ class EngineFanOut:
         *,
         router_url: str = "",
         is_gone: Callable[[str], bool] | None = None,
+        api_key: str | None = None,
     ) -> None:
         self.urls = tuple(urls)
         self.timeout_s = timeout_s
         self._router_url = router_url
         self._is_gone = is_gone
-        self._http = HttpSession(timeout_s)
+        self._http = HttpSession(timeout_s, api_key)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -165,4 +170,6 @@ def decode_json(raw: bytes, url: str) -> Any:
 
 def status_error(url: str, status: int, raw: bytes) -> EngineError:
     """An error that names the URL, the HTTP status and the answer's text."""
-    return EngineError(f"HTTP {status}: {raw[:2000].decode(errors='replace').strip()}", where=url)
+    error = EngineError(f"HTTP {status}: {raw[:2000].decode(errors='replace').strip()}", where=url)
+    error.status = status
+    return error

@@ -16,6 +16,7 @@ from typing import Any
 from buffer_rl.contracts import EngineLauncher, EngineProcess
 from buffer_rl.engine.client import EngineControlClient
 from buffer_rl.engine.fleet_control import FleetControl
+from buffer_rl.engine.heartbeat import Heartbeat
 from buffer_rl.engine.launching import named_launcher
 from buffer_rl.engine.roster import Member, MemberState, Roster, none_left
 from buffer_rl.engine.router import Router
@@ -33,6 +34,7 @@ class EngineFleet:
     ``run_dir/logs``.
 
     With ``args.router_url`` set, the fleet is somebody else's: nothing is started, checked or stopped.
+    ``args.engine_api_key`` is what engines and router ask for (see ``with_engine_key``); None lets everybody in.
 
     launcher: a registry that ``args.rollout_engine`` is resolved in, or the launcher itself. notice: told in one line,
     from any thread, when an engine is lost or replaced.
@@ -64,6 +66,7 @@ class EngineFleet:
         self._restarts = 0
         self._last_death: BufferRLError | None = None
         self._router: Router | None = None
+        self._heartbeat: Heartbeat | None = None
 
     def __enter__(self) -> EngineFleet:
         self.start()
@@ -106,8 +109,8 @@ class EngineFleet:
     def control(self, timeout_s: float) -> EngineControlClient:
         """The control calls to all engines, whoever they are when a call is made. timeout_s: deadline of one call."""
         if self._external:
-            return EngineControlClient(self._args.engine_urls, timeout_s=timeout_s)
-        return FleetControl(self._roster, self._admit, timeout_s=timeout_s)
+            return EngineControlClient(self._args.engine_urls, timeout_s=timeout_s, api_key=self._args.engine_api_key)
+        return FleetControl(self._roster, self._admit, timeout_s=timeout_s, api_key=self._args.engine_api_key)
 
     def start(self) -> None:
         """Start the engines without waiting for them. If one cannot be started, the others are stopped."""
@@ -138,16 +141,19 @@ class EngineFleet:
                 self._log_path("router.log"),
                 request_timeout_s=max(int(self._args.generate_timeout_s) + 60, 60),
                 deadline=deadline,
+                api_key=self._args.engine_api_key,
             )
+            self._heartbeat = Heartbeat(self._roster, self._args.rollout_health_check_timeout)
+            self._heartbeat.start()
         except BaseException:
             self.stop()
             raise
 
     def check(self) -> None:
-        """Let go of engines that died, and start replacements, at most ``args.engine_max_restarts`` in all.
+        """Let go of engines that died or hang, and start replacements, at most ``args.engine_max_restarts`` in all.
 
         Raises EngineError, with the end of the log, if the router has ended or no engine is left that could serve.
-        Engines of launchers without ``check`` are never found dead.
+        Engines of launchers without ``check`` are found dead by their silence alone (``Heartbeat``).
         """
         if self._router is not None:
             self._router.check()
@@ -159,6 +165,9 @@ class EngineFleet:
 
     def stop(self) -> None:
         """End the router and all engines; returns when they are gone. May be called twice."""
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.stop()
         members, router, self._router = self._roster.clear(), self._router, None
         failures = []
         stops = [member.engine.stop for member in members]
@@ -230,9 +239,8 @@ class EngineFleet:
                     member.state = MemberState.WAITING
                     self._say(f"engine {member.index} is up again and waits for the next weights")
                     return
-                EngineControlClient([member.url], timeout_s=limit).update_weights_from_disk(
-                    published.folder, int(published.version)
-                )
+                control = EngineControlClient([member.url], timeout_s=limit, api_key=self._args.engine_api_key)
+                control.update_weights_from_disk(published.folder, int(published.version))
             self._admit(member)
         finally:
             self._roster.publication.release()

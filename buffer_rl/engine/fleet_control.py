@@ -20,11 +20,13 @@ class FleetControl(EngineControlClient):
     """Reaches the engines that were there at ``pause`` and still live. An engine that dies does not fail a call that
     another one answers. Replacements that wait for weights take part, and join the router at ``resume``.
 
-    admit: has the router send requests to a member. timeout_s: deadline of one call.
+    admit: has the router send requests to a member. timeout_s: deadline of one call. api_key: of the engines.
     """
 
-    def __init__(self, roster: Roster, admit: Callable[[Member], None], *, timeout_s: float) -> None:
-        super().__init__((), timeout_s=timeout_s, is_gone=roster.is_gone)
+    def __init__(
+        self, roster: Roster, admit: Callable[[Member], None], *, timeout_s: float, api_key: str | None = None
+    ) -> None:
+        super().__init__((), timeout_s=timeout_s, is_gone=roster.is_gone, api_key=api_key)
         self._roster = roster
         self._admit = admit
         self._in_publication: list[Member] | None = None

@@ -20,8 +20,20 @@ class EngineOptions(Section):
     engine_max_running_requests: int = option(64, "sequences that decode together", ge=1)
     engine_context_length: int | None = option(None, "most tokens of a sequence; the model's own limit where absent")
     engine_start_timeout_s: float = option(300.0, "deadline for an engine or the router to answer, in seconds", gt=0)
+    rollout_health_check_timeout: float = option(
+        60.0, "seconds after which an engine that answers no /health is replaced as one that died", gt=0
+    )
     engine_max_restarts: int = option(
         2, "most engines of a run that are started again after they died; with none left the run ends", ge=0
+    )
+    engine_auth: bool = option(
+        True, "engines and router that the run starts answer only to requests with its API key (401 otherwise)"
+    )
+    engine_api_key: str | None = option(
+        None,
+        "API key of the engines and the router, as the variable BUFFER_RL_ENGINE_API_KEY or in the --config file; a "
+        "command line is no place for it. Made anew for each run where absent; of --router-url it is the key to send",
+        metavar="KEY",
     )
     router_url: str | None = option(
         None, "the URL that every generation request goes to; set by the run where absent", metavar="URL"

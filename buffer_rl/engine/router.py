@@ -8,9 +8,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from buffer_rl.engine.api_key import auth_headers, key_environment
 from buffer_rl.engine.process import ChildProcess
 from buffer_rl.engine.readiness import POLL_INTERVAL_S, wait_until_ready
 from buffer_rl.errors import DeadlineError, EngineError
@@ -25,11 +27,22 @@ class Router:
     """The router in front of ``worker_urls``, which answer already.
 
     Raises EngineError with the end of its log if it ends, DeadlineError if it is not ready before ``deadline`` (of
-    ``time.monotonic``). request_timeout_s: after which it gives up on a generation.
+    ``time.monotonic``). request_timeout_s: after which it gives up on a generation. api_key: what clients must send,
+    and what the workers ask for.
     """
 
-    def __init__(self, worker_urls: Sequence[str], log_path: str, *, request_timeout_s: int, deadline: float) -> None:
-        self.process, self.url = _start(worker_urls, log_path, request_timeout_s, deadline)
+    def __init__(
+        self,
+        worker_urls: Sequence[str],
+        log_path: str,
+        *,
+        request_timeout_s: int,
+        deadline: float,
+        api_key: str | None = None,
+    ) -> None:
+        command = partial(_command, worker_urls, request_timeout_s)
+        self._api_key = api_key
+        self.process, self.url = _start(command, log_path, key_environment(api_key), deadline)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
 
     @property
@@ -53,7 +66,8 @@ class Router:
     def add(self, url: str) -> None:
         """Have ``url``, which answers already, share the work; returns once it does. Raises EngineError and
         DeadlineError."""
-        self._call("POST", "/workers", {"url": url})
+        own_key = {"api_key": self._api_key} if self._api_key else {}  # later workers do not inherit the router's
+        self._call("POST", "/workers", {"url": url, **own_key})
         self._wait_for(url, listed=True)
 
     def remove(self, url: str) -> None:
@@ -76,7 +90,7 @@ class Router:
             self.url + path,
             method=method,
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **auth_headers(self._api_key)},
         )
         try:
             with self._opener.open(request, timeout=CALL_TIMEOUT_S) as response:
@@ -86,14 +100,13 @@ class Router:
 
 
 def _start(
-    worker_urls: Sequence[str], log_path: str, request_timeout_s: int, deadline: float
+    command: Callable[[int, int], list[str]], log_path: str, env: Mapping[str, str], deadline: float
 ) -> tuple[ChildProcess, str]:
     """The router takes no inherited socket, so another process may take its port first: try again then."""
     for attempt in range(START_ATTEMPTS):
         port, metrics_port = free_ports(2)
         url = f"http://{HOST}:{port}"
-        command = _command(worker_urls, port, metrics_port, request_timeout_s)
-        process = ChildProcess("sglang-router", command, log_path)
+        process = ChildProcess("sglang-router", command(port, metrics_port), log_path, env=env)
         try:
             wait_until_ready(f"{url}/readiness", process, max(deadline - time.monotonic(), 0.0))
             process.check()
@@ -112,7 +125,7 @@ def _start(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _command(worker_urls: Sequence[str], port: int, metrics_port: int, request_timeout_s: int) -> list[str]:
+def _command(worker_urls: Sequence[str], request_timeout_s: int, port: int, metrics_port: int) -> list[str]:
     """The policy ``manual`` sends equal routing keys to one engine, so that the samples of a prompt share its
     prefill; a new key goes to the engine with the fewest requests. Retries and the circuit breaker are off: the
     client retries by ``rid``, and a bad request (400) must not count against an engine."""

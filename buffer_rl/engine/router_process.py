@@ -1,4 +1,8 @@
-"""``python -m buffer_rl.engine.router_process``: the real ``sglang-router``, ended with its parent."""
+"""``python -m buffer_rl.engine.router_process``: the real ``sglang-router``, ended with its parent.
+
+The router takes its API key as an argument alone, which every user of the machine could read. So the key comes in the
+environment, and is put among the arguments that the router parses inside this process.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from buffer_rl.engine.api_key import take_key
 from buffer_rl.engine.process import PARENT_FD_FLAG
 
 
@@ -17,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         at = rest.index(PARENT_FD_FLAG)
         _fork_watcher(int(rest[at + 1]))
         del rest[at : at + 2]
+    if (key := take_key()) is not None:
+        rest += [f"--api-key={key}"]  # a key may begin with a dash
     from sglang_router.launch_router import launch_router, parse_router_args  # type: ignore[import-untyped]
 
     launch_router(parse_router_args(rest))

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from buffer_rl.config import Options
+from buffer_rl.observe.incidents import Incidents
 from buffer_rl.observe.metrics import MetricHub
 from buffer_rl.observe.progress import Progress
 from buffer_rl.observe.run_facts import write_facts
@@ -46,6 +47,7 @@ class RunObserver:
         self._spans: dict[str, list[WorkSpan]] = {}  # of the steps that are not logged yet
         self._overlap = Overlap.of_options(args.schedule, args.stream_gradients)
         self._progress = Progress(args.progress, args.num_rollout, title=f"buffer-rl · {Path(run_dir).name}")
+        self._incidents = Incidents(run_dir)
         self._stack = ExitStack()
 
     def planned(self, total_steps: int) -> None:
@@ -63,6 +65,7 @@ class RunObserver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._say(self._incidents.summary())
         self._stack.__exit__(kind, error, trace)
 
     def phase(self, name: str) -> None:
@@ -82,6 +85,8 @@ class RunObserver:
     ) -> None:
         """A rollout or an evaluation is done."""
         kind = "eval" if evaluation else "train"
+        if not evaluation:
+            self._say(self._incidents.rollout(rollout_id, metrics))
         self._dump.write(rollout_id, [{"kind": kind, **sample} for sample in samples])
         self._registry.call_hook(
             "buffer_rl_on_rollout_end", rollout_id=rollout_id, evaluation=evaluation, metrics=metrics
@@ -107,8 +112,13 @@ class RunObserver:
         self._spans = {role: [span for span in self._spans[role] if span.step > step] for role in self._spans}
         self._metrics.log(metrics, step)
         self._progress.step(metrics, step)
+        self._say(self._incidents.step(step, metrics))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The weights of version ``step`` were evaluated."""
         self._metrics.log(metrics, step)
         self._progress.eval(metrics, step)
+
+    def _say(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._progress.notice(line)

@@ -78,6 +78,8 @@ def run_files(run_dir: str | Path) -> dict[str, Path]:
         "trace (ui.perfetto.dev)": folder / TRACE_FILE,
         "TensorBoard": folder / "tensorboard",
         "model (Hugging Face)": folder / "hf",
+        "quarantined prompts": folder / "quarantine.jsonl",
+        "rows of bad steps": folder / "non_finite",
         "logs": folder / "logs",
     }
     return {name: path for name, path in candidates.items() if path.exists()}

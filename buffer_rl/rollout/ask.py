@@ -35,7 +35,9 @@ async def ask_engine(args: Any, samples: Sequence[Sample]) -> list[dict[str, Any
     args: with ``router_url`` and ``engine_urls``. Raises DataError for a prompt that cannot be rendered, EngineError
     and DeadlineError.
     """
-    encoder = PromptEncoder.from_args(args, load_tokenizer(args.hf_checkpoint))
+    encoder = PromptEncoder.from_args(
+        args, load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    )
     gate = asyncio.Semaphore(args.rollout_concurrency)
     params = sampling_params_for(args, evaluation=False)
     async with EngineClient.from_args(args) as client:

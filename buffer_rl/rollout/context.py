@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from buffer_rl.errors import RolloutError
@@ -74,6 +75,7 @@ class RolloutContext:
 
     engine is None where a run needs none (supervised fine-tuning). ``generate`` and the filters are the
     user's functions, resolved once; None stands for the built-in generate function and for no filter.
+    run_dir: where reports go; None writes none.
     """
 
     args: Any
@@ -87,17 +89,25 @@ class RolloutContext:
     dynamic_filter: Callable[..., Any] | None = None
     sample_filter: Callable[..., Any] | None = None
     all_samples_process: Callable[..., Any] | None = None
+    run_dir: Path | None = None
     _closed: bool = field(default=False, init=False)
 
     @classmethod
     def build(
-        cls, args: Any, *, registry: PluginRegistry, engine: TokenGenerator | None, tokenizer: Any = None
+        cls,
+        args: Any,
+        *,
+        registry: PluginRegistry,
+        engine: TokenGenerator | None,
+        tokenizer: Any = None,
+        run_dir: Path | None = None,
     ) -> RolloutContext:
         """Load the tokenizer and resolve the plugins that ``args`` names.
 
         Call it inside the event loop that will run the rollouts. Raises RolloutError or PluginError.
         """
-        tokenizer = load_tokenizer(args.hf_checkpoint) if tokenizer is None else tokenizer
+        if tokenizer is None:
+            tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
         return cls(
             args=args,
             tokenizer=tokenizer,
@@ -110,6 +120,7 @@ class RolloutContext:
             dynamic_filter=_function(registry, "filter", args.dynamic_sampling_filter_path),
             sample_filter=_function(registry, "sample_filter", args.rollout_sample_filter_path),
             all_samples_process=_function(registry, "all_samples_process", args.rollout_all_samples_process_path),
+            run_dir=run_dir,
         )
 
     @contextmanager

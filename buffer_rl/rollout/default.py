@@ -12,21 +12,26 @@ With N > P, the order of completion selects: the first P that are done and kept 
 for the slowest. Then the requests of the others are aborted and awaited, and their groups go back to the queue,
 where they keep their place in the order of admission: they come first in the next rollout. Nothing is lost, nothing
 counts as dropped; but which groups a step trains on may differ from run to run, and slow ones come later.
+
+An attempt that fails ends nothing: its group is tried again or goes into quarantine (``FailurePolicy``), and the slot
+leases the next one, which is the same one if it went back to the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from buffer_rl.buffer.partial import is_complete
+from buffer_rl.buffer.partial import check_versions, is_complete
 from buffer_rl.contracts import RolloutBuffer
-from buffer_rl.errors import DeadlineError, EngineError, RolloutError
+from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
-from buffer_rl.rollout.failures import COSTLY, RewardFailure
+from buffer_rl.rollout.failure_policy import FailurePolicy
+from buffer_rl.rollout.failures import AttemptFailure, Domain, failure_of
 from buffer_rl.rollout.filtering import apply_filter, apply_sample_filter, process_all_samples
 from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.production import generate_group, run_all, score_group, task_group, within_deadline
@@ -35,9 +40,7 @@ from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.types import RolloutOutput, SampleGroup, Status
 
-GIVE_UP_AFTER = 8  # groups that could not be scored, while none could
 SCORING_GRACE_S = 2.0  # for rewards that are not needed any more
-GIVE_UP_AFTER_COSTLY = 2  # where there are only time-outs and crashes: such groups take long
 
 
 class DefaultRollout:
@@ -53,9 +56,9 @@ class DefaultRollout:
     ) -> RolloutOutput:
         """Report every group through ``buffer``; the output holds metrics only.
 
-        Raises RolloutError if too many groups are dropped or cannot be scored, DeadlineError at
-        ``--rollout-timeout-s``, and the first error of the engine or of the user's functions. Nothing that was
-        started is left running then.
+        Raises RolloutError if too many groups are dropped, DeadlineError at ``--rollout-timeout-s``, what
+        ``FailurePolicy.settle`` raises, and the first error that is no group's own, such as that of a filter. Nothing
+        that was started is left running then.
         """
         context = current_context()
         if evaluation:
@@ -95,12 +98,11 @@ class _Run:
         self._requests = Requests()
         self._enough = asyncio.Event()
         self._num_taken = 0
-        self._num_scored = 0
+        self._failures = FailurePolicy(context, buffer, self.stats)
         self._kept: list[SampleGroup] = []
         self._dropped: list[SampleGroup] = []
         # Functions that see the whole rollout may change samples, so no group is done before all are.
         self._holds = context.sample_filter is not None or context.all_samples_process is not None
-        self._unscored: list[RewardFailure] = []
 
     async def produce_all(self) -> None:
         in_flight = max(self._wanted, self._args.over_sampling_batch_size or 0)
@@ -125,17 +127,29 @@ class _Run:
     async def _fill(self, slot: _Slot) -> None:
         """Take one group more, unless there are enough before it is done: then it stays in the slot."""
         while (group := slot.group) is not None:
-            reason = await self._drop_reason(slot, group)
+            result = await self._attempt(slot, group)
             if self._requests.stopped:
                 return
             slot.group = None
-            if not reason:
+            if not result:
                 await self._take(group)
                 return
-            await self.buffer.areject(group, reason)
-            self._count_drop(group, reason)
+            if isinstance(result, AttemptFailure):
+                await self._settle(group, result)
+            else:
+                await self.buffer.areject(group, result)
+                self._count_drop(group, result)
             if not self._requests.stopped:
                 (slot.group,) = await self._lease(1)
+
+    async def _settle(self, group: SampleGroup, failure: AttemptFailure) -> None:
+        """Have the policy decide on a group that failed, and give the infrastructure time where that is ill."""
+        if await self._failures.settle(group, failure):
+            self._remember_dropped(group)
+        if failure.domain is Domain.INFRA:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._failures.pause_s):
+                    await self._enough.wait()
 
     async def _take(self, group: SampleGroup) -> None:
         self._num_taken += 1
@@ -148,35 +162,39 @@ class _Run:
             await self.buffer.afinish(group)
         self.stats.count_kept(group, [sample.get_reward_value(self._args) for sample in group])
 
-    async def _drop_reason(self, slot: _Slot, group: SampleGroup) -> str:
+    async def _attempt(self, slot: _Slot, group: SampleGroup) -> str | AttemptFailure:
         """Produce the group; why it is not kept, or an empty text."""
-        if self.context.prompts.too_long(group[0], self._args.rollout_max_prompt_len):
-            return TOO_LONG
         slot.phase = _Phase.GENERATING
         try:
+            if self.context.prompts.too_long(group[0], self._args.rollout_max_prompt_len):
+                return TOO_LONG
             await generate_group(self.context, self.buffer.ticket, group, self._params, self.stats, self._requests)
-        except (EngineError, DeadlineError):
+        except BufferRLError as error:
             if not self._requests.stopped:  # else nobody needs the answer any more
-                raise
-        slot.phase = _Phase.OTHER
+                if (failure := failure_of(error)) is None:
+                    raise
+                return failure
+        finally:
+            slot.phase = _Phase.OTHER
         if self._requests.stopped:
             return ""
+        try:
+            check_versions(self.buffer.ticket, group)
+        except RolloutError as error:  # an engine that missed an update; nothing of it may be trained on
+            return AttemptFailure(domain=Domain.INFRA, reason="stale_weights", error=error)
         slot.phase = _Phase.SCORING
-        reason = await self._verdict(group)
+        verdict = await self._verdict(group)
         slot.phase = _Phase.OTHER
-        return reason
+        return verdict
 
-    async def _verdict(self, group: SampleGroup) -> str:
+    async def _verdict(self, group: SampleGroup) -> str | AttemptFailure:
         """Score the generated group; why it is not kept, or an empty text."""
-        failures = await score_group(self.context, group, self.stats)
-        if failures and not self._requests.stopped:
-            self._count_unscored(failures[0])
-        if failures:
-            return f"reward_failed:{failures[0].kind}"
+        if failures := await score_group(self.context, group, self.stats):
+            return AttemptFailure.of_reward(failures[0])
         for status, reason in ((Status.ABORTED, "aborted"), (Status.FAILED, "generate_failed")):
             if any(sample.status is status for sample in group):
                 return reason
-        self._num_scored += 1
+        self._failures.succeeded()
         reference = self._args.dynamic_sampling_filter_path
         decision = await apply_filter(self.context.dynamic_filter, reference, self._args, group)
         return "" if decision.keep else decision.reason
@@ -224,25 +242,10 @@ class _Run:
         for group in kept:
             await self.buffer.afinish(group)
 
-    def _count_unscored(self, failure: RewardFailure) -> None:
-        self._unscored.append(failure)
-        count = len(self._unscored)
-        costly = all(failure.kind in COSTLY for failure in self._unscored)
-        enough = min(GIVE_UP_AFTER_COSTLY if costly else GIVE_UP_AFTER, self._wanted)
-        hopeless = not self._num_scored and count >= enough
-        if hopeless or count > self._wanted:
-            first = self._unscored[0]
-            raise RolloutError(
-                f"the rewards of {count} groups could not be computed, those of {self._num_scored} could. "
-                f"The first failure ({first.kind}):\n{first.error}",
-                where=self.buffer.ticket.task,
-                hint="what the reward function prints is in the logs of the run: logs/rollout_*",
-            ) from first.error
-
     def _count_drop(self, group: SampleGroup, reason: str) -> None:
         self.stats.drops[reason] += 1
-        if self.context.all_samples_process is not None and reason != TOO_LONG:
-            self._dropped.append(group)
+        if reason != TOO_LONG:
+            self._remember_dropped(group)
         limit = self._args.dynamic_sampling_max_drops * self._wanted
         if self.stats.drops.total() > limit:
             raise RolloutError(
@@ -251,3 +254,7 @@ class _Run:
                 expected=f"at most {limit} drops (--dynamic-sampling-max-drops for each wanted group)",
                 hint="the filter drops nearly everything: look at the rewards, or at the prompts' difficulty",
             )
+
+    def _remember_dropped(self, group: SampleGroup) -> None:
+        if self.context.all_samples_process is not None:
+            self._dropped.append(group)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
 
 from buffer_rl.contracts import RolloutBuffer
-from buffer_rl.errors import RolloutError
+from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.failure_policy import DATA_ATTEMPTS, FailurePolicy
+from buffer_rl.rollout.failures import AttemptFailure, Domain, failure_of
 from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.production import produce, run_all, within_deadline
 from buffer_rl.rollout.stats import RolloutStats
@@ -21,8 +24,9 @@ async def evaluate(context: RolloutContext, buffer: RolloutBuffer) -> RolloutOut
     """Produce and finish every group of the evaluation.
 
     Metrics, for each data set: ``eval/{name}`` mean reward, ``eval/{name}/response_len`` mean,
-    ``eval/{name}/truncated`` share. Raises RolloutError if a sample is aborted or cannot be scored (a mean over
-    the rest would not be comparable), DeadlineError at ``--rollout-timeout-s``.
+    ``eval/{name}/truncated`` share. Raises RolloutError if a sample is aborted, or cannot be generated or
+    scored at the second attempt (a mean over the rest would not be comparable), DeadlineError at
+    ``--rollout-timeout-s``.
     """
     run = _Evaluation(context, buffer)
     await within_deadline(run.produce_all(), context.args.rollout_timeout_s, buffer.ticket, run.stats)
@@ -36,6 +40,7 @@ class _Evaluation:
         self.stats = RolloutStats()
         self._context = context
         self._buffer = buffer
+        self._failures = FailurePolicy(context, buffer, self.stats)
         self._params = sampling_params_for(context.args, evaluation=True)
         self._groups: list[SampleGroup] = []
 
@@ -45,19 +50,40 @@ class _Evaluation:
             await run_all(self._produce_one(group) for group in groups)
 
     async def _produce_one(self, group: SampleGroup) -> None:
-        params = self._params | group.sampling_params
-        failures = await produce(self._context, self._buffer.ticket, group, params, self.stats)
-        for failure in failures:
-            raise RolloutError(
-                f"an evaluation sample could not be scored ({failure.kind}): {failure.error.what}",
-                where=failure.error.where,
-                expected=failure.error.expected,
-            ) from failure.error
+        while (failure := await self._failure(group)) is not None:
+            total, of_group = await self._failures.count(group, failure)
+            self._failures.check_budget(failure, total)
+            if failure.domain is Domain.DATA and not self._may_repeat(failure, of_group):
+                if failure.reward is None:
+                    raise failure.error
+                raise RolloutError(
+                    f"an evaluation sample could not be scored ({failure.reward}): {failure.error.what}",
+                    where=failure.error.where,
+                    expected=failure.error.expected,
+                ) from failure.error
+            group.samples = group.as_prompts().samples
+            await asyncio.sleep(self._failures.pause_s)
+        self._failures.succeeded()
         for sample in group:
             if sample.status in (Status.ABORTED, Status.FAILED):
                 raise RolloutError(f"an evaluation sample was {sample.status}", where=f"row {sample.row_id}")
         await self._buffer.afinish(group)
         self.stats.count_kept(group, [sample.get_reward_value(self._context.args) for sample in group])
+
+    async def _failure(self, group: SampleGroup) -> AttemptFailure | None:
+        """Produce the group; what it failed with, if anything. Raises what must end the run."""
+        params = self._params | group.sampling_params
+        try:
+            failures = await produce(self._context, self._buffer.ticket, group, params, self.stats)
+        except BufferRLError as error:
+            if (failure := failure_of(error)) is None:
+                raise
+            return failure
+        return AttemptFailure.of_reward(failures[0]) if failures else None
+
+    def _may_repeat(self, failure: AttemptFailure, of_group: int) -> bool:
+        retries = failure.reward is None or self._context.args.on_reward_error == "retry"
+        return failure.repeatable and retries and of_group < DATA_ATTEMPTS
 
     def metrics(self) -> dict[str, float]:
         by_name: dict[str, list[Any]] = {}

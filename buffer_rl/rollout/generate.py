@@ -82,7 +82,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         result = await requests.ask(context.engine, request_id(sample), prompt_ids + before.ids, params)
     except EngineError as error:  # it names the engine; which prompt the engine refuses is known here only
         where = f"row {sample.row_id}, {error.where}".removesuffix(", ")
-        raise EngineError(error.what, where=where, expected=error.expected, hint=error.hint) from error
+        named = EngineError(error.what, where=where, expected=error.expected, hint=error.hint)
+        named.status = error.status
+        raise named from error
     _fill(sample, prompt_ids, before, result)
     if before:
         _mend_end(context.tokenizer, sample, len(before), params, getattr(result, "matched", None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from buffer_rl.config import Section, option
 
@@ -69,6 +69,19 @@ class RolloutOptions(Section):
     dynamic_sampling_max_drops: int = option(
         100, "give up a rollout after this many dropped groups for each wanted one", ge=1
     )
+    max_infra_failures: int | None = option(
+        None,
+        "end the run after more than this many failed attempts at groups for reasons of the engines or the network; "
+        "such a group goes back to the queue and is tried again; 4 for each of --rollout-batch-size, and at least 16, "
+        "where absent",
+        ge=0,
+    )
+    max_data_failures: int | None = option(
+        None,
+        "end the run after more than this many failed attempts at groups for reasons of their own: the prompt, its "
+        "reward; the second such failure of a group puts it into quarantine; as above where absent",
+        ge=0,
+    )
 
 
 class RewardOptions(Section):
@@ -98,6 +111,11 @@ class RewardOptions(Section):
         kind="samples_to_train_data",
     )
     rm_timeout_s: float = option(30.0, "deadline of one reward, in seconds", gt=0)
+    on_reward_error: Literal["retry", "quarantine", "abort"] = option(
+        "retry",
+        "a group whose reward cannot be computed is tried once more and then put into quarantine (retry), at once "
+        "(quarantine), or ends the run (abort)",
+    )
     rm_workers: int = option(1, "processes that compute synchronous rewards off the event loop", ge=1)
     grpo_std_normalization: bool = option(True, "divide a group's centred rewards by their standard deviation")
 

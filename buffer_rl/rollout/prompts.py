@@ -15,8 +15,9 @@ OWN_KWARGS = ("conversation", "tools", "tokenize", "add_generation_prompt", "ret
 CACHE_SIZE = 4096  # prompts; a rollout asks for each prompt n_samples_per_prompt times in close succession
 
 
-def load_tokenizer(path: str | None) -> Any:
-    """The tokenizer of the Hugging Face folder ``path``; never asks the network.
+def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of the Hugging Face folder ``path``; never asks the network, and runs no code of the folder unless
+    ``trust_remote_code`` says so.
 
     Raises RolloutError if the folder is not named or holds no tokenizer.
     """
@@ -26,7 +27,7 @@ def load_tokenizer(path: str | None) -> Any:
 
     where, expected = f"--hf-checkpoint {path}", "a folder with tokenizer.json or another file that AutoTokenizer reads"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise RolloutError(f"the tokenizer does not load: {error}", where=where, expected=expected) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):

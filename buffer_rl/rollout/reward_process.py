@@ -26,7 +26,7 @@ from buffer_rl.config import load_args
 from buffer_rl.contract_check import check_group_rewards, check_reward
 from buffer_rl.errors import BufferRLError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.rollout.failures import FailureKind, traceback_tail
+from buffer_rl.rollout.failures import FailureKind, kind_of, traceback_tail
 from buffer_rl.types import Sample, SampleGroup
 
 HEADER = struct.Struct(">I")
@@ -114,7 +114,7 @@ def _outcome(
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
     except BaseException as error:  # fault boundary: user code, which may also call sys.exit
-        return {"error": f"{type(error).__name__}: {error}\n{traceback_tail(error)}", "kind": FailureKind.EXCEPTION}
+        return {"error": f"{type(error).__name__}: {error}\n{traceback_tail(error)}", "kind": kind_of(error)}
     try:
         return {"ok": target.check(value, item)}
     except BufferRLError as error:

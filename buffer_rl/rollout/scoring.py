@@ -11,7 +11,7 @@ from buffer_rl.config import dump_args
 from buffer_rl.contract_check import check_reward
 from buffer_rl.errors import BufferRLError, ConfigError, RewardError
 from buffer_rl.rollout.calling import is_async
-from buffer_rl.rollout.failures import FailureKind, RewardFailure, traceback_tail
+from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of, traceback_tail
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.types import Sample, SampleGroup, Status
@@ -126,7 +126,7 @@ class Scorer:
             if isinstance(error, TimeoutError) and deadline.expired():
                 return Outcome(kind=FailureKind.TIMEOUT, text=f"no reward within --rm-timeout-s {timeout_s:g} s")
             text = f"{type(error).__name__}: {error}\n{traceback_tail(error)}"
-            return Outcome(kind=FailureKind.EXCEPTION, text=text)
+            return Outcome(kind=kind_of(error), text=text)
 
     def _settle(self, sample: Sample, origin: str, outcome: Outcome, failures: dict[int, RewardFailure]) -> None:
         where = f"reward {origin}, row {sample.row_id}"

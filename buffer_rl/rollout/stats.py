@@ -40,7 +40,7 @@ class RolloutStats:
     """Counts and numbers of one rollout. Rewards and lengths are those of the kept samples, before filters mask.
 
     num_aborted_groups, num_surplus_groups: groups of an over-sampled rollout that were not needed, and went back to
-    the queue in mid-generation or generated.
+    the queue in mid-generation or generated. failures: failed attempts at groups, by domain (``infra``, ``data``).
     """
 
     rewards: list[float] = field(default_factory=list)
@@ -52,6 +52,8 @@ class RolloutStats:
     num_aborted_groups: int = 0
     num_surplus_groups: int = 0
     drops: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    num_quarantined: int = 0
     generating: BusyClock = field(default_factory=BusyClock)
     scoring: BusyClock = field(default_factory=BusyClock)
     started: float = field(default_factory=time.perf_counter)
@@ -81,6 +83,9 @@ class RolloutStats:
         if self.num_aborted_groups or self.num_surplus_groups:
             values["aborted_groups"] = float(self.num_aborted_groups)
             values["surplus_groups"] = float(self.num_surplus_groups)
+        values.update({f"{domain}_failures": float(count) for domain, count in sorted(self.failures.items())})
+        if self.num_quarantined:
+            values["drop_quarantined"] = float(self.num_quarantined)
         values.update({f"drop_{reason}": float(count) for reason, count in sorted(self.drops.items())})
         if self.rewards:
             rewards = sorted(self.rewards)  # they came in the order of time; the last bits of a sum depend on its order

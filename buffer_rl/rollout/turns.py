@@ -41,7 +41,9 @@ async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, An
         answer = await context.engine.agenerate(request_id(sample), sample.tokens, params)
     except EngineError as error:  # it names the engine; which prompt the engine refuses is known here only
         where = f"row {sample.row_id}, {error.where}".removesuffix(", ")
-        raise EngineError(error.what, where=where, expected=error.expected, hint=error.hint) from error
+        named = EngineError(error.what, where=where, expected=error.expected, hint=error.hint)
+        named.status = error.status
+        raise named from error
     start = sample.response_length
     sample.weight_versions += [replace(s, start=s.start + start, end=s.end + start) for s in answer.spans]
     _append(sample, list(answer.output_ids), list(answer.log_probs), answer.text, mask=1)

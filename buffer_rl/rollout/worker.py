@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -46,6 +47,7 @@ class RolloutWorker(PayloadProducer):
         self, args_text: str, buffer: Any, log_path: str, storage: Sequence[StorageUnit], source: Any = None
     ) -> None:
         redirect_output(log_path)
+        self._run_dir = Path(log_path).parent.parent  # absolute, unlike --run-dir
         self._args = cast("Args", load_args(args_text))
         self._client = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller="rollout")
         self.offers = {}
@@ -104,7 +106,7 @@ class RolloutWorker(PayloadProducer):
         if self._opened is None:
             args = self._args
             engine = EngineClient.from_args(args) if args.router_url else None
-            self._opened = RolloutContext.build(args, registry=self._registry, engine=engine)
+            self._opened = RolloutContext.build(args, registry=self._registry, engine=engine, run_dir=self._run_dir)
         return self._opened
 
     def _reference(self, ticket: Ticket) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +15,8 @@ class FakeBuffer:
 
     Unlike the real one it runs out: it then hands out fewer groups than asked, and at last none.
 
-    leased: uids in lease order. finished: groups in report order. rejected: (group, reason) in report order.
+    leased: uids in lease order. finished: groups in report order. rejected: (group, reason) in report order;
+    quarantined likewise.
     returned: groups given back with ``add_samples``, which are handed out again first.
     """
 
@@ -28,6 +29,8 @@ class FakeBuffer:
         self.leased: list[GroupUid] = []
         self.finished: list[SampleGroup] = []
         self.rejected: list[tuple[SampleGroup, str]] = []
+        self.quarantined: list[tuple[SampleGroup, str]] = []
+        self.failures: Counter[tuple[str, GroupUid]] = Counter()
         self.returned: list[SampleGroup] = []
 
     @property
@@ -67,6 +70,16 @@ class FakeBuffer:
         self._end(group)
         self.rejected.append((group, reason))
 
+    def quarantine(self, group: SampleGroup, reason: str) -> None:
+        """Drop a leased group for good."""
+        self._end(group)
+        self.quarantined.append((group, reason))
+
+    def count_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
+        """Count a failed attempt."""
+        self.failures[kind, group.uid] += 1
+        return sum(n for (k, _), n in self.failures.items() if k == kind), self.failures[kind, group.uid]
+
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""
         return len(self._queue)
@@ -94,6 +107,14 @@ class FakeBuffer:
     async def areject(self, group: SampleGroup, reason: str) -> None:
         """See ``reject``."""
         self.reject(group, reason)
+
+    async def aquarantine(self, group: SampleGroup, reason: str) -> None:
+        """See ``quarantine``."""
+        self.quarantine(group, reason)
+
+    async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
+        """See ``count_failure``."""
+        return self.count_failure(group, kind)
 
     async def aget_buffer_length(self) -> int:
         """See ``get_buffer_length``."""

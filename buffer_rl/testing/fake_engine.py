@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -26,6 +27,19 @@ class Fault(StrEnum):
     RESET = "reset"  # the connection is closed without an answer
     GARBAGE = "garbage"  # HTTP 200 with a body that is not JSON
     ABORT = "abort"  # HTTP 200, finish reason abort, no tokens
+    KILL = "kill"  # the engine is gone with all its connections; see ``back_after_s``
+    HANG = "hang"  # the engine accepts everything and answers nothing, as after SIGSTOP; see ``back_after_s``
+
+
+class FaultPoint(StrEnum):
+    """How far a request has come when it meets its fault."""
+
+    ACCEPT = "accept"  # it was read, and nothing done about it
+    MID_STREAM = "mid_stream"  # half of the answer is on its way; ``ABORT`` has no such point
+    BEFORE_ACK = "before_ack"  # the answer is made, and nothing of it sent
+
+
+CONTROL_PATHS = ("/pause_generation", "/continue_generation", "/flush_cache", "/update_weights_from_disk")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +74,9 @@ class FakeEngine:
     body and number of the request (from 0). version: the weight version of every token. Every token's
     log-probability is ``log_prob``. aborted_after: how many tokens a request has that is aborted before its answer.
     update_s: seconds that ``/update_weights_from_disk`` takes; it sets ``version`` and reads nothing.
+    point: where faults strike. control_fault: by path, what a control call (``CONTROL_PATHS``) meets in place of its
+    effect. back_after_s: seconds until a killed or hung engine is replaced at the same URL, with ``back_version`` or
+    else the version that it had. ``GET /strike`` has all requests in flight meet ``strike_fault``, once.
     """
 
     def __init__(
@@ -73,6 +90,11 @@ class FakeEngine:
         log_prob: float = -0.5,
         aborted_after: int = 0,
         update_s: float = 0.0,
+        point: FaultPoint = FaultPoint.ACCEPT,
+        control_fault: Callable[[str], Fault | None] | None = None,
+        strike_fault: Fault | None = None,
+        back_after_s: float = 0.2,
+        back_version: int | None = None,
     ) -> None:
         self.respond = respond
         self.decode = decode
@@ -82,6 +104,15 @@ class FakeEngine:
         self.log_prob = log_prob
         self.aborted_after = aborted_after
         self.update_s = update_s
+        self.point = point
+        self.control_fault = control_fault
+        self.strike_fault = strike_fault
+        self.back_after_s = back_after_s
+        self.back_version = back_version
+        self._hung = False
+        self._in_flight: set[int] = set()
+        self._struck: dict[int, Fault] = {}
+        self._returning: asyncio.Task[None] | None = None
         self._aborts: dict[str, asyncio.Event] = {}
         self.log = FakeEngineLog()
         self.url = ""
@@ -108,7 +139,8 @@ class FakeEngine:
             self._loop.close()
 
     async def _serve(self) -> None:
-        app = web.Application(client_max_size=64 << 20)
+        app = web.Application(client_max_size=64 << 20, middlewares=[self._guarded])
+        app.router.add_get("/strike", self._strike)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/update_weights_from_disk", self._update)
@@ -116,11 +148,12 @@ class FakeEngine:
             app.router.add_post(path, self._ok)
         for path in ("/health", "/ready", "/model_info", "/get_model_info", "/server_info", "/get_server_info"):
             app.router.add_get(path, self._info)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        runner = self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
+        self._site = web.TCPSite(runner, "127.0.0.1", 0)
+        await self._site.start()
+        host, self._port = runner.addresses[0][:2]
+        self.url = f"http://{host}:{self._port}"
         self._ready.set()
         try:
             await self._stop.wait()
@@ -132,13 +165,15 @@ class FakeEngine:
         number = len(self.log.requests)
         self.log.requests.append(body)
         self.log.in_flight += 1
+        self._in_flight.add(number)
         self.log.max_in_flight = max(self.log.max_in_flight, self.log.in_flight)
         try:
             if await self._aborted(body):
                 output_ids = self._output_ids(body)[: self.aborted_after]
                 answer: web.StreamResponse = web.json_response(self._payload(body, output_ids, {"type": "abort"}))
             else:
-                answer = self._answer(request, body, self.fault(body, number) if self.fault else None)
+                scripted = self.fault(body, number) if self.fault else None
+                answer = await self._answer(request, body, self._struck.pop(number, scripted))
             self.log.answered += 1
             return answer
         except asyncio.CancelledError:
@@ -146,6 +181,7 @@ class FakeEngine:
             raise
         finally:
             self.log.in_flight -= 1
+            self._in_flight.discard(number)
 
     async def _aborted(self, body: dict[str, Any]) -> bool:
         """Wait for the latency of the answer; whether an abort came first."""
@@ -165,15 +201,12 @@ class FakeEngine:
         seed = int(body.get("sampling_params", {}).get("sampling_seed", 0))
         return list(self.respond(list(body["input_ids"]), seed))
 
-    def _answer(self, request: web.Request, body: dict[str, Any], fault: Fault | None) -> web.StreamResponse:
-        if fault is Fault.SERVER_ERROR:
-            return web.json_response({"error": {"message": "scripted failure"}}, status=500)
-        if fault is Fault.GARBAGE:
-            return web.Response(text="<html>not JSON", content_type="application/json")
-        if fault is Fault.RESET:
-            assert request.transport is not None
-            request.transport.abort()
-            return web.Response()
+    async def _answer(self, request: web.Request, body: dict[str, Any], fault: Fault | None) -> web.StreamResponse:
+        if fault is not None and fault is not Fault.ABORT:
+            return await self._failed(request, body, fault)
+        return self._success(body, fault)
+
+    def _success(self, body: dict[str, Any], fault: Fault | None = None) -> web.Response:
         if fault is Fault.ABORT:
             reason = {"type": "abort", "message": "scripted", "status_code": 400, "err_type": "Scripted"}
             return web.json_response(self._payload(body, [], reason))
@@ -209,7 +242,7 @@ class FakeEngine:
                 abort.set()
         return web.Response()
 
-    async def _update(self, request: web.Request) -> web.Response:
+    async def _update(self, request: web.Request) -> web.StreamResponse:
         body: dict[str, Any] = await request.json()
         await asyncio.sleep(self.update_s)
         self.log.updates.append(body)
@@ -221,3 +254,79 @@ class FakeEngine:
 
     async def _info(self, request: web.Request) -> web.Response:
         return web.json_response({"model_path": "fake", "weight_version": str(self.version), "status": "ok"})
+
+    # -- faults --------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guarded(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """What happens to every request, before anything else looks at it."""
+        if self._hung:
+            await asyncio.Event().wait()  # until the connection is cut
+        if request.path in CONTROL_PATHS and self.control_fault and (fault := self.control_fault(request.path)):
+            return await self._effect(request, fault)
+        answer = await handler(request)
+        if self._hung:
+            await asyncio.Event().wait()
+        return answer
+
+    async def _failed(self, request: web.Request, body: dict[str, Any], fault: Fault) -> web.StreamResponse:
+        if self.point is FaultPoint.MID_STREAM:
+            whole = json.dumps(json.loads(self._success(body).body or b"")).encode()  # type: ignore[arg-type]
+            half = len(whole) // 2
+            response = web.StreamResponse(status=500 if fault is Fault.SERVER_ERROR else 200)
+            response.content_length = len(whole)
+            await response.prepare(request)
+            await response.write(whole[:half])
+            if fault in (Fault.GARBAGE, Fault.SERVER_ERROR):
+                await response.write(b"\0" * (len(whole) - half))
+                return response
+        elif self.point is FaultPoint.BEFORE_ACK:
+            self._success(body)
+        return await self._effect(request, fault)
+
+    async def _effect(self, request: web.Request, fault: Fault) -> web.StreamResponse:
+        if fault is Fault.SERVER_ERROR:
+            return web.json_response({"error": {"message": "scripted failure"}}, status=500)
+        if fault is Fault.GARBAGE:
+            return web.Response(text="<html>not JSON", content_type="application/json")
+        if fault in (Fault.KILL, Fault.HANG):
+            await self._leave(fault)
+        elif request.transport is not None:
+            request.transport.abort()
+        if fault is Fault.HANG:
+            await asyncio.Event().wait()
+        return web.Response()
+
+    async def _strike(self, request: web.Request) -> web.StreamResponse:
+        fault, self.strike_fault = self.strike_fault, None
+        if fault in (Fault.KILL, Fault.HANG):
+            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._leave(fault)))
+        elif fault is not None:
+            self._struck.update(dict.fromkeys(self._in_flight, fault))
+        return web.Response()
+
+    async def _leave(self, fault: Fault) -> None:
+        if fault is Fault.HANG:
+            self._hung = True
+        else:
+            await self._site.stop()
+            self._cut()
+        self._returning = asyncio.create_task(self._return(fault))
+
+    async def _return(self, fault: Fault) -> None:
+        """Another engine takes its place: what the old one had in flight is gone."""
+        await asyncio.sleep(self.back_after_s)
+        self._cut()
+        self.version = self.version if self.back_version is None else self.back_version
+        self._hung = False
+        if fault is Fault.KILL:
+            self._site = web.TCPSite(self._runner, "127.0.0.1", self._port)
+            await self._site.start()
+
+    def _cut(self) -> None:
+        server = self._runner.server
+        for connection in list(server.connections) if server is not None else ():
+            if connection.transport is not None:
+                connection.transport.abort()

@@ -64,7 +64,10 @@ class FakeTrain:
         self.streamed.append(rollout_id)
         return WorkReport()
 
-    def finish_stream(self, rollout_id: int) -> Mapping[str, float]:
+    def discard(self) -> None:
+        """Nothing to forget."""
+
+    def finish_stream(self, total_rows: int, total_tokens: int) -> Mapping[str, float]:
         """A loss of 0."""
         return {"train/loss": 0.0}
 
@@ -94,6 +97,9 @@ class FakeRole:
             self.fails -= 1
             raise WorkerDiedError("the process died", where="role")
         return WorkReport()
+
+    def ready(self) -> None:
+        """Nothing to load."""
 
     def restart(self) -> None:
         """Count it."""

@@ -6,14 +6,13 @@ gradient reduction; the driver waits for all ranks, with a deadline.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import torch
-import torch.distributed
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.logs import redirect_output
@@ -32,7 +31,9 @@ from buffer_rl.train.duties import (
     longest_wait,
     rows_per_batch,
 )
+from buffer_rl.train.non_finite import FOLDER, NonFiniteGuard
 from buffer_rl.train.options import TrainOptions
+from buffer_rl.train.rendezvous import Rendezvous
 from buffer_rl.train.stages import run_stage
 from buffer_rl.train.steps import require_old_log_probs, train_steps
 from buffer_rl.types import TrainBatch
@@ -53,20 +54,23 @@ class TrainRank:
         self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"train-{rank}")
         self._built: Trainer | None = None
         self._batches: list[TrainBatch] = []
+        self._rendezvous = Rendezvous()
+        self._streamed = 0
+        folder = Path(log_path).parent.parent / FOLDER
+        self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
         self._shared = SharedWeights(use_cuda_ipc=self._args.engine_device != "cpu")
 
     def host(self) -> tuple[str, int]:
-        """This rank's address and a free port, for the ranks to meet at."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return str(cast(Any, ray.util).get_node_ip_address()), int(probe.getsockname()[1])
+        """This node's address and a port, which this rank listens on from now, for the ranks to meet at."""
+        return self._rendezvous.open(str(cast(Any, ray.util).get_node_ip_address()))
 
     def setup(self, master: str, port: int) -> None:
         """Join the other ranks, which meet at ``master:port``, and build the model."""
         if self._world_size > 1:
-            torch.distributed.init_process_group(
+            self._rendezvous.join(
                 "nccl" if torch.cuda.is_available() and self._args.train_device != "cpu" else "gloo",
-                init_method=f"tcp://{master}:{port}",
+                master,
+                port,
                 rank=self._rank,
                 world_size=self._world_size,
                 timeout=timedelta(seconds=self._args.train_timeout_s),
@@ -102,6 +106,7 @@ class TrainRank:
         models: whose log-probabilities this trainer computes. gradients: go on to forward and backward, with the
         fields ``given`` that other roles add; ``finish_stream`` then takes the step."""
         if gradients:
+            self._streamed = rollout_id
             stage = gradient_stage(cast(GradientTrainer, self._trainer), models, frozenset(given))
         else:
             stage = log_prob_stage("train_log_probs", models, self._trainer.log_probs)
@@ -113,19 +118,28 @@ class TrainRank:
             timeout_s=longest_wait(self._args),
         )
 
-    def finish_stream(self, rollout_id: int) -> dict[str, float]:
-        """The optimizer step on the gradients that ``stream`` accumulated, over all ranks."""
-        totals = self._buffer.get_totals(rollout_id)
-        shares = cast(GradientTrainer, self._trainer).finish_accumulation(*totals)
-        return {f"sum/{name}": share for name, share in shares.items()} | self._trainer.optimizer_step()
+    def finish_stream(self, total_rows: int, total_tokens: int) -> dict[str, float]:
+        """The optimizer step on the gradients that ``stream`` accumulated, over all ranks, with the step's totals."""
+        shares = cast(GradientTrainer, self._trainer).finish_accumulation(total_rows, total_tokens)
+        same = self._guard.step(
+            self._trainer.optimizer_step, lambda: self._buffer.get_data(self._streamed, self._rank, self._world_size)
+        )
+        metrics = {} if same is None else {f"sum/{name}": share for name, share in shares.items()} | same
+        return metrics | self._guard.metrics()
 
     def train(self) -> dict[str, float]:
         """Advantages, forward and backward, and one optimizer step on each mini-batch of the fetched rows."""
         batches = self._fetched()
         require_old_log_probs(self._args, batches)
-        metrics = train_steps(self._trainer, batches)
+        metrics = train_steps(self._trainer, batches, self._guard)
         self._batches = []
         return metrics
+
+    def discard(self) -> None:
+        """Forget what was fetched and accumulated of a step that was not taken: its rollout is produced again."""
+        self._batches = []
+        if self._args.stream_gradients:
+            cast(GradientTrainer, self._trainer).zero_grad()
 
     def save_hf(self, path: str) -> None:
         """Write the weights as a Hugging Face folder."""
@@ -168,7 +182,8 @@ def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: in
 
 
 def combine_metrics(method: str, answers: list[Any]) -> Any:
-    """Ranks' metrics as one: shares add up, the rest is alike on every rank."""
+    """Ranks' metrics as one: shares add up, the rest is alike on every rank. A rank that a stream left without rows has
+    no shares."""
     if method == "stream":
         return WorkReport.joined(answers)
     if method not in ("train", "finish_stream"):

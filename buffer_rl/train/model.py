@@ -29,17 +29,23 @@ def pick_device(requested: str) -> torch.device:
     return torch.device(requested)
 
 
-def load_model(path: str | None, device: torch.device, flag: str) -> PreTrainedModel:
+def load_model(
+    path: str | None, device: torch.device, flag: str, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The model in the folder ``path``, in float32 on ``device``, without dropout.
 
-    Nothing is fetched and no code of the folder is run. ``flag`` is the option that named the folder, for messages.
-    Raises ConfigError if the folder is missing, damaged, or lacks weights that the architecture has (transformers
-    would fill them with random numbers).
+    Nothing is fetched, and no code of the folder is run unless ``trust_remote_code`` says so. ``flag`` is the option
+    that named the folder, for messages. Raises ConfigError if the folder is missing, damaged, or lacks weights that the
+    architecture has (transformers would fill them with random numbers).
     """
     folder = checked_folder(path, flag)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
     except Exception as error:  # fault boundary: a damaged folder fails in many ways, all for the user to mend
         raise ConfigError(
@@ -56,11 +62,11 @@ def load_model(path: str | None, device: torch.device, flag: str) -> PreTrainedM
     return model
 
 
-def load_tokenizer(path: str | None, flag: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | None, flag: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in the folder ``path``. Raises ConfigError if it is missing or damaged."""
     folder = checked_folder(path, flag)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # fault boundary, as in load_model
         raise ConfigError(
             f"the tokenizer in {folder} does not load: {type(error).__name__}: {error}", where=flag

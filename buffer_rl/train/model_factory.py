@@ -52,7 +52,11 @@ class ModelFactory:
 
         A provider sees ``path`` as ``args.hf_checkpoint``. Without a converter it loads the weights itself.
         """
-        model = self._provided(path) if self._provider else models.load_model(path, self._device, flag)
+        if self._provider:
+            model = self._provided(path)
+        else:
+            trust = self._args.trust_remote_code
+            model = models.load_model(path, self._device, flag, trust_remote_code=trust)
         if self._converter is not None:
             self._fill(self._converter, model, models.checked_folder(path, flag))
         return model

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from buffer_rl.errors import CheckpointError, ConfigError, TrainError
+from buffer_rl.errors import CheckpointError, ConfigError, NonFiniteError
 from buffer_rl.train.gradient_sum import GradientSum
 
 
@@ -68,6 +68,7 @@ class Optimizer:
         self._args = args
         self._world_size = world_size
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._bad_loss: torch.Tensor | None = None
         self._sum = GradientSum([p for _, p in self._named]) if args.deterministic else None
         decayed = [p for _, p in self._named if p.ndim > 1]
         others = [p for _, p in self._named if p.ndim <= 1]
@@ -85,8 +86,14 @@ class Optimizer:
         """Forget the accumulated gradients."""
         self._adam.zero_grad(set_to_none=True)
         self.divisor = 1.0
+        self._bad_loss = None
         if self._sum is not None:
             self._sum.clear()
+
+    def see_loss(self, loss: torch.Tensor) -> None:
+        """Remember whether the loss of a backward pass is finite: its gradient may be, where the loss is not."""
+        bad = ~torch.isfinite(loss.detach())
+        self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
 
     def absorb(self) -> None:
         """A backward pass has ended."""
@@ -101,17 +108,18 @@ class Optimizer:
     def step(self) -> dict[str, float]:
         """Sum the gradients over ranks, clip them to ``clip_grad``, step, and zero them.
 
-        Returns ``grad_norm`` (before clipping) and ``lr``. Raises TrainError if the norm is not finite; the
-        parameters and the optimizer's state are then unchanged and the gradients are gone. The norm is that of the
-        sum, so every rank raises or none.
+        Returns ``grad_norm`` (before clipping) and ``lr``. Raises NonFiniteError if the norm or a loss that
+        ``see_loss`` saw is not finite; the parameters and the optimizer's state are then unchanged and the gradients
+        are gone. The norm is that of the sum, so every rank raises or none.
         """
-        gradients = self._reduced_gradients()
+        bad_loss = self._bad_loss is not None and bool(self._bad_loss)
+        gradients = self._reduced_gradients(bad_loss)
         norm = torch.nn.utils.get_total_norm(gradients)
         grad_norm = float(norm)
         if not torch.isfinite(norm):
             self.zero_grad()
-            raise TrainError(
-                f"the gradient norm is {grad_norm}",
+            raise NonFiniteError(
+                "the loss is not finite" if bad_loss else f"the gradient norm is {grad_norm}",
                 where=f"optimizer step {self.step_count}",
                 expected="a finite number",
                 hint="look at the loss metrics of this step and at its rewards; a lower --lr often helps",
@@ -168,8 +176,10 @@ class Optimizer:
             for key, value in state.items():
                 state[key] = value.to(device)
 
-    def _reduced_gradients(self) -> list[torch.Tensor]:
-        """The gradients of the step, summed over ranks and divided by ``divisor``."""
+    def _reduced_gradients(self, poisoned: bool) -> list[torch.Tensor]:
+        """The gradients of the step, summed over ranks and divided by ``divisor``.
+
+        poisoned: put a NaN into them, which tells every rank through the sum."""
         for _, parameter in self._named:
             if parameter.grad is None:  # a rank without rows still takes part in the sum
                 parameter.grad = torch.zeros_like(parameter)
@@ -177,9 +187,13 @@ class Optimizer:
         if self._sum is None and self._world_size == 1:
             if self.divisor != 1.0:
                 torch._foreach_div_(gradients, self.divisor)
+            if poisoned:
+                gradients[0].fill_(math.nan)
             return gradients
         # Losses are shares of the whole step, so gradients are summed, not averaged; one flat buffer is one call.
         flat = torch.cat([g.reshape(-1) for g in gradients]) if self._sum is None else self._sum.flat()
+        if poisoned:
+            flat[:1] = math.nan
         if self._world_size > 1:
             dist.all_reduce(flat)
         parts = torch.split(flat.div_(self.divisor), [g.numel() for g in gradients])

@@ -15,6 +15,9 @@ class TrainOptions(Section):
     train_backend: str = option("torch", "trainer backend", kind="trainer")
     hf_checkpoint: str | None = option(None, "the initial model and tokenizer: a Hugging Face folder", metavar="PATH")
     ref_load: str | None = option(None, "the reference model; --hf-checkpoint where absent", metavar="PATH")
+    trust_remote_code: bool = option(
+        False, "run the Python files of the model folder, where its architecture is not one of transformers'"
+    )
     custom_model_provider_path: str | None = option(
         None, "builds the trainer's model in place of transformers", kind="model_provider"
     )
@@ -46,6 +49,12 @@ class TrainOptions(Section):
         False,
         "with --schedule pipelined: forward and backward of finished groups while others are still generated; one "
         "optimizer step at the end",
+    )
+    max_non_finite_steps: int = option(
+        3,
+        "end the run at so many optimizer steps in a row whose loss or gradient is not finite; those before leave the "
+        "weights as they are, and their rows are written to RUN/non_finite (0 and 1: at the first)",
+        ge=0,
     )
     train_timeout_s: float = option(3600.0, "deadline of one trainer call, in seconds", gt=0)
 

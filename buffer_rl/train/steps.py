@@ -8,27 +8,33 @@ from typing import Any
 
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import TrainError
+from buffer_rl.train.non_finite import NonFiniteGuard
 from buffer_rl.types import TrainBatch
 
 
-def train_steps(trainer: Trainer, batches: Sequence[TrainBatch]) -> dict[str, float]:
+def train_steps(trainer: Trainer, batches: Sequence[TrainBatch], guard: NonFiniteGuard) -> dict[str, float]:
     """Advantages, forward and backward, and one optimizer step on each of ``batches``, one after another.
 
     Each batch is a rank's share of a mini-batch and carries that mini-batch's totals, so that its loss is a mean over
     the rows of its own step. Returns means over the steps: ``sum/NAME`` of the metrics that add up over ranks, the
-    others as they are; ``lr`` is that of the last step.
+    others as they are; ``lr`` is that of the last step. Steps that ``guard`` leaves out are left out of the means.
     """
     totals: defaultdict[str, float] = defaultdict(float)
     same: dict[str, float] = {}
-    for batch in batches:
+    num_taken = 0
+    for part, batch in enumerate(batches):
         if "advantages" not in batch.columns:  # a role of its own may have set them
             trainer.compute_advantages(batch)
         shares = trainer.forward_backward(batch)
-        same = trainer.optimizer_step()
+        taken = guard.step(trainer.optimizer_step, lambda batch=batch: batch, part=part)  # type: ignore[misc]
+        if taken is None:
+            continue
+        num_taken += 1
+        same = taken
         for name, value in {**{f"sum/{name}": share for name, share in shares.items()}, **same}.items():
             totals[name] += value
-    means = {name: total / len(batches) for name, total in totals.items()}
-    return means | {name: value for name, value in same.items() if name == "lr"}
+    means = {name: total / num_taken for name, total in totals.items()}
+    return means | {name: value for name, value in same.items() if name == "lr"} | guard.metrics()
 
 
 def require_old_log_probs(args: Any, batches: Sequence[TrainBatch]) -> None:

@@ -57,7 +57,9 @@ class TorchTrainer:
         _prepare_torch(args, rank, self._device)
         self._models = ModelFactory(args, registry, self._device)
         self._actor = self._models.build(args.hf_checkpoint, "--hf-checkpoint")
-        self._tokenizer = models.load_tokenizer(args.hf_checkpoint, "--hf-checkpoint")
+        self._tokenizer = models.load_tokenizer(
+            args.hf_checkpoint, "--hf-checkpoint", trust_remote_code=args.trust_remote_code
+        )
         self._ref: PreTrainedModel | None = None
         if args.use_kl_loss and not args.num_ref_workers:
             self._ref = self._load_ref()
@@ -97,6 +99,7 @@ class TorchTrainer:
         for inputs in self._loss_inputs(batch):
             outputs = self._objective.loss(inputs)
             outputs.loss.backward()
+            self._optimizer.see_loss(outputs.loss)
             self._optimizer.absorb()
             for name, value in outputs.metrics.items():
                 share = torch.as_tensor(value, device=self._device).detach()
@@ -108,7 +111,9 @@ class TorchTrainer:
         them. Raises ConfigError if the loss cannot be scaled afterwards."""
         self._require_awake()
         for inputs in self._loss_inputs(batch):
-            self._unscaled.loss_of(self._objective.loss, inputs).backward()  # type: ignore[no-untyped-call]
+            loss = self._unscaled.loss_of(self._objective.loss, inputs)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.see_loss(loss)
             self._optimizer.absorb()
 
     def finish_accumulation(self, total_rows: int, total_tokens: int) -> dict[str, float]:
@@ -117,10 +122,15 @@ class TorchTrainer:
         self._optimizer.divisor = self._unscaled.divisor(total_rows, total_tokens)
         return self._unscaled.take_metrics(total_rows, total_tokens)
 
+    def zero_grad(self) -> None:
+        """Forget what ``accumulate`` and ``forward_backward`` summed since the last step."""
+        self._optimizer.zero_grad()
+        self._unscaled.clear()
+
     def optimizer_step(self) -> dict[str, float]:
         """Sum the gradients over ranks, clip, step, zero them. Metrics: ``grad_norm``, ``lr``.
 
-        Raises TrainError on every rank, with the parameters unchanged, if the gradient is not finite."""
+        Raises NonFiniteError on every rank, with the parameters unchanged, if a loss or the gradient is not finite."""
         self._require_awake()
         return self._optimizer.step()
 

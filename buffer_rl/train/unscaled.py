@@ -64,6 +64,10 @@ class UnscaledShares:
         self._sums.clear()
         return metrics
 
+    def clear(self) -> None:
+        """Forget the sums of a step that is not taken."""
+        self._sums.clear()
+
     def _add(self, by_rows: LossOutputs, by_tokens: LossOutputs) -> None:
         if set(by_rows.metrics) != set(by_tokens.metrics):
             raise TrainError("the loss returned other metrics for other totals", where=self._where)

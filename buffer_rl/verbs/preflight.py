@@ -108,7 +108,8 @@ def check_eval_prompts(args: Any) -> None:
     groups = [group for group in EvalSource(args).all_groups() if _most_tokens(group[0].prompt) >= limit]
     if not groups:
         return
-    encoder = PromptEncoder.from_args(args, load_tokenizer(args.hf_checkpoint))
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    encoder = PromptEncoder.from_args(args, tokenizer)
     lengths = [(group, len(encoder.encode(group[0]))) for group in groups]
     long = [f"{_named(group)}: {length} tokens" for group, length in lengths if length >= limit]
     if long:

@@ -10,6 +10,8 @@ VERBS = {
     "plugins": "list, check and begin plugins",
     "data": "validate, show and count data files",
     "report": "write one HTML page of a run",
+    "ledger": "where each group of a run is, and whether it adds up",
+    "checkpoint": "check that checkpoints are whole",
     "export": "take the model out of a checkpoint",
     "completion": "print a completion script for a shell",
 }

@@ -172,13 +172,12 @@ def read_data(args: Any, registry: PluginRegistry) -> list[DataFile]:
 
 def check_row_rewards(dataset: PromptDataset, registry: PluginRegistry, eval_set: EvalSet | None = None) -> None:
     """Raises DataError for the first row whose metadata choose a reward that is no registered name or is broken."""
-    checked = set()
-    for row in dataset:
-        name = (eval_set.adapt(row) if eval_set else row).metadata.get("rm_type")
-        if not name or str(name) in checked:
-            continue
-        check_reward_name(str(name), "the metadata", dataset.where(row), registry)
-        checked.add(str(name))
+    rewards = dataset.facts.rewards
+    if eval_set is not None and "rm_type" in eval_set.metadata_overrides:  # which every row has then
+        own = eval_set.metadata_overrides["rm_type"]
+        rewards = {str(own): 0} if own else {}
+    for name, row in sorted(rewards.items(), key=lambda item: item[1]):
+        check_reward_name(name, "the metadata", dataset.where(dataset[row]), registry)
 
 
 def check_reward_name(name: str, whose: str, where: str, registry: PluginRegistry) -> None:

@@ -30,8 +30,9 @@ def load(path):
     return globals()[path.rpartition(":")[2]]  # as load_function of a path to this file
 
 
-def post(url, payload):
-    request = urllib.request.Request(url, json.dumps(payload).encode(), {"Content-Type": "application/json"})
+def post(url, payload, key):
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url, json.dumps(payload).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
@@ -39,7 +40,7 @@ def post(url, payload):
 async def generate(args, sample: Sample, sampling_params):
     prompt_ids = [ALPHABET[character] for character in sample.prompt]
     payload = {"input_ids": prompt_ids, "sampling_params": sampling_params, "return_logprob": True}
-    answer = await asyncio.to_thread(post, f"{args.router_url}/generate", payload)
+    answer = await asyncio.to_thread(post, f"{args.router_url}/generate", payload, args.engine_api_key)
     found = answer["meta_info"]["output_token_logprobs"]
     sample.tokens = prompt_ids + [entry[1] for entry in found]
     sample.rollout_log_probs = [entry[0] for entry in found]

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.errors import EngineError
 from buffer_rl.testing.processes import descendants, holds_within
 
@@ -25,6 +27,7 @@ KILLER = """
 import asyncio, json, os, signal, time, urllib.request
 from pathlib import Path
 
+from buffer_rl.engine.api_key import auth_headers
 from buffer_rl.engine.embedded import launcher
 from buffer_rl.rollout.context import current_scope
 from buffer_rl.rollout.generate import generate
@@ -43,7 +46,8 @@ def engines(args):
 
 
 def loads(args):
-    with urllib.request.urlopen(f"{args.router_url}/workers", timeout=10) as response:
+    request = urllib.request.Request(f"{args.router_url}/workers", headers=auth_headers(args.engine_api_key))
+    with urllib.request.urlopen(request, timeout=10) as response:
         return {worker["url"]: worker["load"] for worker in json.load(response)["workers"]}
 
 
@@ -131,12 +135,13 @@ def test_a_run_goes_on_without_an_engine_that_is_killed_and_every_group_is_train
     assert "embedded engine 1 was killed by signal 9" in fleet_log[0]
     assert "engine 1 is back, with the weights of version" in fleet_log[1]
     # Four rollouts of three groups are the eight rows of an epoch and four of the next, each leased and trained once.
-    state = json.loads((tmp_path / "checkpoints" / "step_000004" / "buffer.json").read_bytes())
-    entries = [(*uid.split(":")[1:], entry) for uid, entry in state["ledger"]["entries"]]
-    assert {(entry["state"], entry["attempt"]) for _, _, entry in entries} == {("trained", 1)}
-    assert sorted(row for row, epoch, _ in entries if epoch == "0") == list("01234567")
-    assert len({row for row, epoch, _ in entries if epoch == "1"}) == 4
-    assert Counter(entry["step"] for _, _, entry in entries) == {1: 3, 2: 3, 3: 3, 4: 3}
+    audit = LedgerAudit(tmp_path / "checkpoints" / "step_000004" / FILE_NAME)
+    entries = {uid: audit.entry(uid) for uid, _ in audit.states()}
+    audit.close()
+    assert {(entry.state, entry.attempt) for entry in entries.values()} == {("trained", 1)}
+    assert sorted(uid.row for uid in entries if uid.epoch == 0) == list(range(8))
+    assert len({uid.row for uid in entries if uid.epoch == 1}) == 4
+    assert Counter(entry.step for entry in entries.values()) == {1: 3, 2: 3, 3: 3, 4: 3}
     # Nothing else tells the run from one that nobody disturbed.
     assert metrics_of(args.run_dir) == metrics_of(whole_run.run_dir)
     left, right = (load_file(Path(run) / "hf" / "model.safetensors") for run in (args.run_dir, whole_run.run_dir))

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.buffer.ledger_audit import LedgerAudit
+
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
@@ -37,5 +39,9 @@ def test_with_twice_the_groups_in_flight_no_group_is_lost_or_trained_twice(
     state = json.loads(saved.read_text())
     queued = [group["uid"] for group in state["queue"]]
     assert len(set(queued)) == len(queued) == 2
-    states = Counter(entry["state"] for _, entry in state["ledger"]["entries"])
-    assert states == {"trained": 6, "pending": 2}
+    ledger = LedgerAudit(saved.with_name("ledger.sqlite"))
+    try:
+        assert Counter(state for _, state in ledger.states()) == {"trained": 6, "pending": 2}
+        assert ledger.faults() == []
+    finally:
+        ledger.close()

@@ -22,7 +22,7 @@ from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.storage.actor import start_storage
 from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient, StorageUnit
 from buffer_rl.config import dump_args
-from buffer_rl.errors import BufferStateError, WorkerError
+from buffer_rl.errors import BufferStateError, PayloadLostError, WorkerError
 from buffer_rl.types import SampleGroup, Ticket
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
@@ -126,7 +126,7 @@ def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_o
             wait_until(lambda: stored_bytes() <= before, "the store is as empty as it was")  # noqa: B023
 
 
-def test_payloads_of_a_storage_process_that_died_are_a_named_error(
+def test_payloads_of_a_storage_process_that_died_are_a_named_error_and_are_produced_again(
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
     buffer = start_buffer(dump_args(make_options()))
@@ -135,25 +135,31 @@ def test_payloads_of_a_storage_process_that_died_are_a_named_error(
     producer = start_producer(buffer, units)
     with stopped(buffer, producer, storage[0]):
         client = BufferClient(buffer, timeout_s=30)
-        ticket = fill(client, producer, 0)
-        ray.kill(storage[1])
-        caught: list[WorkerError] = []
+        fill(client, producer, 0)
+        rows = sorted(row.uid.row for row in client.get_data(0).row_ids)
+        ray.kill(storage[1], no_restart=False)
+        caught: list[PayloadLostError] = []
 
         def is_lost() -> bool:
             try:
                 client.get_data(0)
-            except WorkerError as error:
+            except PayloadLostError as error:
                 caught.append(error)
             return bool(caught)
 
         wait_until(is_lost, "Ray notices the death")  # until then the payloads of this node can be read
         assert str(caught[0]).startswith("storage-1: a payload is lost: OwnerDiedError")
+        client.abandon(0)
+        fill(client, producer, 0)  # the process that replaces it takes payloads
+        assert sorted(row.uid.row for row in client.get_data(0).row_ids) == rows
         client.commit(0, 1)
         client.release(1)
+        ray.kill(storage[1])  # for good
         ticket = client.generate(1)
-        group = client.change("get_samples", ticket, 1)[0]
-        with pytest.raises(WorkerError, match=r"storage-1.*died"):  # its turn, after three groups
-            ray.get(producer.finish.remote(ticket, group), timeout=60)
+        seventh, eighth = client.change("get_samples", ticket, 2)
+        ray.get(producer.finish.remote(ticket, seventh), timeout=60)
+        with pytest.raises(WorkerError, match=r"storage-1.*died"):  # the processes take turns
+            ray.get(producer.finish.remote(ticket, eighth), timeout=60)
 
 
 def test_waiting_readers_wake_at_the_change_and_the_buffer_answers_however_many_wait(

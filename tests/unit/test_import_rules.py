@@ -14,6 +14,7 @@ RAY_MODULES = (
     "buffer_rl/*/actor.py",
     "buffer_rl/*/worker.py",
     "buffer_rl/*/client.py",
+    "buffer_rl/buffer/calling.py",
     "buffer_rl/engine/fleet.py",
     "buffer_rl/weights/publish.py",
     "buffer_rl/cluster/*.py",

@@ -47,6 +47,7 @@ class StorageActor:
 def start_storage(num_units: int) -> list[Any]:
     """Start ``--num-data-storage-units`` processes, spread over the nodes of the cluster.
 
-    No restarts: what a storage process owned is lost with it."""
-    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0, max_concurrency=PULLS, scheduling_strategy="SPREAD")
+    One that dies is started again, if need be on another node. What it owned is lost: whoever reads it is told so
+    (PayloadLostError), and the rollout is produced again."""
+    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=-1, max_concurrency=PULLS, scheduling_strategy="SPREAD")
     return [remote(StorageActor).remote() for _ in range(num_units)]

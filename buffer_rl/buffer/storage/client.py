@@ -10,12 +10,13 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import ray
 
+from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.cells import Cell, column_bytes
-from buffer_rl.buffer.client import Answers
 from buffer_rl.types import Column
 
 
@@ -63,7 +64,7 @@ class StorageClient:
             return dict(columns)
         unit = next(self._units)
         try:
-            refs = await self._answers(unit).until("pull", self._pull(unit, offer))
+            refs = await self._answers(unit).until("pull", partial(self._pull, unit, offer))
         finally:
             self._withdraw(offer)
         return _with_cells(columns, offer, refs, unit)
@@ -75,7 +76,7 @@ class StorageClient:
             return dict(columns)
         unit = next(self._units)
         try:
-            refs = self._answers(unit).wait("pull", self._pull(unit, offer))
+            refs = self._answers(unit).wait("pull", partial(self._pull, unit, offer))
         finally:
             self._withdraw(offer)
         return _with_cells(columns, offer, refs, unit)

@@ -6,6 +6,7 @@ import socket
 import sys
 from typing import Any
 
+from buffer_rl.engine.api_key import key_environment
 from buffer_rl.engine.process import ChildProcess
 from buffer_rl.engine.readiness import wait_until_ready
 from buffer_rl.errors import EngineError
@@ -62,11 +63,17 @@ def launch(args: Any, index: int, log_path: str) -> EmbeddedEngine:
             command += ["--context-length", str(args.engine_context_length)]
         if args.deterministic:
             command.append("--deterministic")
+        if args.trust_remote_code:
+            command.append("--trust-remote-code")
         process = ChildProcess(
             f"embedded engine {index}",
             command,
             log_path,
-            env={"OMP_NUM_THREADS": str(args.engine_num_threads), "TOKENIZERS_PARALLELISM": "false"},
+            env={
+                "OMP_NUM_THREADS": str(args.engine_num_threads),
+                "TOKENIZERS_PARALLELISM": "false",
+                **key_environment(args.engine_api_key),
+            },
             pass_fds=[listener.fileno()],
         )
     return EmbeddedEngine(url, process)

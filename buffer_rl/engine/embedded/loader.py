@@ -26,17 +26,20 @@ class LoadOptions:
     dtype: str = "float32"
     context_length: int | None = None
     deterministic: bool = False
+    trust_remote_code: bool = False
 
 
-def load_module(path: str, device: str, dtype: str) -> Any:
-    """The causal language model in ``path``, in evaluation mode. Raises EngineError if it is not there, cannot be
+def load_module(path: str, device: str, dtype: str, *, trust_remote_code: bool = False) -> Any:
+    """The causal language model in ``path``, in evaluation mode; no code of the folder is run unless
+    ``trust_remote_code`` says so. Raises EngineError if it is not there, cannot be
     read, or lacks weights (which ``transformers`` alone would fill with random numbers)."""
     from transformers import AutoModelForCausalLM
 
     if not Path(path, "config.json").is_file():
         raise EngineError("no model folder (config.json is missing)", where=path)
     load: Any = AutoModelForCausalLM.from_pretrained
-    module, info = _loaded(lambda: load(path, local_files_only=True, **_how(dtype)), path)
+    trust = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    module, info = _loaded(lambda: load(path, **trust, **_how(dtype)), path)
     _require_none(sorted(info["missing_keys"]), "missing", path)
     return _prepared(module, device)
 
@@ -81,7 +84,8 @@ class LoadedModel:
     """A decoder whose weights can be replaced by those of another folder."""
 
     def __init__(self, options: LoadOptions) -> None:
-        module = load_module(options.model_path, options.device, options.dtype)
+        trust = options.trust_remote_code
+        module = load_module(options.model_path, options.device, options.dtype, trust_remote_code=trust)
         self.options = options
         self.config = module.config
         self.eos_token_ids = _eos_token_ids(options.model_path, module.config)
@@ -100,7 +104,8 @@ class LoadedModel:
     def replace_weights(self, path: str) -> None:
         """Take the weights in ``path``. Raises EngineError, with the old weights still in place, if they cannot be
         read or are of another model."""
-        module = load_module(path, self.options.device, self.options.dtype)
+        trust = self.options.trust_remote_code
+        module = load_module(path, self.options.device, self.options.dtype, trust_remote_code=trust)
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         if shapes != self._shapes or module.config.model_type != self.config.model_type:
             names = sorted(n for n in shapes.keys() | self._shapes.keys() if shapes.get(n) != self._shapes.get(n))
@@ -126,13 +131,13 @@ class LoadedModel:
         self.decoder.load(_prepared(module, self.options.device))
 
 
-def load_tokenizer(path: str) -> Any | None:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any | None:
     """The tokenizer in ``path``; None where there is none (the engine then answers with token ids only)."""
     from transformers import AutoTokenizer
 
     if not any(Path(path, name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
 
 
 def _eos_token_ids(path: str, config: Any) -> frozenset[int]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 import uvicorn
 
+from buffer_rl.engine.api_key import take_key
+from buffer_rl.engine.embedded.authentication import RequireKey
 from buffer_rl.engine.embedded.loader import DTYPES, LoadedModel, LoadOptions, load_tokenizer
 from buffer_rl.engine.embedded.routes import build_app
 from buffer_rl.engine.embedded.service import EngineService
@@ -39,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--deterministic", action="store_true", help="a request's answer does not depend on who shares the batch"
     )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python files of the model folder")
     parser.add_argument("--log-level", default="warning")
     return parser
 
@@ -46,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Load the model, then serve until SIGTERM, SIGINT or a failure of the engine; returns the exit status."""
     args = build_parser().parse_args(argv)
+    api_key = take_key()
     if args.parent_fd is not None:
         exit_with_parent(args.parent_fd)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -56,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(error, file=sys.stderr)
         return 1
-    return _serve(service, args)
+    return _serve(service, args, api_key)
 
 
 def _build_service(args: argparse.Namespace) -> EngineService:
@@ -69,19 +73,21 @@ def _build_service(args: argparse.Namespace) -> EngineService:
         dtype=args.dtype,
         context_length=args.context_length,
         deterministic=args.deterministic,
+        trust_remote_code=args.trust_remote_code,
     )
     return EngineService(
         LoadedModel(options),
-        load_tokenizer(args.model_path),
+        load_tokenizer(args.model_path, trust_remote_code=args.trust_remote_code),
         max_running_requests=args.max_running_requests,
         weight_version=args.weight_version,
     )
 
 
-def _serve(service: EngineService, args: argparse.Namespace) -> int:
+def _serve(service: EngineService, args: argparse.Namespace, api_key: str | None) -> int:
     listener = socket.socket(fileno=args.fd) if args.fd is not None else _listen(args.host, args.port)
+    app = build_app(service)
     config = uvicorn.Config(
-        build_app(service),
+        app if api_key is None else RequireKey(app, api_key),
         http="httptools",
         access_log=False,
         log_level="error",  # the router's HTTP/2 probe is a warning a second otherwise

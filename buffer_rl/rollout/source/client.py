@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from buffer_rl.buffer.client import Answers
+from buffer_rl.buffer.calling import Answers
 from buffer_rl.data.delivery import Delivery, DeliveryRequest
 
 
@@ -22,10 +23,10 @@ class SourceClient:
 
     def take(self, request: DeliveryRequest) -> Delivery | None:
         """The batch that ``request`` names; None if the Buffer has it already."""
-        delivery: Delivery | None = self._answers.wait("take", self._actor.take.remote(request))
+        delivery: Delivery | None = self._answers.wait("take", partial(self._actor.take.remote, request))
         return delivery
 
     async def atake(self, request: DeliveryRequest) -> Delivery | None:
         """``take`` for an event loop."""
-        delivery: Delivery | None = await self._answers.until("take", self._actor.take.remote(request))
+        delivery: Delivery | None = await self._answers.until("take", partial(self._actor.take.remote, request))
         return delivery

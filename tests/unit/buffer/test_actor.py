@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import threading
@@ -14,20 +15,23 @@ import numpy as np
 import pytest
 import ray
 
-from buffer_rl.buffer.actor import CHANGES, READS, BufferActor
+from buffer_rl.buffer.actor import CHANGES, READS, BufferActor, can_restart
+from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.cells import assemble
-from buffer_rl.buffer.client import Answers
+from buffer_rl.buffer.ledger_place import new_ledger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose, dump_args
-from buffer_rl.errors import BufferStateError, CheckpointError, WorkerError
+from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DeadlineError, WorkerError
 from buffer_rl.options import CORE_SECTIONS
 
 
 def make_actor(folder: Path) -> BufferActor:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(6)))
-    args: Any = compose(CORE_SECTIONS)(prompt_data=str(path), rollout_batch_size=2, n_samples_per_prompt=2)
-    return BufferActor(dump_args(args))
+    args: Any = compose(CORE_SECTIONS)(
+        run_dir=str(folder / "run"), prompt_data=str(path), rollout_batch_size=2, n_samples_per_prompt=2
+    )
+    return BufferActor(dump_args(args), new_ledger(args))
 
 
 class Caller:
@@ -64,7 +68,7 @@ def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
 def test_every_public_method_of_the_state_is_a_change_or_a_read() -> None:
     own = {"state_dict", "load_state_dict", "counts", "get_progress"}  # reached by save, load and get_progress
     own |= {"get_data", "get_eval_data"}  # for a state in the caller's process: the client reads plans
-    public = {name for name, value in vars(BufferState).items() if callable(value) and not name.startswith("_")}
+    public = {name for name in dir(BufferState) if callable(getattr(BufferState, name)) and not name.startswith("_")}
     assert CHANGES.isdisjoint(READS)
     assert public - own == (CHANGES | READS) - {"save", "load"}
 
@@ -134,3 +138,47 @@ def test_a_full_object_store_is_told_with_the_option_that_enlarges_it() -> None:
     error = answers.named("pull", ray.exceptions.OutOfDiskError("no space"))
     assert isinstance(error, WorkerError)
     assert (error.where, "--object-store-gb" in error.hint) == ("storage-0.pull", True)
+
+
+def test_an_actor_that_is_being_restarted_for_too_long_is_a_deadline() -> None:
+    answers = Answers(who="the Buffer", role="buffer", timeout_s=0.5, flag="--buffer-timeout-s")
+    asked = 0
+
+    def ask() -> object:
+        nonlocal asked
+        asked += 1
+        raise ray.exceptions.ActorUnavailableError("it is restarted", b"0" * 16)
+
+    with pytest.raises(DeadlineError, match=r"did not answer commit within 0.5 s"):
+        answers.wait("commit", ask)
+    with pytest.raises(DeadlineError, match=r"did not answer commit within 0.5 s"):
+        asyncio.run(answers.until("commit", ask))
+    assert asked >= 4
+
+
+def test_a_buffer_that_begins_with_the_ledger_of_another_one_says_what_was_lost(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(6)))
+    args: Any = compose(CORE_SECTIONS)(run_dir=str(tmp_path / "run"), prompt_data=str(path), rollout_batch_size=2)
+    place = new_ledger(args)
+    first = Caller(BufferActor(dump_args(args), place))
+    ticket = first.change("generate", 0, False)
+    first.change("get_samples", ticket, 2)
+    second = BufferActor(dump_args(args), place)
+    assert second.get_progress()["queued"] == 2
+    with pytest.raises(BufferRestartedError):
+        Caller(second).change("close_rollout", ticket)
+    with pytest.raises(BufferStateError, match="another Buffer has opened the ledger"):  # the first one wakes up
+        first.change("get_samples", ticket, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "restarts"),
+    [
+        ({}, True),
+        ({"data_source_path": "mine:Source"}, False),
+        ({"load_debug_rollout_data": "r_{rollout_id}"}, False),
+    ],
+)
+def test_a_buffer_whose_groups_cannot_be_made_again_is_not_replaced(options: dict[str, Any], restarts: bool) -> None:
+    assert can_restart(compose(CORE_SECTIONS)(**options)) is restarts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError, DataError
 from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.testing.saved_state import load_saved, saved_state
 from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket
 
 REFERENCE = "mine:Source"
@@ -136,9 +136,9 @@ def test_stock_state_and_counts_are_saved_and_loaded_as_one() -> None:
     ticket = state.generate(0)
     state.deliver(delivery(0, 0, 1, 2, state=b"\x00\xff"))
     state.get_samples(ticket, 1)
-    saved = json.loads(json.dumps(state.state_dict()))
+    saved = saved_state(state)
     again = make_state()
-    again.load_state_dict(saved)
+    load_saved(again, saved)
     assert again.get_source_state() == (1, b"\x00\xff")
     ticket = again.generate(0)
     assert needed(lambda: again.get_samples(ticket, 4)) == request(1, 1, 3)
@@ -158,10 +158,10 @@ def test_the_state_of_another_source_is_refused(tmp_path: Path) -> None:
     for saved, save in makers.items():
         for now, load in makers.items():
             if saved == now:
-                load().load_state_dict(save().state_dict())
+                load_saved(load(), saved_state(save()))
                 continue
             with pytest.raises(CheckpointError) as caught:
-                load().load_state_dict(save().state_dict())
+                load_saved(load(), saved_state(save()))
             assert f"the checkpoint's groups come from {saved}" in str(caught.value) or now == "--prompt-data"
 
 
@@ -244,9 +244,9 @@ def test_whatever_is_lost_interrupted_or_asked_twice_every_group_is_trained_once
         while len(leased) < ticket.num_groups:
             leased += lease(ticket, draw.randint(1, 2))
             if draw.random() < 0.2:  # killed; the run goes on from what was saved
-                saved = json.loads(json.dumps(state.state_dict()))
+                saved = saved_state(state)
                 state, source, late, leased = make_state(), Counting(draw), [], []
-                state.load_state_dict(saved)
+                load_saved(state, saved)
                 source.number, source.next_row = (lambda number, row: (number, int(row or 0)))(
                     *state.get_source_state()
                 )

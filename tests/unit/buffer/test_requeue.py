@@ -19,6 +19,7 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.testing.saved_state import load_saved, saved_state
 from buffer_rl.types import GroupUid, SampleGroup, Status, Ticket, VersionSpan
 from filter_hub import buffer_order
 
@@ -94,7 +95,7 @@ def end_step(state: BufferState, ticket: Ticket) -> list[GroupUid]:
 
 def reloaded(state: BufferState, path: str, groups_per_step: int, rule: RequeueRule | None = None) -> BufferState:
     other = make_state(path, groups_per_step, rule)
-    other.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    load_saved(other, saved_state(state))
     return other
 
 

@@ -18,8 +18,9 @@ from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
-from buffer_rl.errors import BufferStateError, CheckpointError
+from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError
 from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.testing.saved_state import load_saved, saved_state
 from buffer_rl.types import Sample, SampleGroup, Ticket
 
 
@@ -168,7 +169,7 @@ def test_a_ticket_of_another_incarnation_is_refused(tmp_path: Path) -> None:
     ticket = make_state(path, groups_per_step=2).generate(0)
     restarted = make_state(path, groups_per_step=2)
     restarted.generate(0)
-    with pytest.raises(BufferStateError, match="not open"):
+    with pytest.raises(BufferRestartedError, match="lost with an earlier Buffer"):
         restarted.get_samples(ticket, 1)
 
 
@@ -354,9 +355,9 @@ def test_after_a_restore_the_next_groups_are_those_of_an_uninterrupted_run(
     whole = steps(make_state(path, groups_per_step=per_step), 0, 7)
     first = make_state(path, groups_per_step=per_step)
     head = steps(first, 0, cut)
-    saved = json.loads(json.dumps(first.state_dict()))
+    saved = saved_state(first)
     second = make_state(path, groups_per_step=per_step)
-    second.load_state_dict(saved)
+    load_saved(second, saved)
     assert head + steps(second, cut, 7) == whole
 
 
@@ -367,9 +368,9 @@ def test_a_state_saved_in_mid_rollout_brings_back_what_was_not_trained_first(tmp
     leased = state.get_samples(ticket, 3)
     finish(state, ticket, leased[1])
     state.add_samples(ticket, [(leased[2].uid, leased[2].attempt)])
-    saved = json.loads(json.dumps(state.state_dict()))
+    saved = saved_state(state)
     restored = make_state(path, groups_per_step=2)
-    restored.load_state_dict(saved)
+    load_saved(restored, saved)
     again = restored.get_samples(restored.generate(0), 3)
     assert [group.uid for group in again] == [group.uid for group in leased]
     assert [sample.prompt for group in again for sample in group] == [s.prompt for g in leased for s in g]
@@ -378,13 +379,13 @@ def test_a_state_saved_in_mid_rollout_brings_back_what_was_not_trained_first(tmp
 
 def test_a_state_of_other_data_or_another_format_is_refused(tmp_path: Path) -> None:
     state = make_state(write_rows(tmp_path, 4), groups_per_step=2)
-    saved = state.state_dict()
+    saved = saved_state(state)
     other = tmp_path / "other"
     other.mkdir()
     with pytest.raises(CheckpointError, match="sources"):
-        make_state(write_rows(other, 5), groups_per_step=2).load_state_dict(saved)
+        load_saved(make_state(write_rows(other, 5), groups_per_step=2), saved)
     with pytest.raises(CheckpointError, match="format"):
-        make_state(write_rows(tmp_path, 4), groups_per_step=2).load_state_dict({**saved, "format": 99})
+        load_saved(make_state(write_rows(tmp_path, 4), groups_per_step=2), {**saved, "format": 99})
 
 
 def test_prompts_handed_out_do_not_share_state_with_the_buffer(tmp_path: Path) -> None:

@@ -49,6 +49,18 @@ def test_samples_carry_identity_and_the_rows_fields(tmp_path: Path) -> None:
     assert last.data_set == ""
 
 
+def test_a_group_is_made_again_from_its_uid_and_number(tmp_path: Path) -> None:
+    source = source_of(write(tmp_path, 3))
+    groups = source.get_samples(7)
+    for number, group in enumerate(groups):
+        assert source.group_of(group.uid, number) == group
+    assert source.get_samples(1)[0][0].group_index == 7
+    mine = groups[0].uid.source
+    for foreign in (GroupUid("other", 0, 0), GroupUid(mine, 3, 0), GroupUid(mine, -1, 0)):
+        with pytest.raises(DataError, match="not from this data source"):
+            source.group_of(foreign, 0)
+
+
 def test_samples_share_nothing_that_can_be_changed(tmp_path: Path) -> None:
     source = source_of(write(tmp_path, 1))
     first = source.get_samples(1)[0]

@@ -23,6 +23,7 @@ from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError, TrainEr
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
+from buffer_rl.testing.saved_state import load_saved, saved_state
 from buffer_rl.testing.virtual_runtime import VirtualRuntime
 
 PLAN = RunPlan(
@@ -84,7 +85,7 @@ class Saves:
 
     def save(self, step: int) -> None:
         assert step not in self.saved
-        self.saved[step] = json.loads(json.dumps(self._state.state_dict()))
+        self.saved[step] = saved_state(self._state)
 
 
 # The Buffer takes its time, as it does with processes: what died before it answered is then seen once more.
@@ -185,7 +186,7 @@ def test_the_observer_hears_of_every_rollout_training_step_and_publication(tmp_p
 def test_every_group_is_trained_exactly_once(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.driver(replace(PLAN, num_rollouts=4)).run()
-    source = world.rollouts.tickets and next(iter(world.state.state_dict()["ledger"]["entries"]))[0].split(":")[0]
+    source = world.rollouts.tickets and next(iter(saved_state(world.state)["ledger"]["entries"]))[0].split(":")[0]
     for epoch in (0, 1):
         counts = world.state.counts(str(source), epoch, 4)
         assert counts[GroupState.TRAINED] == 4
@@ -246,7 +247,7 @@ def test_a_resumed_run_publishes_its_version_first_and_does_not_repeat_the_first
     whole = World(tmp_path)
     whole.driver(replace(PLAN, num_rollouts=4)).run()
     world = World(tmp_path)
-    world.state.load_state_dict(whole.saves.saved[2])
+    load_saved(world.state, whole.saves.saved[2])
     world.driver(replace(PLAN, num_rollouts=4, first_rollout=2, publish_at_start=True)).run()
     assert world.publisher.versions == [2, 3, 4]
     assert world.recorder.events == [("step", 2), ("step", 3), ("evaluation", 4)]
@@ -309,7 +310,7 @@ def test_a_run_that_is_resumed_at_its_end_trains_no_more_and_evaluates_what_it_l
     whole = World(tmp_path)
     whole.driver(replace(PLAN, num_rollouts=4)).run()
     world = World(tmp_path, scores=(0.0, 0.0, 0.0, 0.0, 0.7))
-    world.state.load_state_dict(whole.saves.saved[4])
+    load_saved(world.state, whole.saves.saved[4])
     plan = replace(PLAN, num_rollouts=num_rollouts, first_rollout=4, publish_at_start=True, publish_each_step=False)
     result = world.driver(plan).run()
     assert (result.steps, result.evaluation) == (4, {"eval/held": 0.7})

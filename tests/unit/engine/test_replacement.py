@@ -125,3 +125,26 @@ def test_a_replacement_takes_the_weights_of_the_newest_version_and_the_last_deat
     assert "none is started in its place (--engine-max-restarts 1)" in notices[2]
     assert "no engine is left: embedded engine 0 was killed by signal 9; " in str(raised[0])
     assert "engine_0_restart_1.log" in str(raised[0])
+
+
+def test_an_engine_that_hangs_is_noticed_by_its_silence_and_replaced_and_its_requests_are_answered_elsewhere(
+    engine_args, tmp_path
+):
+    notices: list[str] = []
+    args = engine_args(rollout_num_engines=2, rollout_health_check_timeout=1.0)
+    params = {"max_new_tokens": 400, "ignore_eos": True}
+    with EngineFleet(args, str(tmp_path), launch, notices.append) as fleet, watched(fleet) as raised:
+        fleet.wait_ready()
+        expected = asyncio.run(answers_of(fleet, params, "first"))
+        lost = []
+
+        def stop_at_work():
+            victim = fleet.engines[1]
+            assert holds_within(30, lambda: num_running(victim.url) > 0)
+            os.kill(victim.process.pid, signal.SIGSTOP)
+            lost.append(victim.url)
+
+        assert asyncio.run(answers_of(fleet, params, "second", stop_at_work)) == expected
+        assert holds_within(60, both_serve_without(fleet, lost[0]))
+        assert raised == []
+    assert f"engine 1 hangs: no answer to /health for 1 s ({lost[0]}); the run goes on with 1 engine" in notices[0]

@@ -40,7 +40,12 @@ def make_group(row: int, *, labels: Sequence[Any] = ("1", "1"), data_set: str = 
 
 def make_ticket(num_groups: int, *, rollout_id: int = 0, evaluation: bool = False) -> Ticket:
     return Ticket(
-        rollout_id=rollout_id, evaluation=evaluation, num_groups=num_groups, version=rollout_id, incarnation="inc"
+        rollout_id=rollout_id,
+        evaluation=evaluation,
+        num_groups=num_groups,
+        version=rollout_id,
+        incarnation="inc",
+        max_staleness=None,  # the engines of these tests publish nothing: their tokens are of any version
     )
 
 

@@ -120,8 +120,9 @@ async def test_one_failed_reward_costs_its_group_and_nothing_else(kit: Any) -> N
     async with kit.opened(kit.ScriptedEngine(), custom_rm_path=kit.user(RULE)) as context:
         output = await roll(context, buffer)
     assert rows(buffer) == [0, 2, 3]
-    assert [(group.uid.row, reason) for group, reason in buffer.rejected] == [(1, "reward_failed:invalid")]
-    assert output.metrics["drop_reward_failed:invalid"] == 1.0
+    assert [(group.uid.row, reason) for group, reason in buffer.quarantined] == [(1, "reward_failed:invalid")]
+    assert (output.metrics["drop_quarantined"], output.metrics["data_failures"]) == (1.0, 2.0)
+    assert [uid.row for uid in buffer.leased].count(1) == 2
 
 
 @pytest.mark.parametrize("behaviour", ["raise", "none", "die"])
@@ -147,11 +148,15 @@ async def test_a_reward_that_always_loses_its_process_ends_the_rollout_after_two
             await roll(context, buffer)
 
 
-async def test_more_failed_groups_than_wanted_ones_end_the_rollout(kit: Any) -> None:
+async def test_more_failures_of_the_data_than_the_budget_end_the_rollout_with_the_first(kit: Any) -> None:
     labels = ["1", *["nan"] * 20]
-    async with kit.opened(kit.ScriptedEngine(), custom_rm_path=kit.user(RULE), rm_workers=1) as context:
-        with pytest.raises(RolloutError, match="those of 1 could"):
-            await roll(context, make_buffer(kit, labels, wanted=2, num_samples=1))
+    options = {"custom_rm_path": kit.user(RULE), "max_data_failures": 5}
+    async with kit.opened(kit.ScriptedEngine(), **options) as context:
+        buffer = make_buffer(kit, labels, wanted=2, num_samples=1)
+        with pytest.raises(RolloutError, match=r"6 attempts .* of the data, and --max-data-failures is 5") as caught:
+            await roll(context, buffer)
+    assert "source:1:0" in str(caught.value)
+    assert [group.uid.row for group, _ in buffer.quarantined] == [1, 2, 3]
 
 
 async def test_a_filter_that_drops_everything_is_bounded_and_explained(kit: Any) -> None:
@@ -190,7 +195,7 @@ async def test_the_first_error_is_raised_and_every_other_request_is_cancelled(ki
 
     engine.respond = respond
     before = asyncio.all_tasks()
-    async with kit.opened(engine, custom_rm_path=kit.user("slow_async")) as context:
+    async with kit.opened(engine, custom_rm_path=kit.user("slow_async"), max_infra_failures=0) as context:
         answering = asyncio.create_task(engine.let_go())
         with pytest.raises(EngineError, match="the engine died"):
             await roll(context, make_buffer(kit, ["1"] * 4, wanted=4))
@@ -245,7 +250,7 @@ async def test_a_generate_function_may_fan_out_or_be_synchronous(kit: Any) -> No
     [("broken_generate", "ZeroDivisionError: generate bug"), ("forgets_status", "status pending")],
 )
 async def test_a_broken_generate_function_is_named_with_its_row(kit: Any, function: str, message: str) -> None:
-    async with kit.opened(custom_generate_function_path=kit.user(function)) as context:
+    async with kit.opened(custom_generate_function_path=kit.user(function), max_data_failures=1) as context:
         with pytest.raises(RolloutError, match=message) as caught:
             await roll(context, make_buffer(kit, ["1"], wanted=1))
     assert function in str(caught.value)

@@ -81,7 +81,7 @@ async def test_garbage_from_the_engine_ends_the_rollout_and_its_other_requests(k
     answers_late = {"latency": lambda body: 0.0 if body["rid"].startswith("train_0:source:0:0/0") else 600.0}
     with FakeEngine(respond=seeded, fault=lambda body, n: Fault.GARBAGE, **answers_late) as engine:
         with pytest.raises(EngineError, match="not JSON"):
-            await roll(kit, engine)
+            await roll(kit, engine, max_infra_failures=0)
         async with asyncio.timeout(10):
             while engine.log.in_flight:  # noqa: ASYNC110 (counted in another thread)
                 await asyncio.sleep(0.005)

@@ -301,7 +301,7 @@ async def test_an_engine_that_fails_over_what_nobody_needs_does_not_end_the_roll
 
 
 async def test_tokens_of_an_engine_with_other_weights_end_the_rollout(kit: Any, tmp_path: Path) -> None:
-    bench = Bench(kit, tmp_path)
+    bench = Bench(kit, tmp_path, max_infra_failures=1)
     expected = r"of weight version 3(\n|.)*expected: version 0"
     with FakeEngine(positions, version=3) as engine, pytest.raises(RolloutError, match=expected):
         await bench.roll(0, engine)

@@ -81,7 +81,7 @@ async def test_the_limits_hold_for_all_turns_together(kit: Any) -> None:
         (sample, _) = await roll(kit, engine, rollout_max_context_len=15)  # the prompt has 5 tokens
         assert (sample.response_length, str(sample.status)) == (10, "truncated")
         with pytest.raises(RolloutError, match="leaves no room"):
-            await roll(kit, engine, rollout_max_context_len=5)
+            await roll(kit, engine, rollout_max_context_len=5, max_data_failures=1)
 
 
 async def test_calls_without_end_are_truncated(kit: Any) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from typing import Any
 
+import aiohttp
 import numpy as np
 
 from buffer_rl.rollout.generate import generate
@@ -259,3 +261,12 @@ async def hangs_on_first_row_once(args: Any, sample: Sample) -> float:
 
 def keep_positive(args: Any, group: SampleGroup) -> bool:
     return all(sample.reward > 0 for sample in group)
+
+
+async def strikes_the_engine(args: Any, sample: Sample) -> float:
+    """While it works, the engine fails (see ``FakeEngine.strike_fault``)."""
+    with contextlib.suppress(aiohttp.ClientError):
+        async with aiohttp.ClientSession() as session, session.get(f"{args.router_url}/strike"):
+            pass
+    await asyncio.sleep(0)
+    return 1.0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from buffer_rl.config import Options
 from buffer_rl.errors import TrainError
+from buffer_rl.train.non_finite import NonFiniteGuard
 from buffer_rl.train.steps import require_old_log_probs, train_steps
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import TrainBatch
@@ -26,7 +28,7 @@ def _weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
 
 
 def test_steps_equal_those_taken_by_hand_and_metrics_are_their_means(
-    make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch]
+    make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch], tmp_path: Path
 ) -> None:
     args: Any = make_args(
         num_steps_per_rollout=3, lr_decay_style="linear", num_rollout=2, lr_warmup_iters=0, loss_agg_mode="token-mean"
@@ -37,7 +39,7 @@ def test_steps_equal_those_taken_by_hand_and_metrics_are_their_means(
     for batch, rows in zip(batches, old, strict=True):
         batch.columns["old_log_probs"] = rows
     require_old_log_probs(args, batches)
-    metrics = train_steps(together, [batch.select(range(4)) for batch in batches])
+    metrics = train_steps(together, [batch.select(range(4)) for batch in batches], NonFiniteGuard(tmp_path, 0, 1))
 
     losses, norms, gaps = [], [], []
     for batch in batches:

@@ -222,7 +222,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make_args: MakeArgs, make
     batch.columns["advantages"][3][:] = np.inf
     batch.columns["loss_mask"][3][:] = 1
     trainer.forward_backward(batch)
-    with pytest.raises(TrainError, match=r"gradient norm is (nan|inf)"):
+    with pytest.raises(TrainError, match="the loss is not finite"):
         trainer.optimizer_step()
     after = _weights(trainer)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

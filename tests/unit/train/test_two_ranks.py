@@ -14,9 +14,21 @@ import pytest
 import torch
 
 from buffer_rl.config import Options
+from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import TrainBatch
 
 DEADLINE_S = 120
+INFINITE = """
+import torch
+from buffer_rl.contracts import LossOutputs
+
+
+def infinite(args, inputs):
+    loss = (inputs.log_probs * inputs.loss_mask).sum() / max(inputs.total_tokens, 1)
+    if bool((inputs.advantages > 1e9).any()):
+        loss = loss + torch.tensor(float("inf"))
+    return LossOutputs(loss=loss)
+"""
 
 
 def _run(world_size: int, job_file: Path, folder: Path) -> list[dict[str, Any]]:
@@ -68,3 +80,21 @@ def test_two_ranks_equal_one_rank(
             assert total == pytest.approx(value, rel=1e-4, abs=1e-5), name
         assert two[0]["metrics"][step][1] == two[1]["metrics"][step][1]
         assert two[0]["metrics"][step][1]["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)
+
+
+def test_a_loss_that_is_infinite_on_one_rank_alone_leaves_both_ranks_as_they_were(
+    make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch], tmp_path: Path
+) -> None:
+    losses = tmp_path / "losses.py"
+    losses.write_text(INFINITE)
+    batch = make_batch(seed=0)
+    batch.columns["reward"][3] = np.float32(1e30)
+    job_file = tmp_path / "job"
+    args = make_args(train_timeout_s=60.0, custom_loss_function_path=f"{losses}:infinite", grpo_std_normalization=False)
+    initial = TorchTrainer(args, 0, 1)
+    job_file.write_bytes(pickle.dumps((args, [batch])))
+    for rank in _run(2, job_file, tmp_path):
+        assert len(rank["failures"]) == 1
+        for bucket in initial.export_buckets():
+            for name, tensor in bucket.items():
+                assert torch.equal(rank["weights"][name], tensor), name

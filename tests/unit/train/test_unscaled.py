@@ -32,7 +32,8 @@ def with_references(trainer: TorchTrainer, batch: TrainBatch) -> TrainBatch:
 def test_parts_that_did_not_know_the_totals_make_the_same_step(
     mode: str, deterministic: bool, make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch]
 ) -> None:
-    """Once the whole batch at a time, once its rows in three parts whose totals are wrong on purpose."""
+    """Once the whole batch at a time, once its rows in three parts whose totals are wrong on purpose, after a step that
+    was begun and discarded."""
     more: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coef": 0.02}
     args = make_args(loss_agg_mode=mode, deterministic=deterministic, max_tokens_per_gpu=60, **more)
     whole, parts = TorchTrainer(args, 0, 1), TorchTrainer(args, 0, 1)
@@ -40,6 +41,8 @@ def test_parts_that_did_not_know_the_totals_make_the_same_step(
     batch.row_ids = [RowId(GroupUid("data", row // 3, 0), row % 3) for row in range(12)]
     with_references(whole, batch)
     expected = whole.forward_backward(batch)
+    parts.accumulate(batch.select([0, 1, 2]))
+    parts.zero_grad()
     for rows in ([9, 10, 11], [3, 4, 5, 0, 1, 2], [6, 7, 8]):
         part = batch.select(rows)
         part.total_rows, part.total_tokens = 77, 3

@@ -1,0 +1,112 @@
+"""Kill parts of live runs at random moments, and compare how they end with a run that nobody disturbed.
+
+    python benchmarks/faults.py                          # everything: about seventeen minutes on two cores
+    python benchmarks/faults.py buffer --kills 25        # the Buffer's process; the run goes on by itself
+    python benchmarks/faults.py driver --cuts 10         # the driver, then --load: ten times along one lineage
+    python benchmarks/faults.py rank --cuts 10           # a trainer rank, then --load
+
+Each run must end with the parameters of the undisturbed one, bit by bit, and its ledger must hold each group of each
+step as trained, once. After the driver or a rank was killed, the checkpoint that the next run continues from is
+compared with that of the undisturbed run too. Exit status 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from pathlib import Path
+
+from buffer_rl.testing.faulty_runs import GROUPS, LiveRun, Outcome, make_options, make_task, newest_step
+
+LIMIT_S = 300.0
+STEPS_PER_CUT = 3
+
+
+def kill_buffers(folder: Path, kills: int, schedule: str, draw: random.Random) -> tuple[int, list[str]]:
+    """One run whose Buffer is killed ``kills`` times. Returns how many kills there were, and what is wrong."""
+    steps = max(6, 2 * kills)
+    options = {"schedule": schedule, "buffer_max_restarts": 2 * kills, "buffer_timeout_s": 120.0}
+    quiet = make_options(folder, f"quiet_{schedule}", steps, **options)
+    if LiveRun(quiet).wait(LIMIT_S):
+        return 0, ["the undisturbed run failed"]
+    run = LiveRun(make_options(folder, f"buffer_{schedule}", steps, **options))
+    done = 0
+    try:
+        run.wait_until((run.folder / "metrics.jsonl").exists, LIMIT_S)
+        while done < kills and run.wait_until(lambda: run.kill("buffer"), LIMIT_S):
+            done += 1
+            run.pause(draw.uniform(0.0, 4.0))
+        status = run.wait(LIMIT_S)
+    finally:
+        run.stop()
+    if status:
+        return done, [f"the run ended with status {status}: {run.said()}"]
+    expected = Outcome.of(Path(quiet.run_dir), steps * GROUPS)
+    return done, [*expected.faults, *Outcome.of(run.folder, steps * GROUPS).differs(expected)]
+
+
+def cut(folder: Path, victim: str, cuts: int, draw: random.Random) -> tuple[int, list[str]]:
+    """One lineage: a run that is killed and continued from its newest checkpoint, ``cuts`` times. Returns how many cuts
+    there were, and what is wrong."""
+    steps = STEPS_PER_CUT * cuts + 2
+    saves = {name: folder / name / "saves" for name in ("whole", victim)}
+    whole = make_options(folder, "whole", steps, save=str(saves["whole"]), save_interval=1)
+    if newest_step(saves["whole"]) < steps and LiveRun(whole).wait(LIMIT_S):
+        return 0, ["the undisturbed run failed"]
+    wrong: list[str] = []
+    done = 0
+    while True:
+        start = newest_step(saves[victim])
+        load = {"load": str(saves[victim])} if start else {}
+        run = LiveRun(make_options(folder, victim, steps, save=str(saves[victim]), save_interval=1, **load))
+        try:
+            if done < cuts and run.wait_until(lambda start=start: newest_step(saves[victim]) > start, LIMIT_S):
+                run.pause(draw.uniform(0.0, 1.0))
+                done += run.kill(victim)
+            status = run.wait(LIMIT_S)
+        finally:
+            run.stop()
+        step = newest_step(saves[victim])
+        expected = Outcome.of(saves["whole"] / f"step_{step:06d}", step * GROUPS)
+        found = Outcome.of(saves[victim] / f"step_{step:06d}", step * GROUPS)
+        wrong += [f"step {step}: {what}" for what in (*expected.faults, *found.differs(expected))]
+        if status == 0 or step == start:
+            break
+    if status:
+        wrong.append(f"the last run ended with status {status}: {run.said()}")
+        return done, wrong
+    final = Outcome.of(Path(whole.run_dir), steps * GROUPS)
+    return done, wrong + Outcome.of(run.folder, steps * GROUPS).differs(final)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("victims", nargs="*", choices=["buffer", "driver", "rank"], help="all where absent")
+    parser.add_argument("--kills", type=int, default=25, help="of the Buffer, over the run")
+    parser.add_argument("--schedule", default="lockstep", choices=["lockstep", "pipelined"], help="for the Buffer")
+    parser.add_argument("--cuts", type=int, default=10, help="of the driver or a rank, along one lineage")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    violations = 0
+    print(f"{'killed':<10}{'times':>6}{'violations':>12}{'seconds':>9}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_task(folder)
+        for victim in options.victims or ["buffer", "driver", "rank"]:
+            started = time.monotonic()
+            if victim == "buffer":
+                done, wrong = kill_buffers(folder, options.kills, options.schedule, draw)
+            else:
+                done, wrong = cut(folder, victim, options.cuts, draw)
+            violations += len(wrong)
+            print(f"{victim:<10}{done:>6}{len(wrong):>12}{time.monotonic() - started:>9.0f}", flush=True)
+            for what in wrong:
+                print(f"  {what}", flush=True)
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

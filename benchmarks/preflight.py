@@ -1,0 +1,85 @@
+"""What validating a large JSONL file costs, the first time and when the index knows it.
+
+``python benchmarks/preflight.py --gb 1`` writes the file into a temporary folder, and removes it. Each start is a
+process of its own; its peak memory is that of the process and, apart from it, of the largest of its children.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+START = """
+import json, resource, sys, time
+from pathlib import Path
+from buffer_rl.data.index import DataIndex
+from buffer_rl.data.reader import read_dataset
+begin = time.perf_counter()
+dataset = read_dataset(sys.argv[1], None, DataIndex(folder=Path(sys.argv[2]), min_bytes=int(sys.argv[3])))
+seconds = time.perf_counter() - begin
+begin = time.perf_counter()
+for number in range(0, len(dataset), max(1, len(dataset) // 1000)):
+    dataset[number]
+row_us = (time.perf_counter() - begin) / min(len(dataset), 1000) * 1e6
+peak = {who: resource.getrusage(getattr(resource, who)).ru_maxrss / 1024 for who in ("RUSAGE_SELF", "RUSAGE_CHILDREN")}
+print(json.dumps({"rows": len(dataset), "seconds": seconds, "row_us": row_us, "own_mb": peak["RUSAGE_SELF"],
+                  "child_mb": peak["RUSAGE_CHILDREN"], "hash": dataset.source_hash}))
+"""
+
+
+def write_file(path: Path, size: int) -> None:
+    """Rows of some 600 bytes, as mathematics problems have: a chat, a label, metadata, an id."""
+    rng = random.Random(0)
+    words = [f"word{number}" for number in range(2000)]
+    written = number = 0
+    with path.open("wb") as file:
+        while written < size:
+            text = " ".join(rng.choices(words, k=50))
+            row = {
+                "id": f"row-{number}",
+                "prompt": [{"role": "system", "content": "Reason step by step."}, {"role": "user", "content": text}],
+                "label": str(rng.randrange(10**6)),
+                "metadata": {"rm_type": "math", "level": rng.randrange(5), "source": "generated"},
+            }
+            line = json.dumps(row).encode() + b"\n"
+            file.write(line)
+            written += len(line)
+            number += 1
+
+
+def start(path: Path, index: Path, min_bytes: int) -> dict[str, Any]:
+    """One start in a process of its own."""
+    command = [sys.executable, "-c", START, str(path), str(index), str(min_bytes)]
+    answer: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return answer
+
+
+def main() -> None:
+    """Write the file, and print a line for each start."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the file, in 10^9 bytes")
+    parser.add_argument("--in-memory", action="store_true", help="also without index, all rows in memory")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="buffer-rl-preflight-") as folder:
+        path, index = Path(folder, "rows.jsonl"), Path(folder, "index")
+        write_file(path, round(options.gb * 1e9))
+        print(f"{path.stat().st_size / 1e9:.2f} GB, {os.cpu_count()} CPUs")
+        starts = [("cold", 1), ("warm", 1), ("warm", 1)] + ([("in memory", 1 << 60)] if options.in_memory else [])
+        for name, min_bytes in starts:
+            found = start(path, index, min_bytes)
+            print(
+                f"{name:>9}: {found['seconds']:7.2f} s, {found['rows']} rows, peak {found['own_mb']:.0f} MB and "
+                f"{found['child_mb']:.0f} MB in a child, {found['row_us']:.0f} us to read a row, {found['hash']}"
+            )
+        print(f"the index takes {sum(entry.stat().st_size for entry in index.iterdir()) / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Calls on an actor: a deadline for each, a repeat where the actor was being restarted, errors that name it.
+
+Ray answers with ActorUnavailableError while an actor is restarted, also for calls that it had begun. So a call is given
+as a function that makes it, and made again until the deadline. Whoever is called must tell a repeat from a new call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from buffer_rl.errors import BufferRLError, DeadlineError, WorkerDiedError, WorkerError
+
+RETRY_S = 0.2
+"""Pause before a call is made again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """Waits for the answers of one actor, ``who`` in messages.
+
+    Raises DeadlineError where none comes within ``timeout_s``, which the option ``flag`` sets; the actor's own error
+    where it raised one of ``buffer_rl.errors``; WorkerDiedError where it is gone for good; else a WorkerError that says
+    that it failed.
+    """
+
+    who: str
+    role: str
+    timeout_s: float
+    flag: str
+
+    def wait(self, method: str, ask: Callable[[], Any]) -> Any:
+        """The answer to the call that ``ask`` makes, once it is there."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                return ray.get(ask(), timeout=max(0.0, deadline - time.monotonic()))
+            except ray.exceptions.GetTimeoutError as error:
+                raise self._late(method) from error
+            except ray.exceptions.ActorUnavailableError as error:
+                if time.monotonic() + RETRY_S >= deadline:
+                    raise self._late(method) from error
+                time.sleep(RETRY_S)
+            except ray.exceptions.RayError as error:
+                raise self.named(method, error) from error
+
+    async def until(self, method: str, ask: Callable[[], Any]) -> Any:
+        """``wait`` for an event loop."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                future = asyncio.wrap_future(ask().future())
+                return await asyncio.wait_for(future, max(0.0, deadline - time.monotonic()))
+            except TimeoutError as error:
+                raise self._late(method) from error
+            except ray.exceptions.ActorUnavailableError as error:
+                if time.monotonic() + RETRY_S >= deadline:
+                    raise self._late(method) from error
+                await asyncio.sleep(RETRY_S)
+            except ray.exceptions.RayError as error:
+                raise self.named(method, error) from error
+
+    def named(self, method: str, error: Any) -> BufferRLError:
+        """What became of a call, as an error of this project."""
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, BufferRLError):
+            return cause
+        where = f"{self.role}.{method}"
+        if isinstance(cause or error, (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)):
+            return WorkerError(
+                "the object store is full, and so is the disk that it spills to",
+                where=where,
+                expected="room for the payloads of the rollouts that are not released yet",
+                hint="raise --object-store-gb (or the store of the cluster's nodes), or free space on that disk",
+            )
+        if isinstance(error, ray.exceptions.RayActorError):
+            return WorkerDiedError(f"the process of {self.who} died: {error}", where=where)
+        return WorkerError(f"{type(cause or error).__name__}: {cause or error}", where=where)
+
+    def _late(self, method: str) -> DeadlineError:
+        return DeadlineError(
+            f"{self.who} did not answer {method} within {self.timeout_s:g} s",
+            where=self.role,
+            hint=f"raise {self.flag} if it is only slow",
+        )

@@ -1,0 +1,188 @@
+"""Reads a ledger that may be in use: counts, one group's history, and whether the accounting holds."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from buffer_rl.buffer.ledger import GroupState, LedgerEntry
+from buffer_rl.buffer.ledger_file import damaged, open_for_reading
+from buffer_rl.buffer.ledger_tables import COLUMNS, entry_of
+from buffer_rl.types import GroupUid
+
+# Each finds rows that contradict the accounting, as one line of text each.
+_RULES = (
+    """SELECT 'group ' || u || ' is ' || state || ', but its history ends with ' || coalesce(last, 'nothing')
+       FROM (SELECT s.source || ':' || row || ':' || epoch AS u, state,
+                    (SELECT to_state FROM history h WHERE h.id = newest.id) AS last
+             FROM groups g JOIN sources s ON s.id = g.source
+             LEFT JOIN (SELECT admitted, max(id) AS id FROM history GROUP BY admitted) newest USING (admitted))
+       WHERE last IS NOT state""",
+    """SELECT 'group ' || s.source || ':' || row || ':' || epoch || ' has ' || state || ' without attempt or rollout'
+       FROM groups JOIN sources s ON s.id = groups.source
+       WHERE state IN ('leased', 'finished', 'trained') AND (attempt < 1 OR rollout_id IS NULL)""",
+    """SELECT 'group ' || s.source || ':' || row || ':' || epoch || ' was trained ' || times || ' times'
+       FROM (SELECT admitted, count(*) AS times FROM history WHERE to_state = 'trained' GROUP BY admitted) t
+       JOIN groups USING (admitted) JOIN sources s ON s.id = groups.source WHERE times > 1""",
+    """SELECT 'group ' || s.source || ':' || row || ':' || epoch || ' left ' || from_state || ' for ' || to_state
+       FROM history JOIN groups USING (admitted) JOIN sources s ON s.id = groups.source
+       WHERE from_state IN ('trained', 'rejected', 'quarantined')""",
+    """SELECT 'group ' || s.source || ':' || row || ':' || epoch || ' was ' || known || ', and then left ' || from_state
+       FROM (SELECT admitted, from_state, lag(to_state, 1, 'pending') OVER (PARTITION BY admitted ORDER BY id) AS known
+             FROM history) JOIN groups USING (admitted) JOIN sources s ON s.id = groups.source
+       WHERE from_state != known""",
+    """SELECT 'rollout ' || rollout_id || ' was committed with ' || num_groups || ' groups at step ' || step || ', and '
+              || found || ' are trained at it'
+       FROM (SELECT c.rollout_id, c.step, num_groups, count(g.admitted) AS found FROM commits c
+             LEFT JOIN groups g ON g.state = 'trained' AND g.rollout_id = c.rollout_id AND g.step = c.step
+             GROUP BY c.rollout_id)
+       WHERE found != num_groups""",
+    """SELECT 'group ' || s.source || ':' || row || ':' || epoch || ' is trained, and rollout ' || rollout_id ||
+              ' was not committed at step ' || step
+       FROM groups g JOIN sources s ON s.id = g.source
+       WHERE state = 'trained'
+         AND NOT EXISTS (SELECT 1 FROM commits c WHERE c.rollout_id = g.rollout_id AND c.step = g.step)""",
+    """SELECT 'group ' || admitted || ' is of no source' FROM groups WHERE source NOT IN (SELECT id FROM sources)""",
+    """SELECT 'history ' || id || ' names a group that does not exist' FROM history
+       WHERE admitted NOT IN (SELECT admitted FROM groups)""",
+    """SELECT 'source ' || source || ' has ' || num_rows || ' rows, and ' || seen || ' groups in epoch ' || epoch
+       FROM (SELECT s.source, num_rows, epoch, count(*) AS seen FROM groups JOIN sources s ON s.id = groups.source
+             GROUP BY s.id, epoch)
+       WHERE num_rows IS NOT NULL AND seen > num_rows""",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochCounts:
+    """Groups of one epoch of one source by state. ``num_rows`` is None where the ledger was not told: pending groups
+    are then those alone that were leased before."""
+
+    source: str
+    epoch: int
+    num_rows: int | None
+    counts: dict[GroupState, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """One line of a group's history. ``time`` is in seconds since 1970; ``incarnation`` says how often the ledger had
+    been opened."""
+
+    time: float
+    before: GroupState
+    after: GroupState
+    attempt: int
+    rollout_id: int | None
+    reason: str
+    step: int | None
+    incarnation: int
+
+
+class LedgerAudit:
+    """A ledger as of one moment for each question. Raises CheckpointError for a file that is damaged."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._db = open_for_reading(self.path)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def facts(self) -> dict[str, str]:
+        """The run, how often the ledger was opened (``restarts``), its incarnation, and notes (``note:KEY``)."""
+        with self._reading():
+            return dict(self._db.execute("SELECT key, value FROM facts"))
+
+    def commits(self) -> list[tuple[int, int, int]]:
+        """Rollout, step and number of groups of each commit."""
+        with self._reading():
+            return list(self._db.execute("SELECT rollout_id, step, num_groups FROM commits ORDER BY rollout_id"))
+
+    def epochs(self) -> list[EpochCounts]:
+        """The counts of every epoch that was begun, in the order in which they were."""
+        query = """SELECT s.source, epoch, num_rows, state, count(*), min(admitted) AS first
+                   FROM groups JOIN sources s ON s.id = groups.source GROUP BY s.id, epoch, state ORDER BY first"""
+        found: dict[tuple[str, int], EpochCounts] = {}
+        with self._reading():
+            for source, epoch, num_rows, state, number, _ in self._db.execute(query):
+                empty = EpochCounts(source=source, epoch=epoch, num_rows=num_rows, counts=dict.fromkeys(GroupState, 0))
+                found.setdefault((source, epoch), empty).counts[GroupState(state)] = number
+        for row in found.values():
+            if row.num_rows is not None:
+                row.counts[GroupState.PENDING] += row.num_rows - sum(row.counts.values())
+        return list(found.values())
+
+    def entry(self, uid: GroupUid) -> LedgerEntry | None:
+        """One group's facts; None where it was never leased."""
+        query = f"SELECT {COLUMNS} FROM groups JOIN sources s ON s.id = groups.source WHERE {_UID}"
+        with self._reading():
+            row = self._db.execute(query, (uid.source, uid.row, uid.epoch)).fetchone()
+        return None if row is None else entry_of(row)
+
+    def states(self) -> list[tuple[GroupUid, GroupState]]:
+        """Every group that was ever leased, in the order of admission."""
+        query = "SELECT s.source, row, epoch, state FROM groups JOIN sources s ON s.id = groups.source"
+        with self._reading():
+            rows = list(self._db.execute(f"{query} ORDER BY admitted"))
+        return [(GroupUid(*row[:3]), GroupState(row[3])) for row in rows]
+
+    def history(self, uid: GroupUid) -> list[Transition]:
+        """What happened to one group, the oldest first."""
+        query = (
+            "SELECT time, from_state, to_state, h.attempt, h.rollout_id, h.reason, h.step, incarnation"
+            " FROM groups JOIN sources s ON s.id = groups.source JOIN history h USING (admitted)"
+            f" WHERE {_UID} ORDER BY h.id"
+        )
+        with self._reading():
+            return [_transition(*row) for row in self._db.execute(query, (uid.source, uid.row, uid.epoch))]
+
+    def faults(self, limit: int = 20) -> list[str]:
+        """What contradicts the accounting, up to ``limit`` lines for each rule. Empty where all holds: the file is
+        whole, each group's state is what its history ends with, the history has no gaps, none was trained twice or left
+        a final state, each commit has all its groups, and no epoch has more groups than rows."""
+        with self._reading():
+            pages = [str(row[0]) for row in self._db.execute(f"PRAGMA integrity_check({limit})")]
+            if pages != ["ok"]:
+                return [f"the file is damaged: {page}" for page in pages]
+            return [str(row[0]) for rule in _RULES for row in self._db.execute(f"{rule} LIMIT {limit}")]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            self._db.execute("BEGIN")
+            yield
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise damaged(self.path, str(error)) from error
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+
+
+_UID = "s.source = ? AND row = ? AND epoch = ?"
+
+
+def _transition(
+    time: float,
+    before: str,
+    after: str,
+    attempt: int,
+    rollout_id: int | None,
+    reason: str,
+    step: int | None,
+    incarnation: int,
+) -> Transition:
+    return Transition(
+        time=time,
+        before=GroupState(before),
+        after=GroupState(after),
+        attempt=attempt,
+        rollout_id=rollout_id,
+        reason=reason,
+        step=step,
+        incarnation=incarnation,
+    )

@@ -1,0 +1,226 @@
+"""The ledger's file: an SQLite database in WAL mode, its schema, and what is checked before it is used.
+
+``synchronous=NORMAL``. A transaction is in the WAL, that is in the kernel's page cache, before its call returns, so
+that ``kill -9`` of the process loses nothing that was acknowledged. A power loss may lose the last transactions, but
+never half of one, and never corrupts the file. That is enough: a power loss takes this node's part of the run with it,
+which then goes on from a checkpoint, and the ledger in a checkpoint is flushed to disk (``write_backup``).
+``synchronous=FULL`` would pay a flush of the disk for every transition to save facts that no weights belong to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import uuid
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from buffer_rl.errors import BufferStateError, CheckpointError, ConfigError
+
+FILE_NAME = "ledger.sqlite"
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x42524C47  # "BRLG": what `file` and SQLite show of a file that has no name any more
+BUSY_TIMEOUT_S = 10.0
+"""How long a statement waits for another process that holds the file, such as a copy that is being made."""
+
+# admitted: the running number of the first lease, which the order of the queue goes by.
+# history.time: seconds since 1970. incarnation: how often the ledger had been opened.
+_SCHEMA = (
+    "CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE sources (id INTEGER PRIMARY KEY, source TEXT NOT NULL UNIQUE, num_rows INTEGER)",
+    """CREATE TABLE groups (
+        admitted INTEGER PRIMARY KEY,
+        source INTEGER NOT NULL REFERENCES sources (id),
+        epoch INTEGER NOT NULL,
+        row INTEGER NOT NULL,
+        state TEXT NOT NULL
+            CHECK (state IN ('pending', 'leased', 'finished', 'trained', 'rejected', 'quarantined')),
+        attempt INTEGER NOT NULL,
+        rollout_id INTEGER,
+        reason TEXT NOT NULL,
+        step INTEGER,
+        selected INTEGER NOT NULL,
+        UNIQUE (source, epoch, row),
+        CHECK ((state = 'trained') = (step IS NOT NULL))
+    )""",
+    # Few groups are under way at a time, and a restart asks for these alone.
+    "CREATE INDEX live ON groups (admitted) WHERE state IN ('pending', 'leased', 'finished')",
+    "CREATE TABLE commits (rollout_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, num_groups INTEGER NOT NULL)",
+    """CREATE TABLE history (
+        id INTEGER PRIMARY KEY,
+        admitted INTEGER NOT NULL,
+        time REAL NOT NULL,
+        from_state TEXT NOT NULL,
+        to_state TEXT NOT NULL,
+        attempt INTEGER NOT NULL,
+        rollout_id INTEGER,
+        reason TEXT NOT NULL,
+        step INTEGER,
+        incarnation INTEGER NOT NULL
+    )""",
+)
+TABLES = ("facts", "sources", "groups", "commits", "history")
+
+# WAL needs memory that all processes on the file share, and network file systems have none.
+_NETWORK = frozenset(
+    {"nfs", "nfs4", "cifs", "smbfs", "smb3", "afs", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "ocfs2", "gfs2"}
+)
+_LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs"})  # the root of a container without privileges
+
+
+def open_ledger_file(path: Path, connection: type[sqlite3.Connection] = sqlite3.Connection) -> sqlite3.Connection:
+    """Open the file for its one writer; made anew where it does not exist. A new file gets its name when its tables are
+    whole, so that an empty one is a damaged ledger and never a new one.
+
+    Raises ConfigError for a file system that cannot hold it, CheckpointError for a file that is damaged or of another
+    kind or version.
+    """
+    check_local_disk(path)
+    try:
+        if not path.exists():
+            _create(path, connection)
+        db = sqlite3.connect(
+            path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, factory=connection
+        )
+    except (sqlite3.Error, OSError) as error:
+        raise ConfigError(f"the ledger cannot be opened: {error}", where=str(path)) from error
+    try:
+        db.execute("PRAGMA cache_size=-4096")  # 4 MiB: the pages of an epoch or two, and no more in a long run
+        check_sound(db, path)
+        if db.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
+            raise ConfigError("the file system cannot hold a ledger: SQLite refuses WAL mode", where=str(path))
+        db.execute("PRAGMA synchronous=NORMAL")
+    except sqlite3.Error as error:
+        db.close()
+        raise damaged(path, str(error)) from error
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def open_for_reading(path: Path) -> sqlite3.Connection:
+    """Open a ledger that somebody else may be writing. Raises CheckpointError as ``open_ledger_file`` does."""
+    if not path.is_file():
+        raise CheckpointError("there is no such ledger", where=str(path))
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    try:
+        db = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    except sqlite3.Error as error:
+        raise CheckpointError(f"the ledger cannot be read: {error}", where=str(path)) from error
+    try:
+        check_sound(db, path)
+    except sqlite3.Error as error:
+        db.close()
+        raise damaged(path, str(error)) from error
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def check_sound(db: sqlite3.Connection, path: Path) -> None:
+    """Raise CheckpointError unless the database is a ledger of this version whose pages are in order."""
+    if path.stat().st_size == 0:
+        raise damaged(path, "it is empty")
+    if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+        raise CheckpointError("the file is not a ledger", where=str(path))
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version != SCHEMA_VERSION:
+        raise CheckpointError(f"the ledger has version {version}", where=str(path), expected=str(SCHEMA_VERSION))
+    faults = [row[0] for row in db.execute("PRAGMA quick_check(3)")]
+    if faults != ["ok"]:
+        raise damaged(path, "; ".join(faults))
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """The error for a file that SQLite cannot read."""
+    return CheckpointError(
+        f"the ledger is damaged: {what}", where=str(path), hint="go on from a checkpoint with --load"
+    )
+
+
+def write_failed(path: Path, error: sqlite3.Error) -> BufferStateError:
+    """The error for a transition that the disk refused; nothing was changed."""
+    busy = getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
+    hint = "another process holds it" if busy else "is its disk full?"
+    return BufferStateError(f"the ledger cannot be written: {error}", where=str(path), hint=hint)
+
+
+def write_backup(db: sqlite3.Connection, target: Path) -> None:
+    """Copy the database, as of one moment, into the new file ``target``: one file without a WAL beside it, flushed
+    to disk. Raises CheckpointError if it cannot be written."""
+    temporary = target.with_name(f"{target.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        copy = sqlite3.connect(temporary, isolation_level=None)
+        try:
+            db.backup(copy)
+            copy.execute("PRAGMA journal_mode=DELETE")
+        finally:
+            copy.close()
+        _sync(temporary)
+        os.replace(temporary, target)
+        _sync(target.parent)
+    except (sqlite3.Error, OSError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"the ledger cannot be copied: {error}", where=str(target)) from error
+
+
+def check_local_disk(path: Path, mounts: str = "/proc/mounts") -> None:
+    """Raise ConfigError if ``path`` is on a network file system. Without ``/proc/mounts`` nothing is known."""
+    try:
+        lines = Path(mounts).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    kind = _file_system(path, lines)
+    if kind in _NETWORK or (kind.startswith("fuse.") and kind not in _LOCAL_FUSE):
+        raise ConfigError(
+            f"the ledger cannot be on {kind}, a network file system",
+            where=str(path),
+            expected="a local disk of the Buffer's node",
+            hint="checkpoints, which hold a copy of it, may be anywhere",
+        )
+
+
+def _file_system(path: Path, mount_lines: Iterable[str]) -> str:
+    """The type of the file system that the longest mount point above ``path`` has; the last line wins a tie."""
+    target = Path(os.path.realpath(path))
+    depth, kind = -1, ""
+    for line in mount_lines:
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[1]))  # a space is \040
+        if target.is_relative_to(point) and len(point.parts) >= depth:
+            depth, kind = len(point.parts), fields[2]
+    return kind
+
+
+def _create(path: Path, connection: type[sqlite3.Connection]) -> None:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    db = sqlite3.connect(temporary, isolation_level=None, factory=connection)
+    try:
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            for statement in _SCHEMA:
+                db.execute(statement)
+            db.execute(f"PRAGMA application_id={APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            db.execute("COMMIT")
+        finally:
+            db.close()
+        with suppress(FileExistsError):  # somebody else was faster
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

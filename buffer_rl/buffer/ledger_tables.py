@@ -1,0 +1,167 @@
+"""The rows of a ledger's file: one group's entry, its history, the counts; and the transaction around them."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from buffer_rl.buffer.ledger import GroupState, LedgerEntry
+from buffer_rl.buffer.ledger_file import write_failed
+from buffer_rl.types import GroupUid
+
+COLUMNS = "state, attempt, rollout_id, reason, step, selected"
+LIVE = "state IN ('pending', 'leased', 'finished')"  # as in the schema, or the index `live` is not used
+
+
+class LedgerTables:
+    """Reads and writes the tables of one open file. ``incarnation`` is the number that history rows bear.
+
+    The counts are kept in memory, so that asking for them does not grow with the run. What a transaction changes in
+    them, and the sources that it makes, count once it is in the file.
+    """
+
+    def __init__(self, db: sqlite3.Connection, path: Path) -> None:
+        self.db = db
+        self.path = path
+        self.incarnation = 0
+        self._source_ids: dict[str, int] = {}
+        self._new_sources: list[str] = []
+        self._tally: Counter[tuple[int, int, str]] = Counter()
+        self._changes: Counter[tuple[int, int, str]] = Counter()
+
+    @contextmanager
+    def atomic(self) -> Iterator[None]:
+        """One transaction. Raises BufferStateError where the disk refuses it."""
+        try:
+            self.db.execute("BEGIN IMMEDIATE")
+            yield
+            self.db.execute("COMMIT")
+        except BaseException as error:
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK")
+            self._changes.clear()
+            for source in self._new_sources:
+                self._source_ids.pop(source, None)
+            self._new_sources.clear()
+            if isinstance(error, sqlite3.Error):
+                raise write_failed(self.path, error) from error
+            raise
+        self._tally.update(self._changes)
+        self._changes.clear()
+        self._new_sources.clear()
+
+    # -- groups --------------------------------------------------------------------------------------
+
+    def find(self, uid: GroupUid) -> tuple[int | None, LedgerEntry]:
+        """The number of a group's admission, None where it was never leased, and its entry."""
+        where = (self._source_ids.get(uid.source, -1), uid.epoch, uid.row)
+        query = f"SELECT admitted, {COLUMNS} FROM groups WHERE source = ? AND epoch = ? AND row = ?"
+        row = self.db.execute(query, where).fetchone()
+        return (None, LedgerEntry(state=GroupState.PENDING)) if row is None else (row[0], entry_of(row[1:]))
+
+    def write(self, uid: GroupUid, admitted: int | None, before: LedgerEntry, after: LedgerEntry) -> None:
+        """Store a group's new entry, and the change in the history."""
+        facts = (after.state, after.attempt, after.rollout_id, after.reason, after.step, after.selected)
+        reason = "selected" if after.selected else after.reason
+        source = self.source_id(uid.source)
+        if admitted is None:
+            admitted = self.db.execute(
+                f"INSERT INTO groups (admitted, source, epoch, row, {COLUMNS}) VALUES"
+                " ((SELECT coalesce(max(admitted) + 1, 0) FROM groups), ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (source, uid.epoch, uid.row, *facts),
+            ).lastrowid
+        else:
+            self._changes[source, uid.epoch, before.state] -= 1
+            assignments = "state = ?, attempt = ?, rollout_id = ?, reason = ?, step = ?, selected = ?"
+            self.db.execute(f"UPDATE groups SET {assignments} WHERE admitted = ?", (*facts, admitted))
+        self._changes[source, uid.epoch, after.state] += 1
+        self.db.execute(
+            "INSERT INTO history (admitted, time, from_state, to_state, attempt, rollout_id, reason, step, incarnation)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (admitted, time.time(), before.state, *facts[:3], reason, after.step, self.incarnation),
+        )
+
+    def return_leases(self, reason: str, keep_selected: bool) -> int:
+        """leased and finished → pending, but for the selected ones if these are kept. Returns how many. The groups are
+        to be counted afterwards (``count``)."""
+        held = f"{LIVE} AND state != 'pending'" + (" AND selected = 0" if keep_selected else "")
+        self.db.execute(
+            "INSERT INTO history (admitted, time, from_state, to_state, attempt, reason, incarnation)"
+            f" SELECT admitted, ?, state, 'pending', attempt, ?, ? FROM groups INDEXED BY live WHERE {held}",
+            (time.time(), reason, self.incarnation),
+        )
+        update = "UPDATE groups INDEXED BY live SET state = 'pending', rollout_id = NULL, selected = 0"
+        return self.db.execute(f"{update} WHERE {held}").rowcount
+
+    def uids(self, condition: str, *values: int) -> list[GroupUid]:
+        """The groups under way that meet the condition, in the order of their admission."""
+        rows = self.db.execute(
+            "SELECT s.source, row, epoch FROM groups INDEXED BY live JOIN sources s ON s.id = groups.source"
+            f" WHERE {LIVE} AND {condition} ORDER BY admitted",
+            values,
+        )
+        return [GroupUid(*row) for row in rows]
+
+    # -- counts --------------------------------------------------------------------------------------
+
+    def counts(self, source: str, epoch: int) -> dict[GroupState, int]:
+        """Groups of an epoch by state, those apart that were never leased."""
+        number = self._source_ids.get(source, -1)
+        keys = {state: (number, epoch, state) for state in GroupState}
+        return {state: self._tally[key] + self._changes[key] for state, key in keys.items()}
+
+    def count(self) -> None:
+        """Count what the file holds."""
+        self._source_ids = dict(self.db.execute("SELECT source, id FROM sources"))
+        rows = self.db.execute("SELECT source, epoch, state, count(*) FROM groups GROUP BY source, epoch, state")
+        self._tally = Counter({(source, epoch, state): number for source, epoch, state, number in rows})
+        self._changes.clear()
+        self._new_sources.clear()
+
+    # -- commits, sources, facts ---------------------------------------------------------------------
+
+    def record_commit(self, rollout_id: int, step: int, num_groups: int) -> None:
+        """Note that a rollout is committed."""
+        self.db.execute("INSERT INTO commits VALUES (?, ?, ?)", (rollout_id, step, num_groups))
+
+    def commit_of(self, rollout_id: int) -> tuple[int, int] | None:
+        """Step and number of groups of a rollout's commit."""
+        query = "SELECT step, num_groups FROM commits WHERE rollout_id = ?"
+        row: tuple[int, int] | None = self.db.execute(query, (rollout_id,)).fetchone()
+        return row
+
+    def source_id(self, source: str) -> int:
+        """The number of a source, which it is given if it has none."""
+        if source not in self._source_ids:
+            number = self.db.execute("INSERT INTO sources (source) VALUES (?)", (source,)).lastrowid
+            assert number is not None  # it was an INSERT
+            self._source_ids[source] = number
+            self._new_sources.append(source)
+        return self._source_ids[source]
+
+    def fact(self, key: str) -> str | None:
+        """A fact of the file."""
+        row = self.db.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def set_fact(self, key: str, value: str) -> None:
+        """Store a fact in place of the one before."""
+        self.db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, value))
+
+
+def entry_of(row: tuple[Any, ...]) -> LedgerEntry:
+    """The entry whose ``COLUMNS`` are in the row."""
+    state, attempt, rollout_id, reason, step, is_selected = row
+    return LedgerEntry(
+        state=GroupState(state),
+        attempt=attempt,
+        rollout_id=rollout_id,
+        reason=reason,
+        step=step,
+        selected=bool(is_selected),
+    )

@@ -1,0 +1,133 @@
+"""What becomes of a group whose attempt failed: back to the queue, into quarantine, or the end of the run.
+
+Failures of the infrastructure and of the data have separate budgets, counted by the Buffer over all workers of a run.
+A group that goes back keeps its place in the order of admission, so it is leased again before anything newer, and a
+run in which something failed has the same groups, in the same order, as one in which nothing did.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from buffer_rl.contracts import RolloutBuffer
+from buffer_rl.errors import RolloutError
+from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.failures import COSTLY, AttemptFailure, Domain
+from buffer_rl.rollout.quarantine import write_record
+from buffer_rl.rollout.stats import RolloutStats
+from buffer_rl.types import GroupUid, SampleGroup
+
+DATA_ATTEMPTS = 2
+GIVE_UP_AFTER = 8  # groups in quarantine, while nothing succeeded
+GIVE_UP_AFTER_COSTLY = 2  # groups, where there are only time-outs and crashes: such attempts take long
+FAILURES_PER_GROUP = 4  # of --rollout-batch-size, where a budget is absent
+LEAST_BUDGET = 16
+FIRST_PAUSE_S = 0.1  # doubled with each failure of the infrastructure in a row
+LONGEST_PAUSE_S = 5.0
+_WHOSE = {Domain.INFRA: "of the engines or the network", Domain.DATA: "of the data"}
+
+
+class FailurePolicy:
+    """Belongs to one rollout, whose failures ``stats`` counts."""
+
+    def __init__(self, context: RolloutContext, buffer: RolloutBuffer, stats: RolloutStats) -> None:
+        self._context = context
+        self._buffer = buffer
+        self._stats = stats
+        self._first: dict[Domain, AttemptFailure] = {}
+        self._num_succeeded = 0
+        self._in_a_row = 0  # failures of the infrastructure since the last success
+        self._failed: dict[GroupUid, AttemptFailure] = {}
+        self._num_costly = 0
+        self._quarantined: list[GroupUid] = []
+
+    def succeeded(self) -> None:
+        """A group was generated and scored."""
+        self._num_succeeded += 1
+        self._in_a_row = 0
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next attempt; 0 where the infrastructure is well."""
+        if not self._in_a_row:
+            return 0.0
+        return min(FIRST_PAUSE_S * 2.0 ** (self._in_a_row - 1), LONGEST_PAUSE_S)
+
+    async def settle(self, group: SampleGroup, failure: AttemptFailure) -> bool:
+        """Report a leased group whose attempt failed; whether it is in quarantine now, else it is in the queue.
+
+        Raises RolloutError, or what the infrastructure failed with, if the run is to end: a budget is spent, nothing
+        succeeds, or ``--on-reward-error abort``."""
+        total, of_group = await self.count(group, failure)
+        self._failed[group.uid] = failure
+        policy = self._context.args.on_reward_error if failure.reward is not None else "retry"
+        for_good = failure.domain is Domain.DATA and (
+            not failure.repeatable or of_group >= DATA_ATTEMPTS or policy != "retry"
+        )
+        if policy == "abort":
+            raise self._ended(failure, "a reward could not be computed, and --on-reward-error is abort.")
+        if for_good:
+            await self._quarantine(group, failure, of_group)
+        else:
+            await self._buffer.aadd_samples([group.as_prompts()])
+        self._check_hope(failure)
+        self.check_budget(failure, total)
+        return for_good
+
+    async def count(self, group: SampleGroup, failure: AttemptFailure) -> tuple[int, int]:
+        """Count the failure. Returns how many of its domain the run had, and how many of these the group."""
+        self._first.setdefault(failure.domain, failure)
+        self._stats.failures[failure.domain] += 1
+        if failure.domain is Domain.INFRA:
+            self._in_a_row += 1
+        return await self._buffer.acount_failure(group, failure.domain.value)
+
+    def check_budget(self, failure: AttemptFailure, total: int) -> None:
+        """Raises if the run had more failures of this domain than it may."""
+        name = f"max_{failure.domain}_failures"
+        limit = getattr(self._context.args, name)
+        if limit is None:
+            limit = max(LEAST_BUDGET, FAILURES_PER_GROUP * self._context.args.rollout_batch_size)
+        if total > limit:
+            flag = f"--{name.replace('_', '-')}"
+            raise self._ended(
+                self._first[failure.domain],
+                f"{total} attempts at groups failed for reasons {_WHOSE[failure.domain]}, and {flag} is {limit}.",
+            )
+
+    async def _quarantine(self, group: SampleGroup, failure: AttemptFailure, attempts: int) -> None:
+        await self._buffer.aquarantine(group, failure.reason)
+        self._quarantined.append(group.uid)
+        self._stats.num_quarantined += 1
+        if self._context.run_dir is not None:
+            write_record(self._context.run_dir, group, self._buffer.ticket.task, failure, attempts)
+
+    def _check_hope(self, failure: AttemptFailure) -> None:
+        """A function that always fails is found out before the budget is spent."""
+        if failure.domain is Domain.INFRA or self._num_succeeded:
+            return
+        enough = max(2, min(GIVE_UP_AFTER, self._buffer.ticket.num_groups))
+        count = len(self._quarantined)
+        data = [seen for seen in self._failed.values() if seen.domain is Domain.DATA]
+        if all(seen.reward in COSTLY for seen in data):
+            enough, count = GIVE_UP_AFTER_COSTLY, len(data)
+        if count >= enough:
+            what = "the rewards of" if failure.reward is not None else "the responses of"
+            raise self._ended(
+                self._first[Domain.DATA], f"{what} {count} groups could not be computed, and those of no group could."
+            )
+
+    def _ended(self, first: AttemptFailure, what: str) -> Exception:
+        """The error that ends the run."""
+        error: Any = first.error
+        if first.domain is Domain.INFRA:
+            ending: Any = type(error)(f"{what} The first: {error.what}", expected=error.expected, hint=error.hint)
+            ending.where = error.where
+        else:
+            hint = "what the functions print is in the logs of the run: logs/rollout_*"
+            if self._quarantined and self._context.run_dir is not None:
+                hint += "; quarantine.jsonl has the groups"
+            text = f"{what} The first failure ({first.reward or first.reason}):\n{error}"
+            ending = RolloutError(text, where=self._buffer.ticket.task, hint=hint)
+        ending.__cause__ = error
+        return ending  # type: ignore[no-any-return]

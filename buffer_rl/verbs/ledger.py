@@ -1,0 +1,150 @@
+"""``buffer-rl ledger PATH``: where the groups of a run are, what happened to one of them, and whether it adds up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from buffer_rl.buffer.ledger import GroupState
+from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.buffer.ledger_file import FILE_NAME
+from buffer_rl.errors import ConfigError
+from buffer_rl.types import GroupUid
+
+_WIDTH_OF_FILES = 160  # characters of a line where the output goes to a file or a pipe
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "ledger",
+        description="Show how many groups of each epoch are pending, leased, finished, trained, rejected and\n"
+        "quarantined, what happened to one group, and whether the accounting holds. The run may be at work.",
+    )
+    parser.add_argument(
+        "path", metavar="PATH", help=f"a ledger, or a folder that holds {FILE_NAME}: of a run, or of a checkpoint"
+    )
+    parser.add_argument("--uid", metavar="UID", help="show where this group is and its history (SOURCE:ROW:EPOCH)")
+    parser.add_argument("--verify", action="store_true", help="check the accounting; exit status 1 if it fails")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Returns 1 if ``--verify`` finds a fault. Raises ConfigError for a path or a uid that is not one, CheckpointError
+    for a file that is damaged."""
+    uid = _parsed(namespace.uid) if namespace.uid else None
+    audit = LedgerAudit(ledger_path(namespace.path))
+    try:
+        facts = _group_facts(audit, uid) if uid else _run_facts(audit)
+        faults = audit.faults() if namespace.verify else None
+    finally:
+        audit.close()
+    if faults is not None:
+        facts["faults"] = faults
+    if namespace.json:
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        _print_group(facts) if uid else _print_run(facts)
+        if faults is not None:
+            print("\n".join(["the accounting does not hold:", *faults]) if faults else "the accounting holds")
+    return 1 if faults else 0
+
+
+def ledger_path(path: str) -> Path:
+    """The ledger that a user means: the file, or that in the folder of a run or of a checkpoint, or in the newest
+    checkpoint of a folder. Raises ConfigError if there is none."""
+    given = Path(path)
+    if given.is_file():
+        return given
+    steps = sorted((step for step in given.glob("step_*") if step.is_dir()), key=lambda step: (len(step.name), step))
+    for folder in (given, *reversed(steps)):
+        # A checkpoint that was copied from a store has its files a folder below.
+        for file in (folder / FILE_NAME, *sorted(folder.glob(f"files_*/{FILE_NAME}"))):
+            if file.is_file():
+                return file
+    raise ConfigError(
+        "there is no ledger here", where=str(path), expected=f"a file, or a folder that holds {FILE_NAME}"
+    )
+
+
+def _parsed(text: str) -> GroupUid:
+    try:
+        return GroupUid.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a uid", where="--uid", expected="SOURCE:ROW:EPOCH") from error
+
+
+def _run_facts(audit: LedgerAudit) -> dict[str, Any]:
+    facts, commits = audit.facts(), audit.commits()
+    return {
+        "path": str(audit.path),
+        "run": facts.get("run", ""),
+        "openings": int(facts.get("restarts", 0)),
+        "commits": len(commits),
+        "last_commit": dict(zip(("rollout_id", "step", "num_groups"), commits[-1], strict=True)) if commits else None,
+        "epochs": [asdict(row) for row in audit.epochs()],
+    }
+
+
+def _group_facts(audit: LedgerAudit, uid: GroupUid) -> dict[str, Any]:
+    entry = audit.entry(uid)
+    return {
+        "path": str(audit.path),
+        "uid": str(uid),
+        "entry": asdict(entry) if entry else None,
+        "history": [asdict(line) for line in audit.history(uid)],
+    }
+
+
+def _print_run(facts: dict[str, Any]) -> None:
+    print(f"{facts['path']}: run {facts['run'] or '(no name)'}, opened {facts['openings']} times")
+    if facts["last_commit"]:
+        last = facts["last_commit"]
+        print(f"{facts['commits']} rollouts committed, the last one is {last['rollout_id']} at step {last['step']}")
+    rows = [
+        [
+            row["source"],
+            str(row["epoch"]),
+            "?" if row["num_rows"] is None else str(row["num_rows"]),
+            *(str(number) for number in row["counts"].values()),
+        ]
+        for row in facts["epochs"]
+    ]
+    _print_table(["source", "epoch", "rows", *GroupState], rows)
+
+
+def _print_group(facts: dict[str, Any]) -> None:
+    if facts["entry"] is None:
+        print(f"group {facts['uid']} was never leased")
+        return
+    print(f"group {facts['uid']} is {facts['entry']['state']}")
+    headings = ("time", "from", "to", "attempt", "rollout", "step", "opening", "reason")
+    rows = []
+    for line in facts["history"]:
+        time = datetime.fromtimestamp(line["time"]).isoformat(sep=" ", timespec="milliseconds")
+        numbers = [line[name] for name in ("attempt", "rollout_id", "step", "incarnation")]
+        cells = ["" if number is None else str(number) for number in numbers]
+        rows.append([time, line["before"], line["after"], *cells, line["reason"]])
+    _print_table(headings, rows)
+
+
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text, not markup: a reason may hold square brackets
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_FILES
+    console.print(table)

@@ -1,0 +1,86 @@
+"""Engines that accept connections and answer nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.request
+from types import SimpleNamespace
+from typing import Any
+
+from buffer_rl.engine.heartbeat import Heartbeat
+from buffer_rl.engine.roster import Member, MemberState, Roster
+from buffer_rl.testing.fake_engine import FakeEngine, Fault
+
+
+def member(index: int, engine: FakeEngine, state: MemberState = MemberState.SERVING) -> Member:
+    process: Any = SimpleNamespace(url=engine.url, check=lambda: None)
+    return Member(index=index, engine=process, state=state)
+
+
+def hang(engine: FakeEngine) -> None:
+    """From now on it answers nothing; the call that does it does not end."""
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(f"{engine.url}/pause_generation", data=b"{}", timeout=0.2)
+        except OSError:
+            return
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+
+
+def until(condition: Any, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_engine_that_hangs_has_failed_and_the_others_have_not() -> None:
+    with FakeEngine() as well, FakeEngine(control_fault=lambda _: Fault.HANG, back_after_s=600.0) as hung:
+        members = [member(0, well), member(1, hung)]
+        heartbeat = Heartbeat(Roster(members=members), timeout_s=0.3)
+        heartbeat.start()
+        try:
+            hang(hung)
+            until(lambda: members[1].death() is not None)
+        finally:
+            heartbeat.stop()
+    assert "engine 1 hangs: no answer to /health for 0.3 s" in str(members[1].death())
+    assert members[0].death() is None
+
+
+def test_silences_shorter_than_the_deadline_do_not_add_up() -> None:
+    with FakeEngine(control_fault=lambda _: Fault.HANG, back_after_s=1.5) as engine:
+        one = member(0, engine)
+        heartbeat = Heartbeat(Roster(members=[one]), timeout_s=30.0)
+        heartbeat._interval_s = 0.05
+        heartbeat.start()
+        try:
+            for _ in range(2):
+                hang(engine)
+                until(lambda: heartbeat._failing_since)
+                until(lambda: not heartbeat._failing_since)
+        finally:
+            heartbeat.stop()
+    assert one.death() is None
+
+
+def test_an_engine_that_does_not_serve_yet_is_not_asked() -> None:
+    with FakeEngine(control_fault=lambda _: Fault.HANG, back_after_s=600.0) as hung, FakeEngine() as well:
+        starting, serving = member(0, hung, MemberState.STARTING), member(1, well)
+        heartbeat = Heartbeat(Roster(members=[starting, serving]), timeout_s=0.1)
+        hang(hung)
+        rounds: list[bool] = []
+        note = heartbeat._note
+        heartbeat._note = lambda who, healthy: (rounds.append(healthy), note(who, healthy))
+        heartbeat.start()
+        try:
+            until(lambda: len(rounds) >= 5)
+        finally:
+            heartbeat.stop()
+    assert starting.death() is None
+    assert all(rounds)

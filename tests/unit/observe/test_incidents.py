@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from buffer_rl.observe.incidents import Incidents
+
+
+def test_each_is_said_once_and_all_of_them_at_the_end(tmp_path: Path) -> None:
+    incidents = Incidents(str(tmp_path))
+    assert incidents.rollout(0, {"rollout/raw_reward": 1.0}) == incidents.summary() == []
+    assert incidents.rollout(1, {"rollout/drop_quarantined": 1.0}) == ["rollout 1: 1 prompt group put into quarantine"]
+    incidents.rollout(2, {"rollout/drop_quarantined": 2.0})
+    first = ["step 2: loss or gradient not finite; the weights stay as they were"]
+    totals = (0, 0, 1, 1)  # the trainer reports how many there were so far
+    said = [incidents.step(step, {"train/non_finite_steps": float(total)}) for step, total in enumerate(totals)]
+    assert said == [[], [], first, []]
+    assert incidents.summary() == [
+        f"3 prompt groups of this run in quarantine: {tmp_path / 'quarantine.jsonl'}",
+        f"1 optimizer steps were not finite and were left out; their rows: {tmp_path / 'non_finite'}",
+    ]
+
+
+def test_a_step_without_the_count_says_nothing(tmp_path: Path) -> None:
+    incidents = Incidents(str(tmp_path))
+    assert [
+        len(incidents.step(step, metrics)) for step, metrics in enumerate([{"train/non_finite_steps": 1.0}, {}])
+    ] == [1, 0]

@@ -1,0 +1,128 @@
+"""What no module of the packages may do, read from their syntax trees; and secrets on the command line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import buffer_rl
+import filter_hub
+import rm_hub
+from buffer_rl.cli import main
+from buffer_rl.config import compose, env_of
+from buffer_rl.configuration.sources import Source, resolve
+from buffer_rl.errors import ConfigError
+from buffer_rl.options import CORE_SECTIONS
+
+PACKAGES = [Path(package.__file__).parent for package in (buffer_rl, filter_hub, rm_hub)]
+UNPICKLING = {
+    (module, name)
+    for module in ("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal")
+    for name in ("load", "loads", "Unpickler", "open")
+} | {("yaml", "load"), ("yaml", "unsafe_load"), ("pandas", "read_pickle"), ("builtins", "eval"), ("builtins", "exec")}
+# The child of the reward pool reads what its own parent wrote into a socket pair that nobody else has.
+KNOWN = {("buffer_rl/rollout/reward_process.py", "pickle.loads")}
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for package in PACKAGES:
+        for path in sorted(package.rglob("*.py")):
+            yield str(path.relative_to(package.parent)), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(tree: ast.Module) -> dict[str, str]:
+    """Full name of each name that an import binds, anywhere in the module."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+    names = imported(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            text = ast.unparse(node.func)
+            head, dot, rest = text.partition(".")
+            default = head if dot else f"builtins.{head}"
+            yield names.get(head, default) + dot + rest, node
+
+
+def keyword(call: ast.Call, name: str) -> str | None:
+    return next((ast.unparse(item.value) for item in call.keywords if item.arg == name), None)
+
+
+def offences(path: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for name, call in calls(tree):
+        module, _, function = name.rpartition(".")
+        if (module.partition(".")[0], function) in UNPICKLING:
+            yield path, name
+        if function == "load" and module == "torch" and keyword(call, "weights_only") != "True":
+            yield path, name
+        if function in ("load", "read_array") and module in ("numpy", "np") and keyword(call, "allow_pickle"):
+            yield path, name
+        if keyword(call, "trust_remote_code") == "True":
+            yield path, f"{name}(trust_remote_code=True)"
+
+
+def test_nothing_from_outside_is_unpickled_or_run() -> None:
+    found = {offence for path, tree in sources() for offence in offences(path, tree)}
+    assert found == KNOWN
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle; pickle.load(file)",
+        "from pickle import loads as read; read(data)",
+        "import pickle as p; p.Unpickler(file)",
+        "import torch; torch.load(path)",
+        "import torch; torch.load(path, weights_only=False)",
+        "import cloudpickle; cloudpickle.loads(data)",
+        "import yaml; yaml.load(text)",
+        "eval(text)",
+        "model.from_pretrained(path, trust_remote_code=True)",
+        "import numpy; numpy.load(path, allow_pickle=True)",
+    ],
+)
+def test_the_search_finds(line: str) -> None:
+    assert list(offences("example.py", ast.parse(line)))
+
+
+def test_every_model_is_loaded_with_an_explicit_word_on_its_code() -> None:
+    """Without one, transformers asks at the terminal whether to run the folder's code."""
+    silent = [
+        (path, call.lineno)
+        for path, tree in sources()
+        for name, call in calls(tree)
+        if name.endswith(".from_pretrained")
+        and "Auto" in name
+        and keyword(call, "trust_remote_code") is None
+        and "verbs/skeletons" not in path
+    ]
+    assert silent == []
+
+
+def test_a_secret_is_refused_as_a_flag_and_taken_from_the_environment() -> None:
+    options = compose(CORE_SECTIONS)
+    with pytest.raises(ConfigError, match="every user of the machine") as caught:
+        resolve(options, flags={"engine_api_key": "hunter2"}, environ={}, config_path=None)
+    assert "hunter2" not in str(caught.value)
+    environ = {env_of("engine_api_key"): "hunter2"}
+    resolved = resolve(options, flags={}, environ=environ, config_path=None)
+    assert resolved.args.engine_api_key == "hunter2"  # type: ignore[attr-defined]
+    assert resolved.origins["engine_api_key"].source is Source.ENVIRONMENT
+
+
+def test_the_command_line_says_so_with_status_2_and_without_the_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--engine-api-key", "hunter2", "--num-rollout", "1"]) == 2
+    said = capsys.readouterr()
+    assert "--engine-api-key" in said.err
+    assert "BUFFER_RL_ENGINE_API_KEY" in said.err
+    assert "hunter2" not in said.err + said.out

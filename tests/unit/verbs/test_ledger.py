@@ -1,0 +1,166 @@
+"""``buffer-rl ledger``, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.buffer.sqlite_ledger import SqliteLedger
+from buffer_rl.cli import main
+from buffer_rl.types import GroupUid
+
+UIDS = [GroupUid("data", row, 0) for row in range(5)]
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run of 10 rows: 0 and 1 are trained, 2 was selected, 3 is rejected, 4 was leased twice; epoch 1 has begun. The
+    ledger is still open, as that of a run at work."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    SqliteLedger(folder / "ledger.sqlite", run="my-run").close()
+    ledger = SqliteLedger(folder / "ledger.sqlite", run="my-run")
+    ledger.set_num_rows("data", 10)
+    for uid in UIDS:
+        ledger.lease(uid, 0)
+    for uid in UIDS[:3]:
+        ledger.finish(uid, 1)
+    ledger.reject(UIDS[3], 1, "zero_std[a]")
+    ledger.requeue(UIDS[4], 1)
+    ledger.lease(UIDS[4], 1)
+    ledger.commit(UIDS[:2], 0, 7)
+    ledger.select(UIDS[2:3], 1)
+    ledger.lease(GroupUid("data", 9, 1), 1)
+    for step in (7, 12, 8):
+        (tmp_path / "saves" / f"step_{step:06d}").mkdir(parents=True)
+    ledger.backup(tmp_path / "saves" / "step_000007" / "ledger.sqlite")
+    ledger.quarantine(UIDS[4], 2, "poison")
+    ledger.backup(tmp_path / "saves" / "step_000012" / "ledger.sqlite")
+    return folder
+
+
+def asked(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> dict[str, Any]:
+    assert main(["ledger", *argv, "--json"]) == status
+    facts = json.loads(capsys.readouterr().out)
+    assert isinstance(facts, dict)
+    return facts
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["ledger", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err[:18]) == ("", "buffer-rl: error: ")
+    return err
+
+
+def test_groups_are_counted_by_epoch_and_state(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = asked(capsys, str(run_folder))
+    assert facts["run"] == "my-run"
+    assert facts["openings"] == 2
+    assert facts["last_commit"] == {"rollout_id": 0, "step": 7, "num_groups": 2}
+    first, second = facts["epochs"]
+    assert (first["source"], first["epoch"], first["num_rows"]) == ("data", 0, 10)
+    assert first["counts"] == {
+        "pending": 5,
+        "leased": 0,
+        "finished": 1,
+        "trained": 2,
+        "rejected": 1,
+        "quarantined": 1,
+    }
+    assert second["counts"]["pending"] == 9
+    assert second["counts"]["leased"] == 1
+    assert main(["ledger", str(run_folder)]) == 0
+    out = capsys.readouterr().out
+    assert "1 rollouts committed, the last one is 0 at step 7" in out
+    assert out.splitlines()[-2].split() == ["data", "0", "10", "5", "0", "1", "2", "1", "1"]
+
+
+def test_the_ledger_of_a_run_a_checkpoint_and_the_newest_of_many_is_found(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saves = run_folder.parent / "saves"
+    for path, leased in (
+        (run_folder / "ledger.sqlite", 0),
+        (saves, 0),
+        (saves / "step_000012", 0),
+        (saves / "step_000007", 1),
+        (saves / "step_000007" / "ledger.sqlite", 1),
+    ):
+        facts = asked(capsys, str(path), "--verify")
+        assert facts["epochs"][0]["counts"]["leased"] == leased
+        assert facts["faults"] == []
+    link = run_folder.parent / "elsewhere" / "ledger.sqlite"  # as where --ledger-dir is another disk
+    link.parent.mkdir()
+    link.symlink_to(run_folder / "ledger.sqlite")
+    assert asked(capsys, str(link.parent), "--verify")["epochs"][0]["counts"]["quarantined"] == 1
+    copied = saves / "step_000007" / "files_0123"  # as from an object store
+    copied.mkdir()
+    (saves / "step_000007" / "ledger.sqlite").rename(copied / "ledger.sqlite")
+    assert asked(capsys, str(saves / "step_000007"))["path"] == str(copied / "ledger.sqlite")
+
+
+def test_a_group_is_found_with_its_history(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = asked(capsys, str(run_folder), "--uid", "data:4:0")
+    assert facts["entry"]["state"] == "quarantined"
+    history = [(line["before"], line["after"], line["attempt"], line["rollout_id"]) for line in facts["history"]]
+    assert history == [
+        ("pending", "leased", 1, 0),
+        ("leased", "pending", 1, None),
+        ("pending", "leased", 2, 1),
+        ("leased", "quarantined", 2, 1),
+    ]
+    assert {line["incarnation"] for line in facts["history"]} == {2}
+    assert main(["ledger", str(run_folder), "--uid", "data:3:0"]) == 0
+    out = capsys.readouterr().out
+    assert "group data:3:0 is rejected" in out
+    assert "zero_std[a]" in out
+    assert main(["ledger", str(run_folder), "--uid", "data:8:0"]) == 0
+    assert capsys.readouterr().out == "group data:8:0 was never leased\n"
+
+
+# One for each rule of the accounting: what a wrong ledger, or somebody by hand, might have written.
+TAMPERED = {
+    "but its history ends with finished": "UPDATE groups SET state = 'rejected' WHERE row = 2 AND epoch = 0",
+    "without attempt or rollout": "UPDATE groups SET attempt = 0 WHERE row = 2 AND epoch = 0",
+    "was trained 2 times": "INSERT INTO history SELECT NULL, admitted, time, from_state, to_state, attempt, rollout_id,"
+    " reason, step, incarnation FROM history WHERE to_state = 'trained' AND admitted = 0",
+    "left trained for pending": "INSERT INTO history VALUES (NULL, 0, 0.0, 'trained', 'pending', 1, 0, '', NULL, 2)",
+    "was finished, and then left leased": "UPDATE history SET from_state = 'leased' WHERE to_state = 'trained'",
+    "was committed with 3 groups at step 7, and 2 are trained": "UPDATE commits SET num_groups = 3",
+    "is trained, and rollout 0 was not committed at step 7": "DELETE FROM commits",
+    "is of no source": "DELETE FROM sources",
+    "names a group that does not exist": "UPDATE history SET admitted = 99 WHERE id = 1",
+    "has 4 rows, and 5 groups in epoch 0": "UPDATE sources SET num_rows = 4",
+    "the file is damaged: wrong # of entries in index live": "PRAGMA writable_schema = ON; UPDATE sqlite_master"
+    " SET sql = 'CREATE INDEX live ON groups (admitted) WHERE attempt > 1' WHERE name = 'live'",
+}
+
+
+@pytest.mark.parametrize("fault", TAMPERED)
+def test_verify_says_what_does_not_add_up(run_folder: Path, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_folder.parent / "saves" / "step_000012" / "ledger.sqlite"
+    assert main(["ledger", str(path), "--verify"]) == 0
+    assert "the accounting holds" in capsys.readouterr().out
+    db = sqlite3.connect(path)
+    db.executescript(TAMPERED[fault])
+    db.commit()
+    db.close()
+    assert main(["ledger", str(path), "--verify"]) == 1
+    out = capsys.readouterr().out
+    assert "the accounting does not hold" in out
+    assert fault in out
+    assert any(fault in line for line in asked(capsys, str(path), "--verify", status=1)["faults"])
+
+
+def test_mistakes_are_explained(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no ledger here" in refused(capsys, str(tmp_path / "nothing"))
+    assert "a folder that holds ledger.sqlite" in refused(capsys, str(tmp_path))
+    assert "SOURCE:ROW:EPOCH" in refused(capsys, str(run_folder), "--uid", "nonsense")
+    damaged = tmp_path / "ledger.sqlite"
+    damaged.write_bytes((run_folder.parent / "saves" / "step_000012" / "ledger.sqlite").read_bytes()[:20_000])
+    assert "the ledger is damaged" in refused(capsys, str(damaged), "--verify")
