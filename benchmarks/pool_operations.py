@@ -82,7 +82,7 @@ def _planner(pools: Pools, task: str, picked: list[list[RowId]]) -> Callable[[],
 
 def _finish(pools: Pools, ticket: Ticket, number: int) -> None:
     """A group whose tokens are in the object store."""
-    cell = Cell(num_rows=GROUP_ROWS, num_bytes=1 << 20, ref=number, storage="buffer")
+    cell = Cell(num_rows=GROUP_ROWS, ref=number, storage="buffer")
     sizes = RowSizes(tokens=[300 + number % 100] * GROUP_ROWS, trained=[200.0] * GROUP_ROWS)
     rows = _rows(number)
     pools.check(rows[0].uid, rows, {"tokens": cell}, sizes)

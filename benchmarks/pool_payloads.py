@@ -120,6 +120,7 @@ class Bench:
         path.write_text("".join(json.dumps({"prompt": "p"}) + "\n" for _ in range(64 * max_producers)))
         args: Any = compose(CORE_SECTIONS)(
             prompt_data=str(path),
+            run_dir=str(folder / "run"),
             n_samples_per_prompt=ROWS,
             rollout_batch_size=64 * max_producers,
             rollout_shuffle=False,

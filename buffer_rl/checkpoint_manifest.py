@@ -53,7 +53,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         parsed = Manifest(step=int(manifest["step"]), facts=dict(manifest["facts"]), files=files, folder=folder)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the manifest is damaged: {error!r}", where=where) from error
-    if manifest["format"] == FORMAT and manifest.get(_SEAL) != _hash(manifest):
+    if (manifest["format"] == FORMAT or _SEAL in manifest) and manifest.get(_SEAL) != _hash(manifest):
         raise CheckpointError("the manifest is damaged: it differs from its own hash", where=where)
     return parsed
 

@@ -93,7 +93,6 @@ class BufferActor:
         # A trainer may have taken the step of what was selected: its commit comes, or the rollout's next ``generate``.
         self._ledger = SqliteLedger(place.path, run=place.run, keep_selected=True)
         restarted = self._ledger.recall(PID) is not None
-        self._ledger.remember(PID, str(os.getpid()))
         for dataset in source.datasets if isinstance(source, PromptDataSource) else ():
             self._ledger.set_num_rows(dataset.source_hash, len(dataset))
         self._state = BufferState(
@@ -110,6 +109,7 @@ class BufferActor:
         self._calls = CallLog()
         self._busy_since: float | None = None
         self._changed = threading.Condition()
+        self._ledger.remember(PID, str(os.getpid()))  # from here on it can be asked how it is
 
     def change(self, caller: str, sequence: int, method: str, *args: Any) -> Any:
         """Execute a method that changes state, once per ``(caller, sequence)``."""
@@ -141,7 +141,7 @@ class BufferActor:
         try:
             return health | self._state.get_progress()
         except RuntimeError:  # a dict changed while it was read: the next poll will do
-            return health
+            return health | {"incarnation": self._ledger.incarnation}
 
     @ray.method(concurrency_group="wait")
     def wait_change(self, revision: int, timeout_s: float) -> None:

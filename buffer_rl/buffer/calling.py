@@ -57,6 +57,8 @@ class Answers:
                 future = asyncio.wrap_future(ask().future())
                 return await asyncio.wait_for(future, max(0.0, deadline - time.monotonic()))
             except TimeoutError as error:
+                if isinstance(error, ray.exceptions.RayTaskError):  # one that the actor raised
+                    raise self.named(method, error) from error
                 raise self._late(method) from error
             except ray.exceptions.ActorUnavailableError as error:
                 if time.monotonic() + RETRY_S >= deadline:

@@ -21,7 +21,6 @@ class Cell:
     process that owns the object."""
 
     num_rows: int
-    num_bytes: int
     inline: Column | None = None
     ref: Any = None
     storage: str = ""
@@ -29,7 +28,7 @@ class Cell:
     @classmethod
     def of(cls, column: Column) -> Cell:
         """The column itself."""
-        return cls(num_rows=len(column), num_bytes=column_bytes(column), inline=column)
+        return cls(num_rows=len(column), inline=column)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,8 @@ def new_ledger(args: Any) -> LedgerPlace:
 
 def ledger_writer(path: Path) -> int | None:
     """The id of the process of this machine that writes the ledger; None where it is gone, or not there yet."""
+    if not path.exists():
+        return None
     audit = LedgerAudit(path)
     try:
         process = int(audit.facts().get(f"{NOTE}{PID}", 0))
@@ -64,7 +66,7 @@ def ledger_writer(path: Path) -> int | None:
         audit.close()
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # gone, and perhaps its number is somebody else's by now
         return None
     return process or None
 
@@ -82,6 +84,8 @@ def _set_aside(path: Path) -> None:
     """A Buffer of the run before that is still alive keeps its file, whatever the name of it."""
     if path.is_symlink():
         path.unlink()
+        return
+    if not path.exists():  # a start that failed before it had a ledger: the one that is kept stays
         return
     for suffix in _BESIDE:
         old, kept = Path(f"{path}{suffix}"), Path(f"{path}.previous{suffix}")

@@ -75,3 +75,4 @@ class RunRecord:
         self._failures = {
             kind: {name: count for name, count in counts.items() if name != RUN} for kind, counts in failures.items()
         }
+        self._ledger.remember(FAILURES, orjson.dumps(self._failures).decode())

@@ -37,7 +37,10 @@ def write_rollout(path: Path, batch: TrainBatch) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.tmp")
-    save_file(tensors, unfinished, metadata={"rollout": json.dumps(header)})
+    try:
+        save_file(tensors, unfinished, metadata={"rollout": json.dumps(header)})
+    except SafetensorError as error:
+        raise DataError(f"the rows cannot be written: {error}", where=str(path), hint="is its disk full?") from error
     unfinished.replace(path)
 
 

@@ -264,6 +264,7 @@ class BufferState(PoolCalls):
             return
         if task.startswith("train_") and self._pools.of(task).rollout_id not in self._record.committed:
             raise BufferStateError(f"{task} cannot be cleared: it is not committed", hint="commit it first")
+        self._rollouts.open.pop(task, None)
         for uid in self._pools.clear(task):
             if task.startswith("train_"):
                 self._selected.pop(uid, None)

@@ -159,9 +159,12 @@ class DataIndex:
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/buffer_rl``, or ``~/.cache/buffer_rl``."""
+    """``$XDG_CACHE_HOME/buffer_rl``, or ``~/.cache/buffer_rl``; a place that holds nothing where there is no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else Path("~/.cache").expanduser(), "buffer_rl")
+    try:
+        return Path(base if os.path.isabs(base) else Path("~/.cache").expanduser(), "buffer_rl")
+    except RuntimeError:  # nobody's home: nothing is kept there
+        return Path(os.devnull, "buffer_rl")
 
 
 def now_ns() -> int:

@@ -21,8 +21,8 @@ class RunCheckpoints:
     """Writes ``args.save/step_NNNNNN`` (see ``buffer_rl.checkpoint``); for a URL by way of ``args.run_dir``.
 
     ``trainer/`` holds each rank's weights, optimizer and random state, ``hf/`` the weights for everybody else,
-    ``buffer.json`` the queue, the ledger and the position in the data. The manifest's facts are the options, without
-    secrets, and ``provenance``: what code and data the run is made of.
+    ``buffer.json`` the queue, ``ledger.sqlite`` the ledger and the position in the data. The manifest's facts are the
+    options, without secrets, and ``provenance``: what code and data the run is made of.
     """
 
     def __init__(

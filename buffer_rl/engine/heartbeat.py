@@ -7,9 +7,9 @@ it. What it finds is the member's failure, and ``EngineFleet.check`` replaces th
 from __future__ import annotations
 
 import concurrent.futures
+import http.client
 import threading
 import time
-import urllib.error
 import urllib.request
 
 from buffer_rl.engine.roster import Member, MemberState, Roster
@@ -76,5 +76,5 @@ class Heartbeat:
         try:
             with self._opener.open(f"{member.url}/health", timeout=self._probe_s) as response:
                 return bool(response.status == 200)
-        except (urllib.error.URLError, OSError, ValueError):
+        except (http.client.HTTPException, OSError, ValueError):  # urllib's errors are OSErrors
             return False

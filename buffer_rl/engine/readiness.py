@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
 import time
-import urllib.error
 import urllib.request
 
 from buffer_rl.engine.process import ChildProcess
@@ -30,6 +30,6 @@ def wait_until_ready(url: str, process: ChildProcess, timeout_s: float) -> None:
             with opener.open(url, timeout=min(left, 1.0)) as response:
                 if response.status == 200:
                     return
-        except (urllib.error.URLError, OSError):
+        except (http.client.HTTPException, OSError):  # urllib's errors are OSErrors
             pass
         time.sleep(min(POLL_INTERVAL_S, max(left, 0.0)))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -95,7 +95,7 @@ class Router:
         try:
             with self._opener.open(request, timeout=CALL_TIMEOUT_S) as response:
                 return json.loads(response.read())
-        except (OSError, ValueError) as error:  # urllib's errors are OSErrors
+        except (http.client.HTTPException, OSError, ValueError) as error:  # urllib's errors are OSErrors
             raise EngineError(f"{type(error).__name__}: {error}", where=f"{method} {self.url}{path}") from error
 
 

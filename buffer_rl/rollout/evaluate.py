@@ -50,10 +50,12 @@ class _Evaluation:
             await run_all(self._produce_one(group) for group in groups)
 
     async def _produce_one(self, group: SampleGroup) -> None:
+        attempts = 0  # of this evaluation that failed: the Buffer counts those of all evaluations, whose uids are equal
         while (failure := await self._failure(group)) is not None:
-            total, of_group = await self._failures.count(group, failure)
+            total, _ = await self._failures.count(group, failure)
             self._failures.check_budget(failure, total)
-            if failure.domain is Domain.DATA and not self._may_repeat(failure, of_group):
+            attempts += failure.domain is Domain.DATA
+            if failure.domain is Domain.DATA and not self._may_repeat(failure, attempts):
                 if failure.reward is None:
                     raise failure.error
                 raise RolloutError(
@@ -81,9 +83,9 @@ class _Evaluation:
             return failure
         return AttemptFailure.of_reward(failures[0]) if failures else None
 
-    def _may_repeat(self, failure: AttemptFailure, of_group: int) -> bool:
+    def _may_repeat(self, failure: AttemptFailure, attempts: int) -> bool:
         retries = failure.reward is None or self._context.args.on_reward_error == "retry"
-        return failure.repeatable and retries and of_group < DATA_ATTEMPTS
+        return failure.repeatable and retries and attempts < DATA_ATTEMPTS
 
     def metrics(self) -> dict[str, float]:
         by_name: dict[str, list[Any]] = {}

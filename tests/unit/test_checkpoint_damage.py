@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from buffer_rl.checkpoint import open_checkpoint, write_checkpoint
-from buffer_rl.checkpoint_manifest import parse_manifest
+from buffer_rl.checkpoint_manifest import manifest_content, parse_manifest
 from buffer_rl.cli import main
 from buffer_rl.errors import CheckpointError
 
@@ -195,6 +195,14 @@ def test_no_flipped_bit_of_a_manifest_changes_what_it_says(saves: Path) -> None:
             except CheckpointError:
                 refused += 1
     assert refused > 1.9 * len(content)
+
+
+def test_a_sealed_manifest_that_says_it_needs_no_seal_is_checked_all_the_same() -> None:
+    content = manifest_content(5, {"a": 1}, {"file": (3, "ab" * 32)})
+    damaged = content.replace(b'"format": 2', b'"format": 1').replace(b'"step": 5', b'"step": 7')
+    assert damaged.count(b'"format": 1') == damaged.count(b'"step": 7') == 1
+    with pytest.raises(CheckpointError, match="differs from its own hash"):
+        parse_manifest(damaged, "here")
 
 
 def test_an_entry_that_a_manifest_lost_is_noticed(saves: Path) -> None:

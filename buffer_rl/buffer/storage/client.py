@@ -104,7 +104,7 @@ def _with_cells(
     stored: dict[str, Column | Cell] = dict(columns)
     for name, ref in zip(offer, refs, strict=True):
         column = columns[name]
-        stored[name] = Cell(num_rows=len(column), num_bytes=column_bytes(column), ref=ref, storage=unit.name)
+        stored[name] = Cell(num_rows=len(column), ref=ref, storage=unit.name)
     return stored
 
 

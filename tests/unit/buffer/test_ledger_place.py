@@ -57,6 +57,8 @@ def test_a_new_run_in_a_folder_begins_anew_and_the_ledger_of_the_run_before_is_k
         SqliteLedger(second.path, run=first.run)
     new_ledger(options(tmp_path))
     assert num_groups(tmp_path / "ledger.sqlite.previous") == 0
+    new_ledger(options(tmp_path))  # a start that failed before it had a ledger takes nothing away
+    assert num_groups(tmp_path / "ledger.sqlite.previous") == 0
 
 
 def test_in_a_folder_of_its_own_it_is_found_in_the_runs_folder_too_and_runs_do_not_meet(tmp_path: Path) -> None:
@@ -99,6 +101,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_option(tmp_path
 
 def test_the_writer_is_the_process_that_the_ledger_notes_while_it_runs(tmp_path: Path) -> None:
     place = new_ledger(options(tmp_path))
+    assert ledger_writer(Path(place.path)) is None, "it is not there yet"
     ledger = SqliteLedger(place.path, run=place.run)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

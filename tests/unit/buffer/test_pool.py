@@ -200,7 +200,7 @@ def test_payloads_behind_references_are_read_once_and_only_the_rows_asked_for_ar
     uid = uid_of(7)
     column = [np.arange(3, dtype=np.int32), np.arange(5, dtype=np.int32)]
     reference = object()
-    cell = Cell(num_rows=2, num_bytes=32, ref=reference)
+    cell = Cell(num_rows=2, ref=reference)
     masks = [np.ones(1, dtype=np.float32) for _ in column]
     p.plane.put(uid, rows_of(uid, 2), {"tokens": cell, "loss_mask": masks}, RowSizes(tokens=[3, 5], trained=[1.0, 1.0]))
     p.pool.add(uid)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from buffer_rl.buffer.ledger import GroupState
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.record import RunRecord
 from buffer_rl.buffer.sqlite_ledger import SqliteLedger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
@@ -273,3 +274,13 @@ def test_what_failed_before_is_still_counted(run: Run) -> None:
     assert state.count_failure(ticket, group.uid, "data") == (2, 2)
     assert state.count_failure(ticket, other.uid, "data") == (3, 1)
     assert state.count_failure(ticket, other.uid, "infra") == (1, 1)
+
+
+def test_a_resumed_runs_budget_stays_new_when_its_buffer_dies(tmp_path: Path) -> None:
+    ledger = SqliteLedger(tmp_path / "ledger.sqlite", run="r")
+    record = RunRecord(ledger)
+    uid = GroupUid("s", 0, 0)
+    assert [record.count_failure(uid, "data") for _ in range(2)] == [(1, 1), (2, 2)]
+    record.restore(3, {})
+    assert RunRecord(ledger).count_failure(uid, "data") == (1, 3), "of the run, and of the group"
+    ledger.close()

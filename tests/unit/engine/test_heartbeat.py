@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 import urllib.request
@@ -50,6 +52,29 @@ def test_an_engine_that_hangs_has_failed_and_the_others_have_not() -> None:
         finally:
             heartbeat.stop()
     assert "engine 1 hangs: no answer to /health for 0.3 s" in str(members[1].death())
+    assert members[0].death() is None
+
+
+def test_an_engine_that_answers_garbage_is_not_healthy_and_the_others_are_still_watched() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as garbage, FakeEngine() as well:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # it is closed at the end
+                while True:
+                    connection, _ = garbage.accept()
+                    with connection:
+                        connection.recv(4096)
+                        connection.sendall(b"\x00garbage\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        process: Any = SimpleNamespace(url=f"http://127.0.0.1:{garbage.getsockname()[1]}", check=lambda: None)
+        members = [member(0, well), Member(index=1, engine=process, state=MemberState.SERVING)]
+        heartbeat = Heartbeat(Roster(members=members), timeout_s=0.3)
+        heartbeat.start()
+        try:
+            until(lambda: members[1].death() is not None)
+        finally:
+            heartbeat.stop()
     assert members[0].death() is None
 
 

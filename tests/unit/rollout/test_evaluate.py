@@ -63,6 +63,16 @@ async def test_a_failed_reward_ends_the_evaluation_by_name(kit: Any, label: str)
     assert "row source:1:0/0.0" in str(caught.value)
 
 
+async def test_a_prompt_that_failed_in_an_earlier_evaluation_is_tried_again_in_this_one(kit: Any) -> None:
+    group = kit.make_group(0, labels=["1"], epoch=77)
+    buffer = FakeBuffer([group], kit.make_ticket(1, rollout_id=5, evaluation=True))
+    buffer.count_failure(group, "data")  # counted over the run, and the uids of all evaluations are equal
+    async with kit.opened(kit.ScriptedEngine(), custom_rm_path=kit.user("fails_at_first")) as context:
+        await DefaultRollout(context.args)(context.args, 5, buffer, evaluation=True)
+    assert buffer.finished_uids == [group.uid]
+    assert buffer.failures["data", group.uid] == 2
+
+
 async def test_an_aborted_sample_ends_the_evaluation(kit: Any) -> None:
     engine = kit.ScriptedEngine(respond=lambda ids, params: kit.answer([], finish_reason="abort"))
     with pytest.raises(RolloutError, match="aborted"):

@@ -14,6 +14,8 @@ import numpy as np
 from buffer_rl.rollout.generate import generate
 from buffer_rl.types import FilterDecision, Sample, SampleGroup, Status
 
+_SEEN: set[Any] = set()
+
 
 def length(args: Any, sample: Sample) -> float:
     """A good reward: the number of response tokens."""
@@ -58,6 +60,14 @@ def prints_and_hangs(args: Any, sample: Sample) -> float:
     print(f"about to score {sample.label}")
     time.sleep(3600)
     return 0.0
+
+
+async def fails_at_first(args: Any, sample: Sample) -> Any:
+    """The first answer of a sample's process is a failure."""
+    if sample.uid not in _SEEN:
+        _SEEN.add(sample.uid)
+        raise TimeoutError("busy")
+    return 1.0
 
 
 async def slow_async(args: Any, sample: Sample) -> Any:
