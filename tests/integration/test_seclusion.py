@@ -48,9 +48,23 @@ def listeners(pids):
     return found
 
 
-def test_every_listener_of_ray_is_on_the_loopback_interface(ray_cluster):
-    found = listeners(descendants(os.getpid()))
-    assert len(found) >= 5  # of gcs_server, raylet, agents and the driver
+FRESH = """
+import os, runpy, sys
+import ray
+from buffer_rl.cluster.session import ray_session
+
+here = runpy.run_path(sys.argv[1])
+with ray_session(None):
+    ray.get(ray.remote(num_cpus=0)(lambda: 0).remote(), timeout=60)
+    print(*here["listeners"](here["descendants"](os.getpid())))
+"""
+
+
+def test_every_listener_of_ray_is_on_the_loopback_interface():
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", FRESH, __file__]
+    found = subprocess.run(command, env=own, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout.split()
+    assert len(found) >= 5  # of gcs_server, raylet, agents, a worker and the driver
     assert set(found) <= set(LOOPBACK)
 
 
