@@ -26,7 +26,7 @@ STEPS_PER_CUT = 3
 
 def kill_buffers(folder: Path, kills: int, schedule: str, draw: random.Random) -> tuple[int, list[str]]:
     """One run whose Buffer is killed ``kills`` times. Returns how many kills there were, and what is wrong."""
-    steps = max(6, 2 * kills)
+    steps = max(6, 3 * kills)  # enough for all kills: a step takes about a second, a restart two
     options = {"schedule": schedule, "buffer_max_restarts": 2 * kills, "buffer_timeout_s": 120.0}
     quiet = make_options(folder, f"quiet_{schedule}", steps, **options)
     if LiveRun(quiet).wait(LIMIT_S):
