@@ -64,6 +64,13 @@ class Worker(PayloadProducer):
         """Make the columns that are then put."""
         self._work = [(group, column_of(num_bytes, group.uid.row)) for group in groups]
 
+    async def touch_store(self, num_bytes: int) -> None:
+        """Write to every page of ``num_bytes`` of the store, as one that has run for a while did: the first
+        write of a process to a page costs a fault."""
+        self._work.clear()
+        ref = ray.put(np.zeros(num_bytes, dtype=np.uint8))
+        del ref
+
     async def put(self, ticket: Any) -> None:
         """Finish the prepared groups in the Buffer."""
         for group, column in self._work:
@@ -178,25 +185,40 @@ def timed(calls: Sequence[Any]) -> float:
 
 @contextmanager
 def bench(max_producers: int, object_store_bytes: int) -> Iterator[Bench]:
-    """A local Ray session with the actors, warmed up: every page of the store that is used was used before."""
+    """A local Ray session with the actors, not warmed up."""
     with tempfile.TemporaryDirectory(prefix="pool_bench_") as folder, ray_session(None, None, object_store_bytes):
-        found = Bench(Path(folder), max_producers)
-        for way in (found.through_the_buffer, found.through_a_plain_actor):
-            way(10**8, 2, max_producers)
-            way(10**3, 8, max_producers)
-        yield found
+        yield Bench(Path(folder), max_producers)
 
 
-def measure_payloads(producers: Sequence[int], object_store_bytes: int) -> tuple[Found, Found]:
-    """Through the Buffer, and through the plain actor; in turn, so that both see the same machine."""
+def warm_up(actors: Bench, object_store_bytes: int) -> float:
+    """Every process has written to the pages that it will use, and has made every kind of call.
+
+    Returns the seconds of two puts of 100 MB before that, in a process that writes to its pages for the first time."""
+    for way in (actors.through_the_buffer, actors.through_a_plain_actor):
+        way(10**3, 8, len(actors.workers) - 1)
+    newcomer, *others = actors.workers
+    share = round(0.8 * object_store_bytes)  # the rest is the store's own
+    for worker in others:
+        ray.get(worker.touch_store.remote(share), timeout=TIMEOUT_S)
+    cold, _ = actors.through_the_buffer(10**8, 2, 1)
+    ray.get(newcomer.touch_store.remote(share), timeout=TIMEOUT_S)
+    for way in (actors.through_the_buffer, actors.through_a_plain_actor):
+        way(10**8, 2, len(actors.workers) - 1)
+    return cold
+
+
+def measure_payloads(producers: Sequence[int], object_store_bytes: int) -> tuple[Found, Found, float]:
+    """Through the Buffer, and through the plain actor, in turn, so that both see the same machine; and the seconds of
+    two puts of 100 MB in a process that is not warmed up."""
     ours: dict[tuple[str, int], list[tuple[float, float]]] = {}
     plain: dict[tuple[str, int], list[tuple[float, float]]] = {}
     with bench(max(producers), object_store_bytes) as actors:
+        cold = warm_up(actors, object_store_bytes)
         for size, (num_bytes, count) in SIZES.items():
             for number, _ in itertools.product(producers, range(ROUNDS)):
                 ours.setdefault((size, number), []).append(actors.through_the_buffer(num_bytes, count, number))
                 plain.setdefault((size, number), []).append(actors.through_a_plain_actor(num_bytes, count, number))
-    return medians(ours), medians(plain)
+    return medians(ours), medians(plain), cold
 
 
 def medians(found: Mapping[tuple[str, int], Sequence[tuple[float, float]]]) -> Found:

@@ -5,7 +5,7 @@
 32 prompts with 16 samples of at most 12 tokens a step, a Qwen3 of 0.18 million random parameters, one thread each for
 the engine and the trainer. Every prompt is trained on (no filter), so that all steps do the same work. The first
 step is left out. Shares are of the median step; generation contains scoring, training contains the old
-log-probabilities.
+log-probabilities, and the Buffer's work, beside all of these, contains the ledger's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
 
-PHASES = ("rollout", "train", "old_log_probs", "publish", "step")
+PHASES = ("rollout", "train", "old_log_probs", "publish", "step", "buffer", "ledger")
 
 
 def make_task(folder: Path, seed: int) -> None:
@@ -80,7 +80,7 @@ def table(steps: list[dict[str, float]]) -> list[str]:
     for phase in PHASES:
         times = [step[f"perf/{phase}_time"] for step in steps]
         median = statistics.median(times)
-        lines.append(f"{phase:16}{median:>10.3f}{min(times):>8.3f}{max(times):>8.3f}{median / whole:>8.0%}")
+        lines.append(f"{phase:16}{median:>10.3f}{min(times):>8.3f}{max(times):>8.3f}{median / whole:>8.1%}")
     tokens = statistics.median(step["rollout/generated_tokens"] for step in steps)
     lines.append(f"{tokens:.0f} tokens a step, {tokens / whole:.0f} tokens/s over whole steps")
     return lines

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.contracts import scoped
 from buffer_rl.errors import DataError
+from buffer_rl.scope import scoped
 from buffer_rl.types import TrainBatch
 
 

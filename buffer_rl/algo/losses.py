@@ -13,8 +13,9 @@ import torch
 
 from buffer_rl.algo.aggregation import aggregate
 from buffer_rl.algo.kl import MAX_LOG_RATIO, kl_estimate
-from buffer_rl.contracts import LossInputs, LossOutputs, scoped
+from buffer_rl.contracts import LossInputs, LossOutputs
 from buffer_rl.errors import TrainError
+from buffer_rl.scope import scoped
 
 
 @scoped("group")

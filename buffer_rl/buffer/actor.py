@@ -108,20 +108,22 @@ class BufferActor:
         )
         self._calls = CallLog()
         self._busy_since: float | None = None
+        self._work_s = 0.0
         self._changed = threading.Condition()
         self._ledger.remember(PID, str(os.getpid()))  # from here on it can be asked how it is
 
-    def change(self, caller: str, sequence: int, method: str, *args: Any) -> Any:
-        """Execute a method that changes state, once per ``(caller, sequence)``."""
+    def change(self, caller: str, sequence: int, open_from: int, method: str, *args: Any) -> Any:
+        """Execute a method that changes state, once per ``(caller, sequence)`` (see ``CallLog.once``)."""
         if method not in CHANGES:
             raise BufferStateError(f"the Buffer has no method {method!r} that changes state")
         target = self._load if method == "load" else getattr(self._state, method)
         revision = self._state.revision
-        self._busy_since = time.monotonic()
+        self._busy_since = started = time.monotonic()
         try:
-            return self._calls.once(caller, sequence, lambda: target(*args))
+            return self._calls.once(caller, sequence, open_from, lambda: target(*args))
         finally:
             self._busy_since = None
+            self._work_s += time.monotonic() - started
             if self._state.revision != revision:
                 with self._changed:
                     self._changed.notify_all()
@@ -135,9 +137,15 @@ class BufferActor:
     @ray.method(concurrency_group="health")
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display, answered even while the state thread works. Best effort: the counts may be
-        of two moments. ``busy_s``: seconds that the state thread has worked on a change; ``pid``: of this process."""
+        of two moments. ``busy_s``: seconds that the state thread has worked on the change of now; ``work_s``: on
+        all changes so far, of which ``ledger_s`` in the ledger's transactions; ``pid``: of this process."""
         since = self._busy_since
-        health = {"busy_s": 0.0 if since is None else time.monotonic() - since, "pid": os.getpid()}
+        health = {
+            "busy_s": 0.0 if since is None else time.monotonic() - since,
+            "work_s": self._work_s,
+            "ledger_s": self._ledger.seconds,
+            "pid": os.getpid(),
+        }
         try:
             return health | self._state.get_progress()
         except RuntimeError:  # a dict changed while it was read: the next poll will do

@@ -1,43 +1,62 @@
 """Repeats of a call, recognised by ``(caller, sequence)``.
 
 Ray may execute a call twice when a connection breaks between the call and its answer; a retry must
-then find the stored answer, and change nothing.
+then find the stored answer, and change nothing. Each call also says from which number on its caller still waits for
+answers: those before are let go, so that what is kept does not grow with the run.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from buffer_rl.errors import BufferStateError
 
-KEPT_ANSWERS = 1024
-"""Answers kept for each caller; more than one caller can have in flight."""
+
+class OpenCalls:
+    """A caller's side: numbers its calls, and knows which of them wait for an answer. For any number of threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0
+        self._open: set[int] = set()
+
+    @contextmanager
+    def numbered(self) -> Iterator[tuple[int, int]]:
+        """``(sequence, open_from)`` of a call that is made, and if need be repeated, in the block. ``open_from``: no
+        call with a smaller number will be repeated."""
+        with self._lock:
+            sequence, self._next = self._next, self._next + 1
+            self._open.add(sequence)
+            open_from = min(self._open)
+        try:
+            yield sequence, open_from
+        finally:
+            with self._lock:
+                self._open.remove(sequence)
 
 
 class CallLog:
-    """Executes each ``(caller, sequence)`` once. A call that raised changed nothing, so its repeat is executed."""
+    """The side that answers: executes each ``(caller, sequence)`` once. A call that raised changed nothing, so its
+    repeat is executed."""
 
-    def __init__(self, kept_answers: int = KEPT_ANSWERS) -> None:
-        self._kept = kept_answers
-        self._answers: dict[str, OrderedDict[int, Any]] = {}
-        self._forgotten: dict[str, int] = {}
+    def __init__(self) -> None:
+        self._answers: dict[str, dict[int, Any]] = {}
+        self._open_from: dict[str, int] = {}
 
-    def once(self, caller: str, sequence: int, execute: Callable[[], Any]) -> Any:
-        """``execute()``, or the answer that it gave before.
+    def once(self, caller: str, sequence: int, open_from: int, execute: Callable[[], Any]) -> Any:
+        """``execute()``, or the answer that it gave before. Answers of ``caller`` before ``open_from`` are let go.
 
-        Raises BufferStateError for a repeat so old that its answer is no longer kept.
+        Raises BufferStateError for a call that its caller has given up: nobody waits for it any more.
         """
-        answers = self._answers.setdefault(caller, OrderedDict())
-        if sequence in answers:
-            return answers[sequence]
-        if sequence <= self._forgotten.get(caller, -1):
-            raise BufferStateError(f"call {sequence} of {caller} is a repeat whose answer is no longer kept")
-        answer = execute()
-        answers[sequence] = answer
-        if len(answers) > self._kept:
-            oldest = min(answers)
-            del answers[oldest]
-            self._forgotten[caller] = max(oldest, self._forgotten.get(caller, -1))
-        return answer
+        answers = self._answers.setdefault(caller, {})
+        oldest = self._open_from[caller] = max(open_from, self._open_from.get(caller, 0))
+        for settled in [number for number in answers if number < oldest]:
+            del answers[settled]
+        if sequence < oldest:
+            raise BufferStateError(f"{caller} no longer waits for its call {sequence}; nothing was changed")
+        if sequence not in answers:
+            answers[sequence] = execute()
+        return answers[sequence]

@@ -7,7 +7,6 @@ function receives.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import ray
 
 from buffer_rl.buffer.calling import Answers
+from buffer_rl.buffer.calls import OpenCalls
 from buffer_rl.buffer.cells import BatchPlan, Cell, RowSizes, assemble
 from buffer_rl.buffer.partial import check_versions
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta
@@ -41,19 +41,19 @@ class BufferClient:
         self.actor = actor
         self._answers = Answers(who="the Buffer", role="buffer", timeout_s=timeout_s, flag="--buffer-timeout-s")
         self._caller = f"{caller or 'client'}-{uuid.uuid4().hex}"
-        self._sequence = itertools.count()
+        self._calls = OpenCalls()
 
     def change(self, method: str, *args: Any) -> Any:
         """Call a method that changes state, and wait for its answer."""
-        sequence = next(self._sequence)
-        ask = partial(self.actor.change.remote, self._caller, sequence, method, *args)
-        return self._answers.wait(method, ask)
+        with self._calls.numbered() as (sequence, open_from):
+            ask = partial(self.actor.change.remote, self._caller, sequence, open_from, method, *args)
+            return self._answers.wait(method, ask)
 
     async def achange(self, method: str, *args: Any) -> Any:
         """``change`` for an event loop."""
-        sequence = next(self._sequence)
-        ask = partial(self.actor.change.remote, self._caller, sequence, method, *args)
-        return await self._answers.until(method, ask)
+        with self._calls.numbered() as (sequence, open_from):
+            ask = partial(self.actor.change.remote, self._caller, sequence, open_from, method, *args)
+            return await self._answers.until(method, ask)
 
     def read(self, method: str, *args: Any) -> Any:
         """Call a method whose repeat changes nothing, and wait for its answer."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sqlite3
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from buffer_rl.errors import BufferStateError, CheckpointError, ConfigError
@@ -149,24 +150,45 @@ def write_failed(path: Path, error: sqlite3.Error) -> BufferStateError:
     return BufferStateError(f"the ledger cannot be written: {error}", where=str(path), hint=hint)
 
 
-def write_backup(db: sqlite3.Connection, target: Path) -> None:
-    """Copy the database, as of one moment, into the new file ``target``: one file without a WAL beside it, flushed
-    to disk. Raises CheckpointError if it cannot be written."""
-    temporary = target.with_name(f"{target.name}.tmp")
+def write_backup(db: sqlite3.Connection, path: Path, target: Path) -> None:
+    """Copy the database ``db`` of the file ``path``, as of one moment, into the new file ``target``: one file without a
+    WAL beside it, flushed to disk. SQLite writes beside ``path``; only whole files go to ``target``, which may be on a
+    file system without locks or random writes. Raises CheckpointError if it cannot be written."""
+    local, temporary = path.with_name(f".{path.name}.backup"), target.with_name(f"{target.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)
-        copy = sqlite3.connect(temporary, isolation_level=None)
+        local.unlink(missing_ok=True)  # of a process that was killed
+        copy = sqlite3.connect(local, isolation_level=None)
         try:
             db.backup(copy)
             copy.execute("PRAGMA journal_mode=DELETE")
         finally:
             copy.close()
+        shutil.copyfile(local, temporary)
         _sync(temporary)
         os.replace(temporary, target)
         _sync(target.parent)
     except (sqlite3.Error, OSError) as error:
         temporary.unlink(missing_ok=True)
         raise CheckpointError(f"the ledger cannot be copied: {error}", where=str(target)) from error
+    finally:
+        local.unlink(missing_ok=True)
+
+
+@contextmanager
+def local_copy(source: Path, path: Path) -> Iterator[Path]:
+    """The ledger ``source``, checked, as a file beside ``path`` for the length of the block. Raises CheckpointError."""
+    local = path.with_name(f".{path.name}.restore")
+    try:
+        shutil.copyfile(source, local)
+        open_for_reading(local).close()
+    except (OSError, CheckpointError) as error:
+        local.unlink(missing_ok=True)
+        what = error.what if isinstance(error, CheckpointError) else f"the copy cannot be read: {error}"
+        raise CheckpointError(what, where=str(source)) from error
+    try:
+        yield local
+    finally:
+        local.unlink(missing_ok=True)
 
 
 def check_local_disk(path: Path, mounts: str = "/proc/mounts") -> None:

@@ -33,10 +33,12 @@ class LedgerTables:
         self._new_sources: list[str] = []
         self._tally: Counter[tuple[int, int, str]] = Counter()
         self._changes: Counter[tuple[int, int, str]] = Counter()
+        self.seconds = 0.0
 
     @contextmanager
     def atomic(self) -> Iterator[None]:
         """One transaction. Raises BufferStateError where the disk refuses it."""
+        started = time.perf_counter()
         try:
             self.db.execute("BEGIN IMMEDIATE")
             yield
@@ -51,6 +53,8 @@ class LedgerTables:
             if isinstance(error, sqlite3.Error):
                 raise write_failed(self.path, error) from error
             raise
+        finally:
+            self.seconds += time.perf_counter() - started
         self._tally.update(self._changes)
         self._changes.clear()
         self._new_sources.clear()

@@ -38,7 +38,7 @@ from buffer_rl.buffer.ledger import (
     selected,
     trained,
 )
-from buffer_rl.buffer.ledger_file import TABLES, open_for_reading, open_ledger_file, write_backup
+from buffer_rl.buffer.ledger_file import TABLES, local_copy, open_ledger_file, write_backup
 from buffer_rl.buffer.ledger_tables import COLUMNS, LedgerTables, entry_of
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.types import GroupUid
@@ -89,6 +89,11 @@ class SqliteLedger:
     def incarnation(self) -> str:
         """See ``Ledger.incarnation``: how often the file was opened, and a random part."""
         return self._incarnation
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in transactions since the file was opened."""
+        return self._tables.seconds
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -202,25 +207,25 @@ class SqliteLedger:
         cannot be written, BufferStateError within a transaction, which nobody knows yet whether to believe."""
         if self._db.in_transaction:
             raise BufferStateError("a ledger cannot be copied within a transaction", where=str(self.path))
-        write_backup(self._db, Path(path))
+        write_backup(self._db, self.path, Path(path))
 
     def restore(self, path: str | Path) -> None:
         """Replace everything by the copy ``path``, in one transaction, and begin a new incarnation. What was trained
         after the copy was made is pending again, because the copy says so. Raises CheckpointError for a copy that is
         damaged; nothing is changed then."""
-        open_for_reading(Path(path)).close()  # checks it
-        try:
-            self._db.execute("ATTACH DATABASE ? AS copy", (str(path),))
-        except sqlite3.Error as error:
-            raise CheckpointError(f"the copy of the ledger cannot be read: {error}", where=str(path)) from error
-        try:
-            with self._replacing("restore"):
-                for table in TABLES:
-                    kept = " WHERE key NOT IN ('run', 'restarts', 'incarnation')" if table == "facts" else ""
-                    self._db.execute(f"DELETE FROM {table}{kept}")
-                    self._db.execute(f"INSERT INTO {table} SELECT * FROM copy.{table}{kept}")
-        finally:
-            self._db.execute("DETACH DATABASE copy")
+        with local_copy(Path(path), self.path) as copy:
+            try:
+                self._db.execute("ATTACH DATABASE ? AS copy", (str(copy),))
+            except sqlite3.Error as error:
+                raise CheckpointError(f"the copy of the ledger cannot be read: {error}", where=str(path)) from error
+            try:
+                with self._replacing("restore"):
+                    for table in TABLES:
+                        kept = " WHERE key NOT IN ('run', 'restarts', 'incarnation')" if table == "facts" else ""
+                        self._db.execute(f"DELETE FROM {table}{kept}")
+                        self._db.execute(f"INSERT INTO {table} SELECT * FROM copy.{table}{kept}")
+            finally:
+                self._db.execute("DETACH DATABASE copy")
 
     def state_dict(self) -> dict[str, Any]:
         """See ``Ledger.state_dict``. All of it in memory: ``backup`` is what checkpoints of long runs hold."""

@@ -101,6 +101,7 @@ def scan_range(file: BinaryIO, start: int, stop: int, keys: RowKeys) -> RangeSca
     found = _Collector(keys)
     num_lines = 0
     block: list[tuple[int, int, bytes]] = []
+    size = 0
     for num_lines, (offset, line) in enumerate(_lines(file, start, stop), start=1):
         number = num_lines - 1
         if line is None:
@@ -108,8 +109,10 @@ def scan_range(file: BinaryIO, start: int, stop: int, keys: RowKeys) -> RangeSca
             found.problem(number, str(too_long()))
         elif line.strip():
             block.append((number, offset, line.rstrip(b"\r\n")))
-            if len(block) == _BLOCK_LINES:
+            size += len(line)
+            if len(block) == _BLOCK_LINES or size >= _BLOCK_BYTES:  # rows with images are few to a block
                 _take(found, block)
+                size = 0
     _take(found, block)
     return RangeScan(
         num_lines=num_lines,

@@ -46,7 +46,7 @@ class RunCheckpoints:
 
     def _fill(self, folder: Path) -> None:
         (folder / "trainer").mkdir()
-        limit = self._args.train_timeout_s
+        limit = self._args.save_timeout_s
         self._train.call("save", str((folder / "trainer").absolute()), timeout_s=limit)
         self._train.call("save_hf", str((folder / "hf").absolute()), timeout_s=limit)
         self._buffer.save(str(folder.absolute()))

@@ -70,22 +70,6 @@ class Observer(Protocol):
         ...
 
 
-class Checkpoints(Protocol):
-    """Writes one checkpoint."""
-
-    def save(self, step: int) -> None:
-        """Save weights, optimizer, Buffer and random states after ``step`` optimizer steps."""
-        ...
-
-
-class RolloutData(Protocol):
-    """Keeps the rows of rollouts, for debugging."""
-
-    def save(self, rollout_id: int) -> None:
-        """Keep the rows of a rollout that is closed and not trained on yet."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """What a run does, as data.
@@ -94,6 +78,7 @@ class RunPlan:
     train: false for rollouts alone: nothing is trained or published, every rollout comes from the initial weights.
     publish_each_step: false where rollouts never ask the engine; weights are then published for evaluations only.
     roles: what adds fields to each rollout's groups.
+    saves: whether checkpoints are written. records: whether each rollout's rows are kept, for debugging.
     max_redos: how often, over the whole run, a rollout that was lost is produced again.
     """
 
@@ -107,12 +92,15 @@ class RunPlan:
     evaluate: bool = False
     eval_interval: int | None = None
     eval_before_train: bool = True
+    saves: bool = False
     save_interval: int | None = None
+    records: bool = False
     early_stop: EarlyStop | None = None
     max_redos: int = 0
     rollout_timeout_s: float
     train_timeout_s: float
     publish_timeout_s: float
+    save_timeout_s: float
     buffer_timeout_s: float
 
 
@@ -126,21 +114,16 @@ class RunResult:
 
 
 class Driver:
-    """Runs a plan. ``runtime`` has the roles buffer, rollout, train and publish."""
+    """Runs a plan. ``runtime`` has the roles buffer, rollout, train, publish, save and record, as the plan needs them.
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        runtime: Runtime,
-        observer: Observer,
-        checkpoints: Checkpoints | None = None,
-        rollout_data: RolloutData | None = None,
-    ) -> None:
+    ``save.save(step)`` writes one checkpoint: weights, optimizer, Buffer and random states after ``step`` optimizer
+    steps. ``record.save(rollout_id)`` keeps the rows of a rollout that is closed and not trained on yet.
+    """
+
+    def __init__(self, plan: RunPlan, runtime: Runtime, observer: Observer) -> None:
         self._plan = plan
         self._runtime = runtime
         self._observer = observer
-        self._checkpoints = checkpoints
-        self._rollout_data = rollout_data
         self._version = plan.first_rollout
         self._published: int | None = None if plan.publish_at_start else plan.first_rollout
         self._next_rollout = plan.first_rollout
@@ -150,6 +133,7 @@ class Driver:
         self._roles = RoleCalls(plan.roles, runtime, observer)
         self._times: dict[str, float] = {}
         self._saved: int | None = None
+        self._buffer_seconds: dict[str, float] = {}
         self._totals = (0, 0)
         self._result = RunResult(steps=plan.first_rollout)
 
@@ -157,6 +141,7 @@ class Driver:
         """Run to the end of the plan. Raises the first error of any role, named."""
         plan = self._plan
         self._buffer("release", self._version)
+        self._buffer_times()  # those of the start belong to no step
         evaluates = self._evaluates_at(self._version)
         if self._published is None and (plan.publish_each_step or evaluates):
             self._publish()
@@ -194,6 +179,7 @@ class Driver:
         if self._plan.publish_each_step or self._evaluates_at(step):
             self._publish()
         self._buffer("release", step)
+        metrics |= self._buffer_times()
         metrics |= {f"perf/{name}_time": seconds for name, seconds in self._times.items()}
         metrics["perf/step_time"] = self._runtime.now() - started
         if self._times["rollout"] > 0 and "rollout/generated_tokens" in metrics:
@@ -257,8 +243,8 @@ class Driver:
                 where=f"rollout {rollout_id}",
                 hint=f"dropped: {report.drops}" if report.drops else "does the rollout function report its groups?",
             )
-        if self._rollout_data is not None:
-            self._rollout_data.save(rollout_id)
+        if self._plan.records:
+            self._call("record", "save", rollout_id, timeout_s=self._plan.save_timeout_s)
         return metrics
 
     def _train_and_commit(self, rollout_id: int, step: int) -> dict[str, float]:
@@ -329,12 +315,22 @@ class Driver:
             return dict(metrics), samples
 
     def _save(self, step: int) -> None:
-        if self._checkpoints is None or self._saved == step:
+        if self._saved == step:
             return
         with self._timed("save", "save", step):
             self._observer.phase("save")
-            self._checkpoints.save(step)
+            self._call("save", "save", step, timeout_s=self._plan.save_timeout_s)
         self._saved = step
+
+    def _buffer_times(self) -> dict[str, float]:
+        """Seconds since the last call of this in which the Buffer changed its state, and of those in the ledger."""
+        progress, times = self._buffer("get_progress"), {}
+        for key, name in (("work_s", "perf/buffer_time"), ("ledger_s", "perf/ledger_time")):
+            if key in progress:
+                before = self._buffer_seconds.get(key, 0.0)
+                self._buffer_seconds[key] = now = progress[key]
+                times[name] = now - before if now >= before else now  # a Buffer that was replaced counts anew
+        return times
 
     # -- when ----------------------------------------------------------------------------------------
 
@@ -347,7 +343,7 @@ class Driver:
         return step >= plan.num_rollouts or (plan.eval_interval is not None and step % plan.eval_interval == 0)
 
     def _saves_at(self, step: int) -> bool:
-        if self._checkpoints is None:
+        if not self._plan.saves:
             return False
         interval = self._plan.save_interval
         is_last = step == self._plan.num_rollouts or self._result.stopped_early

@@ -149,16 +149,18 @@ class _Run:
         publisher = self._publisher()
         if publisher is not None:
             targets["publish"] = self._local("publish", publisher)
-        checkpoints = None
-        if args.save and self.train is not None:
-            checkpoints = RunCheckpoints(args, buffer=self.buffer, train=self.train, provenance=self.provenance.facts())
-        template = args.save_debug_rollout_data
-        recorder = RolloutRecorder(template, self.buffer) if template else None
+        plan = self._plan()
+        if plan.saves and self.train is not None:
+            facts = self.provenance.facts()
+            checkpoints = RunCheckpoints(args, buffer=self.buffer, train=self.train, provenance=facts)
+            targets["save"] = self._local("save", checkpoints)
+        if args.save_debug_rollout_data:
+            recorder = RolloutRecorder(args.save_debug_rollout_data, self.buffer)
+            targets["record"] = self._local("record", recorder)
         watchers: list[Callable[[], None]] = [self._buffer_watch()]
         watchers += [self.fleet.check] if self.fleet is not None else []
-        plan = self._plan()
         self.observer.planned(plan.num_rollouts)
-        return Driver(plan, RayRuntime(targets, watchers), self.observer, checkpoints, recorder)
+        return Driver(plan, RayRuntime(targets, watchers), self.observer)
 
     def _publisher(self) -> Publisher | RolePublisher | None:
         """What publishes to the engines and to the roles that need the actor's weights; None if nobody does."""
@@ -205,11 +207,14 @@ class _Run:
             evaluate=self.evaluates,
             eval_interval=args.eval_interval,
             eval_before_train=not args.skip_eval_before_train,
+            saves=bool(args.save) and self.train is not None,
             save_interval=args.save_interval,
+            records=bool(args.save_debug_rollout_data),
             early_stop=parse_early_stop(args.early_stop) if args.early_stop else None,
             rollout_timeout_s=args.rollout_timeout_s + 2 * GRACE_S,  # the worker's own deadline comes first
             train_timeout_s=args.train_timeout_s,
             publish_timeout_s=args.update_weights_timeout_s,
+            save_timeout_s=args.save_timeout_s + GRACE_S,  # each call's own deadline, which says more, comes first
             buffer_timeout_s=args.buffer_timeout_s,
             max_redos=args.buffer_max_restarts,
         )

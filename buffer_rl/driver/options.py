@@ -22,6 +22,7 @@ class RunOptions(Section):
     deterministic: bool = option(False, "equal metrics and parameters for equal seeds, at some cost in speed")
     save: str | None = option(None, "checkpoint folder, or a URL that fsspec reaches", metavar="PATH")
     save_interval: int | None = option(None, "checkpoint every this many steps (and at the end)", ge=1)
+    save_timeout_s: float = option(3600.0, "deadline of one checkpoint, its upload included, in seconds", gt=0)
     load: str | None = option(None, "resume from this checkpoint: a folder or a URL", metavar="PATH")
     early_stop: str | None = option(
         None, "end the run once an evaluation metric is reached, for example 'eval/dev>=0.25'", metavar="EXPR"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.contracts import Scope, scope_of
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.scope import Scope, scope_of
 
 STREAM = "--stream-gradients"
 ACCUMULATING = ("accumulate", "finish_accumulation")
@@ -126,5 +126,5 @@ def _require_group_scope(registry: PluginRegistry, kind: str, reference: str, wh
         f"the {kind} {reference!r} has scope 'rollout': it may need all groups of a rollout together",
         where=where,
         expected="scope 'group'",
-        hint=f"if {sums[kind]} declare it: @buffer_rl.contracts.scoped('group')",
+        hint=f"if {sums[kind]} declare it: @buffer_rl.scope.scoped('group')",
     )

@@ -17,7 +17,8 @@ class Task(Protocol):
 
 
 class Runtime(Protocol):
-    """Executes calls on named roles: ``buffer``, ``rollout``, ``train``, ``publish``, and those of ``RolePlan.own``."""
+    """Executes calls on named roles: ``buffer``, ``rollout``, ``train``, ``publish``, ``save``, ``record``, and the
+    roles of ``RolePlan.own``."""
 
     def submit(self, role: str, method: str, *args: Any) -> Task:
         """Start a call and return at once."""

@@ -66,6 +66,7 @@ class EngineFleet:
         self._restarts = 0
         self._last_death: BufferRLError | None = None
         self._router: Router | None = None
+        self._listed_dead: list[str] = []
         self._heartbeat: Heartbeat | None = None
 
     def __enter__(self) -> EngineFleet:
@@ -161,6 +162,7 @@ class EngineFleet:
             if (death := member.death()) is not None:
                 self._let_go(member, death)
                 self._replace(member.index, death)
+        self._unlist_dead()
         self._require_one()
 
     def stop(self) -> None:
@@ -188,8 +190,20 @@ class EngineFleet:
         self._last_death = death
         self._roster.remove(member)
         member.engine.stop()  # what is left of its process group
-        if self._router is not None:
-            self._router.remove(member.url)
+        self._listed_dead.append(member.url)
+
+    def _unlist_dead(self) -> None:
+        """Have the router send nothing more to engines that are gone. One that is too busy to answer is asked again at
+        the next check: it finds out by its own health checks too, and clients try again elsewhere."""
+        waiting, self._listed_dead = self._listed_dead, []
+        alive = {member.url for member in self._roster.all()}  # a replacement may have got the same port
+        for url in waiting:
+            try:
+                if self._router is not None and url not in alive:
+                    self._router.remove(url)
+            except BufferRLError as error:
+                self._listed_dead.append(url)
+                self._say(f"the router still lists {url}: {error}")
 
     def _require_one(self) -> None:
         if self._last_death is not None and not self._roster.able():

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from buffer_rl.algo.losses import sft_loss
-from buffer_rl.contracts import AdvantageEstimator, LossInputs, LossOutputs, PolicyLoss, scope_of
+from buffer_rl.contracts import AdvantageEstimator, LossInputs, LossOutputs, PolicyLoss
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, returned
 from buffer_rl.resolution.errors import short_repr
+from buffer_rl.scope import scope_of
 from buffer_rl.types import TrainBatch
 
 
@@ -21,7 +22,7 @@ class Objective:
     ``--advantage-estimator``. Raises PluginError if one does not resolve.
 
     supervised: the loss is the built-in supervised one, which has no advantages. scope: of the loss (see
-    ``buffer_rl.contracts.scoped``).
+    ``buffer_rl.scope.scoped``).
     """
 
     def __init__(self, args: Any, registry: PluginRegistry) -> None:

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from buffer_rl.contracts import LossInputs, Scope
+from buffer_rl.contracts import LossInputs
 from buffer_rl.errors import ConfigError, TrainError
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.scope import Scope
 from buffer_rl.train import model as models
 from buffer_rl.train.collate import collate, loss_inputs
 from buffer_rl.train.forward import response_log_probs

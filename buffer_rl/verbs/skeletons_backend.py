@@ -6,7 +6,7 @@ from buffer_rl.verbs.skeletons import Skeleton
 
 BACKEND = {
     "advantage": Skeleton(
-        imports="import numpy as np\nfrom buffer_rl.contracts import scoped\nfrom buffer_rl.types import TrainBatch\n",
+        imports="import numpy as np\nfrom buffer_rl.scope import scoped\nfrom buffer_rl.types import TrainBatch\n",
         code='''\
 @scoped("group")  # it reads one prompt's rows alone, so it can be computed while other prompts are still generated
 def $name(args: Any, batch: TrainBatch) -> None:
@@ -27,7 +27,8 @@ def $name(args: Any, batch: TrainBatch) -> None:
     ),
     "loss": Skeleton(
         imports="from buffer_rl.algo.aggregation import aggregate\n"
-        "from buffer_rl.contracts import LossInputs, LossOutputs, scoped\n",
+        "from buffer_rl.contracts import LossInputs, LossOutputs\n"
+        "from buffer_rl.scope import scoped\n",
         code='''\
 @scoped("group")  # a sum over rows, divided by the totals that --loss-agg-mode names
 def $name(args: Any, inputs: LossInputs) -> LossOutputs:

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from buffer_rl.buffer.ledger import GroupState
 from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.checkpoint import opened_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -20,8 +21,12 @@ KILLERS = """
 import os, signal, time
 from pathlib import Path
 
+import numpy as np
+
 from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.types import SampleGroup
 
 
 def is_first(args, moment):
@@ -56,9 +61,15 @@ def kill_storage(args):
         for pid in old:
             os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 60
-        while not set(storage_processes()) - old:  # payloads as small as these are with who holds the references
+        while not set(storage_processes()) - old:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def convert(args, samples):
+    '''The usual columns, and one that is large enough to be lost with the storage process: Ray copies small ones.'''
+    _, columns = GroupConverter(args).encode(SampleGroup(uid=samples[0].uid, samples=samples), False)
+    return columns | {"ballast": [np.zeros(1 << 18, dtype=np.uint8) for _ in samples]}
 
 
 def score(args, sample):
@@ -96,6 +107,11 @@ class Trainer(TorchTrainer):
         self.kill("before_commit", 3)
         return metrics
 
+    def save(self, path):
+        super().save(path)
+        if self.rank == 0:  # the Buffer is asked next
+            send(self.args, "stopped_in_save", signal.SIGSTOP)
+
     def save_hf(self, path):
         self.kill("after_commit", 4)
         super().save_hf(path)
@@ -121,6 +137,7 @@ def run(
     (folder / "killers.py").write_text(KILLERS)
 
     def run(name: str, **options: Any) -> Path:
+        options |= {key: value.format(folder=folder) for key, value in options.items() if isinstance(value, str)}
         args = options_in(
             folder / name,
             custom_rm_path=f"{folder / 'killers.py'}:score",
@@ -170,13 +187,21 @@ def check_accounts(run_dir: Path) -> None:
 
 
 MOMENTS = {"in_generation", "after_close", "before_commit", "after_commit"}
-LOCKSTEP = {"buffer_hang_timeout_s": 3.0, "num_data_storage_units": 1, "data_storage_min_bytes": 1}
+LOCKSTEP_MOMENTS = {"in_log_probs", "stopped", "storage", "stopped_in_save"}
+LOCKSTEP = {
+    "buffer_hang_timeout_s": 3.0,
+    "num_data_storage_units": 1,
+    "data_storage_min_bytes": 1,
+    "custom_convert_samples_to_train_data_path": "{folder}/killers.py:convert",
+    "save": "{folder}/saves",
+    "save_interval": 2,
+}
 STREAMED = {"schedule": "pipelined", "stream_gradients": True, "num_train_ranks": 2, "num_ref_workers": 1}
 
 
 @pytest.mark.parametrize(
     ("options", "moments"),
-    [(LOCKSTEP, {"in_log_probs", "stopped", "storage"}), (STREAMED, set())],
+    [(LOCKSTEP, LOCKSTEP_MOMENTS), (STREAMED, set())],
     ids=["lockstep", "streamed"],
 )
 def test_a_run_whose_buffer_dies_at_every_moment_of_a_step_ends_as_if_it_had_not(
@@ -188,10 +213,14 @@ def test_a_run_whose_buffer_dies_at_every_moment_of_a_step_ends_as_if_it_had_not
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     disturbed = run(request.node.callspec.id, **options)
-    happened = {moment for moment in {*MOMENTS, "in_log_probs", "stopped", "storage"} if (disturbed / moment).exists()}
+    happened = {moment for moment in MOMENTS | LOCKSTEP_MOMENTS if (disturbed / moment).exists()}
     assert happened == MOMENTS | moments
     assert restarts(disturbed) == len(happened - {"storage"})
-    lost = happened & {"in_generation", "after_close", "in_log_probs", "stopped"}
+    lost = happened & {"in_generation", "after_close", "in_log_probs", "stopped", "storage"}
     assert "".join(capfd.readouterr()).count("is produced again (") == len(lost)
     assert weights(disturbed) == weights(undisturbed)
     check_accounts(disturbed)
+    if "save" in options:
+        with opened_checkpoint(disturbed.parent / "saves" / "step_000002") as checkpoint:
+            audit = LedgerAudit(checkpoint.folder / "ledger.sqlite")
+            assert (audit.faults(), audit.commits()) == ([], [(0, 1, GROUPS), (1, 2, GROUPS)])

@@ -1,5 +1,6 @@
 """A run whose driver, and then whose trainer rank, was killed goes on from its newest checkpoint, and ends with the
-parameters and the trained groups of one that nobody disturbed. ``benchmarks/faults.py`` cuts ten times each."""
+parameters and the trained groups of one that nobody disturbed, also with other numbers of ranks and engines.
+``benchmarks/faults.py`` cuts ten times each."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ def test_a_lineage_of_killed_runs_ends_as_if_nothing_had_happened(train: Callabl
     make_task(tmp_path)
     saves = tmp_path / "cut" / "saves"
     save = {"save_interval": 1, "save": str(saves)}
-    for victim in ("driver", "rank"):
+    for victim, num_ranks in (("driver", 2), ("rank", 1)):
         start = newest_step(saves)
         load = {"load": str(saves)} if start else {}
         # Without an end: it is still at work when it is killed, however slow this test is to notice.
-        run = LiveRun(make_options(tmp_path, "cut", 1000, lr_decay_iters=STEPS, **save, **load))
+        sizes = {"num_train_ranks": num_ranks, "lr_decay_iters": STEPS}
+        run = LiveRun(make_options(tmp_path, "cut", 1000, **sizes, **save, **load))
         try:
             assert run.wait_until(lambda start=start: newest_step(saves) > start + 1, 150), run.said()
             assert run.kill(victim)
@@ -34,7 +36,8 @@ def test_a_lineage_of_killed_runs_ends_as_if_nothing_had_happened(train: Callabl
             run.stop()
     start = newest_step(saves)
     end = start + 2
-    train(make_options(tmp_path, "cut", end, lr_decay_iters=STEPS, **save, load=str(saves)))
+    sizes = {"num_train_ranks": 2, "rollout_num_engines": 2, "lr_decay_iters": STEPS}
+    train(make_options(tmp_path, "cut", end, **sizes, **save, load=str(saves)))
     whole = make_options(tmp_path, "whole", end, lr_decay_iters=STEPS, save=str(tmp_path / "whole_saves"))
     train(whole)
     expected = Outcome.of(Path(whole.run_dir), end * GROUPS)

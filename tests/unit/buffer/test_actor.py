@@ -41,7 +41,7 @@ class Caller:
 
     def change(self, method: str, *args: Any) -> Any:
         self._sequence += 1
-        return self._actor.change("me", self._sequence, method, *args)
+        return self._actor.change("me", self._sequence, self._sequence, method, *args)
 
 
 def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_anything_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BufferStateError, match="no method 'commit' that reads"):
         actor.read("commit", 0, 1)
     with pytest.raises(BufferStateError, match="no method '_take' that changes"):
-        actor.change("me", 0, "_take")
+        actor.change("me", 0, 0, "_take")
 
 
 def test_what_was_saved_is_loaded_and_a_missing_state_is_an_error(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_what_was_saved_is_loaded_and_a_missing_state_is_an_error(tmp_path: Path
     ticket = again.change("generate", 0, False)
     assert [group.uid for group in again.change("get_samples", ticket, 2)] == [group.uid for group in leased]
     with pytest.raises(CheckpointError, match=r"cannot be read.*absent|absent.*cannot be read"):
-        make_actor(tmp_path).change("me", 0, "load", str(tmp_path / "absent"))
+        make_actor(tmp_path).change("me", 0, 0, "load", str(tmp_path / "absent"))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

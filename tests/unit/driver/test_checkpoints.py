@@ -35,7 +35,7 @@ class SavingBuffer:
 
 
 def checkpoints(folder: Path, ranks: Ranks) -> RunCheckpoints:
-    args: Any = compose(CORE_SECTIONS)(save=str(folder), train_timeout_s=17.0, lr=0.5)
+    args: Any = compose(CORE_SECTIONS)(save=str(folder), save_timeout_s=17.0, lr=0.5)
     return RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), train=cast(Any, ranks))
 
 

@@ -32,10 +32,12 @@ PLAN = RunPlan(
     roles=RolePlan(trainer_models=("actor",)),
     evaluate=True,
     eval_interval=2,
+    saves=True,
     save_interval=2,
     rollout_timeout_s=1000,
     train_timeout_s=100,
     publish_timeout_s=50,
+    save_timeout_s=50,
     buffer_timeout_s=5,
 )
 
@@ -124,11 +126,12 @@ class World:
             "rollout": self.rollouts,
             "train": self.train,
             "publish": self.publisher,
+            "save": self.saves,
         }
 
     def driver(self, plan: RunPlan) -> Driver:
         self.runtime = VirtualRuntime(self.roles, cost)
-        return Driver(plan, self.runtime, self.recorder, self.saves)
+        return Driver(plan, self.runtime, self.recorder)
 
     def calls(self) -> list[str]:
         shown = {"commit", "publish", "release", "train", "run"}
@@ -213,9 +216,9 @@ class Kept:
 def test_rollouts_alone_are_kept_released_and_evaluated_and_nothing_is_trained_or_published(tmp_path: Path) -> None:
     world = World(tmp_path)
     del world.roles["train"], world.roles["publish"]
-    kept = Kept(world.state)
-    plan = replace(PLAN, train=False, publish_each_step=False)
-    result = Driver(plan, VirtualRuntime(world.roles, cost), world.recorder, None, kept).run()
+    world.roles["record"] = kept = Kept(world.state)
+    plan = replace(PLAN, train=False, publish_each_step=False, saves=False, records=True)
+    result = world.driver(plan).run()
     assert (result.steps, list(kept.kept)) == (3, [0, 1, 2])
     assert [notice for notice in world.recorder.notices if notice[0] not in ("rollout", "eval")] == []
     assert [event for event in world.recorder.events if event[0] == "evaluation"] == [
@@ -229,9 +232,8 @@ def test_rollouts_alone_are_kept_released_and_evaluated_and_nothing_is_trained_o
 
 def test_a_rollout_is_kept_before_the_trainer_adds_to_it(tmp_path: Path) -> None:
     world = World(tmp_path)
-    kept = Kept(world.state)
-    world.runtime = VirtualRuntime(world.roles, cost)
-    Driver(PLAN, world.runtime, world.recorder, world.saves, kept).run()
+    world.roles["record"] = kept = Kept(world.state)
+    world.driver(replace(PLAN, records=True)).run()
     assert kept.kept == {r: ["loss_mask", "response_length", "reward", "tokens"] for r in range(3)}
 
 

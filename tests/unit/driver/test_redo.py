@@ -29,6 +29,7 @@ PLAN = RunPlan(
     rollout_timeout_s=100,
     train_timeout_s=100,
     publish_timeout_s=50,
+    save_timeout_s=50,
     buffer_timeout_s=5,
 )
 

@@ -17,7 +17,7 @@ from buffer_rl.plugins import PluginRegistry
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
 
 PLUGINS = """
-from buffer_rl.contracts import scoped
+from buffer_rl.scope import scoped
 from buffer_rl.train.torch_trainer import TorchTrainer
 
 

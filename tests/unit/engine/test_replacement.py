@@ -127,6 +127,25 @@ def test_a_replacement_takes_the_weights_of_the_newest_version_and_the_last_deat
     assert "engine_0_restart_1.log" in str(raised[0])
 
 
+def test_a_router_that_is_too_busy_to_let_go_of_a_dead_engine_is_asked_again(engine_args, tmp_path, monkeypatch):
+    notices: list[str] = []
+    args = engine_args(rollout_num_engines=2, engine_max_restarts=0)
+    with EngineFleet(args, str(tmp_path), launch, notices.append) as fleet, watched(fleet) as raised:
+        fleet.wait_ready()
+        monkeypatch.setattr("buffer_rl.engine.router.CALL_TIMEOUT_S", 0.3)
+        os.kill(fleet.router.pid, signal.SIGSTOP)
+        try:
+            lost = kill(fleet, 0)
+            assert holds_within(30, lambda: len(notices) > 2)
+        finally:
+            os.kill(fleet.router.pid, signal.SIGCONT)
+        monkeypatch.undo()
+        assert holds_within(30, lambda: list(fleet.router.workers()) == [fleet.engines[0].url])
+        assert raised == []
+    assert "the run goes on with 1 engine" in notices[0]
+    assert f"the router still lists {lost}: " in notices[1]
+
+
 def test_an_engine_that_hangs_is_noticed_by_its_silence_and_replaced_and_its_requests_are_answered_elsewhere(
     engine_args, tmp_path
 ):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from buffer_rl.config import compose, flag_of, plugin_kind_of
-from buffer_rl.contracts import Scope, scope_of
 from buffer_rl.data.custom import CustomSource
 from buffer_rl.data.delivery import DeliveryRequest
 from buffer_rl.errors import PluginError
@@ -18,6 +17,7 @@ from buffer_rl.hookspecs import Hooks
 from buffer_rl.kinds import KINDS
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.scope import Scope, scope_of
 from buffer_rl.types import Sample
 
 PAGE = Path(__file__).parents[3] / "docs" / "plugins.md"

@@ -23,7 +23,8 @@ MakeBatch = Callable[..., TrainBatch]
 
 LOSSES = """
 import torch
-from buffer_rl.contracts import LossOutputs, scoped
+from buffer_rl.contracts import LossOutputs
+from buffer_rl.scope import scoped
 
 
 @scoped("group")
