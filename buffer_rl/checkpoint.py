@@ -12,8 +12,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from buffer_rl.remote_checkpoint import RemoteFolder
 
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _REPLACED_NAME = re.compile(r"\.(step_(\d{6,}))\.replaced")
+_UNFINISHED_NAME = re.compile(r"\.(step_\d{6,}|load)\.(?!replaced$)\w+")
 _HASH_BLOCK = 1 << 20
 
 
@@ -115,6 +116,35 @@ def checkpoints_at(path: str | Path) -> list[Path]:
     return [chosen for _, chosen in sorted(_steps(folder, where=str(folder)).items())]
 
 
+def newest_step(path: str | Path) -> int:
+    """The step of the newest checkpoint in the folder or at the URL ``path``; 0 where there is none, or no folder yet.
+    Raises CheckpointError if that cannot be found out."""
+    if is_remote(local_path(str(path))):
+        remote = RemoteFolder(str(path), MANIFEST)
+        return next((step for step, _, _ in _remote_checkpoints(remote, remote.names(missing_ok=True))), 0)
+    folder = Path(local_path(str(path)))
+    try:
+        return max(_steps_in(folder), default=0) if folder.is_dir() else 0
+    except OSError as error:
+        raise CheckpointError(f"the folder cannot be read: {error}", where=str(path)) from error
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what writers and readers that were killed left behind. Only for who has the folder to himself."""
+    for child in folder.iterdir():
+        if _UNFINISHED_NAME.fullmatch(child.name):
+            shutil.rmtree(child, ignore_errors=True)
+
+
+def make_folder(folder: Path) -> None:
+    """``mkdir -p``, and a power loss does not take the new folders away again. Raises OSError."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        with suppress(PermissionError):  # of a parent that may be written to and not be read
+            _sync(path.parent)
+
+
 def damaged_files(folder: Path) -> list[CheckpointError]:
     """What is wrong with each file of one checkpoint, the manifest included; empty where it is whole."""
     try:
@@ -152,16 +182,22 @@ def _newest_remote(remote: RemoteFolder) -> tuple[str, Manifest]:
     """
     if content := remote.manifest():
         return "", parse_manifest(content, remote.where(MANIFEST))
-    steps = {int(match[1]): name for name in remote.names() if (match := _STEP_NAME.fullmatch(name))}
-    for step in sorted(steps, reverse=True):
-        content = remote.manifest(steps[step])
-        if content and content.rstrip().endswith(b"}"):
-            return steps[step], parse_manifest(content, remote.where(steps[step], MANIFEST))
+    for _, name, content in _remote_checkpoints(remote, remote.names()):
+        return name, parse_manifest(content, remote.where(name, MANIFEST))
     raise CheckpointError(
         "the folder holds no checkpoint",
         where=f"--load {remote.where()}",
         expected=f"folders step_NNNNNN with a {MANIFEST}",
     )
+
+
+def _remote_checkpoints(remote: RemoteFolder, names: Sequence[str]) -> Iterator[tuple[int, str, bytes]]:
+    """Step, name and manifest of each checkpoint, the newest first."""
+    steps = {int(match[1]): name for name in names if (match := _STEP_NAME.fullmatch(name))}
+    for step in sorted(steps, reverse=True):
+        content = remote.manifest(steps[step])
+        if content and content.rstrip().endswith(b"}"):
+            yield step, steps[step], content
 
 
 @contextmanager
@@ -180,7 +216,7 @@ def _temporary_folder(base: Path, prefix: str, *, replaces: Path | None = None) 
     """A new folder in ``base``, removed after the block unless it was renamed. Raises CheckpointError if it cannot be
     made."""
     try:
-        base.mkdir(parents=True, exist_ok=True)
+        make_folder(base)
         if replaces is not None:
             _forget_unfinished(replaces)
         temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
@@ -197,11 +233,15 @@ def _newest(root: Path) -> Path:
     return steps[max(steps)]
 
 
-def _steps(root: Path, where: str) -> dict[int, Path]:
+def _steps_in(root: Path) -> dict[int, Path]:
     children = list(root.iterdir())
     # A run that was killed between the two renames of ``_swap`` left the earlier checkpoint of the step, whole, there.
     steps = {int(match[2]): child for child in children if (match := _REPLACED_NAME.fullmatch(child.name))}
-    steps |= {int(match[1]): child for child in children if (match := _STEP_NAME.fullmatch(child.name))}
+    return steps | {int(match[1]): child for child in children if (match := _STEP_NAME.fullmatch(child.name))}
+
+
+def _steps(root: Path, where: str) -> dict[int, Path]:
+    steps = _steps_in(root)
     if not steps:
         raise CheckpointError(
             "the folder holds no checkpoint", where=where, expected=f"folders step_NNNNNN with a {MANIFEST}"

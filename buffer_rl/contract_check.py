@@ -17,6 +17,8 @@ from buffer_rl.errors import RewardError, RolloutError
 from buffer_rl.resolution.errors import short_repr
 from buffer_rl.types import FilterDecision, GroupUid, RolloutOutput, Sample, SampleGroup
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
 
 def check_reward(value: object, *, where: str) -> float | dict[str, float]:
     """The reward as a float, or as floats by name.
@@ -159,6 +161,9 @@ def _finite_number(value: object, where: str) -> float:
         result = math.inf
     if not math.isfinite(result):
         raise RewardError(f"the reward is {short_repr(value)}, not finite", where=where, expected="a finite number")
+    if abs(result) > FLOAT32_MAX:
+        what = f"the reward is {short_repr(value)}, too large to train on"
+        raise RewardError(what, where=where, expected=f"a number of at most {FLOAT32_MAX:.3g}, which float32 holds")
     return result
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RolloutBuffer(Protocol):
-    """What a rollout function receives as ``buffer``. Every method has an ``a``-prefixed asynchronous twin.
+    """What a rollout function receives as ``buffer``. Every method that waits has an ``a``-prefixed asynchronous twin.
 
     A group that ``get_samples`` leased ends in one of five ways: ``finish`` (it will be trained on or
     evaluated), ``reject`` (it is dropped, with a reason), ``quarantine`` (it failed by itself, and is dropped for
@@ -41,8 +41,14 @@ class RolloutBuffer(Protocol):
         says so, with what was generated of them so far."""
         ...
 
-    def finish(self, group: SampleGroup) -> None:
-        """Report a finished group; its rewards must be set and finite."""
+    def encode(self, group: SampleGroup) -> Any:
+        """What ``finish`` would store of a group, for it to take. Reports nothing, and waits for nobody: there is no
+        asynchronous twin. Raises RolloutError for a group that cannot be trained on."""
+        ...
+
+    def finish(self, group: SampleGroup, encoded: Any = None) -> None:
+        """Report a finished group; its rewards must be set and finite. Raises RolloutError for one that cannot be
+        trained on. encoded: what ``encode`` gave for it, where it was asked and the group is as it was then."""
         ...
 
     def reject(self, group: SampleGroup, reason: str) -> None:
@@ -72,7 +78,7 @@ class RolloutBuffer(Protocol):
 
     async def aget_samples(self, num_samples: int) -> list[SampleGroup]: ...
     async def aadd_samples(self, groups: Sequence[SampleGroup]) -> None: ...
-    async def afinish(self, group: SampleGroup) -> None: ...
+    async def afinish(self, group: SampleGroup, encoded: Any = None) -> None: ...
     async def areject(self, group: SampleGroup, reason: str) -> None: ...
     async def aquarantine(self, group: SampleGroup, reason: str) -> None: ...
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]: ...
@@ -194,7 +200,13 @@ class SamplesToTrainData(Protocol):
 
 
 class AdvantageEstimator(Protocol):
-    """Sets ``batch.columns["advantages"]`` and ``["returns"]``: per row ``[response_length]`` float32."""
+    """Sets ``batch.columns["advantages"]`` and ``["returns"]``: per row ``[response_length]`` float32.
+
+    ``buffer_rl.scope.scoped`` says which rows it reads, and which log-probabilities. batch: rows of whole prompts for
+    scope ``group``; any rows, perhaps some of a prompt, for scope ``row``; all rows of the rollout where nothing is
+    declared. One with a scope of ``row`` or ``group`` gets ``ref_log_probs`` and ``old_log_probs`` only if it declares
+    that it needs them.
+    """
 
     def __call__(self, args: Any, batch: TrainBatch) -> None: ...
 
@@ -204,7 +216,9 @@ class LossInputs:
     """What a policy loss sees: response tokens of one micro-batch, padded to ``[num_rows, max_response]``.
 
     All tensors are torch float32. ``log_probs`` carries the gradient. ``loss_mask`` is 0 on padding.
-    total_rows and total_tokens are those of the whole step over all ranks (the denominators).
+    total_rows and total_tokens are those of the whole step over all ranks (the denominators). Where they are not known
+    yet (``--stream-gradients``, ``--deterministic``) a loss of scope ``group`` is called twice, with 1 for one of them
+    and infinity for the other: divide by them, and do not convert them to int.
     """
 
     log_probs: Any
@@ -214,8 +228,8 @@ class LossInputs:
     advantages: Any
     loss_mask: Any
     entropy: Any
-    total_rows: int
-    total_tokens: int
+    total_rows: float
+    total_tokens: float
 
 
 @dataclass(kw_only=True)
@@ -280,9 +294,10 @@ class Trainer(Protocol):
 
     Fine-grained on purpose: the driver decides what overlaps with what.
 
-    ``--stream-gradients`` needs two methods more. ``accumulate(batch)`` is a forward and backward pass of some groups,
-    whose losses are not divided yet; ``finish_accumulation(total_rows, total_tokens)`` divides by the totals of the
-    step, which are known at its end, and returns the metrics that ``forward_backward`` would have.
+    ``--stream-gradients`` needs three methods more. ``accumulate(batch)`` is a forward and backward pass of some
+    groups, whose losses are not divided yet; ``finish_accumulation(total_rows, total_tokens)`` divides by the totals of
+    the step, which are known at its end, and returns the metrics that ``forward_backward`` would have; ``zero_grad()``
+    forgets what was accumulated of a step that is not taken, because its rollout is produced again.
     """
 
     def log_probs(self, role: str, batch: TrainBatch) -> list[np.ndarray]:
@@ -360,7 +375,8 @@ class WeightTransport(Protocol):
         ...
 
     def load(self, engines: Any, prepared: Any, version: int) -> None:
-        """Have the engines, which are paused, take it. Raises EngineError if one refuses."""
+        """Have the engines, which are paused, take it. Raises EngineError if one refuses; the publication is then
+        tried again, with the same ``prepared``."""
         ...
 
     def cleanup(self, prepared: Any) -> None:

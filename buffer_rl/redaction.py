@@ -15,6 +15,8 @@ _SECRET_NAME = re.compile(
     r"|authorization|cookie)$",
     re.IGNORECASE,
 )
+_URL_USERINFO = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#\s]*)@", re.IGNORECASE)
+_SIGNATURE = re.compile(r"(^|[_-])sig(nature)?$", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:
@@ -27,6 +29,17 @@ def mask_url(text: str) -> str:
     if "://" not in text:
         return text
     return _QUERY_VALUE.sub(rf"\1={MASK}", _USERINFO.sub(f"{MASK}@", text))
+
+
+def holds_credentials(text: str) -> bool:
+    """Whether a URL in ``text`` has a password, over HTTP any user (that is how tokens are written), or a query field
+    whose name says that it is a secret or a signature."""
+    if "://" not in text:
+        return False
+    userinfo = ((scheme.lower(), user) for scheme, user in _URL_USERINFO.findall(text))
+    if any(user and (":" in user or scheme in ("http", "https")) for scheme, user in userinfo):
+        return True
+    return any(is_secret(name) or _SIGNATURE.search(name) for name in _QUERY_VALUE.findall(text))
 
 
 def mask_secrets(value: Any, name: str = "") -> Any:

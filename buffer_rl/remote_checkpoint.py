@@ -46,12 +46,15 @@ class RemoteFolder:
             raise self._error("the checkpoint cannot be uploaded", error, name) from error
         self._remove_others(target, attempt)
 
-    def names(self) -> list[str]:
-        """The names of everything in the folder, whether whole or not. Raises CheckpointError."""
+    def names(self, *, missing_ok: bool = False) -> list[str]:
+        """The names of everything in the folder, whether whole or not. Raises CheckpointError, also for a folder that
+        is not there unless ``missing_ok``."""
         try:
             self._system.invalidate_cache()
             entries = self._system.ls(self._root, detail=False)
         except FileNotFoundError:
+            if missing_ok:
+                return []
             raise CheckpointError("there is no such folder", where=f"--load {mask_url(self._url)}") from None
         except Exception as error:  # fault boundary: every backend raises errors of its own
             raise self._error("the folder cannot be read", error) from error

@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 
@@ -74,9 +75,21 @@ async def _ask(args: Any, payload: dict[str, Any], place: str) -> Any:
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _PassingFailureError) as error:
                     failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                     failure = failure.removeprefix("_PassingFailureError: ")
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):  # their text is the address
+        expected = "http://HOST:PORT/PATH"
+        raise ConfigError(f"{_shown(url)!r} is no address", where="--rm-url", expected=expected) from None
     except TimeoutError:
         failure = f"{failure} within {DEADLINE_SHARE * args.rm_timeout_s:g} s"
-    raise RewardError(f"the reward server failed: {failure}", where=f"{place}, --rm-url {url}")
+    raise RewardError(f"the reward server failed: {failure}", where=f"{place}, --rm-url {_shown(url)}")
+
+
+def _shown(url: str) -> str:
+    """The address without user, password, query and fragment, which may be secret."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "..."
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 async def _post(session: aiohttp.ClientSession, url: str, payload: dict[str, Any], place: str) -> Any:

@@ -14,7 +14,7 @@ from buffer_rl.scope import scoped
 from buffer_rl.types import TrainBatch
 
 
-@scoped("group")
+@scoped("row")
 def grpo(args: Any, batch: TrainBatch) -> None:
     """Group-relative advantages: each response token gets its sample's normalised reward.
 

@@ -16,7 +16,7 @@ def mask_out(values_bt: torch.Tensor, mask_bt: torch.Tensor) -> torch.Tensor:
 
 
 def aggregate(
-    values_bt: torch.Tensor, mask_bt: torch.Tensor, mode: str, total_rows: int, total_tokens: int
+    values_bt: torch.Tensor, mask_bt: torch.Tensor, mode: str, total_rows: float, total_tokens: float
 ) -> torch.Tensor:
     """This micro-batch's share (scalar) of the aggregate over the whole step.
 
@@ -26,7 +26,7 @@ def aggregate(
     ``seq-mean-token-sum``: each row's sum, then the mean over rows (Dr. GRPO, arXiv 2503.20783, section 3.1, up to
     a constant factor).
 
-    total_rows, total_tokens: rows and unmasked response tokens of the whole step over all ranks.
+    total_rows, total_tokens: rows and unmasked response tokens of the whole step over all ranks; infinity gives 0.
     Raises ConfigError for another mode.
     """
     masked_bt = mask_out(values_bt, mask_bt)

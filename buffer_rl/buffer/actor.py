@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from buffer_rl.buffer.calls import CallLog
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger_file import FILE_NAME
-from buffer_rl.buffer.ledger_place import PID, LedgerPlace, new_ledger
+from buffer_rl.buffer.ledger_place import PID, LedgerPlace, new_ledger, process_note
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.sqlite_ledger import SqliteLedger
@@ -110,7 +110,7 @@ class BufferActor:
         self._busy_since: float | None = None
         self._work_s = 0.0
         self._changed = threading.Condition()
-        self._ledger.remember(PID, str(os.getpid()))  # from here on it can be asked how it is
+        self._sign()  # from here on it can be asked how it is
 
     def change(self, caller: str, sequence: int, open_from: int, method: str, *args: Any) -> Any:
         """Execute a method that changes state, once per ``(caller, sequence)`` (see ``CallLog.once``)."""
@@ -165,10 +165,13 @@ class BufferActor:
     def _save(self, folder: str) -> None:
         self._ledger.backup(Path(folder) / FILE_NAME)
         path = Path(folder) / STATE_FILE
-        with path.open("wb") as file:
-            file.write(orjson.dumps(self._state.state_dict()))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with path.open("wb") as file:
+                file.write(orjson.dumps(self._state.state_dict()))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(f"the Buffer's state cannot be written: {error}", where=str(path)) from error
 
     def _load(self, folder: str) -> None:
         path = Path(folder) / STATE_FILE
@@ -177,7 +180,10 @@ class BufferActor:
         except (OSError, orjson.JSONDecodeError) as error:
             raise CheckpointError(f"the Buffer's state cannot be read: {error}", where=str(path)) from error
         self._state.load_state_dict(state, lambda: self._ledger.restore(Path(folder) / FILE_NAME))
-        self._ledger.remember(PID, str(os.getpid()))
+        self._sign()
+
+    def _sign(self) -> None:
+        self._ledger.remember(PID, process_note(os.getpid()) or str(os.getpid()))
 
 
 def start_buffer(args_text: str) -> Any:

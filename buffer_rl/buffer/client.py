@@ -10,6 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.calls import OpenCalls
 from buffer_rl.buffer.cells import BatchPlan, Cell, RowSizes, assemble
 from buffer_rl.buffer.partial import check_versions
+from buffer_rl.buffer.partition import Splitting
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta
 from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.errors import DeadlineError, PayloadLostError
@@ -84,10 +86,10 @@ class BufferClient:
         dp_size: int = 1,
         num_steps: int = 1,
         step: int = 0,
-        whole_groups: bool = False,
+        splitting: Splitting = Splitting.ROWS,
     ) -> TrainBatch:
         """One rank's share of mini-batch ``step`` of ``num_steps``; see ``DataPool.share``."""
-        return self._assembled(self.read("plan_data", rollout_id, dp_rank, dp_size, num_steps, step, whole_groups))
+        return self._assembled(self.read("plan_data", rollout_id, dp_rank, dp_size, num_steps, step, splitting))
 
     def get_eval_data(self, rollout_id: int) -> TrainBatch:
         """All rows of an evaluation."""
@@ -207,6 +209,15 @@ class GroupEncoder(Protocol):
     def encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedGroup:
+    """One group's rows and columns, ready to be reported."""
+
+    row_ids: list[RowId]
+    columns: dict[str, Column]
+    sizes: RowSizes
+
+
 ChooseQueued = Callable[[list[QueueHeader], int], list[GroupUid]]
 """A buffer filter: of the queue's headers, which groups to lease next, in order."""
 
@@ -290,18 +301,24 @@ class RolloutClient:
         """Give leased groups back."""
         await self._client.achange("add_samples", *self._given_back(groups))
 
-    def finish(self, group: SampleGroup) -> None:
+    def encode(self, group: SampleGroup) -> EncodedGroup:
+        """The group as the Buffer stores it. Raises RolloutError for one that cannot be trained on."""
+        check_versions(self._ticket, group)
+        row_ids, columns = self._encoder.encode(group, self._ticket.evaluation)
+        return EncodedGroup(row_ids=row_ids, columns=columns, sizes=RowSizes.of(columns, len(row_ids)))
+
+    def finish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
-        row_ids, columns, sizes = self._encoded(group)
-        stored = columns if self._storage is None else self._storage.store(columns)
-        self._client.change("finish", self._ticket, group.uid, group.attempt, row_ids, stored, sizes)
+        rows = encoded or self.encode(group)
+        stored = rows.columns if self._storage is None else self._storage.store(rows.columns)
+        self._client.change("finish", self._ticket, group.uid, group.attempt, rows.row_ids, stored, rows.sizes)
         self.finished[group.uid] = group
 
-    async def afinish(self, group: SampleGroup) -> None:
+    async def afinish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
-        row_ids, columns, sizes = self._encoded(group)
-        stored = columns if self._storage is None else await self._storage.astore(columns)
-        await self._client.achange("finish", self._ticket, group.uid, group.attempt, row_ids, stored, sizes)
+        rows = encoded or self.encode(group)
+        stored = rows.columns if self._storage is None else await self._storage.astore(rows.columns)
+        await self._client.achange("finish", self._ticket, group.uid, group.attempt, rows.row_ids, stored, rows.sizes)
         self.finished[group.uid] = group
 
     def reject(self, group: SampleGroup, reason: str) -> None:
@@ -362,8 +379,3 @@ class RolloutClient:
     def _given_back(self, groups: Sequence[SampleGroup]) -> tuple[Any, ...]:
         leases = [(group.uid, group.attempt) for group in groups]
         return self._ticket, leases, list(groups) if self._ticket.keeps_tokens else ()
-
-    def _encoded(self, group: SampleGroup) -> tuple[list[RowId], dict[str, Column], RowSizes]:
-        check_versions(self._ticket, group)
-        row_ids, columns = self._encoder.encode(group, self._ticket.evaluation)
-        return row_ids, columns, RowSizes.of(columns, len(row_ids))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
@@ -49,6 +50,10 @@ class Feed(Protocol):
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
         """A group made again, as prompts; ``number`` counts all groups from 0. Raises an error of
         ``buffer_rl.errors`` if that cannot be done."""
+        ...
+
+    def resized(self, group: SampleGroup, number: int) -> SampleGroup:
+        """A saved group as it is; made again, as prompts, where fresh groups have another number of samples now."""
         ...
 
     def position(self) -> str:
@@ -92,6 +97,14 @@ class LocalFeed:
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
         """See ``Feed.group_of``."""
         return self._required().group_of(uid, number)
+
+    def resized(self, group: SampleGroup, number: int) -> SampleGroup:
+        """See ``Feed.resized``."""
+        if self._source is None or not group.samples:  # finished elsewhere, and taken over
+            return group
+        fresh = self.group_of(group.uid, number)
+        saved = {sample.sample_index for sample in group}  # a sample may be there in several parts
+        return group if len(saved) == len(fresh) else replace(fresh, attempt=group.attempt)
 
     def position(self) -> str:
         """See ``Feed.position``."""
@@ -153,6 +166,10 @@ class DeliveredFeed:
         """Raises BufferStateError: only the source's process could make a group again, and it has no way to be asked
         for one."""
         raise BufferStateError(f"the group {uid} cannot be made again", where=place("data_source", self._reference))
+
+    def resized(self, group: SampleGroup, number: int) -> SampleGroup:
+        """As it is: how many samples a group has is up to the source."""
+        return group
 
     def position(self) -> str:
         """Empty: where the source stands is known to its own process."""

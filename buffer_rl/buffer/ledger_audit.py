@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from buffer_rl.buffer.ledger import GroupState, LedgerEntry
-from buffer_rl.buffer.ledger_file import damaged, open_for_reading
+from buffer_rl.buffer.ledger_file import open_for_reading, read_failed
 from buffer_rl.buffer.ledger_tables import COLUMNS, entry_of
 from buffer_rl.types import GroupUid
 
@@ -82,7 +82,8 @@ class Transition:
 
 
 class LedgerAudit:
-    """A ledger as of one moment for each question. Raises CheckpointError for a file that is damaged."""
+    """A ledger as of one moment for each question. Raises CheckpointError for a file that is damaged or cannot
+    be read."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -157,7 +158,7 @@ class LedgerAudit:
             yield
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
-            raise damaged(self.path, str(error)) from error
+            raise read_failed(self.path, error) from error
         finally:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")

@@ -3,7 +3,7 @@
 ``synchronous=NORMAL``. A transaction is in the WAL, that is in the kernel's page cache, before its call returns, so
 that ``kill -9`` of the process loses nothing that was acknowledged. A power loss may lose the last transactions, but
 never half of one, and never corrupts the file. That is enough: a power loss takes this node's part of the run with it,
-which then goes on from a checkpoint, and the ledger in a checkpoint is flushed to disk (``write_backup``).
+which then goes on from a checkpoint, and the ledger in a checkpoint is flushed to disk (``ledger_copy.write_backup``).
 ``synchronous=FULL`` would pay a flush of the disk for every transition to save facts that no weights belong to.
 """
 
@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sqlite3
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from buffer_rl.errors import BufferStateError, CheckpointError, ConfigError
@@ -64,6 +63,9 @@ _SCHEMA = (
 )
 TABLES = ("facts", "sources", "groups", "commits", "history")
 
+_HELD = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_PROTOCOL")
+_NO_PERMISSION = ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")
+
 # WAL needs memory that all processes on the file share, and network file systems have none.
 _NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smbfs", "smb3", "afs", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "ocfs2", "gfs2"}
@@ -95,7 +97,7 @@ def open_ledger_file(path: Path, connection: type[sqlite3.Connection] = sqlite3.
         db.execute("PRAGMA synchronous=NORMAL")
     except sqlite3.Error as error:
         db.close()
-        raise damaged(path, str(error)) from error
+        raise read_failed(path, error) from error
     except BaseException:
         db.close()
         raise
@@ -103,19 +105,26 @@ def open_ledger_file(path: Path, connection: type[sqlite3.Connection] = sqlite3.
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """Open a ledger that somebody else may be writing. Raises CheckpointError as ``open_ledger_file`` does."""
+    """Open a ledger that somebody else may be writing. Raises CheckpointError as ``open_ledger_file`` does.
+
+    SQLite makes files beside it while it reads. Where it may not, and none are there, nobody is at work on the ledger,
+    which is then read without them.
+    """
     if not path.is_file():
         raise CheckpointError("there is no such ledger", where=str(path))
-    uri = f"{path.absolute().as_uri()}?mode=ro"
     try:
-        db = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        return _opened(path, "mode=ro")
     except sqlite3.Error as error:
-        raise CheckpointError(f"the ledger cannot be read: {error}", where=str(path)) from error
+        if _is_refused(error, _NO_PERMISSION) and not os.path.exists(f"{os.path.realpath(path)}-wal"):
+            with suppress(sqlite3.Error):
+                return _opened(path, "mode=ro&immutable=1")
+        raise read_failed(path, error) from error
+
+
+def _opened(path: Path, how: str) -> sqlite3.Connection:
+    db = sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
     try:
         check_sound(db, path)
-    except sqlite3.Error as error:
-        db.close()
-        raise damaged(path, str(error)) from error
     except BaseException:
         db.close()
         raise
@@ -137,58 +146,31 @@ def check_sound(db: sqlite3.Connection, path: Path) -> None:
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
-    """The error for a file that SQLite cannot read."""
+    """The error for a file whose content is wrong."""
     return CheckpointError(
         f"the ledger is damaged: {what}", where=str(path), hint="go on from a checkpoint with --load"
     )
 
 
+def read_failed(path: Path, error: sqlite3.Error) -> CheckpointError:
+    """The error for a file that SQLite did not read: because it is damaged, or for a reason that is not in it."""
+    what = f"the ledger cannot be read: {error}"
+    if _is_refused(error, _HELD):
+        return CheckpointError(what, where=str(path), hint="another process holds it; ask again")
+    if _is_refused(error, _NO_PERMISSION):
+        hint = f"it takes permission to read it, and to write to {str(path.parent)!r}; or copy it, its -wal included"
+        return CheckpointError(what, where=str(path), hint=hint)
+    return damaged(path, str(error))
+
+
+def _is_refused(error: sqlite3.Error, names: tuple[str, ...]) -> bool:
+    return getattr(error, "sqlite_errorname", "").startswith(names)
+
+
 def write_failed(path: Path, error: sqlite3.Error) -> BufferStateError:
     """The error for a transition that the disk refused; nothing was changed."""
-    busy = getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
-    hint = "another process holds it" if busy else "is its disk full?"
+    hint = "another process holds it" if _is_refused(error, _HELD) else "is its disk full?"
     return BufferStateError(f"the ledger cannot be written: {error}", where=str(path), hint=hint)
-
-
-def write_backup(db: sqlite3.Connection, path: Path, target: Path) -> None:
-    """Copy the database ``db`` of the file ``path``, as of one moment, into the new file ``target``: one file without a
-    WAL beside it, flushed to disk. SQLite writes beside ``path``; only whole files go to ``target``, which may be on a
-    file system without locks or random writes. Raises CheckpointError if it cannot be written."""
-    local, temporary = path.with_name(f".{path.name}.backup"), target.with_name(f"{target.name}.tmp")
-    try:
-        local.unlink(missing_ok=True)  # of a process that was killed
-        copy = sqlite3.connect(local, isolation_level=None)
-        try:
-            db.backup(copy)
-            copy.execute("PRAGMA journal_mode=DELETE")
-        finally:
-            copy.close()
-        shutil.copyfile(local, temporary)
-        _sync(temporary)
-        os.replace(temporary, target)
-        _sync(target.parent)
-    except (sqlite3.Error, OSError) as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"the ledger cannot be copied: {error}", where=str(target)) from error
-    finally:
-        local.unlink(missing_ok=True)
-
-
-@contextmanager
-def local_copy(source: Path, path: Path) -> Iterator[Path]:
-    """The ledger ``source``, checked, as a file beside ``path`` for the length of the block. Raises CheckpointError."""
-    local = path.with_name(f".{path.name}.restore")
-    try:
-        shutil.copyfile(source, local)
-        open_for_reading(local).close()
-    except (OSError, CheckpointError) as error:
-        local.unlink(missing_ok=True)
-        what = error.what if isinstance(error, CheckpointError) else f"the copy cannot be read: {error}"
-        raise CheckpointError(what, where=str(source)) from error
-    try:
-        yield local
-    finally:
-        local.unlink(missing_ok=True)
 
 
 def check_local_disk(path: Path, mounts: str = "/proc/mounts") -> None:
@@ -238,11 +220,3 @@ def _create(path: Path, connection: type[sqlite3.Connection]) -> None:
             os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,8 +15,9 @@ from buffer_rl.buffer.sqlite_ledger import NOTE
 from buffer_rl.errors import ConfigError
 
 PID = "pid"
-"""The ledger's note of the process that writes it."""
-_BESIDE = ("", "-wal", "-shm")  # the database, and what SQLite has beside one that was not closed
+"""The ledger's note of the process that writes it, as ``process_note`` has it."""
+_LOG, _INDEX = "-wal", "-shm"  # what SQLite has beside a database that was not closed
+_STARTED = 19  # the 22nd field of /proc/PID/stat, counted from the third: the two before it may hold spaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +56,28 @@ def new_ledger(args: Any) -> LedgerPlace:
     return LedgerPlace(path=str(path), run=uuid.uuid4().hex)
 
 
+def process_note(process: int) -> str | None:
+    """The process as ``ID START``, where START is when it began, in ticks since the machine did: the two are never
+    another process's. None where there is no such process, or no ``/proc``."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return f"{process} {status.rpartition(')')[2].split()[_STARTED]}"
+
+
 def ledger_writer(path: Path) -> int | None:
-    """The id of the process of this machine that writes the ledger; None where it is gone, or not there yet."""
+    """The id of the process of this machine that writes the ledger; None where it is gone, or not there yet, or cannot
+    be told from another one that has its number by now."""
     if not path.exists():
         return None
     audit = LedgerAudit(path)
     try:
-        process = int(audit.facts().get(f"{NOTE}{PID}", 0))
+        note = audit.facts().get(f"{NOTE}{PID}", "")
     finally:
         audit.close()
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, PermissionError):  # gone, and perhaps its number is somebody else's by now
-        return None
-    return process or None
+    process = int(note.split()[0]) if note else 0
+    return process if process > 0 and process_note(process) == note else None
 
 
 def _check(path: Path, flag: str) -> None:
@@ -81,14 +90,28 @@ def _check(path: Path, flag: str) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """A Buffer of the run before that is still alive keeps its file, whatever the name of it."""
+    """Rename the ledger to ``.previous``. A Buffer of the run before that is still alive keeps its file, whatever the
+    name of it.
+
+    SQLite would replay a log into whatever database it finds beside it. So the log goes first, under a name that no
+    database has: wherever this is cut off, the next start finds out how far it came.
+    """
     if path.is_symlink():
         path.unlink()
         return
-    if not path.exists():  # a start that failed before it had a ledger: the one that is kept stays
-        return
-    for suffix in _BESIDE:
-        old, kept = Path(f"{path}{suffix}"), Path(f"{path}.previous{suffix}")
-        kept.unlink(missing_ok=True)
-        if old.exists():
-            os.replace(old, kept)
+    kept, log_on_its_way = Path(f"{path}.previous"), Path(f"{path}{_LOG}.previous")
+    log, index = Path(f"{path}{_LOG}"), Path(f"{path}{_INDEX}")
+    # Where it does not exist, a start failed before it had a ledger, and the one that is kept stays.
+    if path.exists():
+        if not log_on_its_way.exists():
+            for suffix in (_LOG, _INDEX, ""):
+                Path(f"{kept}{suffix}").unlink(missing_ok=True)
+            if log.exists():
+                os.replace(log, log_on_its_way)
+        os.replace(path, kept)
+        if index.exists():
+            os.replace(index, f"{kept}{_INDEX}")
+    if log_on_its_way.exists():
+        os.replace(log_on_its_way, f"{kept}{_LOG}")
+    for orphan in (log, index):  # of a database that somebody removed
+        orphan.unlink(missing_ok=True)

@@ -1,9 +1,19 @@
-"""Splitting rows over data-parallel ranks so that every rank gets about as many tokens."""
+"""Splitting rows over data-parallel ranks so that every rank gets about as many tokens, and what may be split."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from enum import StrEnum
+
+
+class Splitting(StrEnum):
+    """What of a batch goes to one rank as a whole: single rows; the rows of a prompt group; or groups where there are
+    as many as ranks, and rows where there are fewer."""
+
+    ROWS = "rows"
+    GROUPS = "groups"
+    GROUPS_OR_ROWS = "groups or rows"
 
 
 def balanced_partition(lengths: Sequence[int], num_parts: int) -> list[list[int]]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from buffer_rl.buffer.cells import BatchPlan, GroupSlice
-from buffer_rl.buffer.partition import balanced_partition
+from buffer_rl.buffer.partition import Splitting, balanced_partition
 from buffer_rl.buffer.plane import DataPlane
 from buffer_rl.buffer.readers import Reader
-from buffer_rl.buffer.samplers import Request, sampler_named
+from buffer_rl.buffer.samplers import Request
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId
 
@@ -75,7 +75,7 @@ class DataPool:
         self._uids: dict[GroupUid, None] = {}
         self._gone: set[GroupUid] = set()
         self._readers: dict[str, Reader] = {}
-        self._assignments: dict[tuple[int, int, int, bool], list[list[RowId]]] = {}
+        self._assignments: dict[tuple[int, int, int, Splitting], list[list[RowId]]] = {}
 
     @property
     def uids(self) -> list[GroupUid]:
@@ -140,7 +140,8 @@ class DataPool:
     def get_meta(self, request: ReadRequest, revision: int = 0) -> RowsMeta:
         """Hand out rows to a reading task: each once, when its fields are there; whole groups.
 
-        No rows and not ``ended`` means: not yet. Raises BufferStateError if the task asked for other fields before.
+        No rows and not ``ended`` means: not yet. Raises BufferStateError if the task asked otherwise before: for
+        other fields, or as another kind of reader.
         """
         reader = self._reader(request)
         wanted = Request(num_rows=request.num_rows, dp_rank=request.dp_rank, dp_size=request.dp_size)
@@ -190,19 +191,18 @@ class DataPool:
         return self._plan([(uid, self._plane.rows(uid)) for uid in uids], None)
 
     def share(
-        self, dp_rank: int, dp_size: int, num_steps: int = 1, step: int = 0, whole_groups: bool = False
+        self, dp_rank: int, dp_size: int, num_steps: int = 1, step: int = 0, splitting: Splitting = Splitting.ROWS
     ) -> BatchPlan:
         """The rows of one data-parallel rank in mini-batch ``step`` of ``num_steps`` (see ``plan``), balanced by
         tokens. The first call fixes the assignment; repeats return the same rows.
 
-        whole_groups: a group goes to one rank, where there are as many groups as ranks. Raises BufferStateError if
-        there are fewer rows than ranks."""
+        splitting: what goes to one rank as a whole. Raises BufferStateError if there is less of it than ranks."""
         if not 0 <= dp_rank < dp_size:
             raise BufferStateError(f"rank {dp_rank} of {dp_size} does not exist", where=self.task)
         uids = self._mini_batch(num_steps, step)
-        key = (dp_size, num_steps, step, whole_groups)
+        key = (dp_size, num_steps, step, splitting)
         if key not in self._assignments:
-            self._assignments[key] = self._assign(uids, dp_size, whole_groups)
+            self._assignments[key] = self._assign(uids, dp_size, splitting)
         chosen = set(self._assignments[key][dp_rank])
         mine = [(uid, [row for row in self._plane.rows(uid) if row in chosen]) for uid in uids]
         names = self._common_fields(uids)
@@ -210,12 +210,21 @@ class DataPool:
 
     # -- helpers -------------------------------------------------------------------------------------
 
-    def _assign(self, uids: Sequence[GroupUid], dp_size: int, whole_groups: bool) -> list[list[RowId]]:
+    def _assign(self, uids: Sequence[GroupUid], dp_size: int, splitting: Splitting) -> list[list[RowId]]:
         blocks = [[row] for uid in uids for row in self._plane.rows(uid)]
         lengths = [tokens for uid in uids for tokens in self._plane.sizes(uid).tokens]
         if len(blocks) < dp_size:
             raise BufferStateError(f"{len(blocks)} rows cannot be shared among {dp_size} ranks", where=self.task)
-        if whole_groups and len(uids) >= dp_size:
+        enough = len(uids) >= dp_size
+        if splitting is Splitting.GROUPS and not enough:
+            raise BufferStateError(
+                f"{len(uids)} whole groups cannot be shared among {dp_size} ranks",
+                where=self.task,
+                expected="at least one group for each rank, since the advantage estimator has the scope 'group'",
+                hint="fewer --num-train-ranks; more groups for each optimizer step, if a filter dropped some; or "
+                "--num-advantage-workers 1, whose groups are whole",
+            )
+        if splitting is not Splitting.ROWS and enough:
             blocks = [self._plane.rows(uid) for uid in uids]
             lengths = [sum(self._plane.sizes(uid).tokens) for uid in uids]
         parts = balanced_partition(lengths, dp_size)
@@ -260,16 +269,19 @@ class DataPool:
     def _reader(self, request: ReadRequest) -> Reader:
         reader = self._readers.get(request.reader)
         if reader is None:
-            sampler = sampler_named(request.sampler)
-            reader = Reader(request.reader, request.fields, request.produces, sampler, is_final=request.is_final)
+            reader = Reader(
+                request.reader, request.fields, request.produces, request.sampler, is_final=request.is_final
+            )
             self._readers[request.reader] = reader
             for uid in self._uids:
                 self._offer(uid)
-        if reader.fields != request.fields or reader.is_final != request.is_final:
+        before = (reader.fields, reader.produces, reader.sampler, reader.is_final)
+        if (request.fields, request.produces, request.sampler, request.is_final) != before:
             raise BufferStateError(
                 f"the task {request.reader!r} asked for other fields, or as another kind of reader, before",
                 where=self.task,
-                expected=f"{sorted(reader.fields)}, is_final {reader.is_final}",
+                expected=f"{sorted(reader.fields)}, produces {sorted(reader.produces)}, sampler {reader.sampler!r}, "
+                f"is_final {reader.is_final}",
             )
         return reader
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from buffer_rl.buffer.cells import BatchPlan, assemble
+from buffer_rl.buffer.partition import Splitting
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta
 from buffer_rl.buffer.pools import Pools
 from buffer_rl.types import Column, RowId, TrainBatch
@@ -28,11 +29,11 @@ class PoolCalls:
         dp_size: int = 1,
         num_steps: int = 1,
         step: int = 0,
-        whole_groups: bool = False,
+        splitting: Splitting = Splitting.ROWS,
     ) -> BatchPlan:
         """The share of one data-parallel rank in one mini-batch; repeats return the same rows (see
         ``DataPool.share``)."""
-        return self._pools.of(f"train_{rollout_id}").share(dp_rank, dp_size, num_steps, step, whole_groups)
+        return self._pools.of(f"train_{rollout_id}").share(dp_rank, dp_size, num_steps, step, splitting)
 
     def plan_eval_data(self, rollout_id: int) -> BatchPlan:
         """All rows of an evaluation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from buffer_rl.buffer.samplers import ReadyGroup, Request, Sampler
+from buffer_rl.buffer.samplers import ReadyGroup, Request, sampler_named
 from buffer_rl.types import GroupUid
 
 
@@ -13,6 +13,7 @@ class Reader:
     """A named task that reads ``fields`` of every group, each group once, as soon as those fields are there, and adds
     ``produces`` to it.
 
+    sampler: which groups it is handed; raises BufferStateError for an unknown name (see ``samplers``).
     is_final: what it was handed is part of the step from then on, because its effect cannot be undone.
     generation: how often its process was replaced.
     """
@@ -22,7 +23,7 @@ class Reader:
         name: str,
         fields: frozenset[str],
         produces: frozenset[str],
-        sampler: Sampler,
+        sampler: str = "group",
         *,
         is_final: bool = False,
     ) -> None:
@@ -31,7 +32,8 @@ class Reader:
         self.produces = produces
         self.is_final = is_final
         self.generation = 0
-        self._sampler = sampler
+        self.sampler = sampler
+        self._sampler = sampler_named(sampler)
         self._ready: OrderedDict[GroupUid, ReadyGroup] = OrderedDict()
         self._offered: dict[GroupUid, ReadyGroup] = {}
         self._handed: dict[GroupUid, None] = {}

@@ -197,7 +197,8 @@ class Rollouts:
         """Begin with the ledger's pending groups as the queue.
 
         saved: what ``to_save`` gave of them at ``version``, with what was generated so far; the others are made again,
-        as prompts. Raises BufferStateError if one of ``saved`` is not pending."""
+        as prompts, and so are those of another number of samples than this run's groups have. Raises BufferStateError
+        if one of ``saved`` is not pending."""
         known = {group.uid: self._rule.restored(group, version) for group in saved}
         pending = self._ledger.recover()
         if foreign := known.keys() - set(pending):
@@ -205,9 +206,9 @@ class Rollouts:
             raise BufferStateError(f"the saved queue holds group {uid}, which the ledger has as {state}")
         self.queue = GroupQueue()
         for uid in pending:
-            lease = None if uid in known else self.lease_of(uid)
-            group = known[uid] if lease is None else lease.group
-            self.queue.put(Admitted(group=group, number=self._ledger.number(uid) or 0))
+            number = self._ledger.number(uid) or 0
+            group = self._feed.resized(known[uid], number) if uid in known else self.lease_of(uid).group
+            self.queue.put(Admitted(group=group, number=number))
         self._admitted = self._ledger.num_admitted
 
     def _write_leases(self, ticket: Ticket, queued: Sequence[Admitted], fresh: Sequence[Admitted]) -> list[int]:

@@ -90,14 +90,22 @@ class BalancedSampler:
     """Equal work for every rank: once there are rows for all ranks, the groups are dealt out so that each rank has
     about as many tokens, and a rank's k-th call gets its part of the k-th deal, whoever calls first.
 
-    In the last deal a rank may get nothing, if there are fewer groups than ranks.
+    In the last deal a rank may get nothing, if there are fewer groups than ranks. The first request says how many ranks
+    there are; one that says otherwise is refused.
     """
 
     _deals: list[list[list[GroupUid]]] = field(default_factory=list)
     _next_deal: dict[int, int] = field(default_factory=dict)
+    _dp_size: int | None = None
 
     def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
-        """See ``Sampler.take``."""
+        """See ``Sampler.take``. Raises BufferStateError for another number of ranks than before."""
+        self._dp_size = self._dp_size or request.dp_size
+        if request.dp_size != self._dp_size:
+            raise BufferStateError(
+                f"rank {request.dp_rank} of {request.dp_size} asks, and groups are dealt to {self._dp_size} ranks",
+                expected=f"dp_size {self._dp_size}, as in the first request",
+            )
         rank = request.dp_rank
         number = self._next_deal.get(rank, 0)
         while number < len(self._deals) or self._deal(ready, request, closed):

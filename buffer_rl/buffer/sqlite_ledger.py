@@ -38,7 +38,8 @@ from buffer_rl.buffer.ledger import (
     selected,
     trained,
 )
-from buffer_rl.buffer.ledger_file import TABLES, local_copy, open_ledger_file, write_backup
+from buffer_rl.buffer.ledger_copy import local_copy, write_backup
+from buffer_rl.buffer.ledger_file import TABLES, open_ledger_file
 from buffer_rl.buffer.ledger_tables import COLUMNS, LedgerTables, entry_of
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.types import GroupUid

@@ -15,7 +15,7 @@ from buffer_rl.configuration.help import FlagParser, add_options, flags_of, give
 from buffer_rl.configuration.values import Raw, convert, option_type
 from buffer_rl.configuration.yaml_file import read_yaml
 from buffer_rl.errors import ConfigError
-from buffer_rl.redaction import is_secret
+from buffer_rl.redaction import MASK, holds_credentials, is_secret, mask_secrets, mask_url
 
 # Variables of the program itself, which are no options.
 RESERVED_VARIABLES = ("BUFFER_RL_TRACEBACK", "BUFFER_RL_DISABLE_PLUGIN_AUTOLOAD")
@@ -65,7 +65,7 @@ def resolve(
     options_class: type[Options], *, flags: Mapping[str, Raw], environ: Mapping[str, str], config_path: str | None
 ) -> Resolved:
     """Merge the sources and validate. Raises ConfigError naming option, value, expected type and origin, and for a
-    secret among the flags."""
+    secret among the flags, be it an option or a part of an address."""
     known = options_class.model_fields
     raws: dict[str, Raw] = {}
     origins = {name: Origin(source=Source.DEFAULT) for name in known}
@@ -90,11 +90,20 @@ def resolve(
 
 def _refuse_secret(name: str, raw: Raw) -> None:
     """A flag's value is in the process list, which every user of the machine can read."""
+    elsewhere = f"the variable {env_of(name)}, or a line in the --config file"
     if is_secret(name) and raw and str(raw).lower() != "none":
         raise ConfigError(
             "a secret on a command line can be read by every user of the machine",
             where=flag_of(name),
-            expected=f"the variable {env_of(name)}, or a line in the --config file",
+            expected=elsewhere,
+        )
+    addresses = [text for text in (raw if isinstance(raw, list) else [raw]) if isinstance(text, str)]
+    if found := next((text for text in addresses if holds_credentials(text)), None):
+        raise ConfigError(
+            f"the address {mask_url(found)} has credentials in it, which every user of the machine can read on a "
+            "command line",
+            where=flag_of(name),
+            expected=elsewhere,
         )
 
 
@@ -140,15 +149,16 @@ def _explain_one(
     detail: ErrorDetails,
 ) -> str:
     if name not in options_class.model_fields:
-        return detail["msg"]
+        return mask_url(detail["msg"])
     wanted = option_type(options_class.model_fields[name])
-    shown: Any = raws.get(name, detail["input"])
+    given: Any = raws.get(name, detail["input"])
+    shown: Any = MASK if is_secret(name) else mask_secrets(given)
     line = f"{flag_of(name)}: {shown!r} is not {_article(str(wanted))} ({origins[name]})"
-    if isinstance(shown, str) and wanted.choices:
+    if isinstance(shown, str) and wanted.choices and not is_secret(name):
         hint = did_you_mean(shown, [str(choice) for choice in wanted.choices])
         line += f"; {hint}" if hint else ""
     if detail["type"] in ("value_error", "assertion_error"):
-        line += f": {detail['msg']}"
+        line += "" if is_secret(name) else f": {mask_url(detail['msg'])}"
     return line
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,18 +16,21 @@ from buffer_rl.data.scan import BOM
 from buffer_rl.errors import DataError
 
 _BLOCK_ROWS = 1024
+_HASH_BYTES = 1 << 20
 
 
 class LazyRows(Sequence[PromptRow]):
     """The rows of the file that ``entry`` is of. The file stays open; another one under its name changes nothing here.
 
-    Raises DataError if it is another file already, and from then on for every row once it was changed in place.
+    Raises DataError if it is another file already, and from then on for every row once it was changed in place. A file
+    that was only touched is hashed again, once for each time.
     """
 
     def __init__(self, path: str, keys: RowKeys, entry: IndexEntry) -> None:
         self._path = path
         self._keys = keys
         self._entry = entry
+        self._identity = entry.identity
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115
         self._check()
 
@@ -69,10 +73,26 @@ class LazyRows(Sequence[PromptRow]):
         return line.removeprefix(BOM) if start == 0 else line
 
     def _check(self) -> None:
-        now = Identity.of(os.fstat(self._file.fileno()))
-        # The ctime is left out: renaming the file and changing its mode touch it as well.
-        if replace(now, ctime_ns=self._entry.identity.ctime_ns) != self._entry.identity:
+        now = self._now()
+        if now == self._identity:
+            return
+        before = replace(self._identity, mtime_ns=now.mtime_ns)
+        # Whoever reads first after the file was touched waits for the hash, which takes 2 seconds of 1 GB.
+        if now != before or self._content_sha256() != self._entry.content_sha256 or self._now() != now:
             raise DataError("the file was changed since it was checked", where=self._path, hint="start again")
+        self._identity = now
+
+    def _now(self) -> Identity:
+        """What the open file is now. The ctime is left out: renaming the file and changing its mode touch it too."""
+        return replace(Identity.of(os.fstat(self._file.fileno())), ctime_ns=self._entry.identity.ctime_ns)
+
+    def _content_sha256(self) -> str:
+        digest = hashlib.sha256()
+        position = 0
+        while block := os.pread(self._file.fileno(), _HASH_BYTES, position):  # the file's own position stays
+            digest.update(block)
+            position += len(block)
+        return digest.hexdigest()
 
     def __reduce__(self) -> tuple[object, ...]:
         return LazyRows, (self._path, self._keys, self._entry)

@@ -25,6 +25,7 @@ from buffer_rl.driver.schedule import Schedule
 from buffer_rl.driver.tasks import Runtime, Task
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
 from buffer_rl.observe.timeline import WorkSpan
+from buffer_rl.observe.work import clock_origin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,6 +175,7 @@ class Driver:
         step = rollout_id + 1
         metrics |= self._train_and_commit(rollout_id, step)
         self._version = self._result.steps = step
+        del self._tickets[rollout_id]
         if self._saves_at(step):
             self._save(step)
         if self._plan.publish_each_step or self._evaluates_at(step):
@@ -264,7 +266,7 @@ class Driver:
             self._roles.start(rollout_id, trainer_too=False)
         with self._timed("roles"):
             for role, task in self._roles.tasks(rollout_id):
-                self._observer.worked(role, self._wait(task, limit).spans)
+                self._observer.worked(role, self._wait(task, limit).spans_on(clock_origin()))
         if plan.roles.stream_gradients:
             self._totals = self._buffer("get_totals", rollout_id)
             return
@@ -319,7 +321,11 @@ class Driver:
             return
         with self._timed("save", "save", step):
             self._observer.phase("save")
-            self._call("save", "save", step, timeout_s=self._plan.save_timeout_s)
+            try:
+                self._call("save", "save", step, timeout_s=self._plan.save_timeout_s)
+            except DeadlineError as error:
+                error.hint = error.hint or "raise --save-timeout-s if it is only slow; it covers the upload too"
+                raise
         self._saved = step
 
     def _buffer_times(self) -> dict[str, float]:

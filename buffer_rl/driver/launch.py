@@ -31,6 +31,7 @@ from buffer_rl.driver.role_calls import RolePlan
 from buffer_rl.driver.roles import role_plan, start_roles
 from buffer_rl.driver.rollout_files import RecordedRollouts, RolloutRecorder
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
+from buffer_rl.driver.save_folder import check_lineage, sole_saver
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.engine.api_key import with_engine_key
 from buffer_rl.engine.fleet import EngineFleet
@@ -62,7 +63,9 @@ def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping
     with ExitStack() as stack:
         stack.enter_context(termination_as_exception())
         stack.enter_context(sole_user(run_dir))
+        stack.enter_context(sole_saver(args))
         checkpoint = stack.enter_context(opened_checkpoint(args.load, run_dir)) if args.load is not None else None
+        check_lineage(args, checkpoint.step if checkpoint else 0)  # nobody else can write to the folder by now
         provenance = provenance_of(args, registry, data)
         registry.call_hook("buffer_rl_configure", config=args)
         run = _Run(args, registry, run_dir, checkpoint, provenance, stack)
@@ -105,6 +108,8 @@ class _Run:
         ships = args.ray_address is not None and args.ship_code
         code = collect_user_code(args, registry) if ships else None
         stack.enter_context(ray_session(args.ray_address, code, round(args.object_store_gb * 1e9)))
+        self.saving: LocalTarget | None = None
+        stack.callback(self._end_saving)
         logs = str((run_dir / "logs").absolute())
         self.source = self._start_source(args, logs) if reads_data_source(args) else None
         if self.fleet is not None:
@@ -153,7 +158,7 @@ class _Run:
         if plan.saves and self.train is not None:
             facts = self.provenance.facts()
             checkpoints = RunCheckpoints(args, buffer=self.buffer, train=self.train, provenance=facts)
-            targets["save"] = self._local("save", checkpoints)
+            targets["save"] = self.saving = self._local("save", checkpoints)
         if args.save_debug_rollout_data:
             recorder = RolloutRecorder(args.save_debug_rollout_data, self.buffer)
             targets["record"] = self._local("record", recorder)
@@ -172,7 +177,14 @@ class _Run:
             name = args.weight_sync_mode
             transport = construct("weight_transport", name, self.registry.resolve("weight_transport", name), args)
             engines = self.fleet.control(args.update_weights_timeout_s)
-            publisher = Publisher(transport, source, engines, compare=args.check_weight_update_equal)
+            publisher = Publisher(
+                transport,
+                source,
+                engines,
+                compare=args.check_weight_update_equal,
+                timeout_s=args.update_weights_timeout_s,
+                notice=self.observer.notice,
+            )
         if "actor_fwd" in self.roles:
             return RolePublisher(publisher, source, self.roles["actor_fwd"], self.run_dir / "weights_actor_fwd")
         return publisher
@@ -227,7 +239,7 @@ class _Run:
             self.train.call("setup", master, port, timeout_s=limit)
             if self.checkpoint is not None:
                 self.train.call("load", str(self.checkpoint.folder / "trainer"), timeout_s=limit)
-                if self.num_rollouts > self.checkpoint.step:  # who only evaluates may have other data, or none
+                if self.num_rollouts > 0:  # who only evaluates may have other data, or none
                     self.buffer.load(str(self.checkpoint.folder))
                     self._restore_source()
         for group in self.roles.values():
@@ -273,6 +285,11 @@ class _Run:
             notice=self.observer.notice,
             process=lambda: ledger_writer(self.run_dir / FILE_NAME),
         )
+
+    def _end_saving(self) -> None:
+        """Let a checkpoint that is being written fail and remove its files. Those that it waits for have been ended."""
+        if self.saving is not None:
+            self.saving.join(CLOSE_TIMEOUT_S)
 
     def _local(self, role: str, obj: object) -> LocalTarget:
         target = LocalTarget(role, obj)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from buffer_rl.checkpoint import make_folder, remove_unfinished
 from buffer_rl.errors import ConfigError
 
 LOCK_NAME = ".lock"
@@ -38,23 +39,27 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def sole_user(run_dir: Path) -> Iterator[None]:
-    """Make ``run_dir`` and keep other runs out of it for the length of the block.
+def sole_user(folder: Path, flag: str = "--run-dir") -> Iterator[None]:
+    """Make ``folder``, which the option ``flag`` names, and keep other runs out of it for the length of the block.
 
-    Two runs in one folder would read each other's weights. The lock ends with the process, however that ends.
+    Two runs in one folder would read each other's weights, or remove each other's files. The lock ends with the
+    process, however that ends. What runs that were killed left unfinished there is removed.
     Raises ConfigError if another run has it.
     """
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        file = (folder / LOCK_NAME).open("w")
     except OSError as error:
-        raise ConfigError(f"the folder cannot be made: {error}", where="--run-dir") from error
-    with (run_dir / LOCK_NAME).open("w") as file:
+        raise ConfigError(f"the folder cannot be made: {error}", where=flag) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another run is at work in {str(run_dir)!r}", where="--run-dir", hint="add --run-dir PATH"
+                f"another run is at work in {str(folder)!r}", where=flag, hint=f"add {flag} PATH"
             ) from None
-        except OSError:  # a file system without locks
+        except OSError:  # a file system without locks: who knows whose the files are
             pass
+        else:
+            remove_unfinished(folder)
         yield

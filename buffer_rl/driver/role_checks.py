@@ -1,4 +1,5 @@
-"""What must hold for roles to have work, and for gradients to be streamed: said before anything starts.
+"""What must hold for roles to have work, for gradients to be streamed, and for an advantage estimator to see the rows
+and the fields that it reads: said before anything starts.
 
 What the options alone tell is checked with the others (``check_role_options``); what depends on the plugins that they
 name, once these are imported (``check_roles``).
@@ -8,19 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from buffer_rl.driver.modes import train_only
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import Scope, scope_of
+from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of
+from buffer_rl.train.estimator import LOG_PROB_FIELDS, estimator_of, is_supervised
 
 STREAM = "--stream-gradients"
-ACCUMULATING = ("accumulate", "finish_accumulation")
+ACCUMULATING = ("accumulate", "finish_accumulation", "zero_grad")
 """What a trainer needs beyond ``buffer_rl.contracts.Trainer`` to stream gradients."""
-
-
-def is_supervised(args: Any) -> bool:
-    """Whether the loss is the supervised one, which has neither advantages nor ratios."""
-    return bool(args.loss_type == "sft_loss" and args.custom_loss_function_path is None)
 
 
 def needs_old_log_probs(args: Any, rollouts_use_engine: bool) -> bool:
@@ -77,17 +75,15 @@ def whole_rollout_functions(args: Any) -> list[tuple[str, str, str | None]]:
 
 
 def check_roles(args: Any, registry: PluginRegistry) -> None:
-    """Raises ConfigError for roles without work, and for gradients that cannot be streamed, as the plugins tell."""
+    """Raises ConfigError for roles without work, for gradients that cannot be streamed, and for an advantage estimator
+    that would not see what it reads, as the plugins tell."""
+    _check_post_processors(args, registry)
     if args.num_actor_fwd_workers:
         _check_actor_fwd(args, registry)
-    estimator = args.custom_advantage_function_path or args.advantage_estimator
-    flag = "--custom-advantage-function-path" if args.custom_advantage_function_path else "--advantage-estimator"
-    if args.num_advantage_workers:
-        _require_group_scope(registry, "advantage", estimator, f"--num-advantage-workers and {flag}")
+    if not is_supervised(args):
+        _check_estimator(args, registry)
     if not args.stream_gradients:
         return
-    if not is_supervised(args):
-        _require_group_scope(registry, "advantage", estimator, f"{STREAM} and {flag}")
     flag = "--custom-loss-function-path" if args.custom_loss_function_path else "--loss-type"
     _require_group_scope(registry, "loss", args.custom_loss_function_path or args.loss_type, f"{STREAM} and {flag}")
     backend = registry.resolve("trainer", args.train_backend)
@@ -96,27 +92,128 @@ def check_roles(args: Any, registry: PluginRegistry) -> None:
             f"the trainer {args.train_backend!r} cannot sum gradients before the step's totals are known: it has no "
             f"{' and no '.join(absent)}",
             where=f"{STREAM} and --train-backend",
-            expected=f"a trainer with {' and '.join(ACCUMULATING)} (see buffer_rl.contracts.Trainer)",
+            expected=f"a trainer with {', '.join(ACCUMULATING)} (see buffer_rl.contracts.Trainer)",
         )
 
 
-def _check_actor_fwd(args: Any, registry: PluginRegistry) -> None:
-    rollout = registry.resolve("rollout", args.rollout_function_path)
-    if needs_old_log_probs(args, bool(getattr(rollout, "uses_engine", True))):
+def _check_estimator(args: Any, registry: PluginRegistry) -> None:
+    flag, reference = estimator_of(args)
+    estimator = registry.resolve("advantage", reference)
+    for asked, other in ((args.num_advantage_workers, "--num-advantage-workers"), (args.stream_gradients, STREAM)):
+        if asked:
+            _require_group_scope(registry, "advantage", reference, f"{other} and {flag}")
+    _check_parts(args, scope_of(estimator), flag, reference)
+    for name in sorted(needs_of(estimator)):
+        _check_need(args, registry, name, flag, reference)
+
+
+def _check_parts(args: Any, scope: Scope, flag: str, reference: str) -> None:
+    """An estimator is called on a rank's share of a mini-batch: that must hold all that it reads together."""
+    if scope is Scope.ROLLOUT:
+        parts = (("--num-train-ranks", args.num_train_ranks), ("--num-steps-per-rollout", args.num_steps_per_rollout))
+        if split := [f"{name} {count}" for name, count in parts if count > 1]:
+            raise ConfigError(
+                f"the advantage {reference!r} has scope 'rollout', and is called on a part of it: {', '.join(split)}",
+                where=f"{' and '.join(part.split()[0] for part in split)} and {flag}",
+                expected="--num-train-ranks 1 and --num-steps-per-rollout 1, or scope 'group' or 'row'",
+                hint="if it reads nothing beyond the rows of one prompt, declare it: @buffer_rl.scope.scoped('group'); "
+                "if nothing beyond one row, scoped('row')",
+            )
+    if scope is not Scope.GROUP or args.stream_gradients or args.num_advantage_workers or train_only(args):
+        return
+    smallest = args.rollout_batch_size // args.num_steps_per_rollout
+    if smallest < args.num_train_ranks:
+        raise ConfigError(
+            f"the advantage {reference!r} needs whole groups, and {args.num_train_ranks} ranks have {smallest} of them "
+            "for an optimizer step",
+            where=f"--num-train-ranks, --rollout-batch-size and {flag}",
+            expected="at least one group for each rank and step",
+            hint="fewer ranks, more groups, or --num-advantage-workers 1; if it reads nothing beyond one row, declare "
+            "it: @buffer_rl.scope.scoped('row')",
+        )
+
+
+def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, reference: str) -> None:
+    """A field that the estimator declares as needed must be there by the time that it is called."""
+    what = f"the advantage {reference!r} needs {name!r}"
+    if name not in LOG_PROB_FIELDS:
+        raise ConfigError(
+            f"{what}, which is no field to wait for",
+            where=flag,
+            expected=f"one of {', '.join(LOG_PROB_FIELDS)}",
+            hint="what the rollout gives, such as rollout_log_probs, is there anyway: take it out of needs",
+        )
+    if name == "ref_log_probs":
+        workers, absent = "--num-ref-workers", "" if args.use_kl_loss else "without --use-kl-loss there is no reference"
+        count, hint = args.num_ref_workers, "add --use-kl-loss (with --kl-loss-coef 0 for no KL term in the loss)"
+    else:
+        workers, absent = "--num-actor-fwd-workers", _why_no_old_log_probs(args, registry)
+        count, hint = args.num_actor_fwd_workers, "take it out of needs"
+        if args.stream_gradients or args.use_rollout_logprobs:
+            hint += "; rollout_log_probs, the engine's, may serve in its place" + (
+                f"; or take {STREAM} out" if args.stream_gradients else ""
+            )
+    if absent:
+        if args.custom_convert_samples_to_train_data_path:
+            return  # which may give the field itself
+        raise ConfigError(f"{what}, which nobody computes: {absent}", where=flag, hint=hint)
+    if count or not args.num_advantage_workers:
         return
     if args.stream_gradients:
-        why = f"with {STREAM}, each group has one forward pass, whose log-probabilities are the old ones"
-    elif args.use_rollout_logprobs:
-        why = "--use-rollout-logprobs takes the engine's"
-    else:
-        why = f"{args.rollout_function_path!r} never asks the engine, and there is one optimizer step a rollout"
-    raise ConfigError(
-        f"no old log-probabilities are needed: {why}", where="--num-actor-fwd-workers", hint="take it out"
-    )
+        raise ConfigError(
+            f"{what}, which the trainer computes, which waits for the advantages",
+            where=f"--num-advantage-workers and {flag}",
+            hint=f"add {workers} 1, or take --num-advantage-workers out",
+        )
+    if not Schedule.named(args.schedule).streams:
+        raise ConfigError(
+            f"{what}, which the trainer computes after the advantages under --schedule {args.schedule}",
+            where=f"--num-advantage-workers and {flag}",
+            hint=f"add {workers} 1 or --schedule pipelined, or take --num-advantage-workers out",
+        )
+
+
+def _why_no_old_log_probs(args: Any, registry: PluginRegistry) -> str:
+    """Why no old log-probabilities are computed; empty where they are."""
+    rollout = registry.resolve("rollout", args.rollout_function_path)
+    if needs_old_log_probs(args, bool(getattr(rollout, "uses_engine", True))):
+        return ""
+    if args.stream_gradients:
+        return f"with {STREAM}, each group has one forward pass, whose log-probabilities are the old ones"
+    if args.use_rollout_logprobs:
+        return "--use-rollout-logprobs takes the engine's"
+    return f"{args.rollout_function_path!r} never asks the engine, and there is one optimizer step a rollout"
+
+
+def _check_post_processors(args: Any, registry: PluginRegistry) -> None:
+    """A rollout's groups are encoded one by one as they finish, whatever the schedule."""
+    for kind, flag, reference in (
+        ("reward_post_process", "--custom-reward-post-process-path", args.custom_reward_post_process_path),
+        (
+            "samples_to_train_data",
+            "--custom-convert-samples-to-train-data-path",
+            args.custom_convert_samples_to_train_data_path,
+        ),
+    ):
+        if reference is not None and declared_scope(registry.resolve(kind, reference)) is Scope.ROLLOUT:
+            raise ConfigError(
+                f"{reference!r} declares the scope 'rollout', and this function gets one group at a time",
+                where=flag,
+                expected="scope 'group', or none declared",
+                hint="what needs all groups of a rollout can be an advantage estimator: "
+                "--custom-advantage-function-path",
+            )
+
+
+def _check_actor_fwd(args: Any, registry: PluginRegistry) -> None:
+    if why := _why_no_old_log_probs(args, registry):
+        raise ConfigError(
+            f"no old log-probabilities are needed: {why}", where="--num-actor-fwd-workers", hint="take it out"
+        )
 
 
 def _require_group_scope(registry: PluginRegistry, kind: str, reference: str, where: str) -> None:
-    if scope_of(registry.resolve(kind, reference)) is Scope.GROUP:
+    if scope_of(registry.resolve(kind, reference)) is not Scope.ROLLOUT:
         return
     sums = {
         "advantage": "it reads nothing beyond the rows of one prompt",
@@ -125,6 +222,6 @@ def _require_group_scope(registry: PluginRegistry, kind: str, reference: str, wh
     raise ConfigError(
         f"the {kind} {reference!r} has scope 'rollout': it may need all groups of a rollout together",
         where=where,
-        expected="scope 'group'",
+        expected="scope 'group' or 'row'",
         hint=f"if {sums[kind]} declare it: @buffer_rl.scope.scoped('group')",
     )

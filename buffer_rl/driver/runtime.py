@@ -39,7 +39,8 @@ class LocalTarget:
     def __init__(self, role: str, obj: Any) -> None:
         self._object = obj
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        threading.Thread(target=_work, args=(self._calls,), name=role, daemon=True).start()
+        self._thread = threading.Thread(target=_work, args=(self._calls,), name=role, daemon=True)
+        self._thread.start()
 
     def start(self, method: str, *args: Any) -> list[Future[Any]]:
         """See ``Target.start``."""
@@ -55,6 +56,10 @@ class LocalTarget:
     def stop(self) -> None:
         """End the thread after the calls that were started; they are not waited for."""
         self._calls.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """After ``stop``: wait for those calls, but not longer than ``timeout_s``."""
+        self._thread.join(timeout_s)
 
 
 _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]

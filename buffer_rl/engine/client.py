@@ -264,6 +264,9 @@ class EngineControlClient:
         """Have every engine serve what was sent since ``begin_weight_update``."""
         self._run(lambda client: client.end_weight_update())
 
+    def let_go_of_failing(self) -> None:
+        """Nobody replaces these engines: what one of them fails goes on to fail the call."""
+
     def versions(self) -> dict[str, str]:
         """The weight version of each engine, by URL."""
         return self._run(lambda client: client.versions())

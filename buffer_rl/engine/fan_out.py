@@ -47,8 +47,8 @@ class EngineFanOut:
 
     urls: the engines; where there are none, the workers that the router at ``router_url`` lists when a call is made.
     timeout_s: deadline of one call. is_gone: whether the failure of the engine at a URL is of no account, because it
-    has died; it may block for a moment. A call that no engine answers fails all the same. api_key: of engines and
-    router.
+    has died or is given up; asked only where another engine answered; it may block for a moment. A call that no engine
+    answers fails all the same. api_key: of engines and router.
     """
 
     def __init__(

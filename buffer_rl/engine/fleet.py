@@ -244,6 +244,7 @@ class EngineFleet:
     def _catch_up(self, member: Member) -> None:
         """Bring the engine to the weights of the others, or leave it for the next publication."""
         limit = self._args.update_weights_timeout_s
+        member.state = MemberState.LOADING
         if not self._roster.publication.acquire(timeout=limit):
             raise DeadlineError(f"a publication took longer than {limit:g} s", where=f"engine {member.index}")
         try:

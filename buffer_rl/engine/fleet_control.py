@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 class FleetControl(EngineControlClient):
     """Reaches the engines that were there at ``pause`` and still live. An engine that dies does not fail a call that
-    another one answers. Replacements that wait for weights take part, and join the router at ``resume``.
+    another one answers, nor does one that is given up (``let_go_of_failing``). Replacements that wait for weights take
+    part, and join the router at ``resume``.
 
     admit: has the router send requests to a member. timeout_s: deadline of one call. api_key: of the engines.
     """
@@ -26,21 +27,27 @@ class FleetControl(EngineControlClient):
     def __init__(
         self, roster: Roster, admit: Callable[[Member], None], *, timeout_s: float, api_key: str | None = None
     ) -> None:
-        super().__init__((), timeout_s=timeout_s, is_gone=roster.is_gone, api_key=api_key)
+        super().__init__((), timeout_s=timeout_s, is_gone=self._is_gone_or_given_up, api_key=api_key)
         self._roster = roster
         self._admit = admit
         self._in_publication: list[Member] | None = None
         self._folder: str | None = None
         self._versions: dict[str, str] = {}
+        self._lets_go = False
 
     def targets(self) -> Sequence[str]:
         """The engines that calls go to now."""
-        return [member.url for member in self._members() if member in self._roster]
+        return [member.url for member in self._members() if member in self._roster and member.failure is None]
 
     def _members(self) -> list[Member]:
         if self._in_publication is not None:
             return self._in_publication
         return self._roster.in_state(MemberState.SERVING)
+
+    def let_go_of_failing(self) -> None:
+        """Until ``resume``, an engine that fails a call that another one answers has failed for good: nothing of this
+        publication is asked of it any more, and the fleet replaces it as one that died."""
+        self._lets_go = True
 
     def pause(self, mode: str = "retract") -> None:
         """Begin a publication: stop decoding on every engine that answers."""
@@ -62,26 +69,43 @@ class FleetControl(EngineControlClient):
 
     def resume(self) -> None:
         """End the publication: every engine goes on, and replacements that have the weights of the others join."""
-        if self._in_publication is None:
-            super().resume()
-            return
         try:
             super().resume()
+            if self._in_publication is None:
+                return
             if len(set(self._versions.values())) == 1:  # versions() was asked for, and all have the same
                 self._roster.published = Published(version=next(iter(self._versions.values())), folder=self._folder)
                 for member in self._in_publication:
-                    if member.state is MemberState.WAITING and member.url in self._versions:
+                    waits = member.state is MemberState.WAITING and member.failure is None
+                    if waits and member.url in self._versions:
                         self._admit(member)
         finally:
-            self._in_publication = None
-            self._roster.publication.release()
+            self._lets_go = False
+            if self._in_publication is not None:
+                self._in_publication = None
+                self._roster.publication.release()
 
     def _run(self, call: Callable[[EngineClient], Awaitable[T]]) -> T:
         members = self._members()
         try:
+            if not self.targets():
+                raise EngineError("there is no engine to ask", where="the fleet")
             return super()._run(call)
         except EngineError as error:
             if not all(self._roster.is_gone(member.url) for member in members):
                 raise
             deaths = [death for member in members if (death := member.death()) is not None]
             raise none_left(deaths[-1] if deaths else error) from error
+
+    def _is_gone_or_given_up(self, url: str) -> bool:
+        if self._roster.is_gone(url):
+            return True
+        failing = next((member for member in self._members() if member.url == url), None)
+        if not self._lets_go or failing is None:
+            return False
+        failing.failure = EngineError(
+            f"engine {failing.index} failed the last attempt of a publication",
+            where=url,
+            hint="the notices of the attempts before, and its log, say why",
+        )
+        return True

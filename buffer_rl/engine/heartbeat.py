@@ -1,7 +1,8 @@
 """Finds engines that hang: their process lives, their connections open, and nothing is answered.
 
-Who waits for whom: a thread of its own asks every serving engine for ``/health``, again and again; nobody waits for
-it. What it finds is the member's failure, and ``EngineFleet.check`` replaces the engine as one that died.
+Who waits for whom: a thread of its own asks every engine that has answered once for ``/health``, again and again;
+nobody waits for it. What it finds is the member's failure, and ``EngineFleet.check`` replaces the engine as one that
+died.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ LONGEST_PROBE_S = 10.0
 SHORTEST_PROBE_S = 1.0
 PROBES_AT_ONCE = 16
 JOIN_TIMEOUT_S = 1.0
+WATCHED = (MemberState.SERVING, MemberState.WAITING, MemberState.LOADING)
+"""Of one that starts, the deadline is ``--engine-start-timeout-s``."""
 
 
 class Heartbeat:
-    """Watches the members of ``roster`` that serve.
+    """Watches the members of ``roster`` that serve, or will as soon as they have the weights.
 
     timeout_s: an engine has failed once it answered no probe for so long. The time counts from the first probe that
     failed, not from the last that succeeded: a machine that slept finds its engines well.
@@ -52,7 +55,7 @@ class Heartbeat:
         pool = concurrent.futures.ThreadPoolExecutor(PROBES_AT_ONCE, thread_name_prefix="engine-probe")
         try:
             while not self._end.wait(self._interval_s):
-                members = self._roster.in_state(MemberState.SERVING)
+                members = self._roster.in_state(*WATCHED)
                 for member, healthy in zip(members, pool.map(self._answers, members), strict=True):
                     self._note(member, healthy)
         finally:

@@ -25,6 +25,7 @@ class MemberState(StrEnum):
     """What an engine of the fleet can do now."""
 
     STARTING = "starting"  # it does not answer yet
+    LOADING = "loading"  # it answers, and takes the current weights by itself
     WAITING = "waiting"  # it answers, and needs the current weights before its first request
     SERVING = "serving"  # the router sends it requests
 

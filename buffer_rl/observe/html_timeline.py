@@ -64,7 +64,7 @@ def timeline_section(spans: Spans) -> str:
     heads = "<tr><th>step</th><th>role</th><th>idle</th><th>meanwhile at work</th></tr>"
     return (
         '<h2>Who worked when</h2><p class="note">Shares at the right end: how much of the step the role was idle. '
-        "Bound: the critical path, with no wait that the schedule does not ask for.</p>"
+        "Bound: what the step could not take less than under its schedule.</p>"
         f'<div class="charts">{"".join(figures)}</div><details><summary>Who waited for whom</summary>'
         f'<div class="scroll"><table>{heads}{"".join(rows)}</table></div></details>'
     )

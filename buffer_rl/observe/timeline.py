@@ -1,7 +1,8 @@
 """Who worked on what, and when: spans of all roles of a run, as a trace that Perfetto and Chrome open.
 
-Times are those of the machine's monotonic clock, which its processes share; roles on other machines have clocks of
-their own, and their spans are shifted by a constant.
+Times are those of the monotonic clock of the driver's machine, which its processes share. Roles on other machines have
+clocks of their own: their spans are shifted to the driver's by what the machines' wall clocks say, and are as exact as
+these agree (see ``buffer_rl.observe.work``).
 """
 
 from __future__ import annotations

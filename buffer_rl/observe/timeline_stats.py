@@ -2,16 +2,16 @@
 
 A step is what happens from the start of its rollout to the start of the next one; evaluations are no part of it. Its
 streamed work is what roles do with single groups once they are finished: reference and old log-probabilities,
-advantages and, with streamed gradients, forward and backward. Its bound is the critical path:
+advantages and, with streamed gradients, forward and backward. Its bound is what the step cannot take less than:
 
     lockstep            T_gen + streamed work + T_update + T_publish + T_save
     pipelined,
-    streamed gradients  max(T_gen, streamed work) + tail + T_update + T_publish + T_save
+    streamed gradients  max(T_gen, streamed work - tail) + tail + T_update + T_publish + T_save
 
 T_update is forward, backward and the optimizer, with streamed gradients the optimizer alone. The tail is the work on
 the last groups that is left when generation has ended. Roles work beside each other, so the longest of them counts in
-the maximum, and in lockstep the time in which any of them worked. Where the streamed work is longer than generation,
-the last groups' work is in both terms, and a step may then take slightly less than its bound.
+the maximum, and in lockstep the time in which any of them worked. Only what lies within the step counts, and of update,
+publication and saving only what nothing else ran beside, so that no step takes less than its bound.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class StepStats:
 
     @property
     def wall_to_bound(self) -> float | None:
-        """1 where the step took no longer than its critical path; None where nothing took any time."""
+        """1 where the step took no longer than its bound, and never less; None where nothing took any time."""
         return self.wall / self.bound if self.bound > 0 else None
 
 
@@ -120,18 +120,21 @@ def step_stats(spans: Spans, rollout_id: int, window: Interval | None = None, ki
     start, end = window or step_windows(spans)[rollout_id]
     shown = spans_within(spans, start, end)
     own = {role: [span for span in shown[role] if span.step == rollout_id] for role in shown}
-    generation = merged((span.start, span.end) for span in own.get("rollout", ()))
-    streamed = {role: [span for span in own[role] if _is_streamed(role, span)] for role in own}
-    parts = [(span.start, span.end) for role in streamed for span in streamed[role]]
+    generation = merged(_clipped(own.get("rollout", ()), start, end))
+    worked = {role: [span for span in own[role] if _is_streamed(role, span)] for role in own}
+    streamed = {role: _clipped(worked[role], start, end) for role in worked}
+    parts = [part for role in streamed for part in streamed[role]]
     kind = kind or overlap_of(spans)
-    tail = _tail(streamed, generation)
+    tail = _tail(worked, generation, end)
     updates = [span for span in own.get("train", ()) if span.name == "update"]
-    after = sum(_union(members) for members in (updates, *(own.get(role, ()) for role in PHASES_OF_OTHERS)))
+    last = merged(_clipped((*updates, *(span for role in PHASES_OF_OTHERS for span in own.get(role, ()))), start, end))
     gen_seconds = length(generation)
+    early = merged([*generation, *parts])
     if kind is Overlap.LOCKSTEP:
-        bound = gen_seconds + length(merged(parts)) + after
+        bound = length(early)
     else:
-        bound = max([gen_seconds, *map(_union, streamed.values())]) + tail + after
+        bound = max([gen_seconds, *(length(merged(members)) - tail for members in streamed.values())]) + tail
+    bound += length(last) - length(common(last, early))
     busy = {role: merged(_clipped(shown[role], start, end)) for role in shown}
     working = [role for role in busy if role not in PHASES_OF_OTHERS]
     return StepStats(
@@ -194,20 +197,16 @@ def _is_streamed(role: str, span: WorkSpan) -> bool:
     return role != "rollout" and role not in PHASES_OF_OTHERS and span.name != "update"
 
 
-def _union(spans: Iterable[WorkSpan]) -> float:
-    return length(merged((span.start, span.end) for span in spans))
-
-
 def _clipped(spans: Iterable[WorkSpan], start: float, end: float) -> list[Interval]:
     return [(max(span.start, start), min(span.end, end)) for span in spans]
 
 
-def _tail(streamed: Spans, generation: Sequence[Interval]) -> float:
-    """The last span of each kind of work, as far as it lies after generation. They wait for each other or run side by
-    side, so the time in which any of them worked counts."""
+def _tail(streamed: Spans, generation: Sequence[Interval], end: float) -> float:
+    """The last span of each kind of work, as far as it lies after generation and before ``end``. They wait for each
+    other or run side by side, so the time in which any of them worked counts."""
     last = {(role, span.name): span for role in streamed for span in sorted(streamed[role], key=lambda span: span.end)}
     ended = generation[-1][1] if generation else 0.0
-    return length(merged((max(span.start, ended), span.end) for span in last.values() if span.end > ended))
+    return length(merged(_clipped(last.values(), ended, end)))
 
 
 def _waits(role: str, busy: Mapping[str, Sequence[Interval]], start: float, end: float) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.resolution.calls import raised
+from buffer_rl.rollout.failures import status_of
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -31,10 +32,13 @@ async def call_user(function: Callable[..., Any], invoke: Callable[[], Any]) -> 
 
 
 async def call_plugin(kind: str, reference: object, function: Callable[..., Any], *arguments: Any, at: str) -> Any:
-    """``call_user`` for a plugin: what it raises becomes a RolloutError that names it; the project's errors pass."""
+    """``call_user`` for a plugin: what it raises becomes a RolloutError that names it, and bears its HTTP status if it
+    has one; the project's errors pass."""
     try:
         return await call_user(function, partial(function, *arguments))
     except BufferRLError:
         raise
     except Exception as error:  # fault boundary: the user's code
-        raise raised(kind, reference, error, at=at, error_class=RolloutError) from error
+        named = raised(kind, reference, error, at=at, error_class=RolloutError)
+        named.status = status_of(error)
+        raise named from error

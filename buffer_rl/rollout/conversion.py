@@ -9,9 +9,9 @@ import numpy as np
 
 from buffer_rl.algo.group_rewards import group_normalize
 from buffer_rl.contracts import RewardPostProcess, SamplesToTrainData
-from buffer_rl.errors import RolloutError
+from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, place, returned
+from buffer_rl.resolution.calls import call, place, returned, traceback_tail
 from buffer_rl.resolution.errors import short_repr
 from buffer_rl.types import Column, RowId, Sample, SampleGroup
 
@@ -58,6 +58,15 @@ class GroupConverter:
 
     def encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
         """The group's row ids and columns. Raises RolloutError, naming the row, for what cannot be used."""
+        try:
+            return self._encode(group, evaluation)
+        except BufferRLError:
+            raise
+        except Exception as error:  # fault boundary: the user's code filled the samples, with whatever types
+            what = f"the group cannot be converted: {type(error).__name__}: {error}\n{traceback_tail(error)}"
+            raise RolloutError(what, where=f"group {group.uid}") from error
+
+    def _encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
         samples = group.samples
         row_ids = _row_ids(group)
         if self._to_train_data is not None and not evaluation:
@@ -100,13 +109,13 @@ class GroupConverter:
             return raw, self._normalised(group.samples, raw)
         kind, path, at = "reward_post_process", self._args.custom_reward_post_process_path, f"group {group.uid}"
         answer = call(kind, path, self._post_process, self._args, group.samples, at=at, error_class=RolloutError)
-        expected = f"(raw_rewards, rewards), {len(raw)} finite numbers each"
+        expected = f"(raw_rewards, rewards), {len(raw)} finite numbers each, of float32"
         try:
             raw_rewards, rewards = (np.asarray(values, dtype=np.float64) for values in answer)
         except (TypeError, ValueError) as error:
             raise returned(kind, path, answer, expected, at=at, hint=str(error), error_class=RolloutError) from error
         for values in (raw_rewards, rewards):
-            if values.shape != raw.shape or not np.isfinite(values).all():
+            if values.shape != raw.shape or not (np.abs(values) <= np.finfo(np.float32).max).all():
                 raise returned(kind, path, values.tolist(), expected, at=at, error_class=RolloutError)
         return raw_rewards, rewards
 

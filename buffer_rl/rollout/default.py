@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -31,7 +32,7 @@ from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.failure_policy import FailurePolicy
-from buffer_rl.rollout.failures import AttemptFailure, Domain, failure_of
+from buffer_rl.rollout.failures import STALE_WEIGHTS, UNUSABLE, AttemptFailure, Domain, failure_of
 from buffer_rl.rollout.filtering import apply_filter, apply_sample_filter, process_all_samples
 from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.production import generate_group, run_all, score_group, task_group, within_deadline
@@ -81,6 +82,7 @@ class _Slot:
     """One place in flight. ``group`` is the live lease, None once it is reported."""
 
     group: SampleGroup | None
+    encoded: Any = None  # what the Buffer will store of a group that is kept
     phase: _Phase = _Phase.OTHER
     task: asyncio.Task[None] | None = None
 
@@ -98,7 +100,7 @@ class _Run:
         self._requests = Requests()
         self._enough = asyncio.Event()
         self._num_taken = 0
-        self._failures = FailurePolicy(context, buffer, self.stats)
+        self._failures = FailurePolicy(context, buffer, self.stats, self._enough)
         self._kept: list[SampleGroup] = []
         self._dropped: list[SampleGroup] = []
         # Functions that see the whole rollout may change samples, so no group is done before all are.
@@ -132,7 +134,7 @@ class _Run:
                 return
             slot.group = None
             if not result:
-                await self._take(group)
+                await self._take(group, slot.encoded)
                 return
             if isinstance(result, AttemptFailure):
                 await self._settle(group, result)
@@ -151,7 +153,7 @@ class _Run:
                 async with asyncio.timeout(self._failures.pause_s):
                     await self._enough.wait()
 
-    async def _take(self, group: SampleGroup) -> None:
+    async def _take(self, group: SampleGroup, encoded: Any) -> None:
         self._num_taken += 1
         if self._num_taken == self._wanted:
             self._requests.stopped = True
@@ -159,7 +161,7 @@ class _Run:
         if self._holds:
             self._kept.append(group)
         else:
-            await self.buffer.afinish(group)
+            await self.buffer.afinish(group, encoded)
         self.stats.count_kept(group, [sample.get_reward_value(self._args) for sample in group])
 
     async def _attempt(self, slot: _Slot, group: SampleGroup) -> str | AttemptFailure:
@@ -181,11 +183,26 @@ class _Run:
         try:
             check_versions(self.buffer.ticket, group)
         except RolloutError as error:  # an engine that missed an update; nothing of it may be trained on
-            return AttemptFailure(domain=Domain.INFRA, reason="stale_weights", error=error)
+            return AttemptFailure(domain=Domain.INFRA, reason=STALE_WEIGHTS, error=error)
         slot.phase = _Phase.SCORING
         verdict = await self._verdict(group)
         slot.phase = _Phase.OTHER
-        return verdict
+        if verdict or self._requests.stopped:
+            return verdict
+        try:
+            slot.encoded = self._encoded(group)
+        except UNUSABLE as error:
+            return AttemptFailure.of_conversion(error)
+        self._failures.succeeded(group)
+        return ""
+
+    def _encoded(self, group: SampleGroup) -> Any:
+        """The rows of a group that is kept; None where the functions that see the whole rollout may yet change it."""
+        if not self._holds:
+            return self.buffer.encode(group)
+        copied = [replace(s, **{f.name: copy(getattr(s, f.name)) for f in fields(s)}) for s in group]
+        self.buffer.encode(replace(group, samples=copied))  # the user's code in it may change samples, too
+        return None
 
     async def _verdict(self, group: SampleGroup) -> str | AttemptFailure:
         """Score the generated group; why it is not kept, or an empty text."""
@@ -194,10 +211,12 @@ class _Run:
         for status, reason in ((Status.ABORTED, "aborted"), (Status.FAILED, "generate_failed")):
             if any(sample.status is status for sample in group):
                 return reason
-        self._failures.succeeded()
         reference = self._args.dynamic_sampling_filter_path
         decision = await apply_filter(self.context.dynamic_filter, reference, self._args, group)
-        return "" if decision.keep else decision.reason
+        if decision.keep:
+            return ""
+        self._failures.succeeded(group)
+        return decision.reason
 
     async def _stop_when_enough(self, slots: list[_Slot]) -> None:
         """End the slots that are not needed: abort what they generate, and leave their rewards a moment to end by

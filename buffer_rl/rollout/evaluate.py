@@ -11,13 +11,14 @@ from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failure_policy import DATA_ATTEMPTS, FailurePolicy
-from buffer_rl.rollout.failures import AttemptFailure, Domain, failure_of
+from buffer_rl.rollout.failures import UNUSABLE, AttemptFailure, Domain, failure_of
 from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.production import produce, run_all, within_deadline
 from buffer_rl.rollout.stats import RolloutStats
-from buffer_rl.types import RolloutOutput, SampleGroup, Status
+from buffer_rl.types import GroupUid, RolloutOutput, SampleGroup, Status
 
 UNNAMED = "default"
+WITHOUT_ANSWER = (Status.ABORTED, Status.FAILED)
 
 
 async def evaluate(context: RolloutContext, buffer: RolloutBuffer) -> RolloutOutput:
@@ -43,6 +44,7 @@ class _Evaluation:
         self._failures = FailurePolicy(context, buffer, self.stats)
         self._params = sampling_params_for(context.args, evaluation=True)
         self._groups: list[SampleGroup] = []
+        self._encoded: dict[GroupUid, Any] = {}
 
     async def produce_all(self) -> None:
         while groups := await self._buffer.aget_samples(max(1, self._buffer.ticket.num_groups)):
@@ -65,11 +67,11 @@ class _Evaluation:
                 ) from failure.error
             group.samples = group.as_prompts().samples
             await asyncio.sleep(self._failures.pause_s)
-        self._failures.succeeded()
+        self._failures.succeeded(group)
         for sample in group:
-            if sample.status in (Status.ABORTED, Status.FAILED):
+            if sample.status in WITHOUT_ANSWER:
                 raise RolloutError(f"an evaluation sample was {sample.status}", where=f"row {sample.row_id}")
-        await self._buffer.afinish(group)
+        await self._buffer.afinish(group, self._encoded.pop(group.uid))
         self.stats.count_kept(group, [sample.get_reward_value(self._context.args) for sample in group])
 
     async def _failure(self, group: SampleGroup) -> AttemptFailure | None:
@@ -81,7 +83,14 @@ class _Evaluation:
             if (failure := failure_of(error)) is None:
                 raise
             return failure
-        return AttemptFailure.of_reward(failures[0]) if failures else None
+        if failures:
+            return AttemptFailure.of_reward(failures[0])
+        if not any(sample.status in WITHOUT_ANSWER for sample in group):
+            try:
+                self._encoded[group.uid] = self._buffer.encode(group)
+            except UNUSABLE as error:
+                return AttemptFailure.of_conversion(error)
+        return None
 
     def _may_repeat(self, failure: AttemptFailure, attempts: int) -> bool:
         retries = failure.reward is None or self._context.args.on_reward_error == "retry"

@@ -3,21 +3,30 @@
 Failures of the infrastructure and of the data have separate budgets, counted by the Buffer over all workers of a run.
 A group that goes back keeps its place in the order of admission, so it is leased again before anything newer, and a
 run in which something failed has the same groups, in the same order, as one in which nothing did.
+
+A prompt may show as a failure of the infrastructure: one that an engine answers with HTTP 500, or never. Such a group
+goes into quarantine, too, but only when the engines are known to be well: they answered the prompt of another group
+before and after the failure that was one too many.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import RolloutError
+from buffer_rl.rollout.canary import Canary
 from buffer_rl.rollout.context import RolloutContext
-from buffer_rl.rollout.failures import COSTLY, AttemptFailure, Domain
+from buffer_rl.rollout.failures import CONVERSION_FAILED, STALE_WEIGHTS, AttemptFailure, Domain
 from buffer_rl.rollout.quarantine import write_record
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.types import GroupUid, SampleGroup
 
 DATA_ATTEMPTS = 2
+INFRA_ATTEMPTS = 4  # of one group in one rollout, while the engines answer others
 GIVE_UP_AFTER = 8  # groups in quarantine, while nothing succeeded
 GIVE_UP_AFTER_COSTLY = 2  # groups, where there are only time-outs and crashes: such attempts take long
 FAILURES_PER_GROUP = 4  # of --rollout-batch-size, where a budget is absent
@@ -28,9 +37,15 @@ _WHOSE = {Domain.INFRA: "of the engines or the network", Domain.DATA: "of the da
 
 
 class FailurePolicy:
-    """Belongs to one rollout, whose failures ``stats`` counts."""
+    """Belongs to one rollout, whose failures ``stats`` counts. stop: set when it needs no more groups."""
 
-    def __init__(self, context: RolloutContext, buffer: RolloutBuffer, stats: RolloutStats) -> None:
+    def __init__(
+        self,
+        context: RolloutContext,
+        buffer: RolloutBuffer,
+        stats: RolloutStats,
+        stop: asyncio.Event | None = None,
+    ) -> None:
         self._context = context
         self._buffer = buffer
         self._stats = stats
@@ -38,13 +53,16 @@ class FailurePolicy:
         self._num_succeeded = 0
         self._in_a_row = 0  # failures of the infrastructure since the last success
         self._failed: dict[GroupUid, AttemptFailure] = {}
-        self._num_costly = 0
         self._quarantined: list[GroupUid] = []
+        self._canary = Canary(context, buffer.ticket, stop or asyncio.Event())
+        self._infra: Counter[GroupUid] = Counter()  # failures that may be the prompt's
+        self._engines_were_well: set[GroupUid] = set()  # after the last one of these
 
-    def succeeded(self) -> None:
+    def succeeded(self, group: SampleGroup) -> None:
         """A group was generated and scored."""
         self._num_succeeded += 1
         self._in_a_row = 0
+        self._canary.remember(group)
 
     @property
     def pause_s(self) -> float:
@@ -66,6 +84,8 @@ class FailurePolicy:
         )
         if policy == "abort":
             raise self._ended(failure, "a reward could not be computed, and --on-reward-error is abort.")
+        if failure.domain is Domain.INFRA and await self._is_the_groups_own(group.uid, failure):
+            for_good, failure = True, replace(failure, reason=f"{Domain.INFRA}:{failure.reason}")
         if for_good:
             await self._quarantine(group, failure, of_group)
         else:
@@ -95,6 +115,21 @@ class FailurePolicy:
                 f"{total} attempts at groups failed for reasons {_WHOSE[failure.domain]}, and {flag} is {limit}.",
             )
 
+    async def _is_the_groups_own(self, uid: GroupUid, failure: AttemptFailure) -> bool:
+        """Whether what shows as a failure of the infrastructure is the group's."""
+        if failure.reason == STALE_WEIGHTS:
+            return False
+        self._infra[uid] += 1
+        if self._infra[uid] < INFRA_ATTEMPTS - 1:
+            return False
+        if not await self._canary.is_answered():
+            self._engines_were_well.discard(uid)
+            return False
+        if uid in self._engines_were_well:
+            return True
+        self._engines_were_well.add(uid)
+        return False
+
     async def _quarantine(self, group: SampleGroup, failure: AttemptFailure, attempts: int) -> None:
         await self._buffer.aquarantine(group, failure.reason)
         self._quarantined.append(group.uid)
@@ -109,10 +144,12 @@ class FailurePolicy:
         enough = max(2, min(GIVE_UP_AFTER, self._buffer.ticket.num_groups))
         count = len(self._quarantined)
         data = [seen for seen in self._failed.values() if seen.domain is Domain.DATA]
-        if all(seen.reward in COSTLY for seen in data):
+        if all(seen.is_costly for seen in data):
             enough, count = GIVE_UP_AFTER_COSTLY, len(data)
         if count >= enough:
             what = "the rewards of" if failure.reward is not None else "the responses of"
+            if failure.reason == CONVERSION_FAILED:
+                what = "the training rows of"
             raise self._ended(
                 self._first[Domain.DATA], f"{what} {count} groups could not be computed, and those of no group could."
             )

@@ -9,19 +9,29 @@ from buffer_rl.errors import BufferRLError, DataError, DeadlineError, EngineErro
 from buffer_rl.resolution.calls import traceback_tail
 
 __all__ = [
+    "CONVERSION_FAILED",
     "COSTLY",
+    "STALE_WEIGHTS",
+    "UNUSABLE",
     "AttemptFailure",
     "Domain",
     "FailureKind",
+    "GenerateTimeoutError",
     "RewardFailure",
     "failure_of",
     "is_refusal",
     "kind_of",
+    "status_of",
     "traceback_tail",
 ]
 
 PASSING_STATUS = frozenset({408, 425, 429})  # the only HTTP 4xx that another try may end otherwise
-REFUSED_PROMPT = frozenset({400, 413, 414, 422})  # the request is wrong; other 4xx say that the set-up is
+REFUSED_PROMPT = frozenset({400, 413, 414, 422})  # the request is wrong; an engine's other 4xx say that the set-up is
+STALE_WEIGHTS = "stale_weights"  # tokens of other weights than the step's: whatever the prompt is
+CONVERSION_FAILED = "conversion_failed"
+GENERATE_TIMEOUT = "generate_timeout"
+UNUSABLE = (RolloutError, DataError, RewardError)
+"""What the conversion of a group raises where the group, or the user's code that converts it, is at fault."""
 
 
 class FailureKind(StrEnum):
@@ -43,6 +53,14 @@ class RewardFailure:
 
     kind: FailureKind
     error: RewardError
+
+
+class GenerateTimeoutError(RolloutError):
+    """A call of the user's generate function took longer than it may. repeatable: whether there is time for another."""
+
+    def __init__(self, what: str, *, where: str = "", expected: str = "", hint: str = "") -> None:
+        super().__init__(what, where=where, expected=expected, hint=hint)
+        self.repeatable = True
 
 
 class Domain(StrEnum):
@@ -77,6 +95,25 @@ class AttemptFailure:
             repeatable=failure.kind is not FailureKind.REFUSED,
         )
 
+    @classmethod
+    def of_conversion(cls, error: BufferRLError) -> AttemptFailure:
+        """A group that was generated and scored, and of which no rows can be made."""
+        return cls(domain=Domain.DATA, reason=CONVERSION_FAILED, error=error)
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether the attempt took a whole deadline, or the start of a process."""
+        return self.reward in COSTLY or self.reason == GENERATE_TIMEOUT
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status that an exception bears, as those of this project and of the usual HTTP libraries do."""
+    of_aiohttp, of_httpx = getattr(error, "status", None), getattr(error, "response", None)
+    for value in (of_aiohttp, getattr(of_httpx, "status_code", None)):
+        if isinstance(value, int) and not isinstance(value, bool):
+            return int(value)
+    return None
+
 
 def is_refusal(status: int | None) -> bool:
     """Whether an HTTP status says that asking again is of no use."""
@@ -84,21 +121,25 @@ def is_refusal(status: int | None) -> bool:
 
 
 def kind_of(error: BaseException) -> FailureKind:
-    """What an exception of a reward function is; an HTTP refusal where the project's error says so."""
-    refused = isinstance(error, BufferRLError) and is_refusal(error.status)
-    return FailureKind.REFUSED if refused else FailureKind.EXCEPTION
+    """What an exception of a reward function is; an HTTP refusal where it bears such a status."""
+    return FailureKind.REFUSED if is_refusal(status_of(error)) else FailureKind.EXCEPTION
 
 
 def failure_of(error: BufferRLError) -> AttemptFailure | None:
-    """The failure that ``error`` of the generation is; None for one that must end the run, such as a wrong option."""
+    """The failure that ``error`` of the generation is; None for one that must end the run, such as a wrong option.
+
+    An engine is the set-up's; whatever else refuses a request, such as a tool, may do so for one prompt alone."""
     if is_refusal(error.status):
-        if error.status not in REFUSED_PROMPT:
+        if isinstance(error, EngineError) and error.status not in REFUSED_PROMPT:
             return None
         reason = f"refused:{error.status}"
         return AttemptFailure(domain=Domain.DATA, reason=reason, error=error, repeatable=False)
     if isinstance(error, EngineError | DeadlineError):
         reason = "deadline" if isinstance(error, DeadlineError) else "engine"
         return AttemptFailure(domain=Domain.INFRA, reason=reason, error=error)
-    if isinstance(error, RolloutError | DataError | RewardError):
+    if isinstance(error, GenerateTimeoutError):
+        repeatable = error.repeatable
+        return AttemptFailure(domain=Domain.DATA, reason=GENERATE_TIMEOUT, error=error, repeatable=repeatable)
+    if isinstance(error, UNUSABLE):
         return AttemptFailure(domain=Domain.DATA, reason="generate_failed", error=error)
     return None

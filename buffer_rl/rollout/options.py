@@ -49,6 +49,12 @@ class RolloutOptions(Section):
     rollout_concurrency: int = option(512, "most requests in flight from one rollout worker", ge=1)
     rollout_timeout_s: float = option(3600.0, "deadline of one whole rollout, in seconds", gt=0)
     generate_timeout_s: float = option(600.0, "deadline of one generation request, in seconds", gt=0)
+    custom_generate_timeout_s: float | None = option(
+        None,
+        "deadline of one call of --custom-generate-function-path, with all its requests and tools, in seconds; half of "
+        "--rollout-timeout-s where absent",
+        gt=0,
+    )
     dynamic_sampling_filter_path: str | None = option(
         None, "decides whether a finished group is trained on; dropped groups are replaced", kind="filter"
     )
@@ -72,8 +78,8 @@ class RolloutOptions(Section):
     max_infra_failures: int | None = option(
         None,
         "end the run after more than this many failed attempts at groups for reasons of the engines or the network; "
-        "such a group goes back to the queue and is tried again; 4 for each of --rollout-batch-size, and at least 16, "
-        "where absent",
+        "such a group goes back to the queue and is tried again, and after four goes into quarantine if the engines "
+        "answer others; 4 for each of --rollout-batch-size, and at least 16, where absent",
         ge=0,
     )
     max_data_failures: int | None = option(

@@ -13,7 +13,7 @@ from buffer_rl.resolution.calls import place, returned
 from buffer_rl.rollout.calling import call_plugin
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
 from buffer_rl.rollout.continuing import start_anew
-from buffer_rl.rollout.failures import RewardFailure
+from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
 from buffer_rl.rollout.generate import generate
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats
@@ -115,7 +115,8 @@ async def _call_custom(context: RolloutContext, sample: Sample, params: dict[str
     assert context.generate is not None
     path, at = context.args.custom_generate_function_path, f"row {sample.row_id}"
     uid, sample_index = sample.uid, sample.sample_index
-    answer = await call_plugin("generate", path, context.generate, context.args, sample, params, at=at)
+    async with _generate_deadline(context.args, place("generate", path, at)):
+        answer = await call_plugin("generate", path, context.generate, context.args, sample, params, at=at)
     parts = [answer] if isinstance(answer, Sample) else answer
     if not isinstance(parts, list) or not parts or not all(isinstance(part, Sample) for part in parts):
         raise returned("generate", path, answer, "a Sample, or a list of them", at=at, error_class=RolloutError)
@@ -128,6 +129,27 @@ async def _call_custom(context: RolloutContext, sample: Sample, params: dict[str
                 expected="completed, truncated, aborted or failed",
             )
     return parts
+
+
+@asynccontextmanager
+async def _generate_deadline(args: Any, where: str) -> AsyncIterator[None]:
+    """A user's generate function may make many requests, so it has more time than one; but not all of the rollout's,
+    or one prompt at which it hangs would end that."""
+    limit = args.custom_generate_timeout_s or args.rollout_timeout_s / 2
+    deadline = asyncio.timeout(limit)
+    try:
+        async with deadline:
+            yield
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        late = GenerateTimeoutError(
+            f"not done within {limit:g} s",
+            where=where,
+            hint="a call may take --custom-generate-timeout-s, by default half of --rollout-timeout-s",
+        )
+        late.repeatable = 2 * limit < args.rollout_timeout_s
+        raise late from error
 
 
 def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:

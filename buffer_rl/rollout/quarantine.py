@@ -19,7 +19,7 @@ ERROR_CHARS = 4000
 def quarantine_record(group: SampleGroup, task: str, failure: AttemptFailure, attempts: int) -> dict[str, Any]:
     """What is written down of one group: who it is, the beginning of its prompt, and the end of its error.
 
-    attempts: how many of them failed for reasons of the data."""
+    attempts: how many of them failed for reasons of this domain."""
     prompt = group[0].prompt
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
     record = {

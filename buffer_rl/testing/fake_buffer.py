@@ -60,7 +60,11 @@ class FakeBuffer:
             self.returned.append(group)
             self._queue.append(group.as_prompts())
 
-    def finish(self, group: SampleGroup) -> None:
+    def encode(self, group: SampleGroup) -> Any:
+        """The group itself: nothing is stored here."""
+        return group
+
+    def finish(self, group: SampleGroup, encoded: Any = None) -> None:
         """Report a finished group."""
         self._end(group)
         self.finished.append(group)
@@ -100,7 +104,7 @@ class FakeBuffer:
         """See ``add_samples``."""
         self.add_samples(groups)
 
-    async def afinish(self, group: SampleGroup) -> None:
+    async def afinish(self, group: SampleGroup, encoded: Any = None) -> None:
         """See ``finish``."""
         self.finish(group)
 

@@ -123,20 +123,22 @@ class FakePublisher:
 class FakeEngines:
     """The control of engines that obey: notes every call, holds a version.
 
-    fail_on: the call that raises ``error``. keeps_version: the engines ignore an update. checksums: what the engines
-    say of their weights, by URL.
+    fail_on: the call that raises ``error``, each time or the first ``failures`` times. keeps_version: the engines
+    ignore an update. checksums: what the engines say of their weights, by URL.
     """
 
     def __init__(
         self,
         fail_on: str = "",
         error: Exception | None = None,
+        failures: int | None = None,
         keeps_version: bool = False,
         checksums: Mapping[str, str] | None = None,
     ) -> None:
         self._checksums = dict(checksums or {})
         self._fail_on = fail_on
         self._error = error
+        self._failures = failures
         self._keeps_version = keeps_version
         self.version = 0
         self.paused = False
@@ -188,7 +190,12 @@ class FakeEngines:
         self._note("resume")
         self.paused = False
 
+    def let_go_of_failing(self) -> None:
+        """Nothing: they are one."""
+        self._note("let go")
+
     def _note(self, call: str) -> None:
         self.calls.append(call)
-        if call == self._fail_on and self._error is not None:
+        over = self._failures is not None and self.calls.count(call) > self._failures
+        if call == self._fail_on and self._error is not None and not over:
             raise self._error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,8 +16,8 @@ from buffer_rl.types import Column, TrainBatch
 FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs"}
 ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
 STREAMED_GROUPS = 4
-"""Groups that a role works on at a time, where that many are ready: larger passes are cheaper, but the last one
-starts only when the one before has ended."""
+"""Groups that a process works on at a time, at most and where that many are ready: larger passes are cheaper, but the
+last one starts only when the one before has ended."""
 
 ROLLOUT_GRACE_S = 120.0
 """A rollout ends within ``--rollout-timeout-s`` and twice the grace that a user's rollout function has (30 s)."""
@@ -38,9 +39,13 @@ def longest_wait(args: Any) -> float:
     return float(args.rollout_timeout_s) + ROLLOUT_GRACE_S
 
 
-def rows_per_batch(args: Any) -> int:
-    """Rows that a role asks for at a time; under ``--deterministic`` one group."""
-    return 1 if args.deterministic else STREAMED_GROUPS * int(args.n_samples_per_prompt)
+def rows_per_batch(args: Any, num_readers: int) -> int:
+    """Rows that each of a role's ``num_readers`` processes asks for at a time: no more groups than its part of a step,
+    so that those that ask later find theirs; under ``--deterministic`` one group."""
+    if args.deterministic:
+        return 1
+    part = math.ceil(int(args.rollout_batch_size) / num_readers)
+    return min(part, STREAMED_GROUPS) * int(args.n_samples_per_prompt)
 
 
 def log_prob_stage(name: str, models: Sequence[str], log_probs: LogProbs) -> Stage:
@@ -55,10 +60,14 @@ def log_prob_stage(name: str, models: Sequence[str], log_probs: LogProbs) -> Sta
 
 def advantage_stage(compute_advantages: Callable[[TrainBatch], None], given: frozenset[str] = frozenset()) -> Stage:
     """Advantages and returns of each group; ``compute_advantages`` sets them as columns, and needs one group alone.
+    Advantages that came with the group, from the user's converter, are kept.
 
-    given: fields that other roles add, waited for. Of others it sees none, whatever is there by chance."""
+    given: fields that others add and the estimator needs, waited for. Of others it sees none, whatever is there by
+    chance."""
 
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
+        if "advantages" in batch.columns:
+            return {} if "returns" in batch.columns else {"returns": batch.columns["advantages"]}
         for name in DERIVED_FIELDS - given:
             batch.columns.pop(name, None)
         compute_advantages(batch)
@@ -75,7 +84,7 @@ def gradient_stage(trainer: GradientTrainer, models: Sequence[str], given: froze
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
         for model in models:
             batch.columns[FIELD_OF_MODEL[model]] = trainer.log_probs(model, batch)
-        if "advantages" not in given:
+        if "advantages" not in given and "advantages" not in batch.columns:  # the user's converter may give them
             trainer.compute_advantages(batch)
         trainer.accumulate(batch)
         return {}

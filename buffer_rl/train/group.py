@@ -15,6 +15,7 @@ import ray
 import torch
 
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.partition import Splitting
 from buffer_rl.cluster.logs import redirect_output
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args
@@ -31,6 +32,7 @@ from buffer_rl.train.duties import (
     longest_wait,
     rows_per_batch,
 )
+from buffer_rl.train.estimator import mini_batches, splitting
 from buffer_rl.train.non_finite import FOLDER, NonFiniteGuard
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.train.rendezvous import Rendezvous
@@ -56,6 +58,7 @@ class TrainRank:
         self._batches: list[TrainBatch] = []
         self._rendezvous = Rendezvous()
         self._streamed = 0
+        self._splitting = Splitting.GROUPS
         folder = Path(log_path).parent.parent / FOLDER
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
         self._shared = SharedWeights(use_cuda_ipc=self._args.engine_device != "cpu")
@@ -76,6 +79,7 @@ class TrainRank:
                 timeout=timedelta(seconds=self._args.train_timeout_s),
             )
         registry = PluginRegistry.from_flags(self._args.plugin)
+        self._splitting = splitting(self._args, registry)
         self._built = build_trainer(self._args, registry, self._rank, self._world_size)
 
     @property
@@ -86,12 +90,14 @@ class TrainRank:
 
     def fetch(self, rollout_id: int) -> None:
         """Get this rank's rows: its share of each of the rollout's mini-batches."""
-        steps = self._args.num_steps_per_rollout
-        # Whole groups under --deterministic: a micro-batch then holds the same rows on any number of ranks.
-        whole = self._args.deterministic
-        self._batches = [
-            self._buffer.get_data(rollout_id, self._rank, self._world_size, steps, step, whole) for step in range(steps)
-        ]
+        self._batches = mini_batches(
+            self._buffer,
+            rollout_id,
+            self._rank,
+            self._world_size,
+            num_steps=self._args.num_steps_per_rollout,
+            splitting=self._splitting,
+        )
 
     def log_probs(self, model: str) -> None:
         """Compute the log-probabilities of the fetched rows under ``model``; they go into the pool, and stay here."""
@@ -114,7 +120,7 @@ class TrainRank:
             stage,
             self._buffer,
             rollout_id,
-            rows_per_batch=rows_per_batch(self._args),
+            rows_per_batch=rows_per_batch(self._args, self._world_size),
             timeout_s=longest_wait(self._args),
         )
 

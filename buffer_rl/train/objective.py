@@ -10,10 +10,12 @@ import torch
 
 from buffer_rl.algo.losses import sft_loss
 from buffer_rl.contracts import AdvantageEstimator, LossInputs, LossOutputs, PolicyLoss
+from buffer_rl.errors import PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, returned
 from buffer_rl.resolution.errors import short_repr
-from buffer_rl.scope import scope_of
+from buffer_rl.scope import Scope, needs_of, scope_of
+from buffer_rl.train.estimator import LOG_PROB_FIELDS, estimator_of
 from buffer_rl.types import TrainBatch
 
 
@@ -21,26 +23,39 @@ class Objective:
     """Resolves ``--custom-loss-function-path`` or ``--loss-type``, and ``--custom-advantage-function-path`` or
     ``--advantage-estimator``. Raises PluginError if one does not resolve.
 
-    supervised: the loss is the built-in supervised one, which has no advantages. scope: of the loss (see
-    ``buffer_rl.scope.scoped``).
+    supervised: the loss is the built-in supervised one, which has no advantages. scope: of the loss; needs: of the
+    estimator (see ``buffer_rl.scope.scoped``).
     """
 
     def __init__(self, args: Any, registry: PluginRegistry) -> None:
         self._args = args
         self._loss_name: str = args.custom_loss_function_path or args.loss_type
-        self._estimator_name: str = args.custom_advantage_function_path or args.advantage_estimator
+        self._estimator_name = estimator_of(args)[1]
         self._loss = cast(PolicyLoss, registry.resolve("loss", self._loss_name))
         self._estimator = cast(AdvantageEstimator, registry.resolve("advantage", self._estimator_name))
         self.supervised = self._loss == sft_loss
         self.scope = scope_of(self._loss)
+        self.needs = needs_of(self._estimator)
+        waits = scope_of(self._estimator) is not Scope.ROLLOUT
+        self._hidden = frozenset(LOG_PROB_FIELDS) - self.needs if waits else frozenset()
 
     def compute_advantages(self, batch: TrainBatch) -> None:
         """Have the estimator set the columns ``advantages`` and ``returns``: a row's response tokens each, float32.
 
+        One that declares that it can be called before the rollout's end sees the log-probabilities that it declares
+        as needed and no others: which of them are there by then depends on the schedule.
+
         Raises PluginError if it raises, returns something, or leaves one of them out or of another shape.
         """
         kind, name = "advantage", self._estimator_name
-        answer: object = call(kind, name, self._estimator, self._args, batch, at=batch.task)
+        hidden = {column: batch.columns.pop(column) for column in self._hidden & batch.columns.keys()}
+        try:
+            answer: object = call(kind, name, self._estimator, self._args, batch, at=batch.task)
+        except PluginError as error:
+            if isinstance(error.__cause__, KeyError) and (absent := self._hidden.intersection(error.__cause__.args)):
+                error.hint = f"declare it: buffer_rl.scope.scoped(..., needs=({min(absent)!r},))"
+            raise
+        batch.columns.update(hidden)
         expected = "None, with batch.columns['advantages'] and ['returns'] set: per row [response_length] float32"
         if answer is not None:
             raise returned(kind, name, answer, expected, at=batch.task)

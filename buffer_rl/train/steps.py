@@ -8,6 +8,7 @@ from typing import Any
 
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import TrainError
+from buffer_rl.train.estimator import is_supervised
 from buffer_rl.train.non_finite import NonFiniteGuard
 from buffer_rl.types import TrainBatch
 
@@ -23,7 +24,7 @@ def train_steps(trainer: Trainer, batches: Sequence[TrainBatch], guard: NonFinit
     same: dict[str, float] = {}
     num_taken = 0
     for part, batch in enumerate(batches):
-        if "advantages" not in batch.columns:  # a role of its own may have set them
+        if "advantages" not in batch.columns:  # a role of its own, or the user's converter, may have set them
             trainer.compute_advantages(batch)
         shares = trainer.forward_backward(batch)
         taken = guard.step(trainer.optimizer_step, lambda batch=batch: batch, part=part)  # type: ignore[misc]
@@ -40,8 +41,7 @@ def train_steps(trainer: Trainer, batches: Sequence[TrainBatch], guard: NonFinit
 def require_old_log_probs(args: Any, batches: Sequence[TrainBatch]) -> None:
     """Raises TrainError where several steps would take each one's own weights for those that sampled its rows: from the
     second step on, the ratio of new to old probability would be 1, and nothing would be clipped."""
-    supervised = args.loss_type == "sft_loss" and args.custom_loss_function_path is None
-    if len(batches) == 1 or supervised or args.use_rollout_logprobs:
+    if len(batches) == 1 or is_supervised(args) or args.use_rollout_logprobs:
         return
     for step, batch in enumerate(batches):
         if "old_log_probs" not in batch.columns:

@@ -90,9 +90,9 @@ class TorchTrainer:
         """Accumulate the gradient of the loss shares of ``batch``; metrics are shares that add up over calls and
         ranks. A batch without rows contributes nothing.
 
-        Under ``--deterministic`` a loss of scope ``group`` takes the way of ``accumulate``, so that its gradient has
-        the same bits, whenever its parts were computed and by how many ranks."""
-        if self._args.deterministic and self._objective.scope is Scope.GROUP:
+        Under ``--deterministic`` a loss of scope ``group`` or ``row`` takes the way of ``accumulate``, so that its
+        gradient has the same bits, whenever its parts were computed and by how many ranks."""
+        if self._args.deterministic and self._objective.scope is not Scope.ROLLOUT:
             self.accumulate(batch)
             return self.finish_accumulation(batch.total_rows, batch.total_tokens)
         self._require_awake()

@@ -3,7 +3,8 @@
 A loss divides by the step's rows or by its unmasked tokens (``buffer_rl.algo.aggregation``), and neither is known
 while the rollout still runs. So the loss is asked twice for each micro-batch, once as if the step had one row and
 endlessly many tokens, and once the other way round: each answer holds what is divided by that total alone. Gradients
-are accumulated for the total that ``--loss-agg-mode`` divides by; the other answer must then be 0.
+are accumulated for the total that ``--loss-agg-mode`` divides by; the other answer must then be 0, and so must its
+gradient: advantages that cancel make a value of 0 with a gradient that would be lost.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ import torch
 from buffer_rl.contracts import LossInputs, LossOutputs
 from buffer_rl.errors import ConfigError, TrainError
 
-ENDLESS = cast(int, math.inf)
+
+def _matters(loss: torch.Tensor, inputs: LossInputs) -> bool:
+    """Whether a loss, or its gradient by what the model computed, is a number other than 0. What is not finite does
+    not count: it shows in the gradient that is kept."""
+    found = [loss.detach()]
+    computed = [t for t in (inputs.log_probs, inputs.entropy) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if computed and loss.requires_grad:
+        found += torch.autograd.grad(loss, computed, retain_graph=True, allow_unused=True)
+    return any(bool((torch.isfinite(t) & (t != 0)).any()) for t in found if t is not None)
 
 
 class UnscaledShares:
@@ -36,11 +45,10 @@ class UnscaledShares:
         """The loss of a micro-batch to call ``backward`` on, not divided by any total.
 
         Raises ConfigError if the loss divides by both totals: its gradient cannot be scaled afterwards."""
-        by_rows = loss(replace(inputs, total_rows=1, total_tokens=ENDLESS))
-        by_tokens = loss(replace(inputs, total_rows=ENDLESS, total_tokens=1))
+        by_rows = loss(replace(inputs, total_rows=1, total_tokens=math.inf))
+        by_tokens = loss(replace(inputs, total_rows=math.inf, total_tokens=1))
         kept, other = (by_tokens, by_rows) if self._by_tokens else (by_rows, by_tokens)
-        rest = float(other.loss.detach())
-        if rest != 0.0 and math.isfinite(rest):  # what is not finite shows in the gradient
+        if _matters(other.loss, inputs):
             raise ConfigError(
                 f"the loss divides by the {'rows' if self._by_tokens else 'tokens'} of the step as well",
                 where=self._where,

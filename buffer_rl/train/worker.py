@@ -41,8 +41,9 @@ MODEL_OF_ROLE = {"ref": "ref", "actor_fwd": "actor"}
 class RoleWorker:
     """One process of the role ``ref``, ``actor_fwd`` or ``advantages``."""
 
-    def __init__(self, args_text: str, buffer: Any, role: str, index: int, log_path: str) -> None:
+    def __init__(self, args_text: str, buffer: Any, role: str, index: int, num_workers: int, log_path: str) -> None:
         redirect_output(log_path)
+        self._num_workers = num_workers
         self._args = cast("Args", load_args(args_text))
         self._role = role
         self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"{role}-{index}")
@@ -81,7 +82,7 @@ class RoleWorker:
             self._stage,
             self._buffer,
             rollout_id,
-            rows_per_batch=rows_per_batch(self._args),
+            rows_per_batch=rows_per_batch(self._args, self._num_workers),
             timeout_s=longest_wait(self._args),
         )
 
@@ -92,9 +93,8 @@ class RoleWorker:
     def _make_stage(self) -> Stage:
         args = self._args
         if self._role == "advantages":
-            counts = {"ref_log_probs": args.num_ref_workers, "old_log_probs": args.num_actor_fwd_workers}
-            given = frozenset(name for name, count in counts.items() if count)
-            return advantage_stage(Objective(args, self._registry).compute_advantages, given)
+            objective = Objective(args, self._registry)
+            return advantage_stage(objective.compute_advantages, objective.needs)
         temperature = loss_temperature(args)
         return log_prob_stage(
             self._role,
@@ -170,7 +170,7 @@ def start_role(
 
     def start_members() -> Sequence[Any]:
         return [
-            remote.remote(args_text, buffer, role, index, f"{log_dir}/{role}_{index}.log")
+            remote.remote(args_text, buffer, role, index, num_workers, f"{log_dir}/{role}_{index}.log")
             for index in range(num_workers)
         ]
 

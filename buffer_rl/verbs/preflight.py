@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.checkpoint import read_manifest
+from buffer_rl.checkpoint import make_folder, read_manifest
 from buffer_rl.config import flag_of
 from buffer_rl.data.source import EvalSource
 from buffer_rl.driver.modes import train_only
+from buffer_rl.driver.save_folder import check_lineage
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
 from buffer_rl.redaction import mask_url
 from buffer_rl.remote import file_system, is_remote, local_path
@@ -23,8 +24,8 @@ TEMPLATE_BYTES = 1024  # more than what a chat template adds to a message; templ
 
 
 def check_folders(args: Any) -> None:
-    """Raises ConfigError for a model folder that cannot be loaded or a folder that cannot be written to,
-    CheckpointError for a checkpoint that is not there."""
+    """Raises ConfigError for a model folder that cannot be loaded, a folder that cannot be written to, or checkpoints
+    of another run in ``--save``; CheckpointError for a checkpoint that is not there."""
     for name in ("hf_checkpoint", "ref_load"):
         folder = getattr(args, name)
         if folder is not None:
@@ -32,8 +33,7 @@ def check_folders(args: Any) -> None:
             if args.custom_model_provider_path is None:
                 check_weights(flag_of(name), folder)
     check_tokenizer(flag_of("hf_checkpoint"), args.hf_checkpoint)
-    if args.load is not None:
-        read_manifest(args.load)
+    first_step = read_manifest(args.load).step if args.load is not None else 0
     if is_remote(args.run_dir):
         raise ConfigError(
             f"{mask_url(args.run_dir)!r} is no local folder",
@@ -45,6 +45,7 @@ def check_folders(args: Any) -> None:
         file_system(args.save, ConfigError)
     elif args.save is not None:
         check_writable("--save", Path(local_path(args.save)))
+    check_lineage(args, first_step)
 
 
 def check_devices(args: Any) -> None:
@@ -74,8 +75,8 @@ def check_checkpoint(args: Any, data: Sequence[Mapping[str, Any]]) -> None:
 
     data: use, path and source_hash of the sources that the options name now.
     """
-    if args.load is None or train_only(args) or args.data_source_path is not None:
-        return
+    if args.load is None or train_only(args) or args.data_source_path is not None or args.num_rollout == 0:
+        return  # the last: an evaluation, which reads no training data
     facts = read_manifest(args.load).facts
     options = facts.get("options", {})
     if "data" not in facts or options.get("data_source_path") is not None:
@@ -137,7 +138,7 @@ def make_folders(args: Any) -> None:
         if path is None or is_remote(local_path(path)):
             continue
         try:
-            Path(local_path(path)).mkdir(parents=True, exist_ok=True)
+            make_folder(Path(local_path(path)))
         except OSError as error:
             raise ConfigError(f"the folder {path!r} cannot be made: {error.strerror}", where=flag) from error
 

@@ -8,7 +8,7 @@ BACKEND = {
     "advantage": Skeleton(
         imports="import numpy as np\nfrom buffer_rl.scope import scoped\nfrom buffer_rl.types import TrainBatch\n",
         code='''\
-@scoped("group")  # it reads one prompt's rows alone, so it can be computed while other prompts are still generated
+@scoped("row")  # each row by itself; "group" if it compares the rows of a prompt (batch.row_ids[i].uid)
 def $name(args: Any, batch: TrainBatch) -> None:
     """Every response token gets its row's reward, as advantage and as return."""
     rows = zip(batch.columns["reward"], batch.columns["response_length"], strict=True)

@@ -1,46 +1,88 @@
 """The publication of one version: write → pause → flush → update → check → continue.
 
 Who waits for whom: the publisher waits for the trainer (to write) and for every engine (each call with a
-deadline). Whatever fails, the engines are told to continue, so that none stays paused, and the transport to free what
-it prepared.
+deadline). Whatever fails, the engines are told to continue, so that none stays paused. What an engine failed is tried
+again from ``pause`` on with what was prepared once; every step may be repeated. After the last attempt the transport is
+told to free what it prepared.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from buffer_rl.contracts import WeightTransport
 from buffer_rl.errors import BufferRLError, EngineError
 from buffer_rl.weights.disk import EngineControl, WeightSource
 
+ATTEMPTS = 3
+FIRST_PAUSE_S = 0.5  # doubled after each attempt; engines generate meanwhile
+TIMEOUT_S = 600.0
+MAX_REASON_CHARS = 500
+
 
 class Publisher:
-    """Publishes versions through one transport. compare: after each, compare the weights that the engines serve."""
+    """Publishes versions through one transport.
+
+    compare: after each, compare the weights that the engines serve. timeout_s: of one publication; no attempt begins
+    later. first_pause_s: between the first attempt and the second. notice: told in one line of an attempt that failed.
+    """
 
     def __init__(
-        self, transport: WeightTransport, source: WeightSource, engines: EngineControl, *, compare: bool = False
+        self,
+        transport: WeightTransport,
+        source: WeightSource,
+        engines: EngineControl,
+        *,
+        compare: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        first_pause_s: float = FIRST_PAUSE_S,
+        notice: Callable[[str], None] | None = None,
     ) -> None:
         self._compare = compare
         self._transport = transport
         self._source = source
         self._engines = engines
+        self._timeout_s = timeout_s
+        self._first_pause_s = first_pause_s
+        self._notice = notice
 
     def publish(self, version: int) -> dict[str, float]:
         """Have every engine sample from ``version``. Returns the seconds of each part.
 
-        Raises EngineError if an engine refuses the weights or reports another version afterwards.
+        Raises EngineError if, in the last of ``ATTEMPTS``, an engine refuses the weights or reports another version
+        afterwards.
         """
         started = time.monotonic()
         prepared = self._transport.prepare(self._source, version)
         paused = time.monotonic()
         try:
-            self._load(prepared, version)
+            self._load_with_retries(prepared, version, deadline=started + self._timeout_s)
         except BaseException as error:
             self._discard(prepared, error)
             raise
         self._transport.cleanup(prepared)
         return {"write_time": paused - started, "pause_time": time.monotonic() - paused}
+
+    def _load_with_retries(self, prepared: Any, version: int, *, deadline: float) -> None:
+        for attempt in range(1, ATTEMPTS + 1):
+            pause_s = self._first_pause_s * 2 ** (attempt - 1)
+            try:
+                if attempt == ATTEMPTS:
+                    self._engines.let_go_of_failing()
+                self._load(prepared, version)
+                return
+            except EngineError as error:
+                if attempt == ATTEMPTS or time.monotonic() + pause_s >= deadline:
+                    raise
+                self._tell(version, attempt, error)
+            time.sleep(pause_s)
+
+    def _tell(self, version: int, attempt: int, error: EngineError) -> None:
+        if self._notice is not None:
+            reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
+            self._notice(f"the publication of version {version} is tried again ({attempt} of {ATTEMPTS - 1}): {reason}")
 
     def _load(self, prepared: Any, version: int) -> None:
         failure: BaseException | None = None
@@ -57,7 +99,10 @@ class Publisher:
             self._resume(failure)
 
     def _check(self, version: int) -> None:
-        wrong = {url: found for url, found in self._engines.versions().items() if found != str(version)}
+        reported = self._engines.versions()
+        if not reported:
+            raise EngineError(f"no engine reports the weights of version {version}", where="publish")
+        wrong = {url: found for url, found in reported.items() if found != str(version)}
         if wrong:
             raise EngineError(f"engines report other weights than version {version}: {wrong}", where="publish")
         if self._compare and len(set((found := self._engines.checksums()).values())) > 1:

@@ -40,7 +40,7 @@ def is_first(args, moment):
 def send(args, moment, number):
     if is_first(args, moment):
         audit = LedgerAudit(Path(args.run_dir) / "ledger.sqlite")
-        os.kill(int(audit.facts()["note:pid"]), number)
+        os.kill(int(audit.facts()["note:pid"].split()[0]), number)
         audit.close()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.checkpoint import write_checkpoint
 from buffer_rl.errors import BufferRLError, ConfigError, WorkerError
 from buffer_rl.testing.processes import Process, descendants, holds_within
 
@@ -116,4 +117,11 @@ def test_a_folder_that_another_run_uses_is_refused_before_anything_starts(
     args = make_options()
     with sole_user(Path(args.run_dir)), pytest.raises(ConfigError, match="another run is at work"):
         train(args)
+    saves = Path(args.run_dir).with_name("saves")
+    saving = make_options(save=str(saves))
+    with sole_user(saves), pytest.raises(ConfigError, match=r"--save: another run is at work"):
+        train(saving)
+    write_checkpoint(saves, 1, lambda folder: None, {})
+    with pytest.raises(ConfigError, match="a checkpoint of step 1, and this run begins at step 0"):
+        train(saving)
     assert not (Path(args.run_dir) / "metrics.jsonl").exists()

@@ -46,3 +46,6 @@ def test_a_lineage_of_killed_runs_ends_as_if_nothing_had_happened(train: Callabl
     assert Outcome.of(saves / f"step_{end:06d}", end * GROUPS).differs(expected) == []
     assert len(LedgerAudit(tmp_path / "cut" / "ledger.sqlite").commits()) == end
     assert (tmp_path / "cut" / "ledger.sqlite.previous").exists()
+    # The same command once more: there is no step left, and the ledger is not lost.
+    train(make_options(tmp_path, "cut", end, lr_decay_iters=STEPS, **save, load=str(saves)))
+    assert Outcome.of(tmp_path / "cut", end * GROUPS).differs(expected) == []

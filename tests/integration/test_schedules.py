@@ -31,6 +31,36 @@ def score(args, sample):
     return float(sample.label[0] in sample.response)
 """
 
+# For runs in which work is to begin before the first rollout ends, however slow it is: the sample that is scored first
+# waits for a forward pass. What is sampled and what is rewarded is as without.
+WAITING = """
+import asyncio, time
+from pathlib import Path
+
+import transformers
+
+HERE = Path(__file__).parent
+
+
+def model(args):
+    # That of the folder; says when it is at work.
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.hf_checkpoint)
+    model.register_forward_pre_hook(lambda *_: (HERE / "at_work").touch())
+    return model
+
+
+async def score(args, sample):
+    try:
+        (HERE / "waiting").touch(exist_ok=False)
+    except FileExistsError:
+        return float(sample.label[0] in sample.response)
+    deadline = time.monotonic() + 60
+    while not (HERE / "at_work").exists():
+        assert time.monotonic() < deadline, "nobody worked on a finished group while the rollout ran"
+        await asyncio.sleep(0.01)
+    return float(sample.label[0] in sample.response)
+"""
+
 Run = Callable[..., Path]
 
 
@@ -77,6 +107,14 @@ def run(train: Callable[[Any], Any], options_in: Callable[..., Any], folder: Pat
     return run
 
 
+def waiting(folder: Path) -> dict[str, Any]:
+    """Options of one run that uses ``WAITING``, whose files are put into ``folder``."""
+    folder.mkdir()
+    (folder / "waiting_run.py").write_text(WAITING)
+    file = folder / "waiting_run.py"
+    return {"custom_model_provider_path": f"{file}:model", "custom_rm_path": f"{file}:score", "rm_timeout_s": 120.0}
+
+
 def weights(run_dir: Path) -> dict[str, np.ndarray]:
     return load_file(run_dir / "hf" / "model.safetensors")
 
@@ -112,21 +150,24 @@ def lockstep(run: Run) -> Path:
     return run("lockstep", **KL)
 
 
-def test_with_kl_every_schedule_ends_with_the_parameters_of_lockstep(run: Run, lockstep: Path, folder: Path) -> None:
+def test_with_kl_every_schedule_ends_with_the_parameters_of_lockstep(
+    run: Run, lockstep: Path, folder: Path, tmp_path: Path
+) -> None:
     assert has_trained(lockstep, folder)
     assert overlapping(lockstep, "old_log_probs") == 0
-    streamed = run("streamed_on_two_ranks", **KL, **STREAMED, num_train_ranks=2)
+    streamed = run("streamed_on_two_ranks", **KL, **STREAMED, **waiting(tmp_path / "streamed"), num_train_ranks=2)
     assert equal(lockstep, streamed)
     assert overlapping(streamed, "train") > 0
 
 
-def test_without_kl_and_with_dropped_groups_too(run: Run, folder: Path) -> None:
+def test_without_kl_and_with_dropped_groups_too(run: Run, folder: Path, tmp_path: Path) -> None:
     options = {"dynamic_sampling_filter_path": "filter_hub.reward_deviation:nonzero"}
     first = run("filtered", **options)
     assert has_trained(first, folder)
     assert dropped(first) > 0
-    pipelined = run("filtered_pipelined_on_two_ranks", **options, **PIPELINED, num_train_ranks=2)
-    streamed = run("filtered_streamed", **options, **STREAMED)
+    two_ranks = {**PIPELINED, **waiting(tmp_path / "pipelined"), "num_train_ranks": 2}
+    pipelined = run("filtered_pipelined_on_two_ranks", **options, **two_ranks)
+    streamed = run("filtered_streamed", **options, **STREAMED, **waiting(tmp_path / "streamed"))
     for other in (pipelined, streamed):
         assert equal(first, other)
         assert dropped(other) == dropped(first)
@@ -153,7 +194,7 @@ def first(name):
 
 def model(args):
     '''That of the folder; the first process with the reference model ends itself in its second forward pass, while it
-    holds a group that it was handed and has not written back.'''
+    holds a group that it was handed and has not written back. The next one says when it is at work.'''
     model = transformers.AutoModelForCausalLM.from_pretrained(args.hf_checkpoint)
     passes = []
 
@@ -161,6 +202,8 @@ def model(args):
         passes.append(1)
         if len(passes) == 2 and first("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if (HERE / "killed").exists():
+            (HERE / "replaced").touch()
 
     if args.hf_checkpoint.endswith("reference"):
         model.register_forward_pre_hook(die)
@@ -168,10 +211,10 @@ def model(args):
 
 
 async def score(args, sample):
-    '''The rollout cannot end before the death: the sample that is scored first waits for it.'''
+    '''The rollout cannot end before the death and the next process' work: the sample that is scored first waits.'''
     if first("waiting"):
         deadline = time.monotonic() + 60
-        while not (HERE / "killed").exists():
+        while not (HERE / "replaced").exists():
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
     return float(sample.label[0] in sample.response)
@@ -190,8 +233,9 @@ def test_a_reference_role_that_is_killed_in_mid_rollout_does_its_work_again(
         progress="plain",
         custom_model_provider_path=f"{tmp_path / 'killed.py'}:model",
         custom_rm_path=f"{tmp_path / 'killed.py'}:score",
+        rm_timeout_s=120.0,
     )
-    assert (tmp_path / "killed").exists()
+    assert (tmp_path / "replaced").exists()
     said = "".join(capfd.readouterr())
     assert said.count("ref died and is replaced (1 of 2): the process died") == 1
     assert equal(lockstep, disturbed)

@@ -22,7 +22,7 @@ from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.storage.actor import start_storage
 from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient, StorageUnit
 from buffer_rl.config import dump_args
-from buffer_rl.errors import BufferStateError, PayloadLostError, WorkerError
+from buffer_rl.errors import BufferStateError, DeadlineError, PayloadLostError, WorkerError
 from buffer_rl.types import SampleGroup, Ticket
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
@@ -180,6 +180,25 @@ def test_waiting_readers_wake_at_the_change_and_the_buffer_answers_however_many_
         client.change("finish", ticket, group.uid, group.attempt, rows, columns)
         assert ray.get(waiting, timeout=60) == [None] * len(waiting)  # far below the 600 s that they asked for
         assert client.get_meta(ticket.task, request, 30).row_ids == rows
+
+
+def test_a_reader_that_waits_for_longer_than_it_may_is_told_what_it_waited_for(
+    ray_cluster: None, make_options: Callable[..., Any]
+) -> None:
+    buffer = start_buffer(dump_args(make_options()))
+    with stopped(buffer):
+        client = BufferClient(buffer, timeout_s=30)
+        ticket = client.generate(0)
+        group = client.change("get_samples", ticket, 1)[0]
+        rows = [sample.row_id for sample in group]
+        request = ReadRequest(reader="train", fields=frozenset({"tokens", "ref_log_probs"}), num_rows=8)
+        columns = {"tokens": [np.zeros(3, np.int32) for _ in rows]}
+        client.change("finish", ticket, group.uid, group.attempt, rows, columns)
+        with pytest.raises(DeadlineError, match=r"no rows of train_0 were ready for 'train' within 0\.1 s") as caught:
+            client.get_meta(ticket.task, request, 0.1)
+        assert caught.value.expected == "finished groups with the fields ref_log_probs, tokens"
+        client.put_fields(ticket.task, rows, {"ref_log_probs": [np.zeros(2, np.float32) for _ in rows]})
+        assert client.get_meta(ticket.task, request, 0.0).row_ids == rows  # what is there needs no wait
 
 
 def test_a_reader_that_waits_for_a_pool_that_is_cleared_is_told_at_once(

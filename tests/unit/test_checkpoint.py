@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from buffer_rl.checkpoint import open_checkpoint, write_checkpoint
+from buffer_rl.checkpoint import newest_step, open_checkpoint, write_checkpoint
 from buffer_rl.errors import CheckpointError, DeadlineError
 
 
@@ -100,6 +101,30 @@ def test_a_deadline_that_passes_while_writing_stays_a_deadline(tmp_path: Path) -
     with pytest.raises(DeadlineError) as caught:
         write_checkpoint(tmp_path, 1, waits, {})
     assert caught.value is late
+
+
+def test_the_names_of_new_folders_above_the_checkpoint_are_flushed_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[Path] = set()
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        flushed.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    root = tmp_path / "runs" / "a" / "saves"
+    write_checkpoint(root, 1, fill, {})
+    assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "a", root} <= flushed
+    assert tmp_path.parent not in flushed
+
+
+def test_the_newest_step_is_0_where_there_is_no_checkpoint_or_no_folder(tmp_path: Path) -> None:
+    assert newest_step(tmp_path / "absent") == newest_step(tmp_path) == 0
+    for step in (9, 1_000_000):
+        write_checkpoint(tmp_path, step, fill, {})
+    assert newest_step(tmp_path) == 1_000_000
 
 
 def test_what_a_killed_writer_left_of_a_step_goes_when_the_step_is_written_again(tmp_path: Path) -> None:

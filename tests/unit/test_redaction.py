@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.redaction import mask_secrets, mask_url
+from buffer_rl.redaction import holds_credentials, mask_secrets, mask_url
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,30 @@ from buffer_rl.redaction import mask_secrets, mask_url
 )
 def test_urls_lose_user_password_and_the_values_of_their_query(text: str, shown: str) -> None:
     assert mask_url(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("https://user:pass@host:80/score", True),
+        ("https://ghp_token@host/score", True),
+        ("s3://KEY:SECRET@bucket/run", True),
+        ("dev=s3://KEY:SECRET@bucket/run@[0:3]", True),
+        ('{"url": "http://u:p@h/x"}', True),
+        ("http://host/score?model=m&token=abc", True),
+        ("http://host/score?api_key=abc", True),
+        ("https://host/d.jsonl?X-Amz-Credential=a&X-Amz-Date=1", True),
+        ("https://host/d.jsonl?sv=2020&sig=abc", True),
+        ("https://host/d.jsonl?X-Goog-Signature=abc", True),
+        ("sftp://me@host/data.jsonl", False),
+        ("s3://bucket/file.jsonl@[0:10]", False),
+        ("http://127.0.0.1:8000/score?model=m&version=2", False),
+        ("data/user:pass@host?token=abc", False),
+        ("you@example.org", False),
+    ],
+)
+def test_credentials_in_addresses_are_found(text: str, holds: bool) -> None:
+    assert holds_credentials(text) is holds
 
 
 def test_values_are_masked_by_the_names_of_secrets_and_only_by_these() -> None:

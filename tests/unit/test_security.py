@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,7 +14,7 @@ import buffer_rl
 import filter_hub
 import rm_hub
 from buffer_rl.cli import main
-from buffer_rl.config import compose, env_of
+from buffer_rl.config import Section, compose, env_of, option
 from buffer_rl.configuration.sources import Source, resolve
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
@@ -118,6 +120,48 @@ def test_a_secret_is_refused_as_a_flag_and_taken_from_the_environment() -> None:
     resolved = resolve(options, flags={}, environ=environ, config_path=None)
     assert resolved.args.engine_api_key == "hunter2"  # type: ignore[attr-defined]
     assert resolved.origins["engine_api_key"].source is Source.ENVIRONMENT
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("rm_url", "http://user:hunter2@127.0.0.1/x"),
+        ("rm_url", "http://127.0.0.1/x?token=hunter2"),
+        ("save", "s3://key:hunter2@bucket/runs"),
+        ("prompt_data", ["a.jsonl", "s3://key:hunter2@bucket/b.jsonl@[0:3]"]),
+        ("eval_prompt_data", ["dev=https://host/d.jsonl?X-Amz-Signature=hunter2"]),
+    ],
+)
+def test_an_address_with_credentials_is_refused_as_a_flag_and_taken_from_the_environment(name: str, raw: Any) -> None:
+    options = compose(CORE_SECTIONS)
+    with pytest.raises(ConfigError, match="every user of the machine") as caught:
+        resolve(options, flags={name: raw}, environ={}, config_path=None)
+    assert "hunter2" not in str(caught.value)
+    assert env_of(name) in str(caught.value)
+    text = raw if isinstance(raw, str) else json.dumps(raw)
+    resolved = resolve(options, flags={}, environ={env_of(name): text}, config_path=None)
+    assert getattr(resolved.args, name) == raw
+
+
+class KeyedOptions(Section):
+    """An option that is a secret and no text."""
+
+    heading: ClassVar[str] = "Keyed"
+
+    judge_api_key: int = option(0, "key")
+
+
+def test_a_wrong_value_that_is_or_holds_a_secret_is_not_shown(tmp_path: Path) -> None:
+    options = compose([*CORE_SECTIONS, KeyedOptions])
+    file = tmp_path / "c.yaml"
+    for text in ("engine_api_key: [hunter2, b]", "engine_api_key: {a: hunter2}", "judge_api_key: hunter2"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"api-key: '\*\*\*' is not") as caught:
+            resolve(options, flags={}, environ={}, config_path=str(file))
+        assert "hunter2" not in str(caught.value)
+    environ = {env_of("num_rollout"): "s3://key:hunter2@bucket/x"}
+    with pytest.raises(ConfigError, match=r"num-rollout: 's3://\*\*\*@bucket/x' is not"):
+        resolve(options, flags={}, environ=environ, config_path=None)
 
 
 def test_the_command_line_says_so_with_status_2_and_without_the_secret(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
+import sqlite3
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,10 +17,10 @@ import numpy as np
 import pytest
 import ray
 
-from buffer_rl.buffer.actor import CHANGES, READS, BufferActor, can_restart
+from buffer_rl.buffer.actor import CHANGES, READS, STATE_FILE, BufferActor, can_restart
 from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.cells import assemble
-from buffer_rl.buffer.ledger_place import new_ledger
+from buffer_rl.buffer.ledger_place import ledger_writer, new_ledger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose, dump_args
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DeadlineError, WorkerError
@@ -93,6 +95,28 @@ def test_what_was_saved_is_loaded_and_a_missing_state_is_an_error(tmp_path: Path
     assert [group.uid for group in again.change("get_samples", ticket, 2)] == [group.uid for group in leased]
     with pytest.raises(CheckpointError, match=r"cannot be read.*absent|absent.*cannot be read"):
         make_actor(tmp_path).change("me", 0, 0, "load", str(tmp_path / "absent"))
+
+
+def test_a_state_that_cannot_be_written_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "saves").mkdir()
+    (tmp_path / "saves" / STATE_FILE).symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        make_actor(tmp_path).read("save", str(tmp_path / "saves"))
+    assert caught.value.where == str(tmp_path / "saves" / STATE_FILE)
+
+
+def test_the_ledger_names_the_process_that_writes_it_also_after_it_went_back_to_a_copy(tmp_path: Path) -> None:
+    actor = make_actor(tmp_path)
+    (ledger,) = tmp_path.rglob("ledger.sqlite")
+    assert ledger_writer(ledger) == os.getpid()
+    (tmp_path / "saves").mkdir()
+    actor.read("save", str(tmp_path / "saves"))
+    copy = sqlite3.connect(tmp_path / "saves" / "ledger.sqlite")
+    copy.execute("UPDATE facts SET value = '1 0' WHERE key = 'note:pid'")
+    copy.commit()
+    copy.close()
+    actor.change("me", 0, 0, "load", str(tmp_path / "saves"))
+    assert ledger_writer(ledger) == os.getpid()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import shutil
 import sqlite3
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from buffer_rl.buffer import ledger_file
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import check_local_disk, open_for_reading
 from buffer_rl.buffer.sqlite_ledger import SqliteLedger
@@ -120,6 +124,62 @@ def test_a_file_that_cannot_be_made_is_a_mistake_of_the_user(tmp_path: Path) -> 
         SqliteLedger(tmp_path / "folder", run="r")
     with pytest.raises(CheckpointError, match="no such ledger"):
         open_for_reading(tmp_path / "nothing")
+
+
+def read_without_permission(folder: Path) -> str:
+    """What somebody reads, or is told, who may read the ledger in the folder and write to nothing there."""
+    for file in folder.iterdir():
+        file.chmod(0o444)
+    folder.chmod(0o555)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        if os.geteuid() == 0:  # whom no permission holds up
+            os.setgid(65534)
+            os.setuid(65534)
+        try:
+            said = str(len(LedgerAudit(folder / "ledger.sqlite").states()))
+        except BaseException as error:  # whatever it is, the parent looks at it
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    folder.chmod(0o755)
+    with open(reading) as pipe:
+        return pipe.read()
+
+
+def test_who_may_not_write_to_the_folder_reads_a_closed_ledger_and_is_not_told_of_damage_in_another_one() -> None:
+    # Not in pytest's folder, which nobody else may enter.
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        folder = Path(name, "run")
+        folder.mkdir()
+        ledger = SqliteLedger(folder / "ledger.sqlite", run="r")
+        ledger.lease(GroupUid("s", 0, 0), 0)
+        open_one = Path(name, "killed")
+        shutil.copytree(folder, open_one)
+        (open_one / "ledger.sqlite-shm").unlink()  # as after a copy of what a killed run left
+        ledger.close()
+        assert read_without_permission(folder) == "1"
+        said = read_without_permission(open_one)
+        assert said.startswith(f"CheckpointError: {open_one / 'ledger.sqlite'}: the ledger cannot be read: ")
+        assert "damaged" not in said
+        assert "--load" not in said
+
+
+def test_a_ledger_that_another_process_holds_is_not_called_damaged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_file, "BUSY_TIMEOUT_S", 0.01)
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("PRAGMA locking_mode=EXCLUSIVE")
+    holder.execute("BEGIN EXCLUSIVE")
+    for reader in (lambda: SqliteLedger(path, run="r"), lambda: open_for_reading(path)):
+        with pytest.raises(CheckpointError, match="cannot be read: database is locked") as caught:
+            reader()
+        assert "another process holds it" in caught.value.hint
+    holder.close()
+    open_for_reading(path).close()
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from buffer_rl.buffer import ledger_place
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.ledger_place import ledger_writer, new_ledger
+from buffer_rl.buffer.ledger_place import LedgerPlace, ledger_writer, new_ledger, process_note
 from buffer_rl.buffer.sqlite_ledger import SqliteLedger
 from buffer_rl.config import compose
 from buffer_rl.errors import CheckpointError, ConfigError
@@ -105,9 +107,91 @@ def test_the_writer_is_the_process_that_the_ledger_notes_while_it_runs(tmp_path:
     ledger = SqliteLedger(place.path, run=place.run)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    found = []
-    for process in (os.getpid(), ended.pid):
-        ledger.remember("pid", str(process))
-        found.append(ledger_writer(Path(place.path)))
+    own = process_note(os.getpid())
+    assert own is not None
+    began = int(own.split()[1])
+    notes = {
+        own: os.getpid(),
+        f"{os.getpid()} {began - 1}": None,  # an earlier process with the number of this one
+        str(os.getpid()): None,
+        f"{ended.pid} {began}": None,
+        "1 0": None,
+    }
+    found = {}
+    for note in notes:
+        ledger.remember("pid", note)
+        found[note] = ledger_writer(Path(place.path))
     ledger.close()
-    assert found == [os.getpid(), None]
+    assert found == notes
+    assert process_note(ended.pid) is None
+
+
+def killed_run(place: LedgerPlace, groups: int) -> None:
+    """A Buffer that commits and is killed: what it wrote is in the log beside the database."""
+    child = os.fork()
+    if child == 0:
+        ledger = SqliteLedger(place.path, run=place.run)
+        uids = [GroupUid("s", row, 0) for row in range(groups)]
+        for uid in uids:
+            ledger.finish(uid, ledger.lease(uid, 0))
+        ledger.commit(uids, 0, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_log_whose_database_was_removed_is_not_replayed_into_the_new_one(tmp_path: Path) -> None:
+    place = new_ledger(options(tmp_path))
+    killed_run(place, 3)
+    assert Path(f"{place.path}-wal").stat().st_size > 0
+    os.unlink(place.path)
+    again = new_ledger(options(tmp_path))
+    ledger = SqliteLedger(again.path, run=again.run)
+    assert (ledger.commits(), ledger.num_admitted) == ({}, 0)
+    ledger.close()
+
+
+@pytest.mark.parametrize("is_second", [False, True])
+def test_wherever_a_start_is_cut_off_the_next_one_begins_anew_and_keeps_the_whole_ledger_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_second: bool
+) -> None:
+    number, was_cut = 0, True
+    while was_cut:
+        number += 1
+        folder = tmp_path / str(number)
+        if is_second:  # there is a kept one of an earlier run, with a log
+            killed_run(new_ledger(options(folder)), 5)
+        killed_run(new_ledger(options(folder)), 3)
+        with monkeypatch.context() as patch:
+            left = [number]
+            for name in ("replace", "unlink"):
+                patch.setattr(os, name, cutting(getattr(os, name), left))
+            try:
+                new_ledger(options(folder))
+                was_cut = False
+            except Cut:
+                pass
+        place = new_ledger(options(folder))
+        ledger = SqliteLedger(place.path, run=place.run)
+        assert (ledger.commits(), ledger.num_admitted) == ({}, 0)
+        ledger.close()
+        assert num_groups(folder / "ledger.sqlite.previous") == 3
+        audit = LedgerAudit(folder / "ledger.sqlite.previous")
+        assert (len(audit.commits()), audit.faults()) == (1, [])
+        audit.close()
+    assert number > 4
+
+
+class Cut(BaseException):
+    """The end of a process, as far as its own code can tell."""
+
+
+def cutting(call: Callable[..., None], left: list[int]) -> Callable[..., None]:
+    """The call, which ends the process in place of the ``left``-th of all such calls."""
+
+    def made(*args: object, **options: object) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Cut
+        call(*args, **options)
+
+    return made

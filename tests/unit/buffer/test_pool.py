@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer_rl.buffer.cells import Cell, RowSizes, assemble
+from buffer_rl.buffer.partition import Splitting
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
 from buffer_rl.errors import BufferStateError
@@ -122,8 +123,25 @@ def test_the_last_deal_may_leave_a_rank_without_rows_and_then_it_has_ended() -> 
 def test_a_task_that_asks_for_other_fields_than_before_is_refused() -> None:
     p = Pool()
     p.read("ref")
-    with pytest.raises(BufferStateError, match="'ref' asked for other fields, or as another kind of reader, before"):
+    p.read("ref")
+    refused = "'ref' asked for other fields, or as another kind of reader, before"
+    with pytest.raises(BufferStateError, match=refused):
         p.read("ref", SAMPLED | {"reward"})
+    with pytest.raises(BufferStateError, match=refused):
+        p.read("ref", sampler="balanced")
+    with pytest.raises(BufferStateError, match=refused):
+        p.pool.get_meta(ReadRequest(reader="ref", fields=SAMPLED, num_rows=1, produces=frozenset({"returns"})))
+
+
+def test_a_balanced_reader_whose_number_of_ranks_changes_is_refused() -> None:
+    p = Pool()
+    for row in range(4):
+        p.add(row, 1)
+    p.read("train", sampler="balanced", num_rows=1, dp_rank=0, dp_size=2)
+    for rank, size in ((3, 4), (0, 1)):
+        with pytest.raises(BufferStateError, match=f"rank {rank} of {size} asks, and groups are dealt to 2 ranks"):
+            p.read("train", sampler="balanced", num_rows=1, dp_rank=rank, dp_size=size)
+    assert groups_in(p.read("train", sampler="balanced", num_rows=1, dp_rank=1, dp_size=2)), "the others go on"
 
 
 def test_a_field_that_was_written_is_accepted_again_only_with_equal_content() -> None:
@@ -183,16 +201,30 @@ def test_the_whole_batch_is_refused_while_the_rollout_runs() -> None:
     assert assemble(p.pool.share(0, 1)).row_ids == rows_of(uid, 2)
 
 
-def test_whole_groups_go_to_one_rank_where_there_are_enough() -> None:
+@pytest.mark.parametrize("splitting", [Splitting.GROUPS, Splitting.GROUPS_OR_ROWS])
+def test_whole_groups_go_to_one_rank_where_there_are_enough(splitting: Splitting) -> None:
     p = Pool()
     uids = [p.add(row, 4) for row in range(4)]
     p.pool.select(uids)
-    parts = [assemble(p.pool.share(rank, 2, whole_groups=True)) for rank in (0, 1)]
+    parts = [assemble(p.pool.share(rank, 2, splitting=splitting)) for rank in (0, 1)]
     for part in parts:
         for uid in {row.uid for row in part.row_ids}:
             assert [row for row in part.row_ids if row.uid == uid] == rows_of(uid, 4)
     assert sorted(row for part in parts for row in part.row_ids) == [row for uid in uids for row in rows_of(uid, 4)]
     assert {part.total_tokens for part in parts} == {32}
+
+
+def test_fewer_groups_than_ranks_are_split_or_refused_as_was_asked() -> None:
+    p = Pool()
+    uids = [p.add(row, 4) for row in range(2)]
+    p.pool.select(uids)
+    with pytest.raises(BufferStateError, match="2 whole groups cannot be shared among 3 ranks"):
+        p.pool.share(0, 3, splitting=Splitting.GROUPS)
+    with pytest.raises(BufferStateError, match="1 whole groups cannot be shared among 2 ranks"):
+        p.pool.share(0, 2, 2, 1, Splitting.GROUPS)
+    parts = [assemble(p.pool.share(rank, 3, splitting=Splitting.GROUPS_OR_ROWS)) for rank in range(3)]
+    assert sorted(row for part in parts for row in part.row_ids) == [row for uid in uids for row in rows_of(uid, 4)]
+    assert all(part.row_ids for part in parts)
 
 
 def test_payloads_behind_references_are_read_once_and_only_the_rows_asked_for_arrive() -> None:

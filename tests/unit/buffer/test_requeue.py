@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ def write_rows(folder: Path, count: int) -> str:
     return str(path)
 
 
-def make_state(path: str, groups_per_step: int, rule: RequeueRule | None = None) -> BufferState:
+def make_state(path: str, groups_per_step: int, rule: RequeueRule | None = None, *, samples: int = 2) -> BufferState:
     args: Any = compose(CORE_SECTIONS)(
-        prompt_data=path, n_samples_per_prompt=2, rollout_batch_size=groups_per_step, rollout_shuffle=False
+        prompt_data=path, n_samples_per_prompt=samples, rollout_batch_size=groups_per_step, rollout_shuffle=False
     )
     return BufferState(
         PromptDataSource(args),
@@ -384,3 +385,54 @@ def test_every_group_is_in_one_state_and_is_trained_once(
     done = {(uid.row, uid.epoch) for uid in (*model.trained, *rejected)}
     assert everything <= done
     assert not rejected & model.trained.keys()
+
+
+@pytest.mark.parametrize("rule", [None, KEEP])
+def test_a_run_with_another_number_of_samples_has_no_groups_of_the_old_one(
+    tmp_path: Path, rule: RequeueRule | None
+) -> None:
+    path = write_rows(tmp_path, 8)
+    state = make_state(path, 2, rule)
+    ticket = state.generate(0)
+    groups = lease(state, ticket, 4)
+    for group in groups[:2]:
+        finish(state, ticket, group)
+    give_back(state, ticket, [generate_some(group, 0) for group in groups[2:]])
+    end_step(state, ticket)
+    saved = saved_state(state)
+    same = make_state(path, 2, rule)
+    load_saved(same, saved)
+    again = lease(same, same.generate(1), 4)
+    assert [(group.uid.row, len(group), group.attempt) for group in again] == [
+        (2, 2, 2),
+        (3, 2, 2),
+        (4, 2, 1),
+        (5, 2, 1),
+    ]
+    assert [bool(group[0].tokens) for group in again] == [rule is KEEP, rule is KEEP, False, False]
+    for samples in (1, 3):
+        other = make_state(path, 2, rule, samples=samples)
+        load_saved(other, saved)
+        groups = lease(other, other.generate(1), 4)
+        assert [(group.uid.row, len(group)) for group in groups] == [(row, samples) for row in (2, 3, 4, 5)]
+        assert [group.attempt for group in groups] == [2, 2, 1, 1]
+        assert not any(sample.tokens for group in groups for sample in group)
+        assert [[s.sample_index for s in group] for group in groups] == [list(range(samples))] * 4
+
+
+def test_a_saved_group_whose_samples_fanned_out_is_as_large_as_it_was(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, 4)
+    state = make_state(path, 2, KEEP)
+    ticket = state.generate(0)
+    (group,) = lease(state, ticket, 1)
+    for sample in generate_some(group, 0):
+        sample.status = Status.COMPLETED
+    part = replace(group[0], part=1)
+    give_back(state, ticket, [replace(group, samples=[group[0], part, group[1]])])
+    other = reloaded(state, path, 2, KEEP)
+    (again,) = lease(other, other.generate(0), 1)
+    assert [(sample.sample_index, sample.part, bool(sample.tokens)) for sample in again] == [
+        (0, 0, True),
+        (0, 1, True),
+        (1, 0, True),
+    ]

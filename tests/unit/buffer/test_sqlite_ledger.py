@@ -347,6 +347,26 @@ def test_a_full_disk_while_everything_is_replaced_leaves_the_incarnation_as_it_w
     ledger.close()
 
 
+def test_a_full_disk_under_the_runs_ledger_is_not_blamed_on_the_checkpoint(ledger: SqliteLedger, path: Path) -> None:
+    copy = path.with_name("copy.sqlite")
+    lease_all(ledger)
+    ledger.backup(copy)
+    before = ledger.state_dict()
+    local = path.with_name(".ledger.sqlite.restore")
+    local.symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        ledger.restore(copy)
+    assert caught.value.where == str(local)
+    assert "cannot be read" not in caught.value.what
+    assert not os.path.lexists(local)
+    assert ledger.state_dict() == before
+    copy.unlink()
+    copy.mkdir()
+    with pytest.raises(CheckpointError, match="the copy of the ledger cannot be read") as caught:
+        ledger.restore(copy)
+    assert caught.value.where == str(copy)
+
+
 def test_a_full_disk_ends_a_copy_and_leaves_nothing_of_it(path: Path) -> None:
     ledger = SqliteLedger(path, run="r")
     lease_all(ledger)

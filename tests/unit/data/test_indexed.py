@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from buffer_rl.data import indexed
 from buffer_rl.data.dataset import PromptDataset
 from buffer_rl.data.index import MAX_ENTRIES, DataIndex, cache_folder
+from buffer_rl.data.lazy_rows import LazyRows
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.row import RowKeys
 from buffer_rl.data.scan import scan_range
@@ -236,6 +237,39 @@ def test_a_file_that_is_changed_in_place_during_the_run_is_an_error_not_other_ro
         file.write(b"\n")
     with pytest.raises(DataError, match="changed since it was checked"):
         dataset[0]
+
+
+def test_a_file_that_is_touched_during_the_run_is_hashed_once_and_read_on(
+    index: DataIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+    real = LazyRows._content_sha256
+    monkeypatch.setattr(LazyRows, "_content_sha256", lambda rows: hashed.append(real(rows)) or hashed[-1])
+    path = write(tmp_path / "d.jsonl", GOOD * 50)
+    dataset = read_dataset(path, KEYS, index)
+    rows = list(dataset)
+    for touches in (1, 2):
+        os.utime(path)
+        assert list(dataset) == rows
+        assert dataset[7] == rows[7]
+        assert len(hashed) == touches
+    assert list(pickle.loads(pickle.dumps(dataset))) == rows
+
+
+@pytest.mark.parametrize("changed", [0, 1500])
+def test_a_byte_that_changes_in_place_is_an_error_whatever_the_size_and_for_every_later_row(
+    index: DataIndex, tmp_path: Path, changed: int
+) -> None:
+    path = write(tmp_path / "d.jsonl", GOOD * 50)
+    dataset = read_dataset(path, KEYS, index)
+    with open(path, "r+b") as file:
+        file.seek(changed)
+        byte = file.read(1)
+        file.seek(changed)
+        file.write(bytes([byte[0] ^ 1]))
+    for _ in range(2):
+        with pytest.raises(DataError, match="changed since it was checked"):
+            dataset[len(dataset) - 1]
 
 
 def test_a_file_that_is_replaced_during_the_run_changes_nothing(index: DataIndex, tmp_path: Path) -> None:

@@ -47,7 +47,14 @@ def test_a_checkpoint_holds_the_ranks_the_model_the_buffer_and_the_options(tmp_p
     assert opened.facts["options"]["lr"] == 0.5
     names = sorted(str(path.relative_to(opened.folder)) for path in opened.folder.rglob("*") if path.is_file())
     assert names == ["buffer.json", "hf/save_hf", "manifest.json", "trainer/save"]
-    assert ranks.limits == [17.0, 17.0]
+    assert 16.0 < ranks.limits[1] < ranks.limits[0] <= 17.0  # one deadline for both
+
+
+def test_what_a_rank_raises_names_the_folder_whose_disk_may_be_full(tmp_path: Path) -> None:
+    full = TrainError("OSError: [Errno 28] No space left on device", where="train 0.save_hf")
+    with pytest.raises(TrainError) as caught:
+        checkpoints(tmp_path / "saves", Ranks(full)).save(1)
+    assert caught.value.where == f"train 0.save_hf, which writes to {tmp_path / 'saves'}"
 
 
 @pytest.mark.parametrize("failure", [TrainError("asleep"), DeadlineError("no answer within 17 s", where="train.save")])

@@ -21,10 +21,12 @@ from buffer_rl.driver.role_calls import RolePlan
 from buffer_rl.driver.schedule import Mode, Schedule
 from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError, TrainError, WorkerDiedError, WorkerError
 from buffer_rl.observe.timeline import WorkSpan
+from buffer_rl.observe.work import WorkReport, clock_origin
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
 from buffer_rl.testing.saved_state import load_saved, saved_state
 from buffer_rl.testing.virtual_runtime import VirtualRuntime
+from buffer_rl.types import Ticket
 
 PLAN = RunPlan(
     num_rollouts=3,
@@ -349,6 +351,19 @@ def test_the_trainer_that_streams_log_probabilities_computes_none_afterwards(tmp
     assert submitted(world, "stream", "log_probs", "train") == [("train", "stream"), ("train", "train")] * 3
 
 
+def test_the_work_of_a_role_on_another_machine_is_shown_on_the_drivers_clock(tmp_path: Path) -> None:
+    class Remote(FakeRole):
+        def stream(self, rollout_id: int) -> WorkReport:
+            span = WorkSpan(name="ref", rollout_id=rollout_id, start=5010.0, end=5012.0)
+            return WorkReport(spans=[span], origin=clock_origin() - 5000)
+
+    world = World(tmp_path)
+    world.roles["ref"] = Remote()
+    world.driver(replace(PIPELINED, roles=RolePlan(own=("ref",)))).run()
+    shown = [(span.start, span.end) for role, span in world.recorder.spans if role == "ref"]
+    assert shown == [pytest.approx((10, 12), abs=1)] * 3
+
+
 def test_streamed_gradients_are_finished_without_fetching_the_batch(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.driver(replace(PIPELINED, roles=RolePlan(stream_gradients=True))).run()
@@ -411,6 +426,22 @@ def test_a_role_that_hangs_is_named_when_its_deadline_passes(tmp_path: Path, mod
     with pytest.raises(DeadlineError) as caught:
         Driver(plan, world.runtime, world.recorder).run()
     assert "ref.stream" in caught.value.where
+
+
+def test_a_checkpoint_that_takes_too_long_is_told_with_the_option_that_gives_it_more_time(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.runtime = VirtualRuntime(world.roles, lambda role, method, args: 1e9 if role == "save" else 1.0)
+    with pytest.raises(DeadlineError, match=r"(?s)save\.save: no answer within .*--save-timeout-s"):
+        Driver(replace(PLAN, save_interval=1), world.runtime, world.recorder).run()
+
+
+@pytest.mark.parametrize("plan", [PLAN, PIPELINED], ids=["lockstep", "pipelined"])
+def test_the_tickets_of_rollouts_that_were_trained_on_are_forgotten(tmp_path: Path, plan: RunPlan) -> None:
+    world = World(tmp_path)
+    driver = world.driver(replace(plan, evaluate=False, records=False))
+    driver.run()
+    maps = [part for part in vars(driver).values() if isinstance(part, dict)]
+    assert [value for part in maps for value in part.values() if isinstance(value, Ticket)] == []
 
 
 def test_every_phase_is_on_the_timeline(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from buffer_rl.driver.roles import role_plan
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.scope import Scope, declared_scope, scope_of
 
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
 
@@ -28,6 +29,22 @@ def over_the_rollout(args, batch): ...
 def over_a_group(args, batch): ...
 
 
+@scoped("row")
+def over_a_row(args, batch): ...
+
+
+@scoped("group", needs=("ref_log_probs",))
+def reads_ref(args, batch): ...
+
+
+@scoped("row", needs="old_log_probs")
+def reads_old(args, batch): ...
+
+
+@scoped("group", needs=["rollout_log_probs"])
+def reads_rollout(args, batch): ...
+
+
 def undeclared_loss(args, inputs): ...
 
 
@@ -41,6 +58,20 @@ def quiet(args, rollout_id, buffer, evaluation=False): ...
 quiet.uses_engine = False
 
 
+@scoped("rollout")
+def whiten(args, samples): ...
+
+
+@scoped("group")
+def centre(args, samples): ...
+
+
+def plain(args, samples): ...
+
+
+plain.scope = object()  # of another library, say
+
+
 class Waiting:
     \"\"\"A trainer that has all that is required, and cannot accumulate.\"\"\"
 
@@ -51,6 +82,12 @@ for name in (
     "log_probs compute_advantages forward_backward optimizer_step export_buckets save_hf save load sleep wake_up"
 ).split():
     setattr(Waiting, name, getattr(TorchTrainer, name))
+
+
+class Unforgetting(Waiting):
+    def accumulate(self, batch): ...
+
+    def finish_accumulation(self, total_rows, total_tokens): ...
 """
 
 
@@ -85,6 +122,38 @@ def test_what_declares_scope_group_can_be_streamed(mine: str) -> None:
     check(num_advantage_workers=1, custom_advantage_function_path=f"{mine}over_a_group")
 
 
+def test_an_estimator_gets_all_that_it_declares(mine: str) -> None:
+    group, row, ref, old = (
+        {"custom_advantage_function_path": f"{mine}{name}"}
+        for name in ("over_a_group", "over_a_row", "reads_ref", "reads_old")
+    )
+    pipelined, kl = {"schedule": "pipelined"}, {"use_kl_loss": True}
+    few_groups = {"num_train_ranks": 4, "rollout_batch_size": 3}
+    for options in (
+        {**group, "num_train_ranks": 4, "rollout_batch_size": 8, "num_steps_per_rollout": 2},
+        {**group, **few_groups, "num_advantage_workers": 1},
+        {**group, **few_groups, **STREAM},
+        {**row, **few_groups},
+        few_groups,
+        {**STREAM, **row},
+        {**ref, **kl},
+        {**ref, **kl, **STREAM},
+        {**ref, **kl, **pipelined, "num_advantage_workers": 1},
+        {**ref, **kl, "num_advantage_workers": 1, "num_ref_workers": 1},
+        {**ref, **kl, **STREAM, "num_advantage_workers": 1, "num_ref_workers": 1},
+        {**ref, "custom_convert_samples_to_train_data_path": f"{mine}over_a_group"},
+        {**old, **pipelined, "num_advantage_workers": 1},
+        {**old, "num_advantage_workers": 1, "num_actor_fwd_workers": 1},
+    ):
+        check(**options)
+
+
+def test_what_declares_nothing_is_taken_by_one_rank_and_one_step_and_where_there_are_no_advantages(mine: str) -> None:
+    own = {"custom_advantage_function_path": f"{mine}over_the_rollout"}
+    check(**own)
+    check(**own, loss_type="sft_loss", num_train_ranks=2)
+
+
 def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) -> None:
     check(**STREAM, loss_type="sft_loss", custom_advantage_function_path=f"{mine}over_the_rollout")
 
@@ -110,7 +179,67 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
         (
             {**STREAM, "train_backend": "Waiting"},
             "--stream-gradients and --train-backend",
-            ["it has no accumulate and no finish_accumulation", "buffer_rl.contracts.Trainer"],
+            ["it has no accumulate and no finish_accumulation and no zero_grad", "buffer_rl.contracts.Trainer"],
+        ),
+        (
+            {**STREAM, "train_backend": "Unforgetting"},
+            "--stream-gradients and --train-backend",
+            ["it has no zero_grad", "accumulate, finish_accumulation, zero_grad"],
+        ),
+        (
+            {"num_train_ranks": 2, "custom_advantage_function_path": "over_the_rollout"},
+            "--num-train-ranks and --custom-advantage-function-path",
+            ["has scope 'rollout', and is called on a part of it: --num-train-ranks 2", "scoped('group')"],
+        ),
+        (
+            {"num_train_ranks": 2, "num_steps_per_rollout": 3, "custom_advantage_function_path": "over_the_rollout"},
+            "--num-train-ranks and --num-steps-per-rollout and --custom-advantage-function-path",
+            ["--num-train-ranks 2, --num-steps-per-rollout 3", "--num-steps-per-rollout 1, or scope 'group'"],
+        ),
+        (
+            {
+                "num_train_ranks": 4,
+                "rollout_batch_size": 7,
+                "num_steps_per_rollout": 2,
+                "custom_advantage_function_path": "over_a_group",
+            },
+            "--num-train-ranks, --rollout-batch-size and --custom-advantage-function-path",
+            ["needs whole groups, and 4 ranks have 3 of them", "--num-advantage-workers 1"],
+        ),
+        (
+            {"custom_advantage_function_path": "reads_ref"},
+            "--custom-advantage-function-path",
+            ["needs 'ref_log_probs', which nobody computes: without --use-kl-loss", "--kl-loss-coef 0"],
+        ),
+        (
+            {"custom_advantage_function_path": "reads_rollout"},
+            "--custom-advantage-function-path",
+            ["needs 'rollout_log_probs', which is no field to wait for", "ref_log_probs, old_log_probs"],
+        ),
+        (
+            {**STREAM, "custom_advantage_function_path": "reads_old"},
+            "--custom-advantage-function-path",
+            ["'old_log_probs', which nobody computes: with --stream-gradients", "take --stream-gradients out"],
+        ),
+        (
+            {"use_rollout_logprobs": True, "custom_advantage_function_path": "reads_old"},
+            "--custom-advantage-function-path",
+            ["which nobody computes: --use-rollout-logprobs takes the engine's"],
+        ),
+        (
+            {
+                **STREAM,
+                "use_kl_loss": True,
+                "num_advantage_workers": 1,
+                "custom_advantage_function_path": "reads_ref",
+            },
+            "--num-advantage-workers and --custom-advantage-function-path",
+            ["which the trainer computes, which waits for the advantages", "add --num-ref-workers 1, or"],
+        ),
+        (
+            {"num_advantage_workers": 1, "custom_advantage_function_path": "reads_old"},
+            "--num-advantage-workers and --custom-advantage-function-path",
+            ["the trainer computes after the advantages under --schedule lockstep", "add --num-actor-fwd-workers 1 or"],
         ),
         (
             {**STREAM, "num_actor_fwd_workers": 1},
@@ -136,6 +265,29 @@ def test_what_the_plugins_rule_out_is_named(mine: str, options: dict[str, Any], 
     assert caught.value.where == where
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--custom-reward-post-process-path", "--custom-convert-samples-to-train-data-path"])
+def test_a_function_that_gets_one_group_and_declares_to_need_the_rollout_is_refused(mine: str, flag: str) -> None:
+    name = flag.removeprefix("--").replace("-", "_")
+    for accepted in ("centre", "plain"):
+        check(**{name: f"{mine}{accepted}"})
+        check(**STREAM, **{name: f"{mine}{accepted}"})
+    for options in ({}, STREAM):
+        with pytest.raises(ConfigError, match="whiten' declares the scope 'rollout', and this function gets one") as e:
+            check(**options, **{name: f"{mine}whiten"})
+        assert e.value.where == flag
+
+
+@pytest.mark.parametrize("other", ["session", 3, object(), None, ["group"]])
+def test_an_attribute_scope_that_means_something_else_declares_nothing(other: object) -> None:
+    def function() -> None: ...
+
+    function.scope = other  # type: ignore[attr-defined]
+    assert declared_scope(function) is None
+    assert scope_of(function) is Scope.ROLLOUT
+    function.scope = "group"  # type: ignore[attr-defined]
+    assert declared_scope(function) is scope_of(function) is Scope.GROUP
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,18 @@ def test_a_local_call_that_hangs_holds_up_neither_stop_nor_the_end_of_the_proces
     assert not thread.is_alive()
 
 
+def test_calls_that_were_started_are_waited_for_after_stop_and_not_longer_than_allowed() -> None:
+    target, gate = LocalTarget("save", Local()), threading.Event()
+    (hanging,) = target.start("hang", gate)
+    (last,) = target.start("note", 1)
+    target.stop()
+    target.join(0.01)
+    assert not hanging.done()
+    gate.set()
+    target.join(60)
+    assert last.result(0) == 1
+
+
 def test_an_answer_is_forgotten_with_its_task() -> None:
     target = LocalTarget("buffer", Local())
     (future,) = target.start("payload")

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from buffer_rl.engine.fleet_control import FleetControl
 from buffer_rl.engine.roster import Member, MemberState, Published, Roster
 from buffer_rl.errors import DeadlineError, EngineError
-from buffer_rl.testing.fake_engine import FakeEngine
+from buffer_rl.testing.fake_engine import FakeEngine, Fault
+from buffer_rl.weights.disk import DiskTransport
+from buffer_rl.weights.publish import Publisher
+
+
+@pytest.fixture(autouse=True)
+def deaths_show_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripted ones do; with real processes a call that failed waits a second for the kernel's word."""
+    monkeypatch.setattr("buffer_rl.engine.roster.DEATH_TIMEOUT_S", 0.02)
 
 
 class Scripted:
@@ -110,3 +121,115 @@ def test_a_publication_waits_for_an_engine_that_joins_with_a_deadline():
             control.pause()
         control.resume()  # as the publisher does, whatever failed
     assert not roster.publication.locked()
+
+
+class Folder:
+    """A trainer that writes an empty version."""
+
+    def save_hf(self, path: str) -> None:
+        Path(path).mkdir(parents=True)
+
+
+def publisher(control: FleetControl, folder: Path, notices: list[str]) -> Publisher:
+    args: Any = SimpleNamespace(run_dir=str(folder))
+    return Publisher(DiskTransport(args), Folder(), control, first_pause_s=0.0, notice=notices.append)
+
+
+def published_version(roster: Roster) -> str | None:
+    return None if roster.published is None else roster.published.version
+
+
+CALLS = ["/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("fault", [Fault.SERVER_ERROR, Fault.RESET])
+def test_one_failed_call_of_one_engine_costs_an_attempt_and_no_engine(tmp_path: Path, call: str, fault: Fault):
+    met: list[str] = []
+    notices: list[str] = []
+
+    def once(asked: str) -> Fault | None:
+        if asked != call or met:
+            return None
+        met.append(asked)
+        return fault
+
+    with FakeEngine() as well, FakeEngine(control_fault=once) as failing:
+        control, roster, _ = control_of(member(0, well.url), member(1, failing.url))
+        publisher(control, tmp_path, notices).publish(1)
+        assert (well.version, failing.version) == (1, 1)
+    assert [member.death() for member in roster.all()] == [None, None]
+    assert published_version(roster) == "1"
+    assert len(notices) == 1
+    assert call in notices[0]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("state", [MemberState.SERVING, MemberState.WAITING])
+def test_an_engine_that_fails_every_attempt_is_given_up_and_the_others_go_on(
+    tmp_path: Path, call: str, state: MemberState
+):
+    def always(asked: str) -> Fault | None:
+        return Fault.SERVER_ERROR if asked == call else None
+
+    with FakeEngine() as well, FakeEngine(control_fault=always) as failing:
+        broken = member(1, failing.url, state)
+        control, roster, admitted = control_of(member(0, well.url), broken)
+        publisher(control, tmp_path, []).publish(1)
+        assert well.version == 1
+    assert "engine 1 failed the last attempt of a publication" in str(broken.death())
+    assert roster.all()[0].death() is None
+    assert published_version(roster) == "1"
+    assert admitted == []
+    assert not roster.publication.locked()
+
+
+def test_an_engine_is_given_up_by_the_last_attempt_alone_and_only_where_another_one_answers(tmp_path: Path):
+    def always(asked: str) -> Fault | None:
+        return Fault.SERVER_ERROR if asked == "/pause_generation" else None
+
+    with FakeEngine(control_fault=always) as first, FakeEngine(control_fault=always) as second:
+        control, roster, _ = control_of(member(0, first.url), member(1, second.url))
+        with pytest.raises(EngineError, match="2 of 2 engines failed"):
+            publisher(control, tmp_path, []).publish(1)
+        assert [member.death() for member in roster.all()] == [None, None]
+        with pytest.raises(EngineError):
+            control.pause()
+        control.resume()
+    assert [member.death() for member in roster.all()] == [None, None]
+    assert not roster.publication.locked()
+
+
+def test_an_engine_that_comes_round_in_the_last_attempt_has_three_again_in_the_next_publication(tmp_path: Path):
+    faults = [Fault.SERVER_ERROR, Fault.SERVER_ERROR]
+
+    def while_there_are_any(asked: str) -> Fault | None:
+        return faults.pop() if asked == "/pause_generation" and faults else None
+
+    with FakeEngine() as well, FakeEngine(control_fault=while_there_are_any) as failing:
+        control, roster, _ = control_of(member(0, well.url), member(1, failing.url))
+        for version in (1, 2):
+            publisher(control, tmp_path, []).publish(version)
+            assert (well.version, failing.version) == (version, version)
+            faults.append(Fault.SERVER_ERROR)
+    assert [member.death() for member in roster.all()] == [None, None]
+
+
+def test_an_engine_that_takes_the_weights_and_keeps_its_version_ends_the_publication(tmp_path: Path):
+    class Stale(FakeEngine):
+        async def _update(self, request: Any) -> Any:
+            answer = await super()._update(request)
+            self.version = 0
+            return answer
+
+    with FakeEngine() as well, Stale() as stale:
+        control, roster, _ = control_of(member(0, well.url), member(1, stale.url))
+        with pytest.raises(EngineError, match="report other weights than version 1"):
+            publisher(control, tmp_path, []).publish(1)
+    assert roster.published is None
+
+
+def test_a_publication_for_which_nobody_is_left_is_an_error_and_not_an_empty_success():
+    control, _, _ = control_of()
+    with pytest.raises(EngineError, match="no engine is left"):
+        control.pause()

@@ -10,6 +10,8 @@ import urllib.request
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from buffer_rl.engine.heartbeat import Heartbeat
 from buffer_rl.engine.roster import Member, MemberState, Roster
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
@@ -41,9 +43,10 @@ def until(condition: Any, timeout_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_an_engine_that_hangs_has_failed_and_the_others_have_not() -> None:
+@pytest.mark.parametrize("state", [MemberState.SERVING, MemberState.WAITING, MemberState.LOADING])
+def test_an_engine_that_hangs_has_failed_and_the_others_have_not(state: MemberState) -> None:
     with FakeEngine() as well, FakeEngine(control_fault=lambda _: Fault.HANG, back_after_s=600.0) as hung:
-        members = [member(0, well), member(1, hung)]
+        members = [member(0, well), member(1, hung, state)]
         heartbeat = Heartbeat(Roster(members=members), timeout_s=0.3)
         heartbeat.start()
         try:

@@ -14,6 +14,7 @@ from buffer_rl.engine.client import EngineClient, EngineControlClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.errors import EngineError
+from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.testing.processes import holds_within
 
 
@@ -167,3 +168,56 @@ def test_an_engine_that_hangs_is_noticed_by_its_silence_and_replaced_and_its_req
         assert holds_within(60, both_serve_without(fleet, lost[0]))
         assert raised == []
     assert f"engine 1 hangs: no answer to /health for 1 s ({lost[0]}); the run goes on with 1 engine" in notices[0]
+
+
+class InProcess:
+    """A fake engine as the fleet sees an engine's process."""
+
+    def __init__(self, control_fault=None):
+        self.fake = FakeEngine(control_fault=control_fault, back_after_s=600.0)
+        self.fake.__enter__()
+        self.url = self.fake.url
+        self.ended = threading.Event()
+
+    def wait_ready(self, timeout_s):
+        return
+
+    def check(self):
+        if self.ended.is_set():
+            raise EngineError("the engine was killed", where=self.url)
+
+    def stop(self):
+        if not self.ended.is_set():
+            self.ended.set()
+            self.fake.__exit__()
+
+
+def test_a_replacement_that_hangs_while_it_takes_the_weights_is_replaced_and_holds_no_publication_up(
+    engine_args, tmp_path
+):
+    hangs_once = [Fault.HANG]
+    notices: list[str] = []
+
+    def launch_fake(args, index, log_path):
+        if "restart" not in log_path:
+            return InProcess()
+        return InProcess(lambda path: hangs_once.pop() if path.startswith("/update") and hangs_once else None)
+
+    args = engine_args(rollout_num_engines=2, rollout_health_check_timeout=1.0, update_weights_timeout_s=600.0)
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    with EngineFleet(args, str(tmp_path), launch_fake, notices.append) as fleet, watched(fleet) as raised:
+        fleet.wait_ready()
+        control = fleet.control(600.0)
+        control.pause()
+        control.update_weights_from_disk(str(folder), 7)
+        control.versions()
+        control.resume()
+        fleet.engines[1].stop()
+        assert holds_within(30, lambda: len(notices) == 3)
+        control.pause()  # nobody holds it up, although what the replacement was asked would wait for 600 s
+        assert set(control.versions().values()) == {"7"}
+        control.resume()
+        assert raised == []
+    assert "engine 1 hangs: no answer to /health for 1 s" in notices[1]
+    assert notices[2] == "engine 1 is back, with the weights of version 7"

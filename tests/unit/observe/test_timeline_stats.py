@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer_rl.observe.timeline import WorkSpan
@@ -85,8 +85,31 @@ def test_streamed_work_longer_than_generation_takes_its_place() -> None:
     }
     stats = step_stats(spans, 0)
     assert stats.kind is Overlap.STREAMED_GRADIENTS
-    assert (stats.tail, stats.bound) == (2, 6 + 2 + 0.5 + 0.5)
+    assert (stats.tail, stats.bound) == (2, 6 + 0.5 + 0.5)
     assert stats.overlapped == 2 + 1  # the second span is inside generation from 3 to 4
+
+
+def test_one_pass_over_all_groups_after_generation_is_counted_once() -> None:
+    spans = {
+        "rollout": spans_of("rollout", (0, 1)),
+        "train": [*spans_of("train", (1, 5)), *spans_of("update", (5, 5.125))],
+        "publish": spans_of("publish", (5.125, 5.25), rollout_id=1),
+    }
+    stats = step_stats(spans, 0)
+    assert (stats.bound, stats.wall_to_bound) == (5.25, 1.0)
+
+
+def test_what_runs_on_after_the_step_or_beside_other_work_is_not_in_the_bound() -> None:
+    # The second rollout starts at 20, while the checkpoint of the first step is written until 24; publishing, 2 s of
+    # which something else runs beside, adds the rest alone.
+    spans = {
+        "rollout": [*spans_of("rollout", (0, 10)), *spans_of("rollout", (20, 30), rollout_id=1)],
+        "train": spans_of("update", (10, 14)),
+        "publish": spans_of("publish", (12, 16), rollout_id=1),
+        "save": spans_of("save", (16, 24), rollout_id=1),
+    }
+    for kind in Overlap:
+        assert step_stats(spans, 0, kind=kind).bound == 10 + 4 + 2 + 4
 
 
 def test_a_group_whose_work_began_before_generation_ended_has_the_rest_as_its_tail() -> None:
@@ -196,6 +219,40 @@ def test_metrics_of_a_step_are_its_idle_shares_overlap_and_distance_from_the_bou
     )
     assert step_metrics(PIPELINED, 1) == {}
     assert "perf/overlap" not in step_metrics({"rollout": spans_of("rollout", (0, 1))}, 0)
+
+
+@settings(deadline=None)
+@given(INTERVALS, st.dictionaries(st.sampled_from(["ref", "actor_fwd", "advantages", "train"]), INTERVALS), INTERVALS)
+def test_no_step_takes_less_than_its_bound_whatever_ran_when(rollouts: list, roles: dict, late: list) -> None:
+    spans = {role: spans_of(role, *times) for role, times in roles.items()}
+    spans["rollout"] = [*spans_of("rollout", (3, 9)), *spans_of("rollout", *rollouts, rollout_id=1)]
+    spans["train"] = [*spans.get("train", []), *spans_of("update", *late[::2])]
+    spans["publish"] = spans_of("publish", *late[1::2], rollout_id=1)
+    for kind in Overlap:
+        stats = step_stats(spans, 0, kind=kind)
+        assert 0 <= stats.bound <= stats.wall
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1), st.integers(1, 4), st.integers(0, 5))
+def test_a_trainer_that_works_on_whatever_is_ready_takes_no_less_than_the_bound_of_streamed_gradients(
+    groups: list, most: int, update: int
+) -> None:
+    # groups: when each is finished, and how long its pass takes. A pass takes at most ``most`` of those that are ready.
+    waiting, free, passes = sorted(groups), 0, []
+    while waiting:
+        begin = max(free, waiting[0][0])
+        taken = [group for group in waiting if group[0] <= begin][:most]
+        waiting = waiting[len(taken) :]
+        free = begin + sum(work for _, work in taken)
+        passes.append((begin, free))
+    generation, streamed = max(finished for finished, _ in groups), sum(work for _, work in groups)
+    spans = {
+        "rollout": spans_of("rollout", (0, generation)),
+        "train": [*spans_of("train", *passes), *spans_of("update", (free, free + update))],
+    }
+    stats = step_stats(spans, 0, kind=Overlap.STREAMED_GRADIENTS)
+    assert stats.bound == max(generation, streamed - stats.tail) + stats.tail + update <= stats.wall
 
 
 @given(INTERVALS, INTERVALS)

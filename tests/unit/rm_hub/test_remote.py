@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -134,3 +135,17 @@ def test_the_option_takes_an_http_address_only(url: str) -> None:
     assert options(rm_url="https://host:80/score").rm_url == "https://host:80/score"
     with pytest.raises(ValueError, match="rm_url"):
         options(rm_url=url)
+
+
+async def test_what_may_be_secret_in_the_address_is_in_no_message() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        host = f"127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(RewardError) as failed:
+        await score(args(f"http://user:hunter2@{host}/score?token=hunter2#hunter2", timeout_s=2.0), sample())
+    assert f"--rm-url http://{host}/score" in str(failed.value)
+    assert "hunter2" not in str(failed.value)
+    for url in ("http://user:hunter2@host:port/x", "http://user:hunter2@[::1/x", "ftp://user:hunter2@host/x"):
+        with pytest.raises(ConfigError, match="is no address") as wrong:
+            await score(args(url), sample())
+        assert "hunter2" not in str(wrong.value)
+        assert wrong.value.where == "--rm-url"

@@ -8,8 +8,6 @@ itself here, so every fault reaches the rollout.
 from __future__ import annotations
 
 import json
-import time
-import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from buffer_rl.buffer.sqlite_ledger import SqliteLedger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.engine.client import EngineClient, EngineControlClient
-from buffer_rl.errors import EngineError, RolloutError
+from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.testing.fake_engine import FakeEngine, Fault, FaultPoint
@@ -98,7 +96,7 @@ class Run:
         for rollout_id in range(STEPS):
             await self.step(rollout_id, engine)
             self.state.commit(rollout_id, rollout_id + 1)
-            published(publisher, rollout_id + 1, engine.url)
+            publisher.publish(rollout_id + 1)
             self.state.release(rollout_id + 1)
 
     async def step(self, rollout_id: int, engine: FakeEngine) -> None:
@@ -126,23 +124,6 @@ class Run:
         assert {state: count for state, count in counts.items() if count} == expected
         entries = [self.ledger.entry(GroupUid(self.source, row, 0)) for row in range(STEPS * GROUPS)]
         assert [entry.step for entry in entries] == [1 + row // GROUPS for row in range(STEPS * GROUPS)]
-
-
-def published(publisher: Publisher, version: int, url: str) -> None:
-    """Publish; where an engine was lost over it, again once another one is up."""
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            publisher.publish(version)
-            return
-        except EngineError:
-            assert time.monotonic() < deadline
-        while time.monotonic() < deadline:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=0.2).close()
-                break
-            except OSError:
-                time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

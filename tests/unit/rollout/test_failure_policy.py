@@ -69,11 +69,11 @@ async def roll(kit: Any, engine: Any, *, wanted: int = 2, num_rows: int = 6, **o
 
 
 async def test_a_group_that_an_engine_lost_is_tried_until_it_succeeds(kit: Any) -> None:
-    engine = failing_engine(kit, engine_error(None), rows=(0,), times=4)
+    engine = failing_engine(kit, engine_error(None), rows=(0,), times=3)
     buffer, output = await roll(kit, engine)
     assert [uid.row for uid in buffer.finished_uids] == [0, 1]
-    assert (output.metrics["infra_failures"], buffer.quarantined) == (4.0, [])
-    assert [uid.row for uid in buffer.leased] == [0, 1, 0, 0, 0, 0]  # nothing newer is leased for it
+    assert (output.metrics["infra_failures"], buffer.quarantined) == (3.0, [])
+    assert [uid.row for uid in buffer.leased] == [0, 1, 0, 0, 0]  # nothing newer is leased for it
 
 
 async def test_a_prompt_that_the_engine_refuses_is_not_sent_again(kit: Any) -> None:
@@ -125,7 +125,7 @@ async def test_pauses_grow_with_failures_in_a_row_and_end_with_a_success(kit: An
             await policy.count(kit.make_group(0), failure)
             pauses.append(policy.pause_s)
         assert pauses == pytest.approx([0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
-        policy.succeeded()
+        policy.succeeded(kit.make_group(0))
         assert policy.pause_s == 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from buffer_rl.buffer.cells import assemble
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
 from buffer_rl.errors import DeadlineError, TrainError
-from buffer_rl.train.duties import advantage_stage
+from buffer_rl.train.duties import advantage_stage, gradient_stage
 from buffer_rl.train.stages import SAMPLED_FIELDS, Stage, run_stage
 from buffer_rl.train.stream import StreamingDataLoader, StreamingDataset
 from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
@@ -180,6 +180,56 @@ def test_the_advantages_of_a_group_do_not_depend_on_what_else_is_there_by_chance
             column = store.plane.cells(uid)["advantages"].inline
             assert column is not None
             assert [row[0] for row in column] == expected
+
+
+class Accumulating:
+    """A trainer that notes the advantages that it sums gradients with; its own would be 0."""
+
+    def __init__(self) -> None:
+        self.used: list[float] = []
+
+    def compute_advantages(self, batch: TrainBatch) -> None:
+        batch.columns["advantages"] = batch.columns["returns"] = [np.zeros(2, dtype=np.float32)] * len(batch)
+
+    def accumulate(self, batch: TrainBatch) -> None:
+        self.used += [float(row[0]) for row in batch.columns["advantages"]]
+
+
+def of_converter(store: Store, row: int, **more: list[np.ndarray]) -> GroupUid:
+    """A group that came with advantages of 5 and 7."""
+    uid = GroupUid("data", row, 0)
+    columns: dict[str, Any] = {
+        "tokens": [np.arange(4, dtype=np.int32)] * 2,
+        "response_length": np.array([2, 2], dtype=np.int32),
+        "loss_mask": [np.ones(2, dtype=np.float32)] * 2,
+        "reward": np.array([1, -1], dtype=np.float32),
+        "advantages": [np.full(2, value, dtype=np.float32) for value in (5, 7)],
+        **more,
+    }
+    store.plane.put(uid, [RowId(uid, 0), RowId(uid, 1)], columns)
+    store.pool.add(uid)
+    return uid
+
+
+def test_streamed_gradients_take_the_advantages_that_came_with_a_group_and_compute_the_others() -> None:
+    for given, expected in ((True, [5.0, 7.0]), (False, [0.0, 0.0])):
+        store, trainer = Store(), Accumulating()
+        uid = of_converter(store, 1) if given else store.add(1)
+        store.pool.select([uid])
+        run_stage(gradient_stage(cast(Any, trainer), [], frozenset()), store, 0, rows_per_batch=8, timeout_s=1.0)
+        assert trainer.used == expected
+
+
+@pytest.mark.parametrize("returns", [None, [np.full(2, 9, dtype=np.float32)] * 2])
+def test_the_role_keeps_advantages_that_came_with_a_group(returns: list[np.ndarray] | None) -> None:
+    store = Store()
+    uid = of_converter(store, 1, **({} if returns is None else {"returns": returns}))
+    store.pool.select([uid])
+    stage = advantage_stage(Accumulating().compute_advantages)
+    run_stage(stage, store, 0, rows_per_batch=8, timeout_s=1.0)
+    batch = assemble(store.pool.plan())
+    assert [row[0] for row in batch.columns["advantages"]] == [5.0, 7.0]
+    assert [row[0] for row in batch.columns["returns"]] == ([5.0, 7.0] if returns is None else [9.0, 9.0])
 
 
 def test_a_stage_holds_no_batch_that_it_has_worked_on() -> None:

@@ -80,6 +80,66 @@ def test_a_loss_that_divides_by_both_totals_is_refused() -> None:
         UnscaledShares("seq-mean-token-sum").loss_of(both, inputs)
 
 
+def two_rows(**changes: Any) -> LossInputs:
+    """Two rows of three tokens whose advantages cancel, as those of a prompt do."""
+    fields: dict[str, Any] = {
+        "log_probs": torch.tensor([[-0.5, -1.0, -0.25], [-2.0, -0.5, -1.0]], requires_grad=True),
+        "advantages": torch.tensor([[0.75] * 3, [-0.75] * 3]),
+        "loss_mask": torch.ones(2, 3),
+        "entropy": torch.zeros(2, 3),
+        **dict.fromkeys(("old_log_probs", "rollout_log_probs", "ref_log_probs")),
+    }
+    return LossInputs(**{**fields, **changes}, total_rows=2, total_tokens=6)
+
+
+def of_rows(inputs: LossInputs) -> LossOutputs:
+    """On policy, so that the ratio is 1; a mean over rows of means over tokens."""
+    ratio = (inputs.log_probs - inputs.log_probs.detach()).exp()
+    return LossOutputs(loss=(-inputs.advantages * ratio).mean(-1).sum() / inputs.total_rows)
+
+
+def of_tokens(inputs: LossInputs) -> LossOutputs:
+    ratio = (inputs.log_probs - inputs.log_probs.detach()).exp()
+    return LossOutputs(loss=(-inputs.advantages * ratio).sum() / inputs.total_tokens)
+
+
+def test_a_wrong_divisor_is_refused_though_the_value_is_0_as_where_advantages_cancel() -> None:
+    inputs = two_rows()
+    outputs = of_rows(inputs)
+    assert outputs.loss.item() == 0.0
+    assert torch.autograd.grad(outputs.loss, inputs.log_probs)[0].abs().sum() > 0
+    with pytest.raises(ConfigError, match="divides by the rows of the step as well"):
+        UnscaledShares("token-mean").loss_of(of_rows, inputs)
+    with pytest.raises(ConfigError, match="divides by the tokens of the step as well"):
+        UnscaledShares("seq-mean-token-mean").loss_of(of_tokens, inputs)
+
+
+@pytest.mark.parametrize(("mode", "loss", "share"), [("token-mean", of_tokens, 1), ("seq-mean-token-mean", of_rows, 3)])
+def test_a_right_divisor_keeps_the_gradient_where_the_value_is_0(
+    mode: str, loss: Callable[[LossInputs], LossOutputs], share: int
+) -> None:
+    inputs = two_rows()
+    kept = UnscaledShares(mode).loss_of(loss, inputs)
+    assert kept.item() == 0.0
+    kept.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(inputs.log_probs.grad, -inputs.advantages / share)
+
+
+def test_the_gradient_by_the_entropy_counts_too() -> None:
+    def with_bonus(inputs: LossInputs) -> LossOutputs:
+        outputs = of_tokens(inputs)
+        bonus = (inputs.entropy * inputs.advantages).sum() / inputs.total_rows
+        return LossOutputs(loss=outputs.loss - bonus)
+
+    with pytest.raises(ConfigError, match="divides by the rows of the step as well"):
+        UnscaledShares("token-mean").loss_of(with_bonus, two_rows(entropy=torch.ones(2, 3, requires_grad=True)))
+
+
+def test_what_is_not_finite_is_left_to_the_guard_against_it() -> None:
+    inputs = two_rows(advantages=torch.full((2, 3), torch.inf))
+    assert not UnscaledShares("token-mean").loss_of(of_tokens, inputs).isfinite()
+
+
 def test_a_sum_in_float64_rounds_to_the_same_float32_in_any_order() -> None:
     generator = torch.Generator().manual_seed(0)
     terms = [torch.randn(5000, generator=generator) * 10.0 ** float(i % 7 - 3) for i in range(40)]

@@ -46,6 +46,19 @@ def test_a_whole_model_folder_is_accepted_and_nothing_is_made(model: Path) -> No
     assert sorted(path.name for path in model.parent.iterdir()) == ["model"]
 
 
+def test_checkpoints_of_another_run_are_refused_and_gone_on_from(model: Path) -> None:
+    for step in (2, 3):
+        write_checkpoint(model.parent / "saves", step, lambda _: None, {})
+    saves = str(model.parent / "saves")
+    wanted = {"save": saves, "num_rollout": 10}
+    check_folders(options(model, **wanted, load=saves))
+    for load, begins in ((None, 0), (f"{saves}/step_000002", 2)):
+        with pytest.raises(ConfigError, match=f"--save .*a checkpoint of step 3, and this run begins at step {begins}"):
+            check_folders(options(model, **wanted, load=load))
+    check_folders(options(model, num_rollout=10, load=f"{saves}/step_000002"))
+    check_folders(options(model, num_rollout=10, load=f"{saves}/step_000002", save=str(model.parent / "branch")))
+
+
 def test_a_folder_in_shards_is_accepted_and_a_missing_shard_is_named(model: Path) -> None:
     (model / "model.safetensors").rename(model / "a.safetensors")
     (model / "model.safetensors.index.json").write_text(
@@ -137,6 +150,11 @@ def test_a_checkpoint_of_other_data_or_of_another_order_is_refused(model: Path) 
         assert f"--load {folder}" in str(caught.value)
     with pytest.raises(CheckpointError, match="--rollout-seed 42, now 43"):
         check_checkpoint(options(model, load=folder, rollout_seed=43), [source("aaa"), source("bbb")])
+
+
+def test_an_evaluation_of_a_checkpoint_needs_no_training_data(model: Path) -> None:
+    folder = saved(model.parent / "saves", source("aaa"))
+    check_checkpoint(options(model, load=folder, num_rollout=0), [source("bbb")])
 
 
 def test_a_checkpoint_that_says_nothing_of_its_data_is_left_to_the_buffer(model: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.checkpoint import write_checkpoint
 from buffer_rl.cli import main
 
 REWARD = "def score(args, sample):\n    return 1.0\n"
@@ -144,6 +145,20 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_starts(
     message = refusal(capsys, "--custom-rm-path", "my_reward:score", flag, "train.jsonl/run")
     assert f"{flag}: " in message
     assert "train.jsonl' is a file" in message
+
+
+def test_a_save_folder_of_another_run_is_told_before_anything_starts(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(folder / "saves", 2, lambda _: None, {})
+    argv = ["--custom-rm-path", "my_reward:score", "--save", "saves"]
+    message = refusal(capsys, *argv)
+    for word in ("--save saves: ", "step 2", "begins at step 0", "--load saves"):
+        assert word in message
+    assert main(["train", "--config", "run.yaml", *argv]) == 2
+    assert sorted(path.name for path in (folder / "saves").iterdir()) == ["step_000002"]
+    assert train(*argv, "--load", "saves") == 0
+    assert train(*argv[:2]) == 0
 
 
 def test_a_run_dir_that_cannot_be_made_is_one_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

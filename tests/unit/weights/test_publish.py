@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.errors import EngineError
+from buffer_rl.errors import EngineError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakeEngines
 from buffer_rl.weights.disk import DiskTransport
@@ -27,9 +27,10 @@ class Writer:
         (Path(path) / "model.safetensors").write_text(str(self.writes))
 
 
-def publisher(folder: Path, engines: FakeEngines) -> Publisher:
+def publisher(folder: Path, engines: Any, **options: Any) -> Publisher:
     args: Any = compose(CORE_SECTIONS)(run_dir=str(folder))
-    return Publisher(DiskTransport(args), Writer(), engines)
+    options = {"source": Writer(), "first_pause_s": 0.0, **options}
+    return Publisher(DiskTransport(args), engines=engines, **options)
 
 
 def test_engines_are_paused_flushed_updated_checked_and_continued(tmp_path: Path) -> None:
@@ -46,6 +47,55 @@ def test_engines_are_continued_whatever_fails(tmp_path: Path, call: str) -> None
         publisher(tmp_path, engines).publish(1)
     assert engines.calls[-1] == "resume"
     assert not engines.paused
+
+
+@pytest.mark.parametrize("call", ["pause", "flush", "update", "versions", "resume"])
+def test_a_call_that_fails_is_made_again_for_the_version_that_was_written_once(tmp_path: Path, call: str) -> None:
+    engines = FakeEngines(fail_on=call, error=EngineError("broken\nfor now", where="http://engine-0"), failures=2)
+    writer, notices = Writer(), []
+    publisher(tmp_path, engines, source=writer, notice=notices.append).publish(3)
+    assert engines.version == 3
+    assert not engines.paused
+    assert engines.calls.count("pause") == engines.calls.count("resume") == 3
+    assert engines.calls.index("let go") > engines.calls.index("resume")  # the last attempt alone
+    assert writer.writes == 1
+    assert notices == [
+        f"the publication of version 3 is tried again ({number} of 2): http://engine-0: broken for now"
+        for number in (1, 2)
+    ]
+    assert (tmp_path / "weights" / "v000003").is_dir()
+
+
+def test_engines_that_keep_failing_end_the_publication_after_three_attempts(tmp_path: Path) -> None:
+    engines = FakeEngines(fail_on="update", error=EngineError("broken"))
+    with pytest.raises(EngineError, match="broken"):
+        publisher(tmp_path, engines).publish(1)
+    assert [engines.calls.count(call) for call in ("pause", "update", "versions", "resume")] == [3, 3, 0, 3]
+    assert engines.version == 0
+
+
+def test_no_attempt_begins_after_the_deadline(tmp_path: Path) -> None:
+    engines, notices = FakeEngines(fail_on="pause", error=EngineError("broken")), []
+    with pytest.raises(EngineError, match="broken"):
+        publisher(tmp_path, engines, first_pause_s=60.0, timeout_s=59.0, notice=notices.append).publish(1)
+    assert engines.calls.count("pause") == 1
+    assert notices == []
+
+
+def test_what_is_no_failure_of_an_engine_is_not_tried_again(tmp_path: Path) -> None:
+    engines = FakeEngines(fail_on="update", error=PluginError("a transport's mistake"))
+    with pytest.raises(PluginError):
+        publisher(tmp_path, engines).publish(1)
+    assert engines.calls == ["pause", "flush", "update", "resume"]
+
+
+def test_a_version_that_no_engine_reports_is_not_published(tmp_path: Path) -> None:
+    class Nobody(FakeEngines):
+        def versions(self) -> dict[str, str]:
+            return {}
+
+    with pytest.raises(EngineError, match="no engine reports the weights of version 1"):
+        publisher(tmp_path, Nobody()).publish(1)
 
 
 def test_an_engine_that_keeps_its_old_weights_is_an_error(tmp_path: Path) -> None:
@@ -80,5 +130,5 @@ def test_engines_that_serve_different_weights_are_an_error_where_they_are_compar
         Publisher(DiskTransport(args), Writer(), FakeEngines(checksums=checksums), compare=compare).publish(1)
     engines = FakeEngines(checksums={"http://engine-0": "1", "http://engine-1": "2"})
     with pytest.raises(EngineError, match="serve different weights as version 2"):
-        Publisher(DiskTransport(args), Writer(), engines, compare=True).publish(2)
+        publisher(tmp_path, engines, compare=True).publish(2)
     assert not engines.paused

@@ -33,7 +33,8 @@ class Memory:
 
 def publisher(memory: Memory, engines: FakeEngines, **options: Any) -> Publisher:
     args: Any = compose(CORE_SECTIONS)(**options)
-    return Publisher(TensorTransport(args), memory, engines)  # type: ignore[arg-type]  # it writes no files
+    transport = TensorTransport(args)
+    return Publisher(transport, memory, engines, first_pause_s=0.0)  # type: ignore[arg-type]  # it writes no files
 
 
 def test_buckets_are_staged_between_begin_and_end_and_the_last_has_the_version() -> None:
@@ -50,6 +51,16 @@ def test_the_memory_is_freed_whatever_fails(call: str) -> None:
     with pytest.raises(EngineError, match="broken"):
         publisher(memory, engines).publish(1)
     assert engines.calls[-1] == "resume"
+    assert not memory.shared
+
+
+@pytest.mark.parametrize("call", ["pause", "begin", "update", "end", "resume"])
+def test_a_version_that_is_tried_again_is_shared_once_and_staged_from_its_beginning(call: str) -> None:
+    memory, engines = Memory(), FakeEngines(fail_on=call, error=EngineError("broken"), failures=1)
+    publisher(memory, engines).publish(3)
+    last = len(engines.calls) - engines.calls[::-1].index("pause") - 1
+    assert engines.calls[last:] == ["pause", "flush", "begin", "update", "update", "end", "versions", "resume"]
+    assert len(memory.asked) == 1
     assert not memory.shared
 
 
