@@ -22,6 +22,8 @@ import os, signal, time
 from pathlib import Path
 
 import numpy as np
+import ray
+from ray._private.internal_api import node_stats
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.rollout.conversion import GroupConverter
@@ -55,13 +57,20 @@ def storage_processes():
             pass
 
 
+def stored_bytes():
+    node = ray.nodes()[0]
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+    return stats.store_stats.object_store_bytes_used
+
+
 def kill_storage(args):
     if is_first(args, "storage"):
-        old = set(storage_processes())
+        old, full = set(storage_processes()), stored_bytes()
         for pid in old:
             os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 60
-        while not set(storage_processes()) - old:
+        # Until Ray has noticed the death, the payloads of this node can be read.
+        while not set(storage_processes()) - old or stored_bytes() > full - (1 << 20):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -217,7 +226,8 @@ def test_a_run_whose_buffer_dies_at_every_moment_of_a_step_ends_as_if_it_had_not
     assert happened == MOMENTS | moments
     assert restarts(disturbed) == len(happened - {"storage"})
     lost = happened & {"in_generation", "after_close", "in_log_probs", "stopped", "storage"}
-    assert "".join(capfd.readouterr()).count("is produced again (") == len(lost)
+    said = "".join(capfd.readouterr())
+    assert said.count("is produced again (") == len(lost), said
     assert weights(disturbed) == weights(undisturbed)
     check_accounts(disturbed)
     if "save" in options:
