@@ -48,6 +48,7 @@ CHANGES = frozenset(
         "close_rollout",
         "put_fields",
         "get_meta",
+        "take",
         "offer_again",
         "abandon",
         "clear",

@@ -114,11 +114,25 @@ class BufferClient:
         """Rows for a reading task as soon as there are any, or the end (see ``DataPool.get_meta``).
 
         Raises DeadlineError, naming the task and the fields, where nothing comes within ``timeout_s``."""
+        return self._once_ready(task, request, timeout_s, lambda: (self.change("get_meta", task, request), None))[0]
+
+    def take(
+        self, task: str, request: ReadRequest, timeout_s: float, fields: Sequence[str] | None = None
+    ) -> tuple[RowsMeta, TrainBatch | None]:
+        """``get_meta``, and ``get_fields`` of these rows, in one call; None at the end."""
+        ask = partial(self.change, "take", task, request, None if fields is None else list(fields))
+        meta, plan = self._once_ready(task, request, timeout_s, ask)
+        return meta, None if plan is None else self._assembled(plan)
+
+    def _once_ready(
+        self, task: str, request: ReadRequest, timeout_s: float, take: Callable[[], tuple[RowsMeta, BatchPlan | None]]
+    ) -> tuple[RowsMeta, BatchPlan | None]:
+        """The answer of ``take`` that has rows or is the end. Raises DeadlineError."""
         deadline = time.monotonic() + timeout_s
         while True:
-            meta: RowsMeta = self.change("get_meta", task, request)
+            meta, plan = take()
             if meta.row_ids or meta.ended:
-                return meta
+                return meta, plan
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineError(

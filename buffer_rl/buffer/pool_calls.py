@@ -61,6 +61,13 @@ class PoolCalls:
         """Hand out rows that are ready to a reading task (see ``DataPool.get_meta``)."""
         return self._pools.get_meta(task, request)
 
+    def take(
+        self, task: str, request: ReadRequest, fields: Sequence[str] | None = None
+    ) -> tuple[RowsMeta, BatchPlan | None]:
+        """``get_meta`` and ``plan_fields`` of what it hands out, which is nothing (None) while no rows are ready."""
+        meta = self._pools.get_meta(task, request)
+        return meta, self.plan_fields(task, meta.row_ids, fields) if meta.row_ids else None
+
     def put_fields(
         self,
         task: str,

@@ -16,18 +16,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta
 from buffer_rl.errors import TrainError
 from buffer_rl.train.collate import MicroBatch, collate
-from buffer_rl.types import RowId, TrainBatch
+from buffer_rl.types import TrainBatch
 
 
 class RowSource(Protocol):
     """Where rows come from; ``buffer_rl.buffer.client.BufferClient`` is one."""
 
-    def get_meta(self, task: str, request: ReadRequest, timeout_s: float) -> RowsMeta:
-        """Rows for a reading task, as soon as there are any, or the end. Raises DeadlineError."""
-        ...
-
-    def get_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> TrainBatch:
-        """Rows with the fields named, or with all that they have."""
+    def take(
+        self, task: str, request: ReadRequest, timeout_s: float, fields: Sequence[str] | None = None
+    ) -> tuple[RowsMeta, TrainBatch | None]:
+        """Rows for a reading task, as soon as there are any, with the fields named or all that they have; None at the
+        end. Raises DeadlineError."""
         ...
 
 
@@ -72,14 +71,11 @@ class StreamingDataset(IterableDataset[TrainBatch]):
             raise TrainError("no rollout was chosen", where="StreamingDataset", hint="call step(rollout_id) first")
         yield from list(self._seen)
         while not self._ended:
-            meta = self._source.get_meta(self._task, self._request, self._timeout_s)
-            if meta.ended:
+            meta, batch = self._source.take(self._task, self._request, self._timeout_s, self._fields)
+            if batch is None:
                 self._ended = True
                 return
             self.generation = meta.generation
-            batch = self._source.get_fields(self._task, meta.row_ids, self._fields)
-            if not len(batch):  # the step was closed without these groups in between
-                continue
             if self._replay:
                 self._seen.append(batch)
             yield batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -41,19 +42,18 @@ class Store:
         self.pool.add(uid)
         return uid
 
-    def get_meta(self, task: str, request: ReadRequest, timeout_s: float) -> RowsMeta:
+    def take(
+        self, task: str, request: ReadRequest, timeout_s: float, fields: Sequence[str] | None = None
+    ) -> tuple[RowsMeta, TrainBatch | None]:
         assert task == "train_0"
         while True:
             meta = self.pool.get_meta(request)
             self.asked += 1
             if meta.row_ids or meta.ended:
-                return meta
+                return meta, assemble(self.pool.plan_rows(meta.row_ids, fields)) if meta.row_ids else None
             if not self.later:
                 raise DeadlineError("nothing came")
             self.later.pop(0)()
-
-    def get_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> TrainBatch:
-        return assemble(self.pool.plan_rows(row_ids, fields))
 
     def put_fields(
         self,
@@ -138,24 +138,21 @@ def test_a_later_pass_over_the_dataset_replays_the_batches_without_asking_again(
     assert [tokens.shape for _, tokens in first] == [(2, 4), (2, 5)]
 
 
-def test_a_group_that_leaves_between_being_handed_out_and_read_is_passed_over() -> None:
+def test_what_was_computed_of_a_group_that_left_meanwhile_is_passed_over() -> None:
     store = Store()
     kept, surplus = store.add(1), store.add(2)
 
-    class Closing(Store):
-        """Closes the step after the second group was handed out, before it is read."""
+    def closing(batch: TrainBatch) -> dict[str, Column]:
+        """Closes the step without the second group while that is worked on."""
+        if batch.row_ids[0].uid == surplus:
+            store.pool.select([kept])
+            store.plane.drop(surplus)
+        return doubled(batch)
 
-        def get_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> TrainBatch:
-            if row_ids[0].uid == surplus:
-                store.pool.select([kept])
-                store.plane.drop(surplus)
-            return super().get_fields(task, row_ids, fields)
-
-    closing = Closing()
-    closing.plane, closing.pool = store.plane, store.pool
-    report = run_stage(REF, closing, 0, rows_per_batch=2, timeout_s=1.0)
-    assert report.num_rows == 2
-    assert [span.num_rows for span in report.spans] == [2]
+    report = run_stage(replace(REF, compute=closing), store, 0, rows_per_batch=2, timeout_s=1.0)
+    assert [span.num_rows for span in report.spans] == [2, 2]
+    assert store.pool.plan().slices[0].cells["ref_log_probs"].inline is not None
+    assert len(store.pool.plan().slices) == 1
 
 
 def test_the_advantages_of_a_group_do_not_depend_on_what_else_is_there_by_chance() -> None:
