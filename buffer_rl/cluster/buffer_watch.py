@@ -57,7 +57,7 @@ class BufferWatch:
             return
         question, self._question = self._question, None
         try:
-            answer: dict[str, Any] = ray.get(question)
+            answer: dict[str, Any] = ray.get(question, timeout=PATIENCE_S)
         except ray.exceptions.RayError:  # it died; who needs it waits for the next one, or ends the run
             return
         if self._pid is not None and answer["pid"] != self._pid:

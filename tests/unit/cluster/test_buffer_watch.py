@@ -31,7 +31,7 @@ class FakeRay:
     def wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
         return ([], refs) if self.answer is None else (refs, [])
 
-    def get(self, ref: Any) -> Any:
+    def get(self, ref: Any, timeout: float) -> Any:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
