@@ -75,17 +75,17 @@ def measure(folder: Path, sizes: dict[str, int], repeats: int) -> tuple[int, dic
     engine = launch(args, 0, str(folder / "engine.log"))
     try:
         engine.wait_ready(120)
-        control = EngineControlClient([engine.url], timeout_s=120)
-        transports = {"disk": DiskTransport(args), "tensor": TensorTransport(args)}
-        times: dict[str, list[dict[str, float]]] = {name: [] for name in transports}
-        for version in range(1, repeats + 2):
-            for name, transport in transports.items():
-                parts = Publisher(transport, source, control).publish(version)
-                started = time.monotonic()
-                control.checksums()
-                parts["checksum"] = time.monotonic() - started
-                if version > 1:  # the first of each warms up
-                    times[name].append(parts)
+        with EngineControlClient([engine.url], timeout_s=120) as control:
+            transports = {"disk": DiskTransport(args), "tensor": TensorTransport(args)}
+            times: dict[str, list[dict[str, float]]] = {name: [] for name in transports}
+            for version in range(1, repeats + 2):
+                for name, transport in transports.items():
+                    parts = Publisher(transport, source, control).publish(version)
+                    started = time.monotonic()
+                    control.checksums()
+                    parts["checksum"] = time.monotonic() - started
+                    if version > 1:  # the first of each warms up
+                        times[name].append(parts)
     finally:
         engine.stop()
     return count, {name: medians(rows) for name, rows in times.items()}

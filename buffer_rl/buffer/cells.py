@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from buffer_rl.buffer.wire import Columns, stacked
 from buffer_rl.types import Column, RowId, TrainBatch, concat_columns, take_rows
 
 
@@ -60,6 +61,16 @@ class GroupSlice:
     cells: dict[str, Cell]
 
     @property
+    def num_rows(self) -> int:
+        """Rows of the whole group; 0 where there are no cells."""
+        return next((cell.num_rows for cell in self.cells.values()), 0)
+
+    def inline(self, name: str) -> Column | None:
+        """The field's column, if its payload is here."""
+        cell = self.cells.get(name)
+        return None if cell is None else cell.inline
+
+    @property
     def is_whole(self) -> bool:
         """Whether every row of the group is here, in order."""
         return all(cell.num_rows == len(self.positions) for cell in self.cells.values()) and self.positions == list(
@@ -69,13 +80,55 @@ class GroupSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """A ``TrainBatch`` before its payloads were read; small, and free of payloads where they are in the store."""
+    """A ``TrainBatch`` before its payloads were read; small, and free of payloads where they are in the store.
+
+    It travels with one array for each field that is inline (see ``buffer_rl.buffer.wire``)."""
 
     rollout_id: int
     task: str
     slices: list[GroupSlice] = field(default_factory=list)
     total_rows: int = 0
     total_tokens: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        columns = _joint_columns(self.slices)
+        slices = [
+            (
+                part.row_ids,
+                part.positions,
+                part.num_rows,
+                {n: None if n in columns else c for n, c in part.cells.items()},
+            )
+            for part in self.slices
+        ]
+        return _arrived, (self.rollout_id, self.task, slices, columns, self.total_rows, self.total_tokens)
+
+
+def _joint_columns(slices: Sequence[GroupSlice]) -> Columns:
+    """The fields that all slices have inline, each as one column of all their groups' rows."""
+    columns = Columns()
+    for name in slices[0].cells if slices else ():
+        blocks = [block for part in slices if (block := part.inline(name)) is not None]
+        if len(blocks) == len(slices) and (column := stacked(blocks)) is not None:
+            columns[name] = column
+    return columns
+
+
+def _arrived(
+    rollout_id: int,
+    task: str,
+    slices: Sequence[tuple[list[RowId], list[int], int, dict[str, Cell | None]]],
+    columns: Columns,
+    total_rows: int,
+    total_tokens: int,
+) -> BatchPlan:
+    plan = BatchPlan(rollout_id=rollout_id, task=task, total_rows=total_rows, total_tokens=total_tokens)
+    end = 0
+    for row_ids, positions, num_rows, sent in slices:
+        start, end = end, end + num_rows
+        cells = {name: cell or Cell.of(columns[name][start:end]) for name, cell in sent.items()}
+        plan.slices.append(GroupSlice(row_ids=row_ids, positions=positions, cells=cells))
+    return plan
 
 
 Resolve = Callable[[Sequence[Cell]], Sequence[Column]]

@@ -22,6 +22,7 @@ from buffer_rl.buffer.cells import BatchPlan, Cell, RowSizes, assemble
 from buffer_rl.buffer.partial import check_versions
 from buffer_rl.buffer.partition import Splitting
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta
+from buffer_rl.buffer.wire import Columns
 from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.errors import DeadlineError, PayloadLostError
 from buffer_rl.types import Column, GroupUid, QueueHeader, RolloutReport, RowId, SampleGroup, Ticket, TrainBatch
@@ -77,7 +78,7 @@ class BufferClient:
 
     def adopt(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
         """Take groups over that were finished elsewhere; see ``BufferState.adopt``."""
-        self.change("adopt", ticket, list(row_ids), dict(columns))
+        self.change("adopt", ticket, list(row_ids), Columns(columns))
 
     def get_data(
         self,
@@ -108,7 +109,7 @@ class BufferClient:
         generation: int = 0,
     ) -> None:
         """Add derived fields to rows of a task; see ``DataPool.put_fields``."""
-        self.change("put_fields", task, list(row_ids), dict(columns), reader, generation)
+        self.change("put_fields", task, list(row_ids), Columns(columns), reader, generation)
 
     def get_meta(self, task: str, request: ReadRequest, timeout_s: float) -> RowsMeta:
         """Rows for a reading task as soon as there are any, or the end (see ``DataPool.get_meta``).
@@ -324,14 +325,14 @@ class RolloutClient:
     def finish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
         rows = encoded or self.encode(group)
-        stored = rows.columns if self._storage is None else self._storage.store(rows.columns)
+        stored = Columns(rows.columns if self._storage is None else self._storage.store(rows.columns))
         self._client.change("finish", self._ticket, group.uid, group.attempt, rows.row_ids, stored, rows.sizes)
         self.finished[group.uid] = group
 
     async def afinish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
         rows = encoded or self.encode(group)
-        stored = rows.columns if self._storage is None else await self._storage.astore(rows.columns)
+        stored = Columns(rows.columns if self._storage is None else await self._storage.astore(rows.columns))
         await self._client.achange("finish", self._ticket, group.uid, group.attempt, rows.row_ids, stored, rows.sizes)
         self.finished[group.uid] = group
 

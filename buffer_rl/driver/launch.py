@@ -176,7 +176,7 @@ class _Run:
         if self.fleet is not None:
             name = args.weight_sync_mode
             transport = construct("weight_transport", name, self.registry.resolve("weight_transport", name), args)
-            engines = self.fleet.control(args.update_weights_timeout_s)
+            engines = self.stack.enter_context(self.fleet.control(args.update_weights_timeout_s))
             publisher = Publisher(
                 transport,
                 source,

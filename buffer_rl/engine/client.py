@@ -8,18 +8,18 @@ seed, after aborting what may be left of the first try.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import aiohttp
 import orjson
 
 from buffer_rl.engine.answer import GenerateResult, parse_answer
 from buffer_rl.engine.fan_out import EngineFanOut, HttpSession, decode_json, status_error
+from buffer_rl.engine.loop_thread import LoopThread
 from buffer_rl.errors import DeadlineError, EngineError
 
 T = TypeVar("T")
@@ -37,15 +37,15 @@ _RETRIED_STATUS = (429, 500, 502, 503, 504)
 class EngineClient:
     """Generates through the router and controls every engine behind it. Belongs to one event loop.
 
-    engine_urls: the engines that control calls go to; where there are none, those that the router lists at the time,
-    so that a client lives longer than an engine. timeout_s: deadline of one generation, retries included.
-    control_timeout_s: deadline of one control call. is_gone, api_key: see ``EngineFanOut``.
+    engine_urls: the engines that control calls go to, or what says which they are now; where there are none, those that
+    the router lists at the time, so that a client lives longer than an engine. timeout_s: deadline of one generation,
+    retries included. control_timeout_s: deadline of one control call. is_gone, api_key: see ``EngineFanOut``.
     """
 
     def __init__(
         self,
         router_url: str,
-        engine_urls: Sequence[str],
+        engine_urls: Sequence[str] | Callable[[], Sequence[str]],
         *,
         timeout_s: float = 600.0,
         control_timeout_s: float = CONTROL_TIMEOUT_S,
@@ -54,13 +54,14 @@ class EngineClient:
         api_key: str | None = None,
     ) -> None:
         self.router_url = router_url.rstrip("/")
-        self.engine_urls = tuple(url.rstrip("/") for url in engine_urls)
         self.timeout_s = timeout_s
         self.max_retries = max_retries
         self._generate_url = f"{self.router_url}/generate"
         self._http = HttpSession(timeout_s, api_key)
+        fixed = () if callable(engine_urls) else tuple(url.rstrip("/") for url in engine_urls)
+        find_urls = engine_urls if callable(engine_urls) else lambda: fixed
         self._control = EngineFanOut(
-            self.engine_urls, control_timeout_s, router_url=self.router_url, is_gone=is_gone, api_key=api_key
+            find_urls, control_timeout_s, router_url=self.router_url, is_gone=is_gone, api_key=api_key
         )
 
     @classmethod
@@ -197,10 +198,9 @@ class EngineClient:
 
 
 class EngineControlClient:
-    """The control calls for synchronous code: each call runs an event loop of its own in a short-lived thread, so
-    it works wherever it is called from.
+    """The control calls for synchronous code, wherever it is called from: they run in the event loop of another thread.
 
-    timeout_s: deadline of one call. is_gone, api_key: see ``EngineFanOut``.
+    timeout_s: deadline of one call. is_gone, api_key: see ``EngineFanOut``. Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -213,22 +213,27 @@ class EngineControlClient:
     ) -> None:
         self.engine_urls = tuple(url.rstrip("/") for url in engine_urls)
         self.timeout_s = timeout_s
-        self._is_gone = is_gone
-        self._api_key = api_key
+        self._loop = LoopThread("engine-control")
+        self._client = EngineClient("", self.targets, control_timeout_s=timeout_s, is_gone=is_gone, api_key=api_key)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; a later call opens others."""
+        if self._loop.is_running:
+            self._loop.run(self._client.aclose())
+            self._loop.stop()
 
     def targets(self) -> Sequence[str]:
         """The engines that the next call goes to."""
         return self.engine_urls
 
-    def _run(self, call: Callable[[EngineClient], Awaitable[T]]) -> T:
-        async def run() -> T:
-            urls = self.targets()
-            limit, is_gone, key = self.timeout_s, self._is_gone, self._api_key
-            async with EngineClient("", urls, control_timeout_s=limit, is_gone=is_gone, api_key=key) as client:
-                return await call(client)
-
-        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
-            return pool.submit(asyncio.run, run()).result()
+    def _run(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
+        return self._loop.run(call(self._client))
 
     def abort(self, rids: Iterable[str] | None = None) -> None:
         """Finish the requests ``rids``, or all requests where it is None, with what they have."""

@@ -15,10 +15,11 @@ from buffer_rl.errors import EngineError
 
 class HttpSession:
     """One aiohttp session, made in the event loop that uses it first. ``timeout_s``: deadline of one request.
-    api_key: sent with each."""
+    api_key: sent with each. keepalive_s: an idle connection is used again for so long."""
 
-    def __init__(self, timeout_s: float, api_key: str | None = None) -> None:
+    def __init__(self, timeout_s: float, api_key: str | None = None, keepalive_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
+        self._keepalive_s = keepalive_s
         self._headers = {"Content-Type": "application/json", **auth_headers(api_key)}
         self._session: aiohttp.ClientSession | None = None
 
@@ -26,7 +27,7 @@ class HttpSession:
         """The session, without a limit of connections."""
         if self._session is None or self._session.closed:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s),
                 timeout=aiohttp.ClientTimeout(total=self.timeout_s),
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -41,11 +42,17 @@ class HttpSession:
             self._session = None
 
 
+CONTROL_KEEPALIVE_S = 2.0
+"""Less than servers wait, 5 s and more, before they close an idle connection: a control call that met that moment would
+fail."""
+
+
 class EngineFanOut:
     """One call to all engines at once; all failures become one EngineError that names the URLs, the HTTP statuses and
     the answers.
 
-    urls: the engines; where there are none, the workers that the router at ``router_url`` lists when a call is made.
+    urls: the engines, asked for when a call is made; where there are none, the workers that the router at
+    ``router_url`` lists then.
     timeout_s: deadline of one call. is_gone: whether the failure of the engine at a URL is of no account, because it
     has died or is given up; asked only where another engine answered; it may block for a moment. A call that no engine
     answers fails all the same. api_key: of engines and router.
@@ -53,18 +60,18 @@ class EngineFanOut:
 
     def __init__(
         self,
-        urls: Sequence[str],
+        urls: Callable[[], Sequence[str]],
         timeout_s: float,
         *,
         router_url: str = "",
         is_gone: Callable[[str], bool] | None = None,
         api_key: str | None = None,
     ) -> None:
-        self.urls = tuple(urls)
+        self._urls = urls
         self.timeout_s = timeout_s
         self._router_url = router_url
         self._is_gone = is_gone
-        self._http = HttpSession(timeout_s, api_key)
+        self._http = HttpSession(timeout_s, api_key, CONTROL_KEEPALIVE_S)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -110,7 +117,7 @@ class EngineFanOut:
     async def _all(
         self, method: str, path: str, body: bytes | Sequence[bytes] | None, *, reachable_only: bool = False
     ) -> dict[str, bytes]:
-        urls = self.urls or await self._urls_of_router()
+        urls = self._urls() or await self._urls_of_router()
         bodies = [body] * len(urls) if isinstance(body, bytes) or body is None else body[: len(urls)]
         calls = [self._one(method, url + path, own) for url, own in zip(urls, bodies, strict=True)]
         results = await asyncio.gather(*calls)

@@ -254,8 +254,9 @@ class EngineFleet:
                     member.state = MemberState.WAITING
                     self._say(f"engine {member.index} is up again and waits for the next weights")
                     return
-                control = EngineControlClient([member.url], timeout_s=limit, api_key=self._args.engine_api_key)
-                control.update_weights_from_disk(published.folder, int(published.version))
+                key = self._args.engine_api_key
+                with EngineControlClient([member.url], timeout_s=limit, api_key=key) as control:
+                    control.update_weights_from_disk(published.folder, int(published.version))
             self._admit(member)
         finally:
             self._roster.publication.release()

@@ -6,8 +6,8 @@ newest weights by itself, and holds back one that would (``Roster.publication``,
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from buffer_rl.engine.client import EngineClient, EngineControlClient
 from buffer_rl.engine.roster import Member, MemberState, Published, Roster, none_left
@@ -85,7 +85,7 @@ class FleetControl(EngineControlClient):
                 self._in_publication = None
                 self._roster.publication.release()
 
-    def _run(self, call: Callable[[EngineClient], Awaitable[T]]) -> T:
+    def _run(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
         members = self._members()
         try:
             if not self.targets():

@@ -80,7 +80,8 @@ def test_a_client_with_the_key_generates_and_controls_and_one_without_is_told_so
     assert asyncio.run(ask(KEY)) == (2, ["0"])
     with pytest.raises(EngineError, match="HTTP 401"):
         asyncio.run(ask(None))
-    fleet.control(30.0).flush()
+    with fleet.control(30.0) as control:
+        control.flush()
 
 
 def test_an_engine_that_joins_later_gets_requests_with_the_key(fleet, engine_args, tmp_path):

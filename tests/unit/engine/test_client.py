@@ -195,7 +195,7 @@ def test_synchronous_control_works_without_and_within_an_event_loop():
             return control.versions()
 
         assert asyncio.run(inside()) == {engine.url: "2"}
-    with pytest.raises(EngineError):
+    with control, pytest.raises(EngineError):
         control.health()
 
 

@@ -8,7 +8,9 @@ import os
 import signal
 import threading
 import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+
+import pytest
 
 from buffer_rl.engine.client import EngineClient, EngineControlClient
 from buffer_rl.engine.embedded.launcher import launch
@@ -16,6 +18,13 @@ from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.errors import EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.testing.processes import holds_within
+
+
+@pytest.fixture
+def closing():
+    """Has what it is given closed when the test ends."""
+    with ExitStack() as stack:
+        yield stack.enter_context
 
 
 @contextmanager
@@ -96,13 +105,13 @@ def test_requests_at_an_engine_that_is_killed_get_the_same_answers_elsewhere_and
 
 
 def test_a_replacement_takes_the_weights_of_the_newest_version_and_the_last_death_ends_the_run(
-    engine_args, model_folder, tmp_path
+    engine_args, closing, model_folder, tmp_path
 ):
     args = engine_args(rollout_num_engines=2, engine_max_restarts=1)
     notices: list[str] = []
     with EngineFleet(args, str(tmp_path), launch, notices.append) as fleet, watched(fleet) as raised:
         fleet.wait_ready()
-        control = fleet.control(30.0)
+        control = closing(fleet.control(30.0))
         control.pause()
         control.flush()
         control.update_weights_from_disk(model_folder("qwen3", seed=1), 7)
@@ -112,7 +121,7 @@ def test_a_replacement_takes_the_weights_of_the_newest_version_and_the_last_deat
         expected = asyncio.run(answers_of(fleet, greedy, "first"))
         lost = kill(fleet, 0)
         assert holds_within(60, both_serve_without(fleet, lost))
-        assert set(EngineControlClient(list(fleet.router.workers())).versions().values()) == {"7"}
+        assert set(closing(EngineControlClient(list(fleet.router.workers()))).versions().values()) == {"7"}
         assert holds_within(5, lambda: len(notices) == 2)
         kill(fleet, 1)
         assert holds_within(30, lambda: len(fleet.router.workers()) == 1)
@@ -193,7 +202,7 @@ class InProcess:
 
 
 def test_a_replacement_that_hangs_while_it_takes_the_weights_is_replaced_and_holds_no_publication_up(
-    engine_args, tmp_path
+    engine_args, closing, tmp_path
 ):
     hangs_once = [Fault.HANG]
     notices: list[str] = []
@@ -208,7 +217,7 @@ def test_a_replacement_that_hangs_while_it_takes_the_weights_is_replaced_and_hol
     folder.mkdir()
     with EngineFleet(args, str(tmp_path), launch_fake, notices.append) as fleet, watched(fleet) as raised:
         fleet.wait_ready()
-        control = fleet.control(600.0)
+        control = closing(fleet.control(600.0))
         control.pause()
         control.update_weights_from_disk(str(folder), 7)
         control.versions()

@@ -92,12 +92,13 @@ class Run:
         self.metrics: Counter[str] = Counter()
 
     async def go(self, engine: FakeEngine) -> None:
-        publisher = Publisher(DiskTransport(self.args), Folder(), EngineControlClient([engine.url], timeout_s=0.4))
-        for rollout_id in range(STEPS):
-            await self.step(rollout_id, engine)
-            self.state.commit(rollout_id, rollout_id + 1)
-            publisher.publish(rollout_id + 1)
-            self.state.release(rollout_id + 1)
+        with EngineControlClient([engine.url], timeout_s=0.4) as control:
+            publisher = Publisher(DiskTransport(self.args), Folder(), control)
+            for rollout_id in range(STEPS):
+                await self.step(rollout_id, engine)
+                self.state.commit(rollout_id, rollout_id + 1)
+                publisher.publish(rollout_id + 1)
+                self.state.release(rollout_id + 1)
 
     async def step(self, rollout_id: int, engine: FakeEngine) -> None:
         ticket = self.state.generate(rollout_id)

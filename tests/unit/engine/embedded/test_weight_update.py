@@ -70,8 +70,9 @@ def engines(
 
 
 @pytest.fixture(scope="module")
-def control(engines: list[EmbeddedEngine]) -> EngineControlClient:
-    return EngineControlClient([engine.url for engine in engines])
+def control(engines: list[EmbeddedEngine]) -> Iterator[EngineControlClient]:
+    with EngineControlClient([engine.url for engine in engines]) as client:
+        yield client
 
 
 @pytest.fixture

@@ -1,0 +1,131 @@
+"""Columns arrive as they were sent, in few arrays."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffer_rl.buffer.cells import BatchPlan, Cell, GroupSlice, assemble
+from buffer_rl.buffer.wire import IN_MESSAGE_BYTES, Columns
+from buffer_rl.types import GroupUid, RowId
+
+DTYPES = ("int32", "int64", "float32", "float64", "bool", "float16")
+
+
+def sent(value: Any) -> tuple[Any, int]:
+    """What arrives, and how many arrays travelled beside the message, as Ray sends them."""
+    beside: list[pickle.PickleBuffer] = []
+    message = pickle.dumps(value, 5, buffer_callback=beside.append)
+    return pickle.loads(message, buffers=beside), len(beside)
+
+
+def assert_same(mine: Any, other: Any) -> None:
+    assert type(mine) is type(other)
+    if isinstance(mine, list):
+        assert len(mine) == len(other)
+        for one, two in zip(mine, other, strict=True):
+            assert_same(one, two)
+    elif isinstance(mine, np.ndarray):
+        assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
+        np.testing.assert_array_equal(mine, other)
+    else:
+        assert mine == other
+
+
+@st.composite
+def columns(draw: st.DrawFn, num_rows: int) -> dict[str, Any]:
+    """Columns of ``num_rows`` rows: dense, ragged, of equal and of mixed dtypes and shapes, empty rows included."""
+    made: dict[str, Any] = {}
+    for name in draw(st.lists(st.sampled_from("abcdef"), unique=True, min_size=1)):
+        kind = draw(st.sampled_from(("dense", "ragged", "mixed", "deep")))
+        dtypes = [draw(st.sampled_from(DTYPES))] * num_rows
+        if kind == "dense":
+            made[name] = np.arange(num_rows).astype(dtypes[0] if dtypes else "int32")
+            continue
+        if kind == "mixed":
+            dtypes = [draw(st.sampled_from(DTYPES)) for _ in range(num_rows)]
+        lengths = [draw(st.integers(0, 4)) for _ in range(num_rows)]
+        shape = (2,) if kind == "deep" else ()
+        made[name] = [np.ones((n, *shape), dtype) * n for n, dtype in zip(lengths, dtypes, strict=True)]
+    return made
+
+
+@given(st.integers(0, 4).flatmap(columns))
+def test_columns_arrive_as_they_were_sent(made):
+    arrived, _ = sent(Columns(made))
+    assert list(arrived) == list(made)
+    for name, column in made.items():
+        assert_same(arrived[name], column)
+
+
+def test_what_is_no_column_travels_as_it_is():
+    strange = {"objects": np.array([{"a": 1}], dtype=object), "cell": Cell(num_rows=2), "numbers": [1, 2], "none": []}
+    arrived, _ = sent(Columns(strange))
+    assert arrived.pop("objects")[0] == {"a": 1}
+    assert arrived == {"cell": Cell(num_rows=2), "numbers": [1, 2], "none": []}
+
+
+def test_rows_travel_as_one_array_and_small_fields_inside_the_message():
+    rows = [np.full(IN_MESSAGE_BYTES // 8, i, dtype=np.float32) for i in range(4)]
+    arrived, num_beside = sent(Columns(large=rows, small=[row[:3] for row in rows]))
+    assert num_beside == 1
+    assert_same(arrived["large"], rows)
+    assert_same(arrived["small"], [row[:3] for row in rows])
+
+
+def plan_of(groups: list[dict[str, Any]], positions: list[list[int]]) -> BatchPlan:
+    slices = []
+    for number, (cells, chosen) in enumerate(zip(groups, positions, strict=True)):
+        uid = GroupUid("s", number, 0)
+        cells = {name: c if isinstance(c, Cell) else Cell.of(c) for name, c in cells.items()}
+        slices.append(GroupSlice(row_ids=[RowId(uid, i) for i in chosen], positions=chosen, cells=cells))
+    return BatchPlan(rollout_id=3, task="train_3", slices=slices, total_rows=9, total_tokens=40)
+
+
+def test_a_plan_arrives_as_it_was_sent():
+    groups = [
+        {
+            "tokens": [np.arange(n + i, dtype=np.int32) for i in range(n)],
+            "reward": np.arange(n, dtype=np.float32),
+            "dtype_differs": np.arange(n).astype(dtype),
+            "rows_differ": [np.zeros(1, dtype)] * n,
+            "stored": Cell(num_rows=n, ref=f"ref-{n}", storage="storage-0"),
+        }
+        for n, dtype in ((2, "int32"), (3, "int64"), (1, "int32"))
+    ]
+    groups[1]["half_stored"] = np.zeros(3)
+    for n, other in ((2, groups[0]), (1, groups[2])):
+        other["half_stored"] = Cell(num_rows=n, ref=f"half-{n}", storage="storage-0")
+    plan = plan_of(groups, [[0, 1], [2, 0], [0]])
+    arrived, _ = sent(plan)
+    assert (arrived.rollout_id, arrived.task, arrived.total_rows, arrived.total_tokens) == (3, "train_3", 9, 40)
+    for mine, other in zip(arrived.slices, plan.slices, strict=True):
+        assert (mine.row_ids, mine.positions) == (other.row_ids, other.positions)
+        assert list(mine.cells) == list(other.cells)
+        for name, cell in other.cells.items():
+            assert (mine.cells[name].num_rows, mine.cells[name].ref) == (cell.num_rows, cell.ref)
+            assert_same(mine.cells[name].inline, cell.inline)
+
+
+@pytest.mark.parametrize("groups", [[], [{}], [{"a": np.zeros(2)}, {"b": np.zeros(2)}]])
+def test_plans_without_common_fields_arrive(groups):
+    plan = plan_of(groups, [[0, 1] for _ in groups])
+    arrived, _ = sent(plan)
+    assert [list(part.cells) for part in arrived.slices] == [list(part.cells) for part in plan.slices]
+
+
+def test_a_step_of_many_rows_is_assembled_from_few_arrays():
+    groups = [
+        {name: [np.full(100, 10 * g + i, np.float32) for i in range(4)] for name in ("x", "y", "z")} for g in range(64)
+    ]
+    plan = plan_of(groups, [[0, 1, 2, 3]] * 64)
+    arrived, num_beside = sent(plan)
+    assert num_beside <= 3  # 768 rows
+    mine, other = assemble(arrived), assemble(plan)
+    for name in ("x", "y", "z"):
+        assert_same(mine.columns[name], other.columns[name])
