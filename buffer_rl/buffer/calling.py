@@ -7,14 +7,17 @@ as a function that makes it, and made again until the deadline. Whoever is calle
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 
 from buffer_rl.errors import BufferRLError, DeadlineError, WorkerDiedError, WorkerError
+
+T = TypeVar("T")
 
 RETRY_S = 0.2
 """Pause before a call is made again."""
@@ -90,3 +93,46 @@ class Answers:
             where=self.role,
             hint=f"raise {self.flag} if it is only slow",
         )
+
+
+class StartedCall(Generic[T]):
+    """A call that was made, and whose answer is waited for later, by one thread.
+
+    ask: makes the call; at once, and again where Ray lost it. understand: makes what is returned of the answer.
+    ended: called once, when nobody waits for the answer any more; so it must be asked for, or settled.
+    """
+
+    def __init__(
+        self,
+        answers: Answers,
+        method: str,
+        ask: Callable[[], Any],
+        *,
+        understand: Callable[[Any], T],
+        ended: Callable[[], None],
+    ) -> None:
+        self._answers = answers
+        self._method = method
+        self._made = [ask()]
+        self._ask = ask
+        self._ended: Callable[[], None] | None = ended
+        self._understand = understand
+
+    def result(self) -> T:
+        """The answer, waited for from now on as long as for any call; once. Raises what ``Answers`` names."""
+        try:
+            answer = self._answers.wait(self._method, lambda: self._made.pop() if self._made else self._ask())
+        finally:
+            self._end()
+        return self._understand(answer)
+
+    def settle(self) -> None:
+        """Wait until the call is over, if its answer was not asked for; whatever it is."""
+        if self._ended is not None:
+            with contextlib.suppress(BufferRLError):
+                self.result()
+
+    def _end(self) -> None:
+        if self._ended is not None:
+            self._ended()
+            self._ended = None

@@ -23,19 +23,27 @@ class OpenCalls:
         self._next = 0
         self._open: set[int] = set()
 
-    @contextmanager
-    def numbered(self) -> Iterator[tuple[int, int]]:
-        """``(sequence, open_from)`` of a call that is made, and if need be repeated, in the block. ``open_from``: no
+    def begin(self) -> tuple[int, int]:
+        """``(sequence, open_from)`` of a call that is made, and if need be repeated, until ``end``. ``open_from``: no
         call with a smaller number will be repeated."""
         with self._lock:
             sequence, self._next = self._next, self._next + 1
             self._open.add(sequence)
-            open_from = min(self._open)
+            return sequence, min(self._open)
+
+    def end(self, sequence: int) -> None:
+        """The call was answered, or is given up."""
+        with self._lock:
+            self._open.remove(sequence)
+
+    @contextmanager
+    def numbered(self) -> Iterator[tuple[int, int]]:
+        """``begin``, and ``end`` after the block."""
+        sequence, open_from = self.begin()
         try:
             yield sequence, open_from
         finally:
-            with self._lock:
-                self._open.remove(sequence)
+            self.end(sequence)
 
 
 class CallLog:

@@ -48,6 +48,7 @@ class ReadRequest:
     fields: those that the rows must have. produces: those that the task adds to them.
     sampler: ``group``, or ``balanced`` for ranks that work in step.
     is_final: rows that were handed out are part of the step, whatever finishes later.
+    at_least: nothing is handed out while fewer rows than that are ready and more may come.
     """
 
     reader: str
@@ -58,6 +59,7 @@ class ReadRequest:
     dp_rank: int = 0
     dp_size: int = 1
     is_final: bool = False
+    at_least: int = 0
 
 
 class DataPool:
@@ -144,7 +146,9 @@ class DataPool:
         other fields, or as another kind of reader.
         """
         reader = self._reader(request)
-        wanted = Request(num_rows=request.num_rows, dp_rank=request.dp_rank, dp_size=request.dp_size)
+        wanted = Request(
+            num_rows=request.num_rows, dp_rank=request.dp_rank, dp_size=request.dp_size, at_least=request.at_least
+        )
         uids = reader.take(wanted, self.closed)
         rows = [row for uid in uids for row in self._plane.rows(uid)]
         ended = not rows and self.closed and reader.is_done(wanted, reader.num_offered == len(self._uids))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 from buffer_rl.buffer.partition import balanced_partition
@@ -29,11 +30,14 @@ Ready = OrderedDict[GroupUid, ReadyGroup]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a reader asks for: about ``num_rows`` rows, as rank ``dp_rank`` of ``dp_size``."""
+    """What a reader asks for: about ``num_rows`` rows, as rank ``dp_rank`` of ``dp_size``.
+
+    at_least: nothing, while fewer rows than that are ready and more may come."""
 
     num_rows: int
     dp_rank: int = 0
     dp_size: int = 1
+    at_least: int = 0
 
     def __post_init__(self) -> None:
         if self.num_rows < 1:
@@ -66,6 +70,8 @@ class GroupSampler:
 
     def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
         """See ``Sampler.take``."""
+        if not closed and not _has_rows(ready, request.at_least):
+            return []
         chosen: list[GroupUid] = []
         rows = 0
         while ready:
@@ -88,7 +94,8 @@ class GroupSampler:
 @dataclass(slots=True)
 class BalancedSampler:
     """Equal work for every rank: once there are rows for all ranks, the groups are dealt out so that each rank has
-    about as many tokens, and a rank's k-th call gets its part of the k-th deal, whoever calls first.
+    about as many tokens, and a rank's k-th call gets its part of the k-th deal, whoever calls first, and whatever its
+    ``at_least`` says.
 
     In the last deal a rank may get nothing, if there are fewer groups than ranks. The first request says how many ranks
     there are; one that says otherwise is refused.
@@ -139,6 +146,10 @@ class BalancedSampler:
         parts = balanced_partition([sum(group.tokens) for group in chosen], request.dp_size)
         self._deals.append([[chosen[index].uid for index in part] for part in parts])
         return True
+
+
+def _has_rows(ready: Ready, at_least: int) -> bool:
+    return at_least <= 0 or any(total >= at_least for total in accumulate(len(g.tokens) for g in ready.values()))
 
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {"group": GroupSampler, "balanced": BalancedSampler}

@@ -29,6 +29,11 @@ class WorkReport:
     num_rows: int = 0
     origin: float = field(default_factory=clock_origin)
 
+    def add(self, span: WorkSpan) -> None:
+        """One more span, and its rows."""
+        self.spans.append(span)
+        self.num_rows += span.num_rows
+
     @classmethod
     def joined(cls, reports: Iterable[WorkReport]) -> WorkReport:
         """The reports of several processes of one role, which may be on several machines; on the first one's clock."""

@@ -21,7 +21,7 @@ INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 class GroupConverter:
-    """Turns groups into rows and columns; a ``buffer_rl.buffer.client.GroupEncoder``.
+    """Turns groups into rows and columns; a ``buffer_rl.buffer.rollout_client.GroupEncoder``.
 
     Columns of a training group, one row a sample: ``tokens`` list of ``[num_tokens]`` int32; ``response_length``
     ``[num_rows]`` int32; ``loss_mask`` list of ``[response_length]`` float32 (zeros where a filter set

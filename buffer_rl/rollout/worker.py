@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from buffer_rl.buffer.client import BufferClient, RolloutClient
+from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient, StorageUnit
 from buffer_rl.cluster.logs import redirect_output
 from buffer_rl.cluster.worker_group import WorkerGroup

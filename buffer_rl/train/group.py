@@ -121,6 +121,7 @@ class TrainRank:
             self._buffer,
             rollout_id,
             rows_per_batch=rows_per_batch(self._args, self._world_size),
+            num_readers=self._world_size,
             timeout_s=longest_wait(self._args),
         )
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.observe.work import WorkReport
-from buffer_rl.train.stream import RowSource, StreamingDataset
+from buffer_rl.train.stream import RowSource, Started, StreamingDataset
 from buffer_rl.types import Column, RowId, TrainBatch
 
 SAMPLED_FIELDS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
@@ -25,15 +25,15 @@ SAMPLED_FIELDS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
 class FieldStore(RowSource, Protocol):
     """A row source that takes fields too."""
 
-    def put_fields(
+    def start_put_fields(
         self,
         task: str,
         row_ids: Sequence[RowId],
         columns: Mapping[str, Column],
         reader: str | None = None,
         generation: int = 0,
-    ) -> None:
-        """Add derived fields to rows of a task; see ``DataPool.put_fields``."""
+    ) -> Started[None]:
+        """Add derived fields to rows of a task, without waiting; see ``DataPool.put_fields``."""
         ...
 
 
@@ -52,10 +52,16 @@ class Stage:
     is_final: bool = False
 
 
-def run_stage(stage: Stage, store: FieldStore, rollout_id: int, *, rows_per_batch: int, timeout_s: float) -> WorkReport:
+def run_stage(
+    stage: Stage, store: FieldStore, rollout_id: int, *, rows_per_batch: int, num_readers: int = 1, timeout_s: float
+) -> WorkReport:
     """Work on every group of rollout ``rollout_id`` until it is closed and read to its end.
 
-    rows_per_batch: whole groups of about so many rows at a time. timeout_s: longest wait for one group.
+    While a batch is computed, the next one is fetched and what was computed of the one before is written; so nothing
+    of the rollout is asked for any more when this returns or raises.
+
+    rows_per_batch: whole groups of about so many rows at a time. num_readers: processes that read as this stage; one of
+    them fetches ahead only what leaves enough for the others. timeout_s: longest wait for one group.
     """
     request = ReadRequest(
         reader=stage.name,
@@ -64,16 +70,24 @@ def run_stage(stage: Stage, store: FieldStore, rollout_id: int, *, rows_per_batc
         num_rows=rows_per_batch,
         is_final=stage.is_final,
     )
-    dataset = StreamingDataset(store, request, timeout_s=timeout_s, replay=False)
+    ahead_rows = rows_per_batch * num_readers
+    dataset = StreamingDataset(store, request, timeout_s=timeout_s, replay=False, ahead_rows=ahead_rows)
     dataset.step(rollout_id)
-    report = WorkReport()
-    for batch in dataset:
-        started = time.monotonic()
-        columns = stage.compute(batch)
-        if columns:
-            store.put_fields(batch.task, batch.row_ids, columns, stage.name, dataset.generation)
-        report.num_rows += len(batch)
-        report.spans.append(
-            WorkSpan(name=stage.name, rollout_id=rollout_id, start=started, end=time.monotonic(), num_rows=len(batch))
-        )
+    report, written = WorkReport(), None
+    try:
+        for batch in dataset:
+            started = time.monotonic()
+            columns = stage.compute(batch)
+            ended = time.monotonic()
+            if written is not None:
+                written.result()
+            writes = (batch.task, batch.row_ids, columns, stage.name, dataset.generation)
+            written = store.start_put_fields(*writes) if columns else None
+            report.add(WorkSpan(name=stage.name, rollout_id=rollout_id, start=started, end=ended, num_rows=len(batch)))
+        if written is not None:
+            written.result()
+    finally:
+        dataset.settle()
+        if written is not None:
+            written.settle()
     return report

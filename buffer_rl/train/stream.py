@@ -8,7 +8,8 @@ the reader was handed every row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,15 +19,27 @@ from buffer_rl.errors import TrainError
 from buffer_rl.train.collate import MicroBatch, collate
 from buffer_rl.types import TrainBatch
 
+T_co = TypeVar("T_co", covariant=True)
+Taken = tuple[RowsMeta, TrainBatch | None]
+
+
+class Started(Protocol[T_co]):
+    """A call under way, whose answer is asked for once, or settled (see ``buffer_rl.buffer.calling.StartedCall``)."""
+
+    def result(self) -> T_co: ...
+    def settle(self) -> None: ...
+
 
 class RowSource(Protocol):
     """Where rows come from; ``buffer_rl.buffer.client.BufferClient`` is one."""
 
-    def take(
-        self, task: str, request: ReadRequest, timeout_s: float, fields: Sequence[str] | None = None
-    ) -> tuple[RowsMeta, TrainBatch | None]:
+    def take(self, task: str, request: ReadRequest, timeout_s: float, fields: Sequence[str] | None = None) -> Taken:
         """Rows for a reading task, as soon as there are any, with the fields named or all that they have; None at the
         end. Raises DeadlineError."""
+        ...
+
+    def start_take(self, task: str, request: ReadRequest, fields: Sequence[str] | None = None) -> Started[Taken]:
+        """Ask for the rows that are ready now, without waiting for the answer; None where there are none."""
         ...
 
 
@@ -38,6 +51,8 @@ class StreamingDataset(IterableDataset[TrainBatch]):
 
     request: who reads what (see ``buffer_rl.buffer.pool.ReadRequest``). fields: what each batch has; all where None.
     timeout_s: longest wait for one batch. replay: keep the batches for a second pass.
+    ahead_rows: while a batch is worked on, the next one is asked for, if at least so many rows are ready; 0: never. Who
+    leaves the loop before its end then calls ``settle``: what was asked for is nobody else's.
     ``generation`` is that of the newest batch (see ``RowsMeta``).
     """
 
@@ -49,8 +64,11 @@ class StreamingDataset(IterableDataset[TrainBatch]):
         timeout_s: float,
         fields: Sequence[str] | None = None,
         replay: bool = True,
+        ahead_rows: int = 0,
     ) -> None:
         self._replay = replay
+        self._ahead = replace(request, at_least=ahead_rows) if ahead_rows else None
+        self._asked: Started[Taken] | None = None
         self._source = source
         self._request = request
         self._fields = fields
@@ -62,6 +80,7 @@ class StreamingDataset(IterableDataset[TrainBatch]):
 
     def step(self, partition_id: int) -> None:
         """Go on to rollout ``partition_id``; batches of the one before are forgotten."""
+        self.settle()
         self._task = f"train_{partition_id}"
         self._seen.clear()
         self._ended = False
@@ -71,14 +90,30 @@ class StreamingDataset(IterableDataset[TrainBatch]):
             raise TrainError("no rollout was chosen", where="StreamingDataset", hint="call step(rollout_id) first")
         yield from list(self._seen)
         while not self._ended:
-            meta, batch = self._source.take(self._task, self._request, self._timeout_s, self._fields)
+            meta, batch = self._next(self._task)
             if batch is None:
                 self._ended = True
                 return
             self.generation = meta.generation
             if self._replay:
                 self._seen.append(batch)
+            if self._ahead is not None:
+                self._asked = self._source.start_take(self._task, self._ahead, self._fields)
             yield batch
+
+    def settle(self) -> None:
+        """Wait until nothing is asked for any more."""
+        if self._asked is not None:
+            self._asked.settle()
+            self._asked = None
+
+    def _next(self, task: str) -> Taken:
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            meta, batch = asked.result()
+            if batch is not None or meta.ended:
+                return meta, batch
+        return self._source.take(task, self._request, self._timeout_s, self._fields)
 
 
 class StreamingDataLoader(DataLoader[Any]):

@@ -83,6 +83,7 @@ class RoleWorker:
             self._buffer,
             rollout_id,
             rows_per_batch=rows_per_batch(self._args, self._num_workers),
+            num_readers=self._num_workers,
             timeout_s=longest_wait(self._args),
         )
 

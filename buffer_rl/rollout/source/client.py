@@ -10,7 +10,7 @@ from buffer_rl.data.delivery import Delivery, DeliveryRequest
 
 
 class SourceClient:
-    """Asks the actor of a user's data source for batches; a ``BatchSource`` of ``buffer_rl.buffer.client``.
+    """Asks the actor of a user's data source for batches; a ``BatchSource`` of ``buffer_rl.buffer.rollout_client``.
 
     Raises DeadlineError after ``timeout_s``, WorkerError if its process died, and what the source raised.
     """

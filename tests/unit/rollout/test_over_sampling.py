@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer.client import RolloutClient
 from buffer_rl.buffer.ledger import GroupState, MemoryLedger
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.engine.client import EngineClient

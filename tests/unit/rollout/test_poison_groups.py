@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from buffer_rl.buffer.client import RolloutClient
 from buffer_rl.buffer.ledger import MemoryLedger
 from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import DeadlineError, EngineError, RewardError, RolloutError

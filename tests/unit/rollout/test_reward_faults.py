@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from buffer_rl.algo.advantages import grpo
-from buffer_rl.buffer.client import RolloutClient
 from buffer_rl.buffer.ledger import GroupState
 from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.sqlite_ledger import SqliteLedger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -21,14 +22,38 @@ from buffer_rl.train.stream import StreamingDataLoader, StreamingDataset
 from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
 
 
+class Answer:
+    """The answer of a call that was executed when it was made. ``open`` are those that nobody asked for."""
+
+    open: ClassVar[list[Answer]] = []
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.error: TrainError | None = None
+        self.open.append(self)
+
+    def result(self) -> Any:
+        self.open.remove(self)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def settle(self) -> None:
+        if self in self.open:
+            with suppress(TrainError):
+                self.result()
+
+
 class Store:
     """A pool in this process. What ``later`` does, one a wait, makes rows ready; then nothing comes any more."""
 
     def __init__(self) -> None:
+        Answer.open.clear()
         self.plane = LocalDataPlane()
         self.pool = DataPool(0, "train_0", self.plane, 100)
         self.later: list[Any] = []
         self.asked = 0
+        self.ahead: list[int] = []
 
     def add(self, row: int) -> GroupUid:
         uid = GroupUid("data", row, 0)
@@ -55,15 +80,21 @@ class Store:
                 raise DeadlineError("nothing came")
             self.later.pop(0)()
 
-    def put_fields(
+    def start_take(self, task: str, request: ReadRequest, fields: Sequence[str] | None = None) -> Answer:
+        meta = self.pool.get_meta(request)
+        self.ahead.append(len(meta.row_ids))
+        return Answer((meta, assemble(self.pool.plan_rows(meta.row_ids, fields)) if meta.row_ids else None))
+
+    def start_put_fields(
         self,
         task: str,
         row_ids: Sequence[RowId],
         columns: Mapping[str, Column],
         reader: str | None = None,
         generation: int = 0,
-    ) -> None:
+    ) -> Answer:
         self.pool.put_fields(row_ids, columns, reader, generation)
+        return Answer(None)
 
 
 def doubled(batch: TrainBatch) -> dict[str, Column]:
@@ -102,6 +133,59 @@ def test_a_lone_group_is_worked_on_at_once_and_those_that_piled_up_meanwhile_go_
     assert [span.num_rows for span in report.spans] == [2, 8, 4, 2]
     # One request a batch, one more for each time that nothing was ready, and one for the end.
     assert store.asked == 4 + 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("num_readers", "ahead", "spans"),
+    [
+        (1, [4, 4, 0, 0, 0], [4, 4, 4, 2, 2]),  # 7 groups of 2 rows: 4 rows ahead while 4 are ready; then one by one
+        (2, [4, 0, 0, 0, 0], [4, 4, 4, 2, 2]),  # only while there are as many for the other reader
+    ],
+)
+def test_the_next_batch_is_fetched_while_one_is_worked_on_where_enough_is_ready(
+    num_readers: int, ahead: list[int], spans: list[int]
+) -> None:
+    store = Store()
+    uids = [store.add(row) for row in range(7)]
+    store.later = [lambda: uids.append(store.add(7)), lambda: store.pool.select(uids)]
+    report = run_stage(REF, store, 0, rows_per_batch=4, num_readers=num_readers, timeout_s=1.0)
+    assert [span.num_rows for span in report.spans] == spans
+    assert store.ahead == ahead
+    assert Answer.open == []
+    assert all(part.cells["ref_log_probs"].inline is not None for part in store.pool.plan().slices)
+
+
+def test_the_end_is_learnt_while_the_last_batch_is_worked_on() -> None:
+    store = Store()
+    uids = [store.add(row) for row in range(3)]
+    store.pool.select(uids)
+    report = run_stage(REF, store, 0, rows_per_batch=4, timeout_s=1.0)
+    assert [span.num_rows for span in report.spans] == [4, 2]
+    assert (store.asked, store.ahead) == (1, [2, 0])
+
+
+@pytest.mark.parametrize("fails", ["compute", "write"])
+def test_a_stage_that_fails_leaves_no_call_open_and_its_rows_come_again_for_its_successor(fails: str) -> None:
+    store = Store()
+    uids = [store.add(row) for row in range(5)]
+    store.pool.select(uids)
+    calls: list[int] = []
+
+    def failing(batch: TrainBatch) -> dict[str, Column]:
+        calls.append(len(batch))
+        if len(calls) == 2:
+            if fails == "compute":
+                raise TrainError("lost")
+            for answer in Answer.open:
+                answer.error = TrainError("lost")
+        return doubled(batch)
+
+    with pytest.raises(TrainError, match="lost"):
+        run_stage(replace(REF, compute=failing), store, 0, rows_per_batch=4, timeout_s=1.0)
+    assert Answer.open == []
+    assert store.pool.offer_again("ref") == 3
+    run_stage(REF, store, 0, rows_per_batch=4, timeout_s=1.0)
+    assert all(part.cells["ref_log_probs"].inline is not None for part in store.pool.plan().slices)
 
 
 def test_a_stage_that_needs_a_field_of_another_waits_for_it() -> None:

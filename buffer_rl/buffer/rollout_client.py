@@ -1,0 +1,193 @@
+"""The ``buffer`` that a rollout function receives: its ticket's groups, leased and reported."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from buffer_rl.buffer.cells import Cell, RowSizes
+from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.partial import check_versions
+from buffer_rl.buffer.wire import Columns
+from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
+from buffer_rl.types import Column, GroupUid, QueueHeader, RowId, SampleGroup, Ticket
+
+
+class GroupEncoder(Protocol):
+    """Turns a group that user code filled into rows and columns."""
+
+    def encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedGroup:
+    """One group's rows and columns, ready to be reported."""
+
+    row_ids: list[RowId]
+    columns: dict[str, Column]
+    sizes: RowSizes
+
+
+ChooseQueued = Callable[[list[QueueHeader], int], list[GroupUid]]
+"""A buffer filter: of the queue's headers, which groups to lease next, in order."""
+
+
+class BatchSource(Protocol):
+    """A data source that runs in a process of its own: batches by number (see ``CustomSource.take``)."""
+
+    def take(self, request: DeliveryRequest) -> Delivery | None: ...
+    async def atake(self, request: DeliveryRequest) -> Delivery | None: ...
+
+
+class PayloadStore(Protocol):
+    """Puts the large columns of a group into the object store (see ``buffer_rl.buffer.storage.client``)."""
+
+    def store(self, columns: Mapping[str, Column]) -> Mapping[str, Column | Cell]: ...
+    async def astore(self, columns: Mapping[str, Column]) -> Mapping[str, Column | Cell]: ...
+
+
+class RolloutClient:
+    """The ``buffer`` of one rollout (see ``buffer_rl.contracts.RolloutBuffer``).
+
+    source: where the batches come from that the Buffer asks for, if it does not read its data itself.
+    storage: where large columns go; without it they travel inside the report.
+    """
+
+    def __init__(
+        self,
+        client: BufferClient,
+        ticket: Ticket,
+        encoder: GroupEncoder,
+        choose: ChooseQueued | None = None,
+        source: BatchSource | None = None,
+        storage: PayloadStore | None = None,
+    ) -> None:
+        self._client = client
+        self._ticket = ticket
+        self._encoder = encoder
+        self._choose = None if ticket.evaluation else choose
+        self._source = source
+        self._storage = storage
+        self.finished: dict[GroupUid, SampleGroup] = {}
+
+    @property
+    def ticket(self) -> Ticket:
+        """The rollout that this buffer works for."""
+        return self._ticket
+
+    def get_samples(self, num_samples: int) -> list[SampleGroup]:
+        """Lease groups; the queued ones that the buffer filter chooses come first."""
+        chosen = None
+        if self._choose is not None and (headers := self._client.read("get_headers")):
+            chosen = self._choose(headers, num_samples)
+        while True:  # each round hands a batch in, and batches are not empty
+            try:
+                groups: list[SampleGroup] = self._client.change("get_samples", self._ticket, num_samples, chosen)
+                return groups
+            except DeliveryNeeded as needed:
+                delivery = self._deliverer(needed).take(needed.request)
+                if delivery is not None:
+                    self._client.change("deliver", delivery)
+
+    async def aget_samples(self, num_samples: int) -> list[SampleGroup]:
+        """Lease groups; the queued ones that the buffer filter chooses come first."""
+        chosen = None
+        if self._choose is not None and (headers := await self._client.aread("get_headers")):
+            chosen = await asyncio.to_thread(self._choose, headers, num_samples)
+        while True:
+            try:
+                groups: list[SampleGroup] = await self._client.achange("get_samples", self._ticket, num_samples, chosen)
+                return groups
+            except DeliveryNeeded as needed:
+                delivery = await self._deliverer(needed).atake(needed.request)
+                if delivery is not None:
+                    await self._client.achange("deliver", delivery)
+
+    def add_samples(self, groups: Sequence[SampleGroup]) -> None:
+        """Give leased groups back."""
+        self._client.change("add_samples", *self._given_back(groups))
+
+    async def aadd_samples(self, groups: Sequence[SampleGroup]) -> None:
+        """Give leased groups back."""
+        await self._client.achange("add_samples", *self._given_back(groups))
+
+    def encode(self, group: SampleGroup) -> EncodedGroup:
+        """The group as the Buffer stores it. Raises RolloutError for one that cannot be trained on."""
+        check_versions(self._ticket, group)
+        row_ids, columns = self._encoder.encode(group, self._ticket.evaluation)
+        return EncodedGroup(row_ids=row_ids, columns=columns, sizes=RowSizes.of(columns, len(row_ids)))
+
+    def finish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
+        """Report a finished group."""
+        rows = encoded or self.encode(group)
+        stored = Columns(rows.columns if self._storage is None else self._storage.store(rows.columns))
+        self._client.change("finish", self._ticket, group.uid, group.attempt, rows.row_ids, stored, rows.sizes)
+        self.finished[group.uid] = group
+
+    async def afinish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
+        """Report a finished group."""
+        rows = encoded or self.encode(group)
+        stored = Columns(rows.columns if self._storage is None else await self._storage.astore(rows.columns))
+        await self._client.achange("finish", self._ticket, group.uid, group.attempt, rows.row_ids, stored, rows.sizes)
+        self.finished[group.uid] = group
+
+    def reject(self, group: SampleGroup, reason: str) -> None:
+        """Drop a leased group."""
+        self._client.change("reject", self._ticket, group.uid, group.attempt, reason)
+
+    async def areject(self, group: SampleGroup, reason: str) -> None:
+        """Drop a leased group."""
+        await self._client.achange("reject", self._ticket, group.uid, group.attempt, reason)
+
+    def quarantine(self, group: SampleGroup, reason: str) -> None:
+        """Drop a leased group for good."""
+        self._client.change("quarantine", self._ticket, group.uid, group.attempt, reason)
+
+    async def aquarantine(self, group: SampleGroup, reason: str) -> None:
+        """Drop a leased group for good."""
+        await self._client.achange("quarantine", self._ticket, group.uid, group.attempt, reason)
+
+    def count_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
+        """Count a failed attempt; returns how many of this kind the run had, and how many of them the group."""
+        return self._client.change("count_failure", self._ticket, group.uid, kind)  # type: ignore[no-any-return]
+
+    async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
+        """Count a failed attempt; returns how many of this kind the run had, and how many of them the group."""
+        return await self._client.achange(  # type: ignore[no-any-return]
+            "count_failure", self._ticket, group.uid, kind
+        )
+
+    def get_buffer_length(self) -> int:
+        """Number of groups in the queue."""
+        return self._client.read("get_buffer_length")  # type: ignore[no-any-return]
+
+    async def aget_buffer_length(self) -> int:
+        """Number of groups in the queue."""
+        return await self._client.aread("get_buffer_length")  # type: ignore[no-any-return]
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The user's notes."""
+        return self._client.read("get_metadata")  # type: ignore[no-any-return]
+
+    async def aget_metadata(self) -> dict[str, Any]:
+        """The user's notes."""
+        return await self._client.aread("get_metadata")  # type: ignore[no-any-return]
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Merge JSON values into the notes."""
+        self._client.change("update_metadata", dict(metadata))
+
+    async def aupdate_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Merge JSON values into the notes."""
+        await self._client.achange("update_metadata", dict(metadata))
+
+    def _deliverer(self, needed: DeliveryNeeded) -> BatchSource:
+        if self._source is None:
+            raise needed
+        return self._source
+
+    def _given_back(self, groups: Sequence[SampleGroup]) -> tuple[Any, ...]:
+        leases = [(group.uid, group.attempt) for group in groups]
+        return self._ticket, leases, list(groups) if self._ticket.keeps_tokens else ()
