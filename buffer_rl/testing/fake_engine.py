@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -70,7 +71,8 @@ class FakeEngine:
     """Serves SGLang's ``/generate`` on 127.0.0.1 in a thread of its own. Use it as a context manager.
 
     respond: computes the answer's tokens; more than ``max_new_tokens`` are cut (finish reason ``length``).
-    latency: seconds before the answer, by request body. fault: what happens instead of an answer, by request
+    latency: seconds before the answer, by request body. slots: how many requests it works on at a time, in the order in
+    which they came; the latency of the others begins later. fault: what happens instead of an answer, by request
     body and number of the request (from 0). version: the weight version of every token. Every token's
     log-probability is ``log_prob``. aborted_after: how many tokens a request has that is aborted before its answer.
     update_s: seconds that ``/update_weights_from_disk`` takes; it sets ``version`` and reads nothing.
@@ -85,6 +87,7 @@ class FakeEngine:
         *,
         decode: Callable[[Sequence[int]], str] = decode_as_text,
         latency: Callable[[dict[str, Any]], float] | None = None,
+        slots: int | None = None,
         fault: Callable[[dict[str, Any], int], Fault | None] | None = None,
         version: int = 0,
         log_prob: float = -0.5,
@@ -99,6 +102,7 @@ class FakeEngine:
         self.respond = respond
         self.decode = decode
         self.latency = latency
+        self._slots = contextlib.nullcontext() if slots is None else asyncio.Semaphore(slots)
         self.fault = fault
         self.version = version
         self.log_prob = log_prob
@@ -189,7 +193,7 @@ class FakeEngine:
             return False
         abort = self._aborts.setdefault(body.get("rid", ""), asyncio.Event())
         try:
-            async with asyncio.timeout(self.latency(body)):
+            async with self._slots, asyncio.timeout(self.latency(body)):
                 await abort.wait()
             return True
         except TimeoutError:
