@@ -22,6 +22,7 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.storage.actor import start_storage
 from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient, StorageUnit
+from buffer_rl.buffer.wire import Columns
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.config import compose, dump_args
 from buffer_rl.options import CORE_SECTIONS
@@ -76,7 +77,7 @@ class Worker(PayloadProducer):
         for group, column in self._work:
             rows = [sample.row_id for sample in group]
             columns = {"tokens": column}
-            stored = await self._storage.astore(columns)
+            stored = Columns(await self._storage.astore(columns))
             sizes = RowSizes.of(columns, len(rows))
             await self._client.achange("finish", ticket, group.uid, group.attempt, rows, stored, sizes)
 

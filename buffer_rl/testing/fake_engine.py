@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -72,7 +71,8 @@ class FakeEngine:
 
     respond: computes the answer's tokens; more than ``max_new_tokens`` are cut (finish reason ``length``).
     latency: seconds before the answer, by request body. slots: how many requests it works on at a time, in the order in
-    which they came; the latency of the others begins later. fault: what happens instead of an answer, by request
+    which they came; the latency of the others begins when an answer before them is due, however late this process
+    notices, so that the time of a queue is known. fault: what happens instead of an answer, by request
     body and number of the request (from 0). version: the weight version of every token. Every token's
     log-probability is ``log_prob``. aborted_after: how many tokens a request has that is aborted before its answer.
     update_s: seconds that ``/update_weights_from_disk`` takes; it sets ``version`` and reads nothing.
@@ -102,7 +102,9 @@ class FakeEngine:
         self.respond = respond
         self.decode = decode
         self.latency = latency
-        self._slots = contextlib.nullcontext() if slots is None else asyncio.Semaphore(slots)
+        self._free_at: asyncio.PriorityQueue[float] | None = None if slots is None else asyncio.PriorityQueue()
+        for _ in range(slots or 0):
+            self._free_at.put_nowait(0.0)  # type: ignore[union-attr]
         self.fault = fault
         self.version = version
         self.log_prob = log_prob
@@ -192,14 +194,21 @@ class FakeEngine:
         if self.latency is None:
             return False
         abort = self._aborts.setdefault(body.get("rid", ""), asyncio.Event())
+        begun = self._loop.time()
+        if self._free_at is not None:
+            begun = max(begun, await self._free_at.get())
+        due, is_due = begun + self.latency(body), False
         try:
-            async with self._slots, asyncio.timeout(self.latency(body)):
+            async with asyncio.timeout_at(due):
                 await abort.wait()
             return True
         except TimeoutError:
+            is_due = True
             return False
         finally:
             self._aborts.pop(body.get("rid", ""), None)
+            if self._free_at is not None:
+                self._free_at.put_nowait(due if is_due else self._loop.time())
 
     def _output_ids(self, body: dict[str, Any]) -> list[int]:
         seed = int(body.get("sampling_params", {}).get("sampling_seed", 0))

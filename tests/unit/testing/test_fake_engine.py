@@ -8,6 +8,7 @@ import pytest
 
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
+from buffer_rl.testing.processes import holds_within
 
 
 def body(**more: Any) -> dict[str, Any]:
@@ -39,6 +40,31 @@ async def test_max_new_tokens_cuts_the_answer() -> None:
         answer = await post(engine.url, body(sampling_params={"max_new_tokens": 2}))
     assert answer["output_ids"] == [6, 5]
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
+
+
+@pytest.mark.parametrize("slots", [1, 2, None])
+async def test_a_request_is_worked_on_when_it_has_a_slot(slots: int | None) -> None:
+    begun: list[str] = []
+
+    def latency(payload: dict[str, Any]) -> float:
+        begun.append(payload["rid"])
+        return 3600.0 if payload["rid"] == "endless" else 0.0
+
+    with FakeEngine(latency=latency, slots=slots) as engine:
+        async with EngineClient(engine.url, [engine.url]) as client:
+            endless = asyncio.create_task(client.agenerate("endless", [4], {}))
+            assert await asyncio.to_thread(holds_within, 10, lambda: begun == ["endless"])
+            quick = asyncio.create_task(client.agenerate("quick", [4, 5], {}))
+            assert await asyncio.to_thread(holds_within, 10, lambda: len(engine.log.requests) == 2)
+            if slots == 1:
+                assert begun == ["endless"]
+            else:
+                assert (await quick).output_ids == [5, 4]
+                assert not endless.done()
+            await client.abort(["endless"])
+            assert (await endless).finish_reason == "abort"
+            assert (await quick).output_ids == [5, 4]
+    assert begun == ["endless", "quick"]
 
 
 async def test_faults_are_scripted_by_request() -> None:
