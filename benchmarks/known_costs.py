@@ -40,7 +40,7 @@ SETTINGS = {
     "queued": Setting(
         groups=64,
         slots=16,
-        decoded=1.25e-3,
+        decoded=2e-3,
         forward=15e-6,
         trained=45e-6,
         optimizer=0.1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import statistics
@@ -30,10 +31,10 @@ from buffer_rl.options import CORE_SECTIONS
 ROWS = 8
 """Rows of a group."""
 
-SIZES = {"1 KB": (10**3, 64), "100 KB": (10**5, 32), "1 MB": (10**6, 16), "10 MB": (10**7, 6), "100 MB": (10**8, 2)}
+SIZES = {"1 KB": (10**3, 64), "100 KB": (10**5, 32), "1 MB": (10**6, 16), "10 MB": (10**7, 6), "100 MB": (10**8, 4)}
 """Bytes of one (group, field), and how many of them each producer writes."""
 
-ROUNDS = 3
+ROUNDS = 5
 """How often each is measured; the median counts."""
 
 TIMEOUT_S = 120.0
@@ -73,27 +74,28 @@ class Worker(PayloadProducer):
         del ref
 
     async def put(self, ticket: Any) -> None:
-        """Finish the prepared groups in the Buffer."""
-        for group, column in self._work:
-            rows = [sample.row_id for sample in group]
-            columns = {"tokens": column}
-            stored = Columns(await self._storage.astore(columns))
-            sizes = RowSizes.of(columns, len(rows))
-            await self._client.achange("finish", ticket, group.uid, group.attempt, rows, stored, sizes)
+        """Finish the prepared groups in the Buffer, all at once, as the groups of a rollout are."""
+        await asyncio.gather(*(self._finish(ticket, group, column) for group, column in self._work))
+
+    async def _finish(self, ticket: Any, group: Any, column: list[np.ndarray]) -> None:
+        rows = [sample.row_id for sample in group]
+        columns = {"tokens": column}
+        stored = Columns(await self._storage.astore(columns))
+        sizes = RowSizes.of(columns, len(rows))
+        await self._client.achange("finish", ticket, group.uid, group.attempt, rows, stored, sizes)
 
     def get(self, task: str, num_groups: int) -> int:
         """Read ``num_groups`` groups of the pool, whichever they are."""
         request = ReadRequest(reader="train", fields=frozenset({"tokens"}), num_rows=ROWS)
         total = 0
         for _ in range(num_groups):
-            meta = self._client.get_meta(task, request, TIMEOUT_S)
-            total += read_all(self._client.get_fields(task, meta.row_ids, ["tokens"]).columns["tokens"])
+            _, batch = self._client.take(task, request, TIMEOUT_S, ["tokens"])
+            total += 0 if batch is None else read_all(batch.columns["tokens"])
         return total
 
     async def put_plain(self) -> None:
-        """Hand the prepared columns to the plain actor."""
-        for group, column in self._work:
-            await self._holder.put.remote(str(group.uid), column)
+        """Hand the prepared columns to the plain actor, all at once."""
+        await asyncio.gather(*(self._holder.put.remote(str(group.uid), column) for group, column in self._work))
 
     def get_plain(self, keys: Sequence[str]) -> int:
         """Read columns of the plain actor."""

@@ -6,6 +6,7 @@ Called by ``pool.py --transfer-queue-python PATH``, with sizes and producers as 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import statistics
 import sys
@@ -37,9 +38,8 @@ class Worker:
         self._work = [(keys_of(group, rows), field) for group, field in zip(groups, fields, strict=True)]
 
     def put(self) -> None:
-        """Put the prepared groups."""
-        for keys, fields in self._work:
-            transfer_queue.kv_batch_put(keys=keys, partition_id=PARTITION, fields=fields)
+        """Put the prepared groups, all at once."""
+        asyncio.run(put_all(self._work))
 
     def get(self, rows: int, groups: Sequence[str]) -> int:
         """Read every byte of groups."""
@@ -50,6 +50,12 @@ class Worker:
             )
             total += sum(int(row.sum()) for row in found["tokens"])
         return total
+
+
+async def put_all(work: Sequence[tuple[list[str], TensorDict]]) -> None:
+    """Put groups at once. A function, because Ray makes an actor with a coroutine another kind of actor."""
+    put = transfer_queue.async_kv_batch_put
+    await asyncio.gather(*(put(keys=keys, partition_id=PARTITION, fields=fields) for keys, fields in work))
 
 
 def keys_of(group: str, rows: int) -> list[str]:

@@ -113,8 +113,10 @@ class BufferActor:
         self._changed = threading.Condition()
         self._sign()  # from here on it can be asked how it is
 
-    def change(self, caller: str, sequence: int, open_from: int, method: str, *args: Any) -> Any:
-        """Execute a method that changes state, once per ``(caller, sequence)`` (see ``CallLog.once``)."""
+    def change(self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any]) -> Any:
+        """Execute a method that changes state, once per ``(caller, sequence)`` (see ``CallLog.once``).
+
+        ``args`` are one argument, since Ray serializes each argument by itself."""
         if method not in CHANGES:
             raise BufferStateError(f"the Buffer has no method {method!r} that changes state")
         target = self._load if method == "load" else getattr(self._state, method)
@@ -129,7 +131,7 @@ class BufferActor:
                 with self._changed:
                     self._changed.notify_all()
 
-    def read(self, method: str, *args: Any) -> Any:
+    def read(self, method: str, args: Sequence[Any] = ()) -> Any:
         """Execute a method whose repeat changes nothing."""
         if method not in READS:
             raise BufferStateError(f"the Buffer has no method {method!r} that reads")

@@ -43,29 +43,29 @@ class BufferClient:
     def change(self, method: str, *args: Any) -> Any:
         """Call a method that changes state, and wait for its answer."""
         with self._calls.numbered() as (sequence, open_from):
-            ask = partial(self.actor.change.remote, self._caller, sequence, open_from, method, *args)
+            ask = partial(self.actor.change.remote, self._caller, sequence, open_from, method, args)
             return self._answers.wait(method, ask)
 
     async def achange(self, method: str, *args: Any) -> Any:
         """``change`` for an event loop."""
         with self._calls.numbered() as (sequence, open_from):
-            ask = partial(self.actor.change.remote, self._caller, sequence, open_from, method, *args)
+            ask = partial(self.actor.change.remote, self._caller, sequence, open_from, method, args)
             return await self._answers.until(method, ask)
 
     def _start_change(self, method: str, *args: Any, understand: Callable[[Any], T]) -> StartedCall[T]:
         """``change`` without waiting. Calls are executed in the order in which they are made."""
         sequence, open_from = self._calls.begin()
-        ask = partial(self.actor.change.remote, self._caller, sequence, open_from, method, *args)
+        ask = partial(self.actor.change.remote, self._caller, sequence, open_from, method, args)
         ended = partial(self._calls.end, sequence)
         return StartedCall(self._answers, method, ask, understand=understand, ended=ended)
 
     def read(self, method: str, *args: Any) -> Any:
         """Call a method whose repeat changes nothing, and wait for its answer."""
-        return self._answers.wait(method, partial(self.actor.read.remote, method, *args))
+        return self._answers.wait(method, partial(self.actor.read.remote, method, args))
 
     async def aread(self, method: str, *args: Any) -> Any:
         """``read`` for an event loop."""
-        return await self._answers.until(method, partial(self.actor.read.remote, method, *args))
+        return await self._answers.until(method, partial(self.actor.read.remote, method, args))
 
     # -- the driver's and the trainer's methods ------------------------------------------------------
 

@@ -136,8 +136,8 @@ def test_a_buffer_that_hangs_is_named_at_the_callers_deadline_and_a_repeat_chang
         os.kill(pid, signal.SIGCONT)
     # The late call was executed. Its repeat, under the same caller and sequence, finds the same groups leased.
     caller, sequence = hasty._caller, 0
-    groups = ray.get(actor.change.remote(caller, sequence, sequence, "get_samples", ticket, 2), timeout=60)
-    again = ray.get(actor.change.remote(caller, sequence, sequence, "get_samples", ticket, 2), timeout=60)
+    groups = ray.get(actor.change.remote(caller, sequence, sequence, "get_samples", (ticket, 2)), timeout=60)
+    again = ray.get(actor.change.remote(caller, sequence, sequence, "get_samples", (ticket, 2)), timeout=60)
     other = client.change("get_samples", ticket, 1)
     assert [group.uid for group in again] == [group.uid for group in groups]
     assert other[0].uid not in {group.uid for group in groups}

@@ -43,7 +43,7 @@ class Caller:
 
     def change(self, method: str, *args: Any) -> Any:
         self._sequence += 1
-        return self._actor.change("me", self._sequence, self._sequence, method, *args)
+        return self._actor.change("me", self._sequence, self._sequence, method, args)
 
 
 def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
         del tokens, columns
     caller.change("close_rollout", ticket)
     for rank in range(2):
-        assert len(assemble(actor.read("plan_data", 0, rank, 2))) == 2
+        assert len(assemble(actor.read("plan_data", (0, rank, 2)))) == 2
     assert all(payload() is not None for payload in payloads)
     caller.change("commit", 0, 1)
     caller.change("release", 1)
@@ -78,9 +78,9 @@ def test_every_public_method_of_the_state_is_a_change_or_a_read() -> None:
 def test_anything_else_is_refused(tmp_path: Path) -> None:
     actor = make_actor(tmp_path)
     with pytest.raises(BufferStateError, match="no method 'commit' that reads"):
-        actor.read("commit", 0, 1)
+        actor.read("commit", (0, 1))
     with pytest.raises(BufferStateError, match="no method '_take' that changes"):
-        actor.change("me", 0, 0, "_take")
+        actor.change("me", 0, 0, "_take", ())
 
 
 def test_what_was_saved_is_loaded_and_a_missing_state_is_an_error(tmp_path: Path) -> None:
@@ -88,20 +88,20 @@ def test_what_was_saved_is_loaded_and_a_missing_state_is_an_error(tmp_path: Path
     caller = Caller(first)
     ticket = caller.change("generate", 0, False)
     leased = caller.change("get_samples", ticket, 2)
-    first.read("save", str(tmp_path))
+    first.read("save", (str(tmp_path),))
     again = Caller(make_actor(tmp_path))
     again.change("load", str(tmp_path))
     ticket = again.change("generate", 0, False)
     assert [group.uid for group in again.change("get_samples", ticket, 2)] == [group.uid for group in leased]
     with pytest.raises(CheckpointError, match=r"cannot be read.*absent|absent.*cannot be read"):
-        make_actor(tmp_path).change("me", 0, 0, "load", str(tmp_path / "absent"))
+        make_actor(tmp_path).change("me", 0, 0, "load", (str(tmp_path / "absent"),))
 
 
 def test_a_state_that_cannot_be_written_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "saves").mkdir()
     (tmp_path / "saves" / STATE_FILE).symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match="No space left") as caught:
-        make_actor(tmp_path).read("save", str(tmp_path / "saves"))
+        make_actor(tmp_path).read("save", (str(tmp_path / "saves"),))
     assert caught.value.where == str(tmp_path / "saves" / STATE_FILE)
 
 
@@ -110,12 +110,12 @@ def test_the_ledger_names_the_process_that_writes_it_also_after_it_went_back_to_
     (ledger,) = tmp_path.rglob("ledger.sqlite")
     assert ledger_writer(ledger) == os.getpid()
     (tmp_path / "saves").mkdir()
-    actor.read("save", str(tmp_path / "saves"))
+    actor.read("save", (str(tmp_path / "saves"),))
     copy = sqlite3.connect(tmp_path / "saves" / "ledger.sqlite")
     copy.execute("UPDATE facts SET value = '1 0' WHERE key = 'note:pid'")
     copy.commit()
     copy.close()
-    actor.change("me", 0, 0, "load", str(tmp_path / "saves"))
+    actor.change("me", 0, 0, "load", (str(tmp_path / "saves"),))
     assert ledger_writer(ledger) == os.getpid()
 
 
