@@ -1,6 +1,6 @@
 """Do the schedules end with equal parameters? The quickstart's model and task in every mode, side by side.
 
-    python benchmarks/schedule_equality.py            # about five minutes
+    python benchmarks/schedule_equality.py            # about ten minutes
     python benchmarks/schedule_equality.py --recorded # the second table alone, about a minute
 
 First table: whole runs of five steps with --deterministic, which gives equal tokens and sums that do not depend on

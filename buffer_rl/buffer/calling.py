@@ -113,24 +113,31 @@ class StartedCall(Generic[T]):
     ) -> None:
         self._answers = answers
         self._method = method
-        self._made = [ask()]
         self._ask = ask
-        self._ended: Callable[[], None] | None = ended
         self._understand = understand
+        self._ended: Callable[[], None] | None = ended
+        self._made: list[Any] = []
+        try:
+            self._made.append(ask())
+        except BaseException:
+            self._end()
+            raise
 
     def result(self) -> T:
         """The answer, waited for from now on as long as for any call; once. Raises what ``Answers`` names."""
-        try:
-            answer = self._answers.wait(self._method, lambda: self._made.pop() if self._made else self._ask())
-        finally:
-            self._end()
-        return self._understand(answer)
+        return self._understand(self._answer())
 
     def settle(self) -> None:
         """Wait until the call is over, if its answer was not asked for; whatever it is."""
         if self._ended is not None:
             with contextlib.suppress(BufferRLError):
-                self.result()
+                self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            return self._answers.wait(self._method, lambda: self._made.pop() if self._made else self._ask())
+        finally:
+            self._end()
 
     def _end(self) -> None:
         if self._ended is not None:

@@ -65,11 +65,6 @@ class GroupSlice:
         """Rows of the whole group; 0 where there are no cells."""
         return next((cell.num_rows for cell in self.cells.values()), 0)
 
-    def inline(self, name: str) -> Column | None:
-        """The field's column, if its payload is here."""
-        cell = self.cells.get(name)
-        return None if cell is None else cell.inline
-
     @property
     def is_whole(self) -> bool:
         """Whether every row of the group is here, in order."""
@@ -108,8 +103,10 @@ def _joint_columns(slices: Sequence[GroupSlice]) -> Columns:
     """The fields that all slices have inline, each as one column of all their groups' rows."""
     columns = Columns()
     for name in slices[0].cells if slices else ():
-        blocks = [block for part in slices if (block := part.inline(name)) is not None]
-        if len(blocks) == len(slices) and (column := stacked(blocks)) is not None:
+        cells = [cell for part in slices if (cell := part.cells.get(name)) is not None and cell.inline is not None]
+        once = len({id(cell) for cell in cells})  # a group in several slices is better sent once, as it is
+        blocks = [cell.inline for cell in cells if cell.inline is not None]
+        if len(blocks) == once == len(slices) and (column := stacked(blocks)) is not None:
             columns[name] = column
     return columns
 

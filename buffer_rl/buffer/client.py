@@ -53,7 +53,8 @@ class BufferClient:
             return await self._answers.until(method, ask)
 
     def _start_change(self, method: str, *args: Any, understand: Callable[[Any], T]) -> StartedCall[T]:
-        """``change`` without waiting. Calls are executed in the order in which they are made."""
+        """``change`` without waiting. Calls are executed in the order in which they are made, but for those that a
+        restart of the Buffer interrupts: they are made again when their answer is waited for."""
         sequence, open_from = self._calls.begin()
         ask = partial(self.actor.change.remote, self._caller, sequence, open_from, method, args)
         ended = partial(self._calls.end, sequence)

@@ -23,6 +23,9 @@ from buffer_rl.types import Column, GroupUid, RowId
 DERIVED_FIELDS = frozenset({"ref_log_probs", "old_log_probs", "prox_log_probs", "advantages", "returns"})
 """Fields that others than the rollout fill in."""
 
+FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs"}
+"""The field that holds the log-probabilities under the trainer's model of that name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsMeta:
@@ -48,7 +51,7 @@ class ReadRequest:
     fields: those that the rows must have. produces: those that the task adds to them.
     sampler: ``group``, or ``balanced`` for ranks that work in step.
     is_final: rows that were handed out are part of the step, whatever finishes later.
-    at_least: nothing is handed out while fewer rows than that are ready and more may come.
+    leave: see ``buffer_rl.buffer.samplers.Request``.
     """
 
     reader: str
@@ -59,7 +62,7 @@ class ReadRequest:
     dp_rank: int = 0
     dp_size: int = 1
     is_final: bool = False
-    at_least: int = 0
+    leave: int | None = None
 
 
 class DataPool:
@@ -147,11 +150,12 @@ class DataPool:
         """
         reader = self._reader(request)
         wanted = Request(
-            num_rows=request.num_rows, dp_rank=request.dp_rank, dp_size=request.dp_size, at_least=request.at_least
+            num_rows=request.num_rows, dp_rank=request.dp_rank, dp_size=request.dp_size, leave=request.leave
         )
-        uids = reader.take(wanted, self.closed)
+        all_offered = self.closed and reader.num_offered == len(self._uids)
+        uids = reader.take(wanted, all_offered)
         rows = [row for uid in uids for row in self._plane.rows(uid)]
-        ended = not rows and self.closed and reader.is_done(wanted, reader.num_offered == len(self._uids))
+        ended = not rows and reader.is_done(wanted, all_offered)
         return RowsMeta(task=self.task, row_ids=rows, ended=ended, generation=reader.generation, revision=revision)
 
     def offer_again(self, reader_name: str) -> int:

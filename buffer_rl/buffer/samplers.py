@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Protocol
 
 from buffer_rl.buffer.partition import balanced_partition
@@ -32,12 +31,13 @@ Ready = OrderedDict[GroupUid, ReadyGroup]
 class Request:
     """What a reader asks for: about ``num_rows`` rows, as rank ``dp_rank`` of ``dp_size``.
 
-    at_least: nothing, while fewer rows than that are ready and more may come."""
+    leave: it asks ahead of its need: for a full batch, and only where as many more as this are ready for others. What
+    is left when no more groups will come counts as full. None: it needs what there is."""
 
     num_rows: int
     dp_rank: int = 0
     dp_size: int = 1
-    at_least: int = 0
+    leave: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_rows < 1:
@@ -70,7 +70,7 @@ class GroupSampler:
 
     def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
         """See ``Sampler.take``."""
-        if not closed and not _has_rows(ready, request.at_least):
+        if request.leave is not None and _num_batches(ready, request.num_rows, closed) <= request.leave:
             return []
         chosen: list[GroupUid] = []
         rows = 0
@@ -95,7 +95,7 @@ class GroupSampler:
 class BalancedSampler:
     """Equal work for every rank: once there are rows for all ranks, the groups are dealt out so that each rank has
     about as many tokens, and a rank's k-th call gets its part of the k-th deal, whoever calls first, and whatever its
-    ``at_least`` says.
+    ``leave`` says.
 
     In the last deal a rank may get nothing, if there are fewer groups than ranks. The first request says how many ranks
     there are; one that says otherwise is refused.
@@ -148,8 +148,16 @@ class BalancedSampler:
         return True
 
 
-def _has_rows(ready: Ready, at_least: int) -> bool:
-    return at_least <= 0 or any(total >= at_least for total in accumulate(len(g.tokens) for g in ready.values()))
+def _num_batches(ready: Ready, num_rows: int, closed: bool) -> int:
+    """How many full batches ``GroupSampler`` would hand out of ``ready``; the last one counts in a closed pool."""
+    batches = rows = 0
+    for group in ready.values():
+        if rows and rows + len(group.tokens) > num_rows:
+            batches, rows = batches + 1, 0
+        rows += len(group.tokens)
+        if rows >= num_rows:
+            batches, rows = batches + 1, 0
+    return batches + (closed and rows > 0)
 
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {"group": GroupSampler, "balanced": BalancedSampler}

@@ -30,8 +30,7 @@ def stacked(blocks: Sequence[Column]) -> Column | None:
     """The rows of all ``blocks`` as one column, which can be cut again; None where they are of different kinds."""
     if all(isinstance(block, list) for block in blocks):
         return [row for block in blocks for row in block]
-    arrays = [block for block in blocks if isinstance(block, np.ndarray)]
-    return np.concatenate(arrays) if len(arrays) == len(blocks) and _are_alike(arrays) else None
+    return np.concatenate(blocks) if _are_alike(blocks) else None  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +58,24 @@ def _sent(column: Any) -> Any:
     """``column``, joined where it is a list of arrays of one kind."""
     ends = None
     if isinstance(column, list):
-        if not all(isinstance(row, np.ndarray) for row in column) or not _are_alike(column):
+        if not _are_alike(column):
             return column
         column, ends = np.concatenate(column), np.cumsum([len(row) for row in column]).tolist()
-    if not isinstance(column, np.ndarray) or column.dtype.hasobject:
+    if type(column) is not np.ndarray or column.dtype.hasobject:
         return column
     data = column.tobytes() if column.nbytes < IN_MESSAGE_BYTES else column
     return _Sent(data, column.dtype, column.shape, ends)
 
 
-def _are_alike(arrays: Sequence[np.ndarray]) -> bool:
-    """Whether ``arrays`` can be joined along their first axis, and cut again, without a change."""
-    if not arrays or arrays[0].ndim == 0 or arrays[0].dtype.hasobject:
+def _are_alike(parts: Sequence[Any]) -> bool:
+    """Whether ``parts`` are arrays that can be joined along their first axis, and cut again, without a change.
+
+    Not those of a subclass, such as masked arrays, nor those whose dtype joining changes."""
+    if not parts or type(parts[0]) is not np.ndarray or parts[0].ndim == 0:
         return False
-    dtype, shape = arrays[0].dtype, arrays[0].shape[1:]
-    return all(array.ndim > 0 and array.dtype == dtype and array.shape[1:] == shape for array in arrays)
+    dtype, shape = parts[0].dtype, parts[0].shape[1:]
+    if dtype.hasobject or dtype.fields is not None or not dtype.isnative:
+        return False
+    return all(
+        type(part) is np.ndarray and part.ndim > 0 and part.dtype == dtype and part.shape[1:] == shape for part in parts
+    )

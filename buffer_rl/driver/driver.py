@@ -19,8 +19,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from buffer_rl.buffer.pool import FIELD_OF_MODEL
 from buffer_rl.driver.early_stop import EarlyStop
-from buffer_rl.driver.role_calls import FIELD_OF_MODEL, RoleCalls, RolePlan
+from buffer_rl.driver.role_calls import RoleCalls, RolePlan
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.driver.tasks import Runtime, Task
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError

@@ -47,9 +47,11 @@ from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.role_weights import RolePublisher
 
 if TYPE_CHECKING:
+    from buffer_rl.engine.client import EngineControlClient
     from buffer_rl.options import Args
 
 CLOSE_TIMEOUT_S = 10.0
+PUBLISH_END_S = 2.0
 
 
 def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = ()) -> RunResult:
@@ -110,6 +112,9 @@ class _Run:
         stack.enter_context(ray_session(args.ray_address, code, round(args.object_store_gb * 1e9)))
         self.saving: LocalTarget | None = None
         stack.callback(self._end_saving)
+        self.engines: EngineControlClient | None = None
+        self.publishing: LocalTarget | None = None
+        stack.callback(self._end_publishing)
         logs = str((run_dir / "logs").absolute())
         self.source = self._start_source(args, logs) if reads_data_source(args) else None
         if self.fleet is not None:
@@ -153,7 +158,7 @@ class _Run:
         targets.update(self.roles)
         publisher = self._publisher()
         if publisher is not None:
-            targets["publish"] = self._local("publish", publisher)
+            targets["publish"] = self.publishing = self._local("publish", publisher)
         plan = self._plan()
         if plan.saves and self.train is not None:
             facts = self.provenance.facts()
@@ -176,11 +181,11 @@ class _Run:
         if self.fleet is not None:
             name = args.weight_sync_mode
             transport = construct("weight_transport", name, self.registry.resolve("weight_transport", name), args)
-            engines = self.stack.enter_context(self.fleet.control(args.update_weights_timeout_s))
+            self.engines = self.fleet.control(args.update_weights_timeout_s)
             publisher = Publisher(
                 transport,
                 source,
-                engines,
+                self.engines,
                 compare=args.check_weight_update_equal,
                 timeout_s=args.update_weights_timeout_s,
                 notice=self.observer.notice,
@@ -290,6 +295,12 @@ class _Run:
         """Let a checkpoint that is being written fail and remove its files. Those that it waits for have been ended."""
         if self.saving is not None:
             self.saving.join(CLOSE_TIMEOUT_S)
+
+    def _end_publishing(self) -> None:
+        """Let a publication that is under way end, so that no engine stays paused, but do not wait long: what it waits
+        for may have been ended."""
+        if self.publishing is not None and self.publishing.join(PUBLISH_END_S) and self.engines is not None:
+            self.engines.close()
 
     def _local(self, role: str, obj: object) -> LocalTarget:
         target = LocalTarget(role, obj)

@@ -9,9 +9,6 @@ from typing import Any, Protocol
 from buffer_rl.driver.tasks import Runtime, Task
 from buffer_rl.errors import BufferRLError, WorkerDiedError
 
-FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs"}
-"""The field that holds the log-probabilities under the trainer's model of that name."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:

@@ -57,9 +57,10 @@ class LocalTarget:
         """End the thread after the calls that were started; they are not waited for."""
         self._calls.put(None)
 
-    def join(self, timeout_s: float) -> None:
-        """After ``stop``: wait for those calls, but not longer than ``timeout_s``."""
+    def join(self, timeout_s: float) -> bool:
+        """After ``stop``: wait for those calls, but not longer than ``timeout_s``. Whether they have ended."""
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
 
 _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]

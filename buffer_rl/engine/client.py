@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import zlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -233,7 +234,10 @@ class EngineControlClient:
         return self.engine_urls
 
     def _run(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
-        return self._loop.run(call(self._client))
+        try:
+            return self._loop.run(call(self._client))
+        except CancelledError as error:
+            raise EngineError("the control client was closed during a call", where="the engines") from error
 
     def abort(self, rids: Iterable[str] | None = None) -> None:
         """Finish the requests ``rids``, or all requests where it is None, with what they have."""

@@ -29,8 +29,12 @@ class LoopThread:
         return self._loop is not None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's answer. It must have a deadline of its own. Callable from every thread but the loop's."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._running()).result()
+        """The coroutine's answer. It must have a deadline of its own. Callable from every thread but the loop's.
+
+        Raises ``concurrent.futures.CancelledError`` where ``stop`` comes first."""
+        with self._lock:  # so that it is asked for before the end, and cancelled by it
+            answer = asyncio.run_coroutine_threadsafe(coroutine, self._running())
+        return answer.result()
 
     def stop(self) -> None:
         """End the thread, if it was started; a later ``run`` starts another one."""
@@ -40,13 +44,12 @@ class LoopThread:
             self._loop = self._end = None
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop, ended = asyncio.new_event_loop(), asyncio.Event()
-                threading.Thread(target=_run_until, args=(self._loop, ended), name=self._name, daemon=True).start()
-                self._end = weakref.finalize(self, self._loop.call_soon_threadsafe, ended.set)
-                self._end.atexit = False
-            return self._loop
+        if self._loop is None:
+            self._loop, ended = asyncio.new_event_loop(), asyncio.Event()
+            threading.Thread(target=_run_until, args=(self._loop, ended), name=self._name, daemon=True).start()
+            self._end = weakref.finalize(self, self._loop.call_soon_threadsafe, ended.set)
+            self._end.atexit = False
+        return self._loop
 
 
 def _run_until(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from buffer_rl.errors import DeadlineError
+from buffer_rl.testing.slots import Slots
 
 START_TIMEOUT_S = 30.0
 
@@ -102,9 +103,7 @@ class FakeEngine:
         self.respond = respond
         self.decode = decode
         self.latency = latency
-        self._free_at: asyncio.PriorityQueue[float] | None = None if slots is None else asyncio.PriorityQueue()
-        for _ in range(slots or 0):
-            self._free_at.put_nowait(0.0)  # type: ignore[union-attr]
+        self._slots = Slots(slots)
         self.fault = fault
         self.version = version
         self.log_prob = log_prob
@@ -194,11 +193,17 @@ class FakeEngine:
         if self.latency is None:
             return False
         abort = self._aborts.setdefault(body.get("rid", ""), asyncio.Event())
-        begun = self._loop.time()
-        if self._free_at is not None:
-            begun = max(begun, await self._free_at.get())
-        due, is_due = begun + self.latency(body), False
+        arrived = self._loop.time()
         try:
+            free_at = await self._slots.take(abort)
+            return free_at is None or await self._aborted_in_slot(body, abort, max(arrived, free_at))
+        finally:
+            self._aborts.pop(body.get("rid", ""), None)
+
+    async def _aborted_in_slot(self, body: dict[str, Any], abort: asyncio.Event, begun: float) -> bool:
+        due, is_due = begun, False
+        try:
+            due += self.latency(body) if self.latency else 0.0
             async with asyncio.timeout_at(due):
                 await abort.wait()
             return True
@@ -206,9 +211,7 @@ class FakeEngine:
             is_due = True
             return False
         finally:
-            self._aborts.pop(body.get("rid", ""), None)
-            if self._free_at is not None:
-                self._free_at.put_nowait(due if is_due else self._loop.time())
+            self._slots.give_back(due if is_due else self._loop.time())
 
     def _output_ids(self, body: dict[str, Any]) -> list[int]:
         seed = int(body.get("sampling_params", {}).get("sampling_seed", 0))

@@ -8,12 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from buffer_rl.buffer.pool import DERIVED_FIELDS
+from buffer_rl.buffer.pool import DERIVED_FIELDS, FIELD_OF_MODEL
 from buffer_rl.contracts import Trainer
 from buffer_rl.train.stages import SAMPLED_FIELDS, Stage
 from buffer_rl.types import Column, TrainBatch
 
-FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs"}
 ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
 STREAMED_GROUPS = 4
 """Groups that a process works on at a time, at most and where that many are ready: larger passes are cheaper, but the

@@ -16,6 +16,7 @@ import torch
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.partition import Splitting
+from buffer_rl.buffer.pool import FIELD_OF_MODEL
 from buffer_rl.cluster.logs import redirect_output
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args
@@ -25,7 +26,6 @@ from buffer_rl.observe.work import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
 from buffer_rl.train.duties import (
-    FIELD_OF_MODEL,
     GradientTrainer,
     gradient_stage,
     log_prob_stage,

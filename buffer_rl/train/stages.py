@@ -61,7 +61,7 @@ def run_stage(
     of the rollout is asked for any more when this returns or raises.
 
     rows_per_batch: whole groups of about so many rows at a time. num_readers: processes that read as this stage; one of
-    them fetches ahead only what leaves enough for the others. timeout_s: longest wait for one group.
+    them fetches ahead only where a batch is left for each of the others. timeout_s: longest wait for one group.
     """
     request = ReadRequest(
         reader=stage.name,
@@ -70,8 +70,7 @@ def run_stage(
         num_rows=rows_per_batch,
         is_final=stage.is_final,
     )
-    ahead_rows = rows_per_batch * num_readers
-    dataset = StreamingDataset(store, request, timeout_s=timeout_s, replay=False, ahead_rows=ahead_rows)
+    dataset = StreamingDataset(store, request, timeout_s=timeout_s, replay=False, leave=num_readers - 1)
     dataset.step(rollout_id)
     report, written = WorkReport(), None
     try:

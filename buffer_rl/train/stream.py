@@ -51,8 +51,9 @@ class StreamingDataset(IterableDataset[TrainBatch]):
 
     request: who reads what (see ``buffer_rl.buffer.pool.ReadRequest``). fields: what each batch has; all where None.
     timeout_s: longest wait for one batch. replay: keep the batches for a second pass.
-    ahead_rows: while a batch is worked on, the next one is asked for, if at least so many rows are ready; 0: never. Who
-    leaves the loop before its end then calls ``settle``: what was asked for is nobody else's.
+    leave: while a batch is worked on, the next one is asked for, where it is full and so many more are ready for other
+    processes that read as the same task; None: never. Who leaves the loop before its end then calls ``settle``: what
+    was asked for is nobody else's.
     ``generation`` is that of the newest batch (see ``RowsMeta``).
     """
 
@@ -64,10 +65,10 @@ class StreamingDataset(IterableDataset[TrainBatch]):
         timeout_s: float,
         fields: Sequence[str] | None = None,
         replay: bool = True,
-        ahead_rows: int = 0,
+        leave: int | None = None,
     ) -> None:
         self._replay = replay
-        self._ahead = replace(request, at_least=ahead_rows) if ahead_rows else None
+        self._ahead = None if leave is None else replace(request, leave=leave)
         self._asked: Started[Taken] | None = None
         self._source = source
         self._request = request

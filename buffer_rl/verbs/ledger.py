@@ -103,7 +103,7 @@ def _group_facts(audit: LedgerAudit, uid: GroupUid) -> dict[str, Any]:
 
 
 def _print_run(facts: dict[str, Any]) -> None:
-    print(f"{facts['path']}: run {facts['run'] or '(no name)'}, opened {facts['openings']} times")
+    print(f"{facts['path']}: run {facts['run'] or '(no name)'}, openings: {facts['openings']}")
     if facts["last_commit"]:
         last = facts["last_commit"]
         print(f"{facts['commits']} rollouts committed, the last one is {last['rollout_id']} at step {last['step']}")

@@ -70,6 +70,18 @@ def test_what_is_no_column_travels_as_it_is():
     assert arrived == {"cell": Cell(num_rows=2), "numbers": [1, 2], "none": []}
 
 
+def test_arrays_that_joining_would_change_travel_as_they_are():
+    big_endian = [np.arange(3, dtype=">i4"), np.arange(2, dtype=">i4")]
+    padded = np.zeros(2, dtype=np.dtype([("a", "i1"), ("b", "f8")], align=True))
+    masked = np.ma.masked_array([1.0, 2.0, 3.0], mask=[0, 1, 0])
+    columns = {"big_endian": big_endian, "padded": [padded, padded], "dense": padded, "one": np.arange(3, dtype=">f8")}
+    arrived, _ = sent(Columns(columns, masked=masked, masks=[masked, masked]))
+    for name, column in columns.items():
+        assert_same(arrived[name], column)
+    for mine in (arrived["masked"], *arrived["masks"]):
+        assert (type(mine), mine.tolist()) == (np.ma.MaskedArray, [1.0, None, 3.0])
+
+
 def test_rows_travel_as_one_array_and_small_fields_inside_the_message():
     rows = [np.full(IN_MESSAGE_BYTES // 8, i, dtype=np.float32) for i in range(4)]
     arrived, num_beside = sent(Columns(large=rows, small=[row[:3] for row in rows]))
@@ -110,6 +122,16 @@ def test_a_plan_arrives_as_it_was_sent():
         for name, cell in other.cells.items():
             assert (mine.cells[name].num_rows, mine.cells[name].ref) == (cell.num_rows, cell.ref)
             assert_same(mine.cells[name].inline, cell.inline)
+
+
+def test_a_group_in_several_slices_is_sent_once():
+    cells = {"tokens": Cell.of([np.full(25_000, i, dtype=np.int32) for i in range(8)])}
+    uid = GroupUid("s", 0, 0)
+    slices = [GroupSlice(row_ids=[RowId(uid, i)], positions=[i], cells=cells) for i in (3, 0, 7, 1)]
+    plan = BatchPlan(rollout_id=3, task="train_3", slices=slices)
+    assert len(pickle.dumps(plan, 5)) < 1.1 * 800_000
+    arrived, _ = sent(plan)
+    assert [row[0] for row in assemble(arrived).columns["tokens"]] == [3, 0, 7, 1]
 
 
 @pytest.mark.parametrize("groups", [[], [{}], [{"a": np.zeros(2)}, {"b": np.zeros(2)}]])

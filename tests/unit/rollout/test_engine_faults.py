@@ -15,16 +15,14 @@ from typing import Any
 import pytest
 
 from buffer_rl.buffer.ledger import GroupState
-from buffer_rl.buffer.plane import LocalDataPlane
-from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.sqlite_ledger import SqliteLedger
-from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.engine.client import EngineClient, EngineControlClient
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.testing.fake_engine import FakeEngine, Fault, FaultPoint
+from buffer_rl.testing.local_buffer import local_client, local_state
 from buffer_rl.types import GroupUid
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
@@ -38,19 +36,6 @@ def seeded(input_ids: list[int], seed: int) -> list[int]:
 
 def row_of(body: dict[str, Any]) -> int:
     return int(body["rid"].split("/")[0].split(":")[2])
-
-
-class Direct:
-    """Calls of a rollout's client, without Ray."""
-
-    def __init__(self, state: BufferState) -> None:
-        self.state = state
-
-    def change(self, method: str, *args: Any) -> Any:
-        return getattr(self.state, method)(*args)
-
-    async def achange(self, method: str, *args: Any) -> Any:
-        return getattr(self.state, method)(*args)
 
 
 class Folder:
@@ -81,13 +66,7 @@ class Run:
         source = PromptDataSource(self.args)
         self.source = source.get_samples(1)[0].uid.source
         self.ledger = SqliteLedger(folder / "ledger.sqlite", run="test")
-        self.state = BufferState(
-            PromptDataSource(self.args),
-            ledger=self.ledger,
-            plane=LocalDataPlane(),
-            eval_plane=LocalDataPlane(),
-            groups_per_step=GROUPS,
-        )
+        self.state = local_state(self.args, self.ledger)
         self.trained: list[dict[str, list[int]]] = []
         self.metrics: Counter[str] = Counter()
 
@@ -102,8 +81,7 @@ class Run:
 
     async def step(self, rollout_id: int, engine: FakeEngine) -> None:
         ticket = self.state.generate(rollout_id)
-        direct: Any = Direct(self.state)
-        buffer = RolloutClient(direct, ticket, GroupConverter(self.args))
+        buffer = local_client(self.state, ticket, GroupConverter(self.args))
         client = EngineClient(engine.url, [engine.url], timeout_s=0.5, control_timeout_s=0.2, max_retries=0)
         try:
             options = {**self.options, "router_url": engine.url}

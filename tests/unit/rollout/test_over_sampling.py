@@ -13,10 +13,6 @@ import pytest
 
 from buffer_rl.buffer.ledger import GroupState, MemoryLedger
 from buffer_rl.buffer.partial import RequeueRule
-from buffer_rl.buffer.plane import LocalDataPlane
-from buffer_rl.buffer.rollout_client import RolloutClient
-from buffer_rl.buffer.state import BufferState
-from buffer_rl.data.source import PromptDataSource
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.rollout import default
@@ -28,6 +24,7 @@ from buffer_rl.rollout.generate import generate, sampling_params_for
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine
+from buffer_rl.testing.local_buffer import local_client, local_state
 from buffer_rl.types import Status, VersionSpan
 
 PROMPT = 2  # tokens of "p0", "p1", …
@@ -48,23 +45,6 @@ def sample_of(body: dict[str, Any]) -> int:
     return int(body["rid"].split("/")[1].split(".")[0])
 
 
-class Direct:
-    """Calls of a rollout's client, without Ray."""
-
-    def __init__(self, state: BufferState) -> None:
-        self.state = state
-
-    def read(self, method: str, *args: Any) -> Any:
-        return getattr(self.state, method)(*args)
-
-    change = read
-
-    async def aread(self, method: str, *args: Any) -> Any:
-        return getattr(self.state, method)(*args)
-
-    achange = aread
-
-
 class Bench:
     """A Buffer of rows p0, p1, … and a rollout worker's part of one rollout after another."""
 
@@ -74,14 +54,8 @@ class Bench:
         defaults = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_shuffle": False}
         self.options = {**defaults, "prompt_data": str(path), "custom_rm_path": kit.user("slow_async"), **options}
         self.kit, self.args = kit, kit.make_args(**self.options)
-        self.state = BufferState(
-            PromptDataSource(self.args),
-            ledger=MemoryLedger(),
-            plane=LocalDataPlane(),
-            eval_plane=LocalDataPlane(),
-            groups_per_step=self.args.rollout_batch_size,
-            rule=RequeueRule.from_args(self.args),
-            max_staleness=max_staleness,
+        self.state = local_state(
+            self.args, MemoryLedger(), rule=RequeueRule.from_args(self.args), max_staleness=max_staleness
         )
         self.finished: dict[int, Any] = {}
         self.output: Any = None
@@ -89,8 +63,7 @@ class Bench:
     async def roll(self, rollout_id: int, engine: FakeEngine | None) -> list[int]:
         """Run and close a rollout; the rows of the step."""
         ticket = self.state.generate(rollout_id)
-        direct: Any = Direct(self.state)
-        buffer = RolloutClient(direct, ticket, GroupConverter(self.args))
+        buffer = local_client(self.state, ticket, GroupConverter(self.args))
         client = EngineClient(engine.url, [engine.url], timeout_s=20.0) if engine else None
         try:
             async with self.kit.opened(client, **self.options) as context:

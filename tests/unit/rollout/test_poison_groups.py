@@ -12,9 +12,6 @@ import aiohttp
 import pytest
 
 from buffer_rl.buffer.ledger import MemoryLedger
-from buffer_rl.buffer.plane import LocalDataPlane
-from buffer_rl.buffer.rollout_client import RolloutClient
-from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import DeadlineError, EngineError, RewardError, RolloutError
 from buffer_rl.plugins import PluginRegistry
@@ -28,6 +25,7 @@ from buffer_rl.rollout.failures import STALE_WEIGHTS, AttemptFailure, Domain, Fa
 from buffer_rl.rollout.quarantine import QUARANTINE_FILE
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.testing.fake_buffer import FakeBuffer
+from buffer_rl.testing.local_buffer import local_client, local_state
 from buffer_rl.types import GroupUid
 
 POISON = str(Path(__file__).with_name("poison.py"))
@@ -37,19 +35,6 @@ ROWS, BAD = 12, 1
 def poison(name: str) -> str:
     """The reference of a function in ``poison.py``."""
     return f"{POISON}:{name}"
-
-
-class Direct:
-    """Calls of a rollout's client, without Ray."""
-
-    def __init__(self, state: BufferState) -> None:
-        self.state = state
-
-    def change(self, method: str, *args: Any) -> Any:
-        return getattr(self.state, method)(*args)
-
-    async def achange(self, method: str, *args: Any) -> Any:
-        return getattr(self.state, method)(*args)
 
 
 class Run:
@@ -64,17 +49,9 @@ class Run:
         self.kit, self.folder, self.args = kit, folder, kit.make_args(**self.options)
         self.source = PromptDataSource(self.args).get_samples(1)[0].uid.source
         self.ledger = MemoryLedger()
-        self.state = BufferState(
-            PromptDataSource(self.args),
-            ledger=self.ledger,
-            plane=LocalDataPlane(),
-            eval_plane=LocalDataPlane(),
-            groups_per_step=3,
-            max_staleness=None,
-        )
+        self.state = local_state(self.args, self.ledger, max_staleness=None)
         self.ticket = self.state.generate(0)
-        direct: Any = Direct(self.state)
-        self.buffer = RolloutClient(direct, self.ticket, GroupConverter.from_args(self.args, PluginRegistry()))
+        self.buffer = local_client(self.state, self.ticket, GroupConverter.from_args(self.args, PluginRegistry()))
 
     async def roll(self) -> dict[str, float]:
         async with self.kit.opened(self.kit.ScriptedEngine(), **self.options) as context:

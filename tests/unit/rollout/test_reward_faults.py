@@ -15,15 +15,13 @@ from aiohttp import web
 
 from buffer_rl.algo.advantages import grpo
 from buffer_rl.buffer.ledger import GroupState
-from buffer_rl.buffer.plane import LocalDataPlane
-from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.sqlite_ledger import SqliteLedger
-from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.quarantine import QUARANTINE_FILE
+from buffer_rl.testing.local_buffer import local_client, local_state
 from buffer_rl.types import GroupUid
 
 BEHAVIOURS = ["raise", "nan", "inf", "none", "short_list", "string", "hang", "http_500"]
@@ -70,19 +68,6 @@ async def reward_server() -> AsyncIterator[tuple[str, RewardServer]]:
         await runner.cleanup()
 
 
-class Direct:
-    """Calls of a rollout's client, without Ray."""
-
-    def __init__(self, state: BufferState) -> None:
-        self.state = state
-
-    def change(self, method: str, *args: Any) -> Any:
-        return getattr(self.state, method)(*args)
-
-    async def achange(self, method: str, *args: Any) -> Any:
-        return getattr(self.state, method)(*args)
-
-
 class Run:
     """One rollout of two groups over rows of which one is bad."""
 
@@ -101,20 +86,12 @@ class Run:
         self.args = kit.make_args(**self.options)
         self.source = PromptDataSource(self.args).get_samples(1)[0].uid.source
         self.ledger = SqliteLedger(folder / "ledger.sqlite", run="test")
-        self.state = BufferState(
-            PromptDataSource(self.args),
-            ledger=self.ledger,
-            plane=LocalDataPlane(),
-            eval_plane=LocalDataPlane(),
-            groups_per_step=2,
-            max_staleness=None,
-        )
+        self.state = local_state(self.args, self.ledger, max_staleness=None)
         self.ticket = self.state.generate(0)
 
     async def roll(self) -> dict[str, float]:
-        direct: Any = Direct(self.state)
         engine = self.kit.ScriptedEngine()
-        buffer = RolloutClient(direct, self.ticket, GroupConverter(self.args))
+        buffer = local_client(self.state, self.ticket, GroupConverter(self.args))
         async with self.kit.opened(engine, **self.options) as context:
             context.run_dir = self.folder
             output = await DefaultRollout(context.args)(context.args, 0, buffer)

@@ -9,6 +9,7 @@ import pytest
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.testing.processes import holds_within
+from buffer_rl.testing.slots import Slots
 
 
 def body(**more: Any) -> dict[str, Any]:
@@ -65,6 +66,36 @@ async def test_a_request_is_worked_on_when_it_has_a_slot(slots: int | None) -> N
             assert (await endless).finish_reason == "abort"
             assert (await quick).output_ids == [5, 4]
     assert begun == ["endless", "quick"]
+
+
+async def test_an_abort_reaches_a_request_that_waits_for_its_slot() -> None:
+    with FakeEngine(latency=lambda payload: 3600.0, slots=1) as engine:
+        async with EngineClient(engine.url, [engine.url]) as client:
+            asked = [asyncio.create_task(client.agenerate(rid, [4], {})) for rid in ("first", "second")]
+            assert await asyncio.to_thread(holds_within, 10, lambda: len(engine.log.requests) == 2)
+            await client.abort([engine.log.requests[1]["rid"]])
+            done, _ = await asyncio.wait(asked, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+            assert [task.result().finish_reason for task in done] == ["abort"]
+            await client.abort()
+            assert [result.finish_reason for result in await asyncio.gather(*asked)] == ["abort", "abort"]
+
+
+async def test_a_slot_is_free_again_when_its_request_ends_in_any_way() -> None:
+    slots, never = Slots(1), asyncio.Event()
+    assert await slots.take(never) == 0.0
+    waiting = [asyncio.create_task(slots.take(never)) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    slots.give_back(7.0)  # the one that waits first is cancelled, so the next one has it
+    assert await waiting[1] == 7.0
+    slots.give_back(5.0)
+    assert await waiting[2] == 5.0
+    given_up = asyncio.create_task(slots.take(never))
+    await asyncio.sleep(0)
+    never.set()
+    assert await given_up is None
+    slots.give_back(9.0)
+    assert await slots.take(asyncio.Event()) == 9.0
 
 
 async def test_faults_are_scripted_by_request() -> None:

@@ -139,7 +139,7 @@ def test_a_lone_group_is_worked_on_at_once_and_those_that_piled_up_meanwhile_go_
     ("num_readers", "ahead", "spans"),
     [
         (1, [4, 4, 0, 0, 0], [4, 4, 4, 2, 2]),  # 7 groups of 2 rows: 4 rows ahead while 4 are ready; then one by one
-        (2, [4, 0, 0, 0, 0], [4, 4, 4, 2, 2]),  # only while there are as many for the other reader
+        (2, [4, 0, 0, 0, 0], [4, 4, 4, 2, 2]),  # only while there is a full one for the other reader too
     ],
 )
 def test_the_next_batch_is_fetched_while_one_is_worked_on_where_enough_is_ready(
@@ -153,6 +153,27 @@ def test_the_next_batch_is_fetched_while_one_is_worked_on_where_enough_is_ready(
     assert store.ahead == ahead
     assert Answer.open == []
     assert all(part.cells["ref_log_probs"].inline is not None for part in store.pool.plan().slices)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_is_fetched_ahead_leaves_a_batch_for_each_other_process(closed: bool, rows: int) -> None:
+    store = Store()
+    uids = [store.add(row) for row in range(3 if rows == 1 else 6)]  # three batches
+    if closed:
+        store.pool.select(uids)
+    request = ReadRequest(reader="ref", fields=SAMPLED_FIELDS, num_rows=rows)
+    first = StreamingDataset(store, request, timeout_s=1.0, leave=1)
+    first.step(0)
+    batches = iter(first)
+    assert len(next(batches)) == max(rows, 2)
+    other = StreamingDataset(store, request, timeout_s=1.0, leave=1)
+    other.step(0)
+    assert len(next(iter(other))) == max(rows, 2)
+    assert store.ahead == [max(rows, 2), 0]  # the first left one, and there was none to leave by then
+    assert len(next(batches)) == max(rows, 2)
+    first.settle()
+    other.settle()
 
 
 def test_the_end_is_learnt_while_the_last_batch_is_worked_on() -> None:
