@@ -3,11 +3,11 @@
     python benchmarks/pool.py --transfer-queue-python VENV/bin/python      # about eight minutes
 
 Payloads of 1 KB to 100 MB per (group, field) of 8 rows go from 1 to 8 producer processes to as many consumer
-processes: through the Buffer, which owns them as it does by default, through a plain Ray actor that holds lists, and, in an interpreter
-that has it, through the TransferQueue package. All puts are done before the first get; a get sums all numbers, so that
-every byte is read. A producer puts all its groups at once, as a rollout finishes groups while others are on their way.
-Processes are warm: each has written to its pages of the object store before, and what the first write costs is printed
-by itself. Figures are medians of five rounds, those that have a target of fifteen.
+processes: through the Buffer, which owns them as it does by default, through a plain Ray actor that holds lists, and,
+in an interpreter that has it, through the TransferQueue package. All puts are done before the first get; a get sums all
+numbers, so that every byte is read. A producer puts all its groups at once, as a rollout finishes groups while others
+are on their way. Processes are warm: each has written to its pages of the object store before, and what the first write
+costs is printed by itself. Figures are medians of five rounds, those that have a target of fifteen.
 
 Exit status 1 if 100 MB from one producer to one consumer are below 3 GB/s put or 1 GB/s get, or if an operation takes
 more than twice as long in the largest pool as in the smallest.

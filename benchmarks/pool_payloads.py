@@ -218,12 +218,11 @@ def measure_payloads(producers: Sequence[int], object_store_bytes: int) -> tuple
     with bench(max(producers), object_store_bytes) as actors:
         cold = warm_up(actors, object_store_bytes)
         for size, (num_bytes, count) in SIZES.items():
-            rounds = {number: ROUNDS for number in producers}
-            if size == JUDGED_SIZE:
-                rounds[producers[0]] = JUDGED_ROUNDS
-            for number in (number for number in producers for _ in range(rounds[number])):
-                ours.setdefault((size, number), []).append(actors.through_the_buffer(num_bytes, count, number))
-                plain.setdefault((size, number), []).append(actors.through_a_plain_actor(num_bytes, count, number))
+            for number in producers:
+                is_judged = (size, number) == (JUDGED_SIZE, producers[0])
+                for _ in range(JUDGED_ROUNDS if is_judged else ROUNDS):
+                    ours.setdefault((size, number), []).append(actors.through_the_buffer(num_bytes, count, number))
+                    plain.setdefault((size, number), []).append(actors.through_a_plain_actor(num_bytes, count, number))
     return medians(ours), medians(plain), cold
 
 

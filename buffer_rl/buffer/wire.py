@@ -30,7 +30,7 @@ def stacked(blocks: Sequence[Column]) -> Column | None:
     """The rows of all ``blocks`` as one column, which can be cut again; None where they are of different kinds."""
     if all(isinstance(block, list) for block in blocks):
         return [row for block in blocks for row in block]
-    return np.concatenate(blocks) if _are_alike(blocks) else None  # type: ignore[arg-type]
+    return np.concatenate(blocks) if _are_alike(blocks) else None
 
 
 @dataclass(frozen=True, slots=True)
