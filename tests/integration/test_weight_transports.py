@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from buffer_rl.testing.processes import holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -40,3 +43,4 @@ def test_two_engines_that_read_the_trainer_s_memory_train_as_one_that_reads_file
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert not (Path(args.run_dir) / "weights").exists()
+    assert holds_within(10, lambda: "engine-control" not in {thread.name for thread in threading.enumerate()})

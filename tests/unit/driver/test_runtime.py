@@ -200,10 +200,10 @@ def test_calls_that_were_started_are_waited_for_after_stop_and_not_longer_than_a
     (hanging,) = target.start("hang", gate)
     (last,) = target.start("note", 1)
     target.stop()
-    target.join(0.01)
+    assert not target.join(0.01)
     assert not hanging.done()
     gate.set()
-    target.join(60)
+    assert target.join(60)
     assert last.result(0) == 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,10 +51,21 @@ def member(index: int, url: str, state: MemberState = MemberState.SERVING, **mor
     return Member(index=index, engine=Scripted(url, **more), state=state)
 
 
+OPENED: list[FleetControl] = []
+
+
+@pytest.fixture(autouse=True)
+def controls_are_closed() -> Iterator[None]:
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
 def control_of(*members: Member, timeout_s: float = 10.0) -> tuple[FleetControl, Roster, list[Member]]:
     admitted: list[Member] = []
     roster = Roster(members=list(members))
-    return FleetControl(roster, admitted.append, timeout_s=timeout_s), roster, admitted
+    OPENED.append(FleetControl(roster, admitted.append, timeout_s=timeout_s))
+    return OPENED[-1], roster, admitted
 
 
 def test_a_replacement_that_waits_takes_part_in_the_publication_and_joins_at_its_end():
