@@ -152,10 +152,9 @@ class DataPool:
         wanted = Request(
             num_rows=request.num_rows, dp_rank=request.dp_rank, dp_size=request.dp_size, leave=request.leave
         )
-        all_offered = self.closed and reader.num_offered == len(self._uids)
-        uids = reader.take(wanted, all_offered)
+        uids = reader.take(wanted, self.closed)
         rows = [row for uid in uids for row in self._plane.rows(uid)]
-        ended = not rows and reader.is_done(wanted, all_offered)
+        ended = not rows and self.closed and reader.is_done(wanted, reader.num_offered == len(self._uids))
         return RowsMeta(task=self.task, row_ids=rows, ended=ended, generation=reader.generation, revision=revision)
 
     def offer_again(self, reader_name: str) -> int:

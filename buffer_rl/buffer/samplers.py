@@ -32,7 +32,7 @@ class Request:
     """What a reader asks for: about ``num_rows`` rows, as rank ``dp_rank`` of ``dp_size``.
 
     leave: it asks ahead of its need: for a full batch, and only where as many more as this are ready for others. What
-    is left when no more groups will come counts as full. None: it needs what there is."""
+    is ready in a closed pool counts as full. None: it needs what there is."""
 
     num_rows: int
     dp_rank: int = 0
