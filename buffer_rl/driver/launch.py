@@ -136,13 +136,15 @@ class _Run:
         self.roles = start_roles(args, self.role_plan, args_text, actor, logs)
         for group in self.roles.values():
             stack.callback(group.stop)
-        self.rollout: WorkerGroup | None = None
-        if not train_only(args):
-            storage = self._start_storage(args.num_data_storage_units)
-            source = self.source.actors[0] if self.source is not None else None
-            self.rollout = start_rollout_workers(args, args_text, actor, logs, storage, source)
-            stack.callback(self.rollout.stop, "close", CLOSE_TIMEOUT_S)
+        self.rollout = None if train_only(args) else self._start_rollout(args, args_text, actor, logs)
         self._wait_ready()
+
+    def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> WorkerGroup:
+        storage = self._start_storage(args.num_data_storage_units)
+        source = self.source.actors[0] if self.source is not None else None
+        workers = start_rollout_workers(args, args_text, buffer, logs, storage, source)
+        self.stack.callback(workers.stop, "close", CLOSE_TIMEOUT_S)
+        return workers
 
     def driver(self) -> Driver:
         """The driver, with its plan, roles and watchers."""
