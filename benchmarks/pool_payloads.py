@@ -20,8 +20,8 @@ from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.cells import RowSizes
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.pool import ReadRequest
-from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient, StorageUnit
-from buffer_rl.buffer.wire import Columns
+from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient
+from buffer_rl.buffer.storage.offer import StorageUnit
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.config import compose, dump_args
 from buffer_rl.options import CORE_SECTIONS
@@ -81,9 +81,9 @@ class Worker(PayloadProducer):
     async def _finish(self, ticket: Any, group: Any, column: list[np.ndarray]) -> None:
         rows = [sample.row_id for sample in group]
         columns = {"tokens": column}
-        stored = Columns(await self._storage.astore(columns))
         sizes = RowSizes.of(columns, len(rows))
-        await self._client.achange("finish", ticket, group.uid, group.attempt, rows, stored, sizes)
+        with self._storage.offered(columns, blocking=False) as (sent, offer):
+            await self._client.achange("finish", ticket, group.uid, group.attempt, rows, sent, sizes, offer=offer)
 
     def get(self, task: str, num_groups: int) -> int:
         """Read ``num_groups`` groups of the pool, whichever they are."""

@@ -1,10 +1,10 @@
-"""The Buffer's process: one thread that owns the state, and a second one that answers health and progress.
+"""The Buffer's process: its state, which one thread at a time works on, and others that answer while it does.
 
 Ray starts it again when it dies. The new process reads the ledger: what was leased is pending again, the rollouts under
 way are lost and are told so (BufferRestartedError), and the driver has them produced again.
 
-Who waits for whom: callers wait for the state thread, with a deadline of their own; the state thread waits
-for nobody. User code never runs here.
+Who waits for whom: callers wait for the state, with a deadline of their own; who works on it waits for nobody. A thread
+that takes large payloads over waits for their producer first. User code never runs here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.sqlite_ledger import SqliteLedger
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.storage.actor import PULLS, pull_payloads
+from buffer_rl.buffer.storage.actor import PULLS, payloads_taken
+from buffer_rl.buffer.storage.offer import NumberedCall
 from buffer_rl.config import load_args
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
@@ -111,6 +112,8 @@ class BufferActor:
         self._busy_since: float | None = None
         self._work_s = 0.0
         self._changed = threading.Condition()
+        # What is answered is sent after the lock is free: answers share nothing that a later change alters.
+        self._state_lock = threading.Lock()
         self._sign()  # from here on it can be asked how it is
 
     def change(self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any]) -> Any:
@@ -120,27 +123,30 @@ class BufferActor:
         if method not in CHANGES:
             raise BufferStateError(f"the Buffer has no method {method!r} that changes state")
         target = self._load if method == "load" else getattr(self._state, method)
-        revision = self._state.revision
-        self._busy_since = started = time.monotonic()
-        try:
-            return self._calls.once(caller, sequence, open_from, lambda: target(*args))
-        finally:
-            self._busy_since = None
-            self._work_s += time.monotonic() - started
-            if self._state.revision != revision:
-                with self._changed:
-                    self._changed.notify_all()
+        with self._state_lock:
+            revision = self._state.revision
+            self._busy_since = started = time.monotonic()
+            try:
+                return self._calls.once(caller, sequence, open_from, lambda: target(*args))
+            finally:
+                self._busy_since = None
+                self._work_s += time.monotonic() - started
+                if self._state.revision != revision:
+                    with self._changed:
+                        self._changed.notify_all()
 
     def read(self, method: str, args: Sequence[Any] = ()) -> Any:
         """Execute a method whose repeat changes nothing."""
         if method not in READS:
             raise BufferStateError(f"the Buffer has no method {method!r} that reads")
-        return (self._save if method == "save" else getattr(self._state, method))(*args)
+        target = self._save if method == "save" else getattr(self._state, method)
+        with self._state_lock:
+            return target(*args)
 
     @ray.method(concurrency_group="health")
     def get_progress(self) -> dict[str, Any]:
-        """Counts for a display, answered even while the state thread works. Best effort: the counts may be
-        of two moments. ``busy_s``: seconds that the state thread has worked on the change of now; ``work_s``: on
+        """Counts for a display, answered even while the state is worked on. Best effort: the counts may be
+        of two moments. ``busy_s``: seconds that a thread has worked on the change of now; ``work_s``: on
         all changes so far, of which ``ledger_s`` in the ledger's transactions; ``pid``: of this process."""
         since = self._busy_since
         health = {
@@ -161,9 +167,12 @@ class BufferActor:
             self._changed.wait_for(lambda: self._state.revision != revision, timeout_s)
 
     @ray.method(concurrency_group="storage")
-    def pull(self, producer: Any, keys: Sequence[int], timeout_s: float) -> list[Any]:
-        """Own large payloads, where there are no storage processes (see ``pull_payloads``)."""
-        return pull_payloads(producer, keys, timeout_s)
+    def change_with_payloads(self, producer: Any, timeout_s: float, call: NumberedCall) -> Any:
+        """``change`` with large columns, which this process then owns: there are no storage processes (see
+        ``StorageActor.change_with_payloads``)."""
+        caller, sequence, open_from, method, offered = call
+        with payloads_taken(producer, offered, "buffer", timeout_s / 2) as args:
+            return self.change(caller, sequence, open_from, method, args)
 
     def _save(self, folder: str) -> None:
         self._ledger.backup(Path(folder) / FILE_NAME)

@@ -15,6 +15,7 @@ from buffer_rl.buffer.calls import OpenCalls
 from buffer_rl.buffer.cells import BatchPlan, Cell, assemble
 from buffer_rl.buffer.partition import Splitting
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta
+from buffer_rl.buffer.storage.offer import NumberedCall, Offer
 from buffer_rl.buffer.wire import Columns
 from buffer_rl.errors import DeadlineError, PayloadLostError
 from buffer_rl.types import Column, RolloutReport, RowId, Ticket, TrainBatch
@@ -40,17 +41,23 @@ class BufferClient:
         self._caller = f"{caller or 'client'}-{uuid.uuid4().hex}"
         self._calls = OpenCalls()
 
-    def change(self, method: str, *args: Any) -> Any:
-        """Call a method that changes state, and wait for its answer."""
-        with self._calls.numbered() as (sequence, open_from):
-            ask = partial(self.actor.change.remote, self._caller, sequence, open_from, method, args)
-            return self._answers.wait(method, ask)
+    def change(self, method: str, *args: Any, offer: Offer | None = None) -> Any:
+        """Call a method that changes state, and wait for its answer. offer: of the large columns among ``args``, which
+        go another way (see ``buffer_rl.buffer.storage``)."""
+        with self._calls.numbered() as number:
+            answers, ask = self._way((self._caller, *number, method, args), offer)
+            return answers.wait(method, ask)
 
-    async def achange(self, method: str, *args: Any) -> Any:
+    async def achange(self, method: str, *args: Any, offer: Offer | None = None) -> Any:
         """``change`` for an event loop."""
-        with self._calls.numbered() as (sequence, open_from):
-            ask = partial(self.actor.change.remote, self._caller, sequence, open_from, method, args)
-            return await self._answers.until(method, ask)
+        with self._calls.numbered() as number:
+            answers, ask = self._way((self._caller, *number, method, args), offer)
+            return await answers.until(method, ask)
+
+    def _way(self, call: NumberedCall, offer: Offer | None) -> tuple[Answers, Callable[[], Any]]:
+        if offer is None:
+            return self._answers, partial(self.actor.change.remote, *call)
+        return offer.answers, partial(offer.ask, call)
 
     def _start_change(self, method: str, *args: Any, understand: Callable[[Any], T]) -> StartedCall[T]:
         """``change`` without waiting. Calls are executed in the order in which they are made, but for those that a

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from buffer_rl.buffer.cells import Cell, RowSizes
+from buffer_rl.buffer.cells import RowSizes
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.partial import check_versions
+from buffer_rl.buffer.storage.offer import Offer
 from buffer_rl.buffer.wire import Columns
 from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.types import Column, GroupUid, QueueHeader, RowId, SampleGroup, Ticket
@@ -42,10 +44,11 @@ class BatchSource(Protocol):
 
 
 class PayloadStore(Protocol):
-    """Puts the large columns of a group into the object store (see ``buffer_rl.buffer.storage.client``)."""
+    """Keeps the large columns of a group out of the report (see ``buffer_rl.buffer.storage.client``)."""
 
-    def store(self, columns: Mapping[str, Column]) -> Mapping[str, Column | Cell]: ...
-    async def astore(self, columns: Mapping[str, Column]) -> Mapping[str, Column | Cell]: ...
+    def offered(
+        self, columns: Mapping[str, Column], *, blocking: bool
+    ) -> AbstractContextManager[tuple[Columns, Offer | None]]: ...
 
 
 class RolloutClient:
@@ -122,15 +125,15 @@ class RolloutClient:
     def finish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
         rows = encoded or self.encode(group)
-        stored = Columns(rows.columns if self._storage is None else self._storage.store(rows.columns))
-        self._client.change("finish", self._ticket, group.uid, group.attempt, rows.row_ids, stored, rows.sizes)
+        with self._offered(rows.columns, blocking=True) as (columns, offer):
+            self._client.change("finish", *self._finished(group, rows, columns), offer=offer)
         self.finished[group.uid] = group
 
     async def afinish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
         rows = encoded or self.encode(group)
-        stored = Columns(rows.columns if self._storage is None else await self._storage.astore(rows.columns))
-        await self._client.achange("finish", self._ticket, group.uid, group.attempt, rows.row_ids, stored, rows.sizes)
+        with self._offered(rows.columns, blocking=False) as (columns, offer):
+            await self._client.achange("finish", *self._finished(group, rows, columns), offer=offer)
         self.finished[group.uid] = group
 
     def reject(self, group: SampleGroup, reason: str) -> None:
@@ -187,6 +190,16 @@ class RolloutClient:
         if self._source is None:
             raise needed
         return self._source
+
+    def _offered(
+        self, columns: Mapping[str, Column], *, blocking: bool
+    ) -> AbstractContextManager[tuple[Columns, Offer | None]]:
+        if self._storage is None:
+            return nullcontext((Columns(columns), None))
+        return self._storage.offered(columns, blocking=blocking)
+
+    def _finished(self, group: SampleGroup, rows: EncodedGroup, columns: Columns) -> tuple[Any, ...]:
+        return self._ticket, group.uid, group.attempt, rows.row_ids, columns, rows.sizes
 
     def _given_back(self, groups: Sequence[SampleGroup]) -> tuple[Any, ...]:
         leases = [(group.uid, group.attempt) for group in groups]

@@ -15,6 +15,7 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.ledger_place import ledger_writer
 from buffer_rl.buffer.storage.actor import start_storage
+from buffer_rl.buffer.storage.offer import StorageUnit
 from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.cluster.buffer_watch import BufferWatch
 from buffer_rl.cluster.resources import train_gpus
@@ -140,7 +141,7 @@ class _Run:
         self._wait_ready()
 
     def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> WorkerGroup:
-        storage = self._start_storage(args.num_data_storage_units)
+        storage = self._start_storage(args.num_data_storage_units, buffer)
         source = self.source.actors[0] if self.source is not None else None
         workers = start_rollout_workers(args, args_text, buffer, logs, storage, source)
         self.stack.callback(workers.stop, "close", CLOSE_TIMEOUT_S)
@@ -262,14 +263,15 @@ class _Run:
         source.call("setup", timeout_s=args.data_source_timeout_s)
         return source
 
-    def _start_storage(self, num_units: int) -> Sequence[Any]:
+    def _start_storage(self, num_units: int, buffer: Any) -> Sequence[StorageUnit]:
         """The processes that own large payloads; none where the Buffer does."""
         if num_units == 0:
             return ()
-        storage = WorkerGroup("storage", start_storage(num_units))
+        units = start_storage(num_units, buffer)
+        storage = WorkerGroup("storage", [unit.actor for unit in units])
         self.stack.callback(storage.stop)
         storage.call("ready", timeout_s=self.args.train_timeout_s)
-        return storage.actors
+        return units
 
     def _restore_source(self) -> None:
         if self.source is None:

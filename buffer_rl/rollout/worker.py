@@ -16,7 +16,8 @@ import ray
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.rollout_client import RolloutClient
-from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient, StorageUnit
+from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient
+from buffer_rl.buffer.storage.offer import StorageUnit
 from buffer_rl.cluster.logs import redirect_output
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args
@@ -124,14 +125,13 @@ class RolloutWorker(PayloadProducer):
 
 
 def start_rollout_workers(
-    args: Any, args_text: str, buffer: Any, log_dir: str, storage: Sequence[Any] = (), source: Any = None
+    args: Any, args_text: str, buffer: Any, log_dir: str, storage: Sequence[StorageUnit] = (), source: Any = None
 ) -> WorkerGroup:
     """Start ``--num-rollout-workers`` processes; a rollout goes to the next one in turn.
 
-    storage: the storage actors; without them the Buffer owns large payloads.
+    storage: the storage processes; without them the Buffer owns large payloads.
     source: the actor of the user's data source, where there is one."""
-    units = [StorageUnit(actor=actor, name=f"storage-{index}") for index, actor in enumerate(storage)]
-    units = units or [StorageUnit(actor=buffer, name="buffer")]
+    units = list(storage) or [StorageUnit(actor=buffer, name="buffer")]
     remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(RolloutWorker)
     actors = [
         remote.remote(args_text, buffer, f"{log_dir}/rollout_{index}.log", units, source)

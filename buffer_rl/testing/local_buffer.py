@@ -19,7 +19,7 @@ class DirectCalls:
     def __init__(self, state: BufferState) -> None:
         self._state = state
 
-    def change(self, method: str, *args: Any) -> Any:
+    def change(self, method: str, *args: Any, offer: None = None) -> Any:
         """See ``BufferClient.change``."""
         return getattr(self._state, method)(*args)
 
@@ -27,7 +27,7 @@ class DirectCalls:
         """See ``BufferClient.read``."""
         return getattr(self._state, method)(*args)
 
-    async def achange(self, method: str, *args: Any) -> Any:
+    async def achange(self, method: str, *args: Any, offer: None = None) -> Any:
         """See ``BufferClient.achange``."""
         return self.change(method, *args)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,7 +21,8 @@ from buffer_rl.buffer.cells import RowSizes
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.storage.actor import start_storage
-from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient, StorageUnit
+from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient
+from buffer_rl.buffer.storage.offer import StorageUnit
 from buffer_rl.config import dump_args
 from buffer_rl.errors import BufferStateError, DeadlineError, PayloadLostError, WorkerError
 from buffer_rl.types import SampleGroup, Ticket
@@ -47,19 +49,52 @@ class Producer(PayloadProducer):
             "tokens": [np.full(length, group.uid.row, dtype=np.int32) for _ in group],
             "loss_mask": [np.ones(2, dtype=np.float32) for _ in group],
         }
-        stored = await self._storage.astore(columns)
         rows = [sample.row_id for sample in group]
         sizes = RowSizes.of(columns, len(rows))
-        await self._client.achange("finish", ticket, group.uid, group.attempt, rows, stored, sizes)
-        return len(self.offers), [name for name, column in stored.items() if not isinstance(column, list)]
+        with self._storage.offered(columns, blocking=False) as (sent, offer):
+            await self._client.achange("finish", ticket, group.uid, group.attempt, rows, sent, sizes, offer=offer)
+        return len(self.offers), [name for name, column in sent.items() if not isinstance(column, list)]
 
-    def blocking(self, columns: Mapping[str, Any]) -> list[str]:
-        """The same from the thread of the event loop's actor, for a synchronous rollout function."""
-        return [name for name, column in self._storage.store(columns).items() if not isinstance(column, list)]
+    def finish_blocking(self, ticket: Ticket, group: SampleGroup) -> bool:
+        """The same for a synchronous rollout function. Returns whether a column went to the store."""
+        rows = [sample.row_id for sample in group]
+        columns = {"tokens": [np.full(MEGABYTE // 4, group.uid.row, dtype=np.int32) for _ in group]}
+        sizes = RowSizes.of(columns, len(rows))
+        with self._storage.offered(columns, blocking=True) as (sent, offer):
+            self._client.change("finish", ticket, group.uid, group.attempt, rows, sent, sizes, offer=offer)
+        return offer is not None
 
-    async def in_a_thread_and_on_the_loop(self) -> tuple[list[str], list[str]]:
-        columns = {"tokens": [np.zeros(MEGABYTE, dtype=np.int32)]}
-        return await asyncio.to_thread(self.blocking, columns), self.blocking(columns)
+    async def finish_in_a_thread_and_on_the_loop(self, ticket: Ticket, groups: list[SampleGroup]) -> tuple[bool, bool]:
+        first, second = groups
+        return await asyncio.to_thread(self.finish_blocking, ticket, first), self.finish_blocking(ticket, second)
+
+    async def finish_numbered(self, ticket: Ticket, group: SampleGroup, sequence: int, buffer: Any) -> Any:
+        """``finish``, by hand, as a call of that number."""
+        rows = [sample.row_id for sample in group]
+        columns = {"tokens": [np.full(MEGABYTE // 4, group.uid.row, dtype=np.int32) for _ in group]}
+        with self._storage.offered(columns, blocking=False) as (sent, offer):
+            args = (ticket, group.uid, group.attempt, rows, sent, RowSizes.of(columns, len(rows)))
+            assert offer is not None
+            return await offer.ask(("by hand", sequence, sequence, "finish", args))
+
+
+class DyingProducer(Producer):
+    """Dies where it is to hand something over."""
+
+    async def give_payloads(self, keys: Sequence[int]) -> tuple[Any, ...]:
+        os._exit(1)
+
+
+class StuckProducer(Producer):
+    """Never hands anything over."""
+
+    def __init__(self, buffer: Any, units: list[StorageUnit]) -> None:
+        super().__init__(buffer, units)
+        self._storage = StorageClient(units, self.offers, timeout_s=2, min_bytes=MEGABYTE)
+
+    async def give_payloads(self, keys: Sequence[int]) -> tuple[Any, ...]:
+        await asyncio.Event().wait()
+        raise AssertionError
 
 
 @contextmanager
@@ -71,8 +106,13 @@ def stopped(*actors: Any) -> Iterator[None]:
             ray.kill(actor)
 
 
-def start_producer(buffer: Any, units: list[StorageUnit]) -> Any:
-    return cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(Producer).remote(buffer, units)
+def start_producer(buffer: Any, units: list[StorageUnit], kind: type[Producer] = Producer) -> Any:
+    return cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(kind).remote(buffer, units)
+
+
+def owners(buffer: Any, storage: list[StorageUnit]) -> list[list[StorageUnit]]:
+    """With storage processes, and without."""
+    return [storage, [StorageUnit(actor=buffer, name="buffer")]]
 
 
 def stored_bytes() -> int:
@@ -101,16 +141,13 @@ def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_o
 ) -> None:
     args = make_options(n_samples_per_prompt=4)
     buffer = start_buffer(dump_args(args))
-    storage = start_storage(1)
-    with stopped(buffer, *storage):
+    storage = start_storage(1, buffer)
+    with stopped(buffer, storage[0].actor):
         client = BufferClient(buffer, timeout_s=60)
-        for rollout_id, units in enumerate(
-            ([StorageUnit(actor=storage[0], name="storage-0")], [StorageUnit(actor=buffer, name="buffer")])
-        ):
+        for rollout_id, units in enumerate(owners(buffer, storage)):
             before = stored_bytes()
             producer = start_producer(buffer, units)
             fill(client, producer, rollout_id)
-            assert ray.get(producer.in_a_thread_and_on_the_loop.remote(), timeout=60) == (["tokens"], [])
             ray.kill(producer)
             batch = client.get_data(rollout_id)
             assert len(batch) == 3 * 4
@@ -130,14 +167,13 @@ def test_payloads_of_a_storage_process_that_died_are_a_named_error_and_are_produ
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
     buffer = start_buffer(dump_args(make_options()))
-    storage = start_storage(2)
-    units = [StorageUnit(actor=actor, name=f"storage-{index}") for index, actor in enumerate(storage)]
-    producer = start_producer(buffer, units)
-    with stopped(buffer, producer, storage[0]):
+    storage = start_storage(2, buffer)
+    producer = start_producer(buffer, storage)
+    with stopped(buffer, producer, storage[0].actor):
         client = BufferClient(buffer, timeout_s=30)
         fill(client, producer, 0)
         rows = sorted(row.uid.row for row in client.get_data(0).row_ids)
-        ray.kill(storage[1], no_restart=False)
+        ray.kill(storage[1].actor, no_restart=False)
         caught: list[PayloadLostError] = []
 
         def is_lost() -> bool:
@@ -154,12 +190,79 @@ def test_payloads_of_a_storage_process_that_died_are_a_named_error_and_are_produ
         assert sorted(row.uid.row for row in client.get_data(0).row_ids) == rows
         client.commit(0, 1)
         client.release(1)
-        ray.kill(storage[1])  # for good
+        ray.kill(storage[1].actor)  # for good
         ticket = client.generate(1)
         seventh, eighth = client.change("get_samples", ticket, 2)
         ray.get(producer.finish.remote(ticket, seventh), timeout=60)
         with pytest.raises(WorkerError, match=r"storage-1.*died"):  # the processes take turns
             ray.get(producer.finish.remote(ticket, eighth), timeout=60)
+
+
+def test_a_blocking_report_goes_to_the_store_from_a_thread_and_as_it_is_from_the_event_loop(
+    ray_cluster: None, make_options: Callable[..., Any]
+) -> None:
+    buffer = start_buffer(dump_args(make_options()))
+    producer = start_producer(buffer, [StorageUnit(actor=buffer, name="buffer")])
+    with stopped(buffer, producer):
+        client = BufferClient(buffer, timeout_s=60)
+        ticket = client.generate(0)
+        groups = client.change("get_samples", ticket, 2)
+        finished = producer.finish_in_a_thread_and_on_the_loop.remote(ticket, groups)
+        assert ray.get(finished, timeout=60) == (True, False)
+        client.close_rollout(ticket)
+        batch = client.get_data(0)
+        assert [int(row[-1]) for row in batch.columns["tokens"]] == [row_id.uid.row for row_id in batch.row_ids]
+
+
+def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the_store(
+    ray_cluster: None, make_options: Callable[..., Any]
+) -> None:
+    buffer = start_buffer(dump_args(make_options()))
+    storage = start_storage(1, buffer)
+    with stopped(buffer, storage[0].actor):
+        client = BufferClient(buffer, timeout_s=60)
+        ticket = client.generate(0)
+        for units in owners(buffer, storage):
+            before = stored_bytes()
+            producer = start_producer(buffer, units)
+            sequence = 1 if units is storage else 3
+            group = client.change("get_samples", ticket, 1)[0]
+            finish = producer.finish_numbered
+            assert ray.get(finish.remote(ticket, group, sequence, buffer), timeout=60) is None
+            wait_until(lambda: stored_bytes() > before, "the payloads")  # noqa: B023
+            used = stored_bytes()
+            assert ray.get(finish.remote(ticket, group, sequence, buffer), timeout=60) is None
+            with pytest.raises(BufferStateError, match="refused: it is not leased"):
+                ray.get(finish.remote(ticket, group, sequence + 1, buffer), timeout=60)
+            assert client.get_progress()["finished"] == (1 if units is storage else 2)
+            wait_until(lambda: stored_bytes() == used, "the payloads of the first call alone")  # noqa: B023
+            ray.kill(producer)
+
+
+@pytest.mark.parametrize("kind", [DyingProducer, StuckProducer])
+def test_what_a_producer_does_not_hand_over_is_not_finished(
+    ray_cluster: None, make_options: Callable[..., Any], kind: type[Producer]
+) -> None:
+    buffer = start_buffer(dump_args(make_options()))
+    storage = start_storage(1, buffer)
+    with stopped(buffer, storage[0].actor):
+        client = BufferClient(buffer, timeout_s=60)
+        ticket = client.generate(0)
+        for units in owners(buffer, storage):
+            group = client.change("get_samples", ticket, 1)[0]
+            broken, whole = start_producer(buffer, units, kind), start_producer(buffer, units)
+            expected = ray.exceptions.RayActorError if kind is DyingProducer else DeadlineError
+            with pytest.raises(expected) as caught:
+                ray.get(broken.finish.remote(ticket, group), timeout=60)
+            if kind is StuckProducer:
+                assert f"{units[0].name}: a producer did not hand over 1 payloads within 1 s" in str(caught.value)
+            # The owner serves others, and the group can still be finished: nothing of the first report was taken.
+            assert ray.get(whole.finish.remote(ticket, group), timeout=60) == (0, ["tokens"])
+            ray.kill(broken)
+            ray.kill(whole)
+        client.close_rollout(ticket)
+        batch = client.get_data(0)
+        assert [int(row[-1]) for row in batch.columns["tokens"]] == [row_id.uid.row for row_id in batch.row_ids]
 
 
 def test_waiting_readers_wake_at_the_change_and_the_buffer_answers_however_many_wait(

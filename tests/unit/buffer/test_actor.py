@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import sqlite3
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -27,23 +28,27 @@ from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointE
 from buffer_rl.options import CORE_SECTIONS
 
 
-def make_actor(folder: Path) -> BufferActor:
+def make_actor(folder: Path, num_rows: int = 6, rollout_batch_size: int = 2) -> BufferActor:
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(6)))
+    path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(num_rows)))
     args: Any = compose(CORE_SECTIONS)(
-        run_dir=str(folder / "run"), prompt_data=str(path), rollout_batch_size=2, n_samples_per_prompt=2
+        run_dir=str(folder / "run"),
+        prompt_data=str(path),
+        rollout_batch_size=rollout_batch_size,
+        n_samples_per_prompt=2,
     )
     return BufferActor(dump_args(args), new_ledger(args))
 
 
 class Caller:
-    def __init__(self, actor: BufferActor) -> None:
+    def __init__(self, actor: BufferActor, name: str = "me") -> None:
         self._actor = actor
+        self._name = name
         self._sequence = 0
 
     def change(self, method: str, *args: Any) -> Any:
         self._sequence += 1
-        return self._actor.change("me", self._sequence, self._sequence, method, args)
+        return self._actor.change(self._name, self._sequence, self._sequence, method, args)
 
 
 def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
@@ -206,3 +211,41 @@ def test_a_buffer_that_begins_with_the_ledger_of_another_one_says_what_was_lost(
 )
 def test_a_buffer_whose_groups_cannot_be_made_again_is_not_replaced(options: dict[str, Any], restarts: bool) -> None:
     assert can_restart(compose(CORE_SECTIONS)(**options)) is restarts
+
+
+def test_threads_that_change_and_read_at_one_time_do_it_one_after_another(tmp_path: Path) -> None:
+    """Large payloads are reported by threads of their own; a transaction of one must not be part of another's."""
+    actor = make_actor(tmp_path, num_rows=64, rollout_batch_size=64)
+    ticket = Caller(actor).change("generate", 0, False)
+    failures: list[BaseException] = []
+
+    def work(name: str) -> None:
+        caller = Caller(actor, name)
+        try:
+            while groups := caller.change("get_samples", ticket, 1):
+                group = groups[0]
+                if group.uid.epoch > 0:  # all 64 rows were leased
+                    caller.change("add_samples", ticket, [(group.uid, group.attempt)])
+                    return
+                actor.read("get_headers")
+                columns = {"tokens": [np.full(3, group.uid.row, np.int32) for _ in group]}
+                caller.change("finish", ticket, group.uid, group.attempt, [s.row_id for s in group], columns)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(f"worker {index}",)) for index in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
+    report = Caller(actor, "driver").change("close_rollout", ticket)
+    assert (report.num_groups, report.drops) == (64, {})
+    batch = assemble(actor.read("plan_data", (0,)))
+    assert [int(tokens[0]) for tokens in batch.columns["tokens"]] == [row_id.uid.row for row_id in batch.row_ids]
+    assert sorted({row_id.uid.row for row_id in batch.row_ids}) == list(range(64))
