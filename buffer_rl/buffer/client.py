@@ -14,7 +14,7 @@ from buffer_rl.buffer.calling import Answers, StartedCall
 from buffer_rl.buffer.calls import OpenCalls
 from buffer_rl.buffer.cells import BatchPlan, Cell, assemble
 from buffer_rl.buffer.partition import Splitting
-from buffer_rl.buffer.pool import ReadRequest, RowsMeta
+from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.storage.offer import NumberedCall, Offer
 from buffer_rl.buffer.wire import Columns
 from buffer_rl.errors import DeadlineError, PayloadLostError
@@ -110,26 +110,16 @@ class BufferClient:
         return self.read("get_totals", rollout_id)  # type: ignore[no-any-return]
 
     def put_fields(
-        self,
-        task: str,
-        row_ids: Sequence[RowId],
-        columns: Mapping[str, Column],
-        reader: str | None = None,
-        generation: int = 0,
+        self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
     ) -> None:
         """Add derived fields to rows of a task; see ``DataPool.put_fields``."""
-        self.start_put_fields(task, row_ids, columns, reader, generation).result()
+        self.start_put_fields(task, row_ids, columns, writer).result()
 
     def start_put_fields(
-        self,
-        task: str,
-        row_ids: Sequence[RowId],
-        columns: Mapping[str, Column],
-        reader: str | None = None,
-        generation: int = 0,
+        self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
     ) -> StartedCall[None]:
         """``put_fields`` without waiting."""
-        args = (task, list(row_ids), Columns(columns), reader, generation)
+        args = (task, list(row_ids), Columns(columns), writer)
         return self._start_change("put_fields", *args, understand=lambda _: None)
 
     def get_meta(self, task: str, request: ReadRequest, timeout_s: float) -> RowsMeta:

@@ -65,6 +65,15 @@ class ReadRequest:
     leave: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writer:
+    """Whose work is written: that of a process of the reading task ``reader``, of this ``generation`` (see
+    ``RowsMeta``)."""
+
+    reader: str
+    generation: int
+
+
 class DataPool:
     """The groups of one task, in the order of their uids, and who reads which of them.
 
@@ -113,16 +122,14 @@ class DataPool:
         """Groups that the step must train on: a final reader was handed them."""
         return {uid for reader in self._readers.values() if reader.is_final for uid in reader.handed()}
 
-    def put_fields(
-        self, row_ids: Sequence[RowId], columns: Mapping[str, Column], reader: str | None = None, generation: int = 0
-    ) -> None:
+    def put_fields(self, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None) -> None:
         """Add derived ragged fields (one array a row) for ``row_ids``, in any order. Rows of a group that the step was
         closed without are passed over: whoever computed them could not know.
 
-        reader, generation: from whose work they come (see ``RowsMeta``); of a replaced process nothing is taken.
+        writer: from whose work they come; of a replaced process nothing is taken.
         Raises BufferStateError for a row of another task, a repeated row, or a field of the wrong length."""
-        writer = self._readers.get(reader) if reader is not None else None
-        if writer is not None and generation < writer.generation:
+        reader = self._readers.get(writer.reader) if writer is not None else None
+        if writer is not None and reader is not None and writer.generation < reader.generation:
             return
         if len(set(row_ids)) != len(row_ids):
             raise BufferStateError("a row is named twice", where=self.task)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from buffer_rl.buffer.cells import BatchPlan, assemble
 from buffer_rl.buffer.partition import Splitting
-from buffer_rl.buffer.pool import ReadRequest, RowsMeta
+from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.pools import Pools
 from buffer_rl.types import Column, RowId, TrainBatch
 
@@ -69,15 +69,10 @@ class PoolCalls:
         return meta, self.plan_fields(task, meta.row_ids, fields) if meta.row_ids else None
 
     def put_fields(
-        self,
-        task: str,
-        row_ids: Sequence[RowId],
-        columns: Mapping[str, Column],
-        reader: str | None = None,
-        generation: int = 0,
+        self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
     ) -> None:
         """Add derived fields (``ref_log_probs``, ``old_log_probs``) to rows of a task (see ``DataPool.put_fields``)."""
-        self._pools.put_fields(task, row_ids, columns, reader, generation)
+        self._pools.put_fields(task, row_ids, columns, writer)
 
     def offer_again(self, task: str, reader: str) -> int:
         """A reading task's process is replaced (see ``DataPool.offer_again``)."""

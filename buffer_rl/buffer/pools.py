@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from buffer_rl.buffer.cells import BatchPlan, Cell, RowSizes
 from buffer_rl.buffer.plane import DataPlane
-from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
+from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import BufferRestartedError, BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId, Ticket
 
@@ -96,15 +96,10 @@ class Pools:
         return self.of(task).pinned()
 
     def put_fields(
-        self,
-        task: str,
-        row_ids: Sequence[RowId],
-        columns: Mapping[str, Column],
-        reader: str | None = None,
-        generation: int = 0,
+        self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
     ) -> None:
         """See ``DataPool.put_fields``."""
-        self.of(task).put_fields(row_ids, columns, reader, generation)
+        self.of(task).put_fields(row_ids, columns, writer)
         self.revision += 1
 
     def get_meta(self, task: str, request: ReadRequest) -> RowsMeta:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from buffer_rl.buffer.pool import ReadRequest
+from buffer_rl.buffer.pool import ReadRequest, Writer
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.observe.work import WorkReport
 from buffer_rl.train.stream import RowSource, Started, StreamingDataset
@@ -26,12 +26,7 @@ class FieldStore(RowSource, Protocol):
     """A row source that takes fields too."""
 
     def start_put_fields(
-        self,
-        task: str,
-        row_ids: Sequence[RowId],
-        columns: Mapping[str, Column],
-        reader: str | None = None,
-        generation: int = 0,
+        self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
     ) -> Started[None]:
         """Add derived fields to rows of a task, without waiting; see ``DataPool.put_fields``."""
         ...
@@ -80,8 +75,8 @@ def run_stage(
             ended = time.monotonic()
             if written is not None:
                 written.result()
-            writes = (batch.task, batch.row_ids, columns, stage.name, dataset.generation)
-            written = store.start_put_fields(*writes) if columns else None
+            writer = Writer(reader=stage.name, generation=dataset.generation)
+            written = store.start_put_fields(batch.task, batch.row_ids, columns, writer) if columns else None
             report.add(WorkSpan(name=stage.name, rollout_id=rollout_id, start=started, end=ended, num_rows=len(batch)))
         if written is not None:
             written.result()

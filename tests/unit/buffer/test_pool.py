@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from buffer_rl.buffer.cells import Cell, RowSizes, assemble
 from buffer_rl.buffer.partition import Splitting
 from buffer_rl.buffer.plane import LocalDataPlane
-from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
+from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import GroupUid, RowId
 
@@ -161,11 +161,11 @@ def test_what_a_lost_reader_had_and_did_not_write_is_handed_out_again_first() ->
     p.put(uids[1], "ref_log_probs")
     assert p.pool.offer_again("ref") == 2
     late = [np.full(2, 9.0, dtype=np.float32)]
-    p.pool.put_fields([RowId(uids[0], 0)], {"ref_log_probs": late}, reader="ref", generation=before.generation)
+    p.pool.put_fields([RowId(uids[0], 0)], {"ref_log_probs": late}, Writer(reader="ref", generation=before.generation))
     assert "ref_log_probs" not in p.plane.cells(uids[0]), "a replaced process still wrote"
     after = p.read("ref")
     assert groups_in(after) == [0, 2, 3]
-    p.pool.put_fields([RowId(uids[0], 0)], {"ref_log_probs": late}, reader="ref", generation=after.generation)
+    p.pool.put_fields([RowId(uids[0], 0)], {"ref_log_probs": late}, Writer(reader="ref", generation=after.generation))
     assert "ref_log_probs" in p.plane.cells(uids[0])
     assert p.pool.offer_again("nobody") == 0
 
@@ -334,7 +334,7 @@ class RestartingReader:
         uid, generation = self.pending.pop(self.rng.randrange(len(self.pending)))
         rows = self.pool.plane.rows(uid)
         values = [np.full(2, row.uid.row, dtype=np.float32) for row in rows]
-        self.pool.pool.put_fields(rows, {self.field: values}, reader=self.name, generation=generation)
+        self.pool.pool.put_fields(rows, {self.field: values}, Writer(reader=self.name, generation=generation))
 
     def restart(self) -> None:
         lost = {uid for uid in self.held if self.field not in self.pool.plane.cells(uid)}

@@ -14,7 +14,7 @@ import torch
 
 from buffer_rl.buffer.cells import assemble
 from buffer_rl.buffer.plane import LocalDataPlane
-from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
+from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import DeadlineError, TrainError
 from buffer_rl.train.duties import advantage_stage, gradient_stage
 from buffer_rl.train.stages import SAMPLED_FIELDS, Stage, run_stage
@@ -86,14 +86,9 @@ class Store:
         return Answer((meta, assemble(self.pool.plan_rows(meta.row_ids, fields)) if meta.row_ids else None))
 
     def start_put_fields(
-        self,
-        task: str,
-        row_ids: Sequence[RowId],
-        columns: Mapping[str, Column],
-        reader: str | None = None,
-        generation: int = 0,
+        self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
     ) -> Answer:
-        self.pool.put_fields(row_ids, columns, reader, generation)
+        self.pool.put_fields(row_ids, columns, writer)
         return Answer(None)
 
 
