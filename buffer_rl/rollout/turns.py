@@ -10,44 +10,36 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from buffer_rl.errors import EngineError, RolloutError
+from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.context import current_context
-from buffer_rl.rollout.generate import request_id, sampling_seed
+from buffer_rl.rollout.generate import STATUS_OF, answer_for, is_stopped, room_for
 from buffer_rl.types import Sample, Status
-
-_STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
 async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> str:
     """Let the engine go on after the sample's tokens (the prompt, on the first turn), and return the new text.
 
     Appends to tokens, response, rollout_log_probs, loss_mask (1) and weight_versions, and sets status: ``completed`` if
-    the model ended the turn, also by a stop string; ``truncated`` where there is no room. ``max_new_tokens`` bounds
+    the model ended the turn, also by a stop string; ``truncated`` where there is no room; ``aborted`` where the rollout
+    does not need the sample any more (``--over-sampling-batch-size``): end there. ``max_new_tokens`` bounds
     the whole response, all turns and observations together, and so does ``--rollout-max-context-len`` with the prompt.
-    Raises RolloutError if a prompt alone fills the context, EngineError if the engine refuses.
+    Raises RolloutError if a prompt alone fills the context, EngineError if the engine refuses or its answer breaks the
+    protocol.
     """
-    context = current_context()
-    if context.engine is None:
-        raise RolloutError("this rollout has no engine", where=f"row {sample.row_id}")
+    if is_stopped():
+        sample.status = Status.ABORTED
+        return ""
     if not sample.response_length:
-        _begin(sample, context.prompts.encode(sample))
-    room = _room(args, sample, sampling_params["max_new_tokens"])
-    if room < 1:
+        _begin(sample, current_context().prompts.encode(sample))
+    most = room_for(args, sample, sample.prompt_length, sampling_params["max_new_tokens"])
+    if (room := most - sample.response_length) < 1:
         sample.status = Status.TRUNCATED
         return ""
-    seed = sampling_seed(context.seed, sample.row_id.uid, sample.sample_index)
-    params = {**sampling_params, "max_new_tokens": room, "sampling_seed": seed}
-    try:
-        answer = await context.engine.agenerate(request_id(sample), sample.tokens, params)
-    except EngineError as error:  # it names the engine; which prompt the engine refuses is known here only
-        where = f"row {sample.row_id}, {error.where}".removesuffix(", ")
-        named = EngineError(error.what, where=where, expected=error.expected, hint=error.hint)
-        named.status = error.status
-        raise named from error
+    answer = await answer_for(sample, sample.tokens, {**sampling_params, "max_new_tokens": room})
     start = sample.response_length
     sample.weight_versions += [replace(s, start=s.start + start, end=s.end + start) for s in answer.spans]
     _append(sample, list(answer.output_ids), list(answer.log_probs), answer.text, mask=1)
-    sample.status = _STATUS_OF[answer.finish_reason]
+    sample.status = STATUS_OF[answer.finish_reason]
     return answer.text
 
 
@@ -72,15 +64,3 @@ def _append(sample: Sample, tokens: list[int], log_probs: list[float], text: str
     sample.loss_mask = [*sample.loss_mask, *[mask] * len(tokens)]
     sample.response += text
     sample.response_length += len(tokens)
-
-
-def _room(args: Any, sample: Sample, max_new_tokens: int) -> int:
-    left = max_new_tokens - sample.response_length
-    limit = args.rollout_max_context_len
-    if limit is not None and sample.prompt_length >= limit:
-        raise RolloutError(
-            f"the prompt has {sample.prompt_length} tokens and leaves no room for a response",
-            where=f"row {sample.row_id}",
-            expected=f"fewer tokens than --rollout-max-context-len {limit}",
-        )
-    return int(left if limit is None else min(left, limit - len(sample.tokens)))

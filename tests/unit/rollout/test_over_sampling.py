@@ -110,6 +110,25 @@ async def test_the_first_that_are_done_are_trained_on_and_the_rest_is_aborted_an
         assert (counts[GroupState.FINISHED], counts[GroupState.TRAINED], counts[GroupState.PENDING]) == (2, 2, 5)
 
 
+@pytest.mark.parametrize("turn", [1, 2])
+async def test_a_turn_that_is_not_needed_any_more_is_aborted_and_no_other_begins(
+    kit: Any, tmp_path: Path, turn: int
+) -> None:
+    bench = Bench(
+        kit, tmp_path, over_sampling_batch_size=3, custom_generate_function_path=kit.user("two_turns_with_a_tool")
+    )
+
+    def is_endless(body: dict[str, Any]) -> bool:
+        return row_of(body) == 1 and ("+" in body["rid"]) == (turn == 2)
+
+    with FakeEngine(positions, latency=lambda body: FOREVER if is_endless(body) else 0.0) as engine:
+        assert await bench.roll(0, engine) == [0, 2]
+        assert {body["rid"] for body in engine.log.aborted} == {b["rid"] for b in engine.log.requests if is_endless(b)}
+        assert len([body for body in engine.log.requests if row_of(body) == 1]) == 2 * turn  # a group of two samples
+        assert (engine.log.in_flight, engine.log.disconnected) == (0, 0)
+    assert bench.queued == [1]
+
+
 async def test_a_dropped_group_is_replaced_while_the_rest_goes_on(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(default, "SCORING_GRACE_S", 0.05)
     labels = ["0", "1", "hang", "1"]

@@ -12,6 +12,7 @@ import aiohttp
 import numpy as np
 
 from buffer_rl.rollout.generate import generate
+from buffer_rl.rollout.turns import add_observation, generate_turn
 from buffer_rl.types import FilterDecision, Sample, SampleGroup, Status
 
 _SEEN: set[Any] = set()
@@ -244,6 +245,16 @@ async def continuing_turns(args: Any, sample: Sample, sampling_params: dict[str,
 
 
 continuing_turns.continues_partial = True  # type: ignore[attr-defined]
+
+
+async def two_turns_with_a_tool(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    for turn in range(2):
+        if turn:
+            add_observation(sample, "7")
+        await generate_turn(args, sample, sampling_params | {"max_new_tokens": 20})
+        if sample.status is Status.ABORTED:
+            break
+    return sample
 
 
 async def deaf_to_aborts(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
