@@ -1,4 +1,4 @@
-"""The Buffer's process: its state, which one thread at a time works on, and others that answer while it does.
+"""The Buffer's process: a state that one thread at a time works on, and threads that say meanwhile how it is.
 
 Ray starts it again when it dies. The new process reads the ledger: what was leased is pending again, the rollouts under
 way are lost and are told so (BufferRestartedError), and the driver has them produced again.
@@ -28,7 +28,7 @@ from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.sqlite_ledger import SqliteLedger
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.storage.actor import PULLS, payloads_taken
+from buffer_rl.buffer.storage.actor import MAX_REPORTS, payloads_taken
 from buffer_rl.buffer.storage.offer import NumberedCall
 from buffer_rl.config import load_args
 from buffer_rl.data.source import EvalSource, PromptDataSource
@@ -112,7 +112,8 @@ class BufferActor:
         self._busy_since: float | None = None
         self._work_s = 0.0
         self._changed = threading.Condition()
-        # What is answered is sent after the lock is free: answers share nothing that a later change alters.
+        # Ray sends an answer when the lock is free again. What another thread may do by then is ``finish``, which
+        # alters nothing that was answered: it adds a group, and marks its lease.
         self._state_lock = threading.Lock()
         self._sign()  # from here on it can be asked how it is
 
@@ -208,7 +209,7 @@ def start_buffer(args_text: str) -> Any:
     remote = cast(Any, ray.remote)(
         num_cpus=0,
         max_restarts=args.buffer_max_restarts if can_restart(args) else 0,
-        concurrency_groups={"health": 1, "wait": MAX_WAITERS, "storage": PULLS},
+        concurrency_groups={"health": 1, "wait": MAX_WAITERS, "storage": MAX_REPORTS},
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
     )
     return remote(BufferActor).remote(args_text, place)

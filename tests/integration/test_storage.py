@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import threading
 import time
@@ -68,7 +69,7 @@ class Producer(PayloadProducer):
         first, second = groups
         return await asyncio.to_thread(self.finish_blocking, ticket, first), self.finish_blocking(ticket, second)
 
-    async def finish_numbered(self, ticket: Ticket, group: SampleGroup, sequence: int, buffer: Any) -> Any:
+    async def finish_numbered(self, ticket: Ticket, group: SampleGroup, sequence: int) -> Any:
         """``finish``, by hand, as a call of that number."""
         rows = [sample.row_id for sample in group]
         columns = {"tokens": [np.full(MEGABYTE // 4, group.uid.row, dtype=np.int32) for _ in group]}
@@ -85,12 +86,16 @@ class DyingProducer(Producer):
         os._exit(1)
 
 
-class StuckProducer(Producer):
-    """Never hands anything over."""
+class HastyProducer(Producer):
+    """Does not wait for long."""
 
     def __init__(self, buffer: Any, units: list[StorageUnit]) -> None:
         super().__init__(buffer, units)
-        self._storage = StorageClient(units, self.offers, timeout_s=2, min_bytes=MEGABYTE)
+        self._storage = StorageClient(units, self.offers, timeout_s=4, min_bytes=MEGABYTE)
+
+
+class StuckProducer(HastyProducer):
+    """Never hands anything over."""
 
     async def give_payloads(self, keys: Sequence[int]) -> tuple[Any, ...]:
         await asyncio.Event().wait()
@@ -222,19 +227,19 @@ def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the
     with stopped(buffer, storage[0].actor):
         client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0)
-        for units in owners(buffer, storage):
+        for number, units in enumerate(owners(buffer, storage)):
             before = stored_bytes()
             producer = start_producer(buffer, units)
-            sequence = 1 if units is storage else 3
+            sequence = 2 * number
             group = client.change("get_samples", ticket, 1)[0]
             finish = producer.finish_numbered
-            assert ray.get(finish.remote(ticket, group, sequence, buffer), timeout=60) is None
+            assert ray.get(finish.remote(ticket, group, sequence), timeout=60) is None
             wait_until(lambda: stored_bytes() > before, "the payloads")  # noqa: B023
             used = stored_bytes()
-            assert ray.get(finish.remote(ticket, group, sequence, buffer), timeout=60) is None
+            assert ray.get(finish.remote(ticket, group, sequence), timeout=60) is None
             with pytest.raises(BufferStateError, match="refused: it is not leased"):
-                ray.get(finish.remote(ticket, group, sequence + 1, buffer), timeout=60)
-            assert client.get_progress()["finished"] == (1 if units is storage else 2)
+                ray.get(finish.remote(ticket, group, sequence + 1), timeout=60)
+            assert client.get_progress()["finished"] == number + 1
             wait_until(lambda: stored_bytes() == used, "the payloads of the first call alone")  # noqa: B023
             ray.kill(producer)
 
@@ -248,6 +253,7 @@ def test_what_a_producer_does_not_hand_over_is_not_finished(
     with stopped(buffer, storage[0].actor):
         client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0)
+        ray.get(storage[0].actor.ready.remote(), timeout=60)
         for units in owners(buffer, storage):
             group = client.change("get_samples", ticket, 1)[0]
             broken, whole = start_producer(buffer, units, kind), start_producer(buffer, units)
@@ -255,7 +261,7 @@ def test_what_a_producer_does_not_hand_over_is_not_finished(
             with pytest.raises(expected) as caught:
                 ray.get(broken.finish.remote(ticket, group), timeout=60)
             if kind is StuckProducer:
-                assert f"{units[0].name}: a producer did not hand over 1 payloads within 1 s" in str(caught.value)
+                assert f"{units[0].name}: a producer did not hand over 1 payloads within 2 s" in str(caught.value)
             # The owner serves others, and the group can still be finished: nothing of the first report was taken.
             assert ray.get(whole.finish.remote(ticket, group), timeout=60) == (0, ["tokens"])
             ray.kill(broken)
@@ -263,6 +269,27 @@ def test_what_a_producer_does_not_hand_over_is_not_finished(
         client.close_rollout(ticket)
         batch = client.get_data(0)
         assert [int(row[-1]) for row in batch.columns["tokens"]] == [row_id.uid.row for row_id in batch.row_ids]
+
+
+def test_a_buffer_that_does_not_answer_is_named_also_where_a_storage_process_asks_it(
+    ray_cluster: None, make_options: Callable[..., Any]
+) -> None:
+    buffer = start_buffer(dump_args(make_options()))
+    storage = start_storage(1, buffer)
+    producer = start_producer(buffer, storage, HastyProducer)
+    with stopped(buffer, storage[0].actor, producer):
+        client = BufferClient(buffer, timeout_s=60)
+        ticket = client.generate(0)
+        group = client.change("get_samples", ticket, 1)[0]
+        ray.get([storage[0].actor.ready.remote(), producer.finish.remote(ticket, group)], timeout=60)
+        group = client.change("get_samples", ticket, 1)[0]
+        pid = client.get_progress()["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineError, match="buffer: the Buffer did not answer finish within 4 s"):
+                ray.get(producer.finish.remote(ticket, group), timeout=60)
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_waiting_readers_wake_at_the_change_and_the_buffer_answers_however_many_wait(

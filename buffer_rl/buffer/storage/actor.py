@@ -2,13 +2,12 @@
 
 An object of Ray's store dies with the process that owns it, and the owner of a call's answer is the caller. So the
 owner calls the producer for its payload: the producer writes it into the store of its own node, once, and it outlives
-the producer. The owner then makes the call that the payload belongs to, and keeps nothing: whoever dies meanwhile, a
-payload is the Buffer's or nobody's, and it is freed when the Buffer drops its reference.
+the producer. The owner then makes the call that the payload belongs to, and keeps nothing: a payload is freed when the
+Buffer drops its reference. (What a producer is writing when its owner dies, Ray keeps until the run ends.)
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,8 +21,8 @@ from buffer_rl.buffer.storage.offer import NumberedCall, Offered, StorageUnit
 from buffer_rl.buffer.wire import Columns
 from buffer_rl.errors import DeadlineError
 
-PULLS = 8
-"""Producers that one storage process serves at a time; others wait for it."""
+MAX_REPORTS = 8
+"""Reports that one owner works on at a time; others wait for it."""
 
 
 @contextmanager
@@ -42,6 +41,7 @@ def payloads_taken(producer: Any, args: Sequence[Any], owner: str, timeout_s: fl
         for name, column in columns.items()
         if isinstance(column, Offered)
     ]
+    assert offered, "a call without large columns goes to the Buffer itself"
     refs = _given(producer, [column.key for _, _, column in offered], owner, timeout_s)
     for columns, name, column in offered:
         columns[name] = Cell(num_rows=column.num_rows, ref=refs.pop(0), storage=owner)
@@ -81,12 +81,10 @@ class StorageActor:
 
     def change_with_payloads(self, producer: Any, timeout_s: float, call: NumberedCall, buffer: Any) -> Any:
         """The answer of the actor ``buffer`` to ``call``, whose offered columns are then in the store. Raises what
-        ``payloads_taken`` does, for which there is half the time, and the Buffer's own errors."""
-        deadline = time.monotonic() + timeout_s
+        ``payloads_taken`` does, with half of ``timeout_s``, and what ``Answers`` does, with all of it."""
         caller, sequence, open_from, method, offered = call
         with payloads_taken(producer, offered, self._name, timeout_s / 2) as args:
-            left = deadline - time.monotonic()
-            answers = Answers(who="the Buffer", role="buffer", timeout_s=left, flag="--buffer-timeout-s")
+            answers = Answers(who="the Buffer", role="buffer", timeout_s=timeout_s, flag="--buffer-timeout-s")
             return answers.wait(method, partial(buffer.change.remote, caller, sequence, open_from, method, args))
 
 
@@ -95,6 +93,8 @@ def start_storage(num_units: int, buffer: Any) -> list[StorageUnit]:
 
     One that dies is started again, if need be on another node. What it owned is lost: whoever reads it is told so
     (PayloadLostError), and the rollout is produced again."""
-    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=-1, max_concurrency=PULLS, scheduling_strategy="SPREAD")
+    remote = cast(Any, ray.remote)(
+        num_cpus=0, max_restarts=-1, max_concurrency=MAX_REPORTS, scheduling_strategy="SPREAD"
+    )
     names = [f"storage-{index}" for index in range(num_units)]
     return [StorageUnit(actor=remote(StorageActor).remote(name), name=name, buffer=buffer) for name in names]

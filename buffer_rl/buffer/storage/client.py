@@ -1,7 +1,7 @@
 """A producer's side of the storage: offer large columns to the process that is to own them, in a call on the Buffer.
 
-Who waits for whom: the producer waits for the owner (with a deadline), which waits for the producer's ``give_payloads``
-(with half of it), and then for the Buffer; so that method must be answered while the producer waits.
+Who waits for whom: the producer waits for the owner, which waits for the producer's ``give_payloads`` and then for the
+Buffer, with deadlines that end earlier; so that method must be answered while the producer waits.
 """
 
 from __future__ import annotations

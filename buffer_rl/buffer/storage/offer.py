@@ -33,7 +33,7 @@ class StorageUnit:
 class Offer:
     """Who has the offered columns of a call, and who is to own them; the call goes by way of the owner.
 
-    producer: the actor, a ``PayloadProducer``. timeout_s: for the whole call.
+    producer: the actor, a ``PayloadProducer``. timeout_s: for the Buffer's answer; half of it for the columns.
     """
 
     producer: Any
@@ -47,7 +47,6 @@ class Offer:
 
     @property
     def answers(self) -> Answers:
-        """Waits for the answer of the owner."""
-        name = self.unit.name
-        who = "the Buffer" if name == "buffer" else name
-        return Answers(who=who, role=name, timeout_s=self.timeout_s, flag="--buffer-timeout-s")
+        """Waits for the answer of the owner: longer than it waits, so that it can say for whom."""
+        who = "the Buffer" if self.unit.buffer is None else self.unit.name
+        return Answers(who=who, role=self.unit.name, timeout_s=2 * self.timeout_s, flag="--buffer-timeout-s")
