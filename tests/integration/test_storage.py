@@ -133,6 +133,11 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         threading.Event().wait(0.02)
 
 
+def wait_until_stored(megabytes: int, what: str) -> None:
+    """Objects of owners that ended are freed a while later, those of the tests before this one too."""
+    wait_until(lambda: stored_bytes() // MEGABYTE == megabytes, what)
+
+
 def fill(client: BufferClient, producer: Any, rollout_id: int) -> Ticket:
     ticket = client.generate(rollout_id)
     for group in client.change("get_samples", ticket, ticket.num_groups):
@@ -150,7 +155,7 @@ def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_o
     with stopped(buffer, storage[0].actor):
         client = BufferClient(buffer, timeout_s=60)
         for rollout_id, units in enumerate(owners(buffer, storage)):
-            before = stored_bytes()
+            wait_until_stored(0, "the store is empty at first")
             producer = start_producer(buffer, units)
             fill(client, producer, rollout_id)
             ray.kill(producer)
@@ -161,11 +166,11 @@ def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_o
                 assert (tokens == row_id.uid.row).all()
                 assert not tokens.flags.writeable, "a view of the store, shared with every other reader"
             assert batch.total_tokens == 3 * 4 * 2
-            wait_until(lambda: stored_bytes() - before >= 12 * MEGABYTE, "12 rows of 1 MB")  # noqa: B023
+            wait_until_stored(12, "12 rows of 1 MB")
             del batch, tokens
             client.commit(rollout_id, rollout_id + 1)
             client.release(rollout_id + 1)
-            wait_until(lambda: stored_bytes() <= before, "the store is as empty as it was")  # noqa: B023
+            wait_until_stored(0, "the store is as empty as it was")
 
 
 def test_payloads_of_a_storage_process_that_died_are_a_named_error_and_are_produced_again(
@@ -227,20 +232,19 @@ def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the
     with stopped(buffer, storage[0].actor):
         client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0)
+        wait_until_stored(0, "the store is empty at first")
         for number, units in enumerate(owners(buffer, storage)):
-            before = stored_bytes()
             producer = start_producer(buffer, units)
             sequence = 2 * number
             group = client.change("get_samples", ticket, 1)[0]
             finish = producer.finish_numbered
             assert ray.get(finish.remote(ticket, group, sequence), timeout=60) is None
-            wait_until(lambda: stored_bytes() > before, "the payloads")  # noqa: B023
-            used = stored_bytes()
+            wait_until_stored(4 * (number + 1), "the group's 4 rows of 1 MB")
             assert ray.get(finish.remote(ticket, group, sequence), timeout=60) is None
             with pytest.raises(BufferStateError, match="refused: it is not leased"):
                 ray.get(finish.remote(ticket, group, sequence + 1), timeout=60)
             assert client.get_progress()["finished"] == number + 1
-            wait_until(lambda: stored_bytes() == used, "the payloads of the first call alone")  # noqa: B023
+            wait_until_stored(4 * (number + 1), "the payloads of the first call alone")
             ray.kill(producer)
 
 
