@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -120,6 +121,15 @@ def owners(buffer: Any, storage: list[StorageUnit]) -> list[list[StorageUnit]]:
     return [storage, [StorageUnit(actor=buffer, name="buffer")]]
 
 
+@contextmanager
+def with_storage(args: Any) -> Iterator[tuple[Any, list[StorageUnit], BufferClient]]:
+    """A Buffer, a storage process and a client, until the block ends."""
+    buffer = start_buffer(dump_args(args))
+    storage = start_storage(1, buffer)
+    with stopped(buffer, storage[0].actor):
+        yield buffer, storage, BufferClient(buffer, timeout_s=60)
+
+
 def stored_bytes() -> int:
     node = ray.nodes()[0]
     stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
@@ -134,7 +144,9 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def wait_until_stored(megabytes: int, what: str) -> None:
-    """Objects of owners that ended are freed a while later, those of the tests before this one too."""
+    """Objects of owners that ended are freed a while later, those of the tests before this one too; and the frames of
+    an error that a test caught keep their references until a collection."""
+    gc.collect()
     wait_until(lambda: stored_bytes() // MEGABYTE == megabytes, what)
 
 
@@ -149,11 +161,7 @@ def fill(client: BufferClient, producer: Any, rollout_id: int) -> Ticket:
 def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_on_release(
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
-    args = make_options(n_samples_per_prompt=4)
-    buffer = start_buffer(dump_args(args))
-    storage = start_storage(1, buffer)
-    with stopped(buffer, storage[0].actor):
-        client = BufferClient(buffer, timeout_s=60)
+    with with_storage(make_options(n_samples_per_prompt=4)) as (buffer, storage, client):
         for rollout_id, units in enumerate(owners(buffer, storage)):
             wait_until_stored(0, "the store is empty at first")
             producer = start_producer(buffer, units)
@@ -227,10 +235,7 @@ def test_a_blocking_report_goes_to_the_store_from_a_thread_and_as_it_is_from_the
 def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the_store(
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
-    buffer = start_buffer(dump_args(make_options()))
-    storage = start_storage(1, buffer)
-    with stopped(buffer, storage[0].actor):
-        client = BufferClient(buffer, timeout_s=60)
+    with with_storage(make_options()) as (buffer, storage, client):
         ticket = client.generate(0)
         wait_until_stored(0, "the store is empty at first")
         for number, units in enumerate(owners(buffer, storage)):
@@ -252,10 +257,7 @@ def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the
 def test_what_a_producer_does_not_hand_over_is_not_finished(
     ray_cluster: None, make_options: Callable[..., Any], kind: type[Producer]
 ) -> None:
-    buffer = start_buffer(dump_args(make_options()))
-    storage = start_storage(1, buffer)
-    with stopped(buffer, storage[0].actor):
-        client = BufferClient(buffer, timeout_s=60)
+    with with_storage(make_options()) as (buffer, storage, client):
         ticket = client.generate(0)
         ray.get(storage[0].actor.ready.remote(), timeout=60)
         for units in owners(buffer, storage):
@@ -278,11 +280,8 @@ def test_what_a_producer_does_not_hand_over_is_not_finished(
 def test_a_buffer_that_does_not_answer_is_named_also_where_a_storage_process_asks_it(
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
-    buffer = start_buffer(dump_args(make_options()))
-    storage = start_storage(1, buffer)
-    producer = start_producer(buffer, storage, HastyProducer)
-    with stopped(buffer, storage[0].actor, producer):
-        client = BufferClient(buffer, timeout_s=60)
+    with with_storage(make_options()) as (buffer, storage, client):
+        producer = start_producer(buffer, storage, HastyProducer)
         ticket = client.generate(0)
         group = client.change("get_samples", ticket, 1)[0]
         ray.get([storage[0].actor.ready.remote(), producer.finish.remote(ticket, group)], timeout=60)
@@ -294,6 +293,7 @@ def test_a_buffer_that_does_not_answer_is_named_also_where_a_storage_process_ask
                 ray.get(producer.finish.remote(ticket, group), timeout=60)
         finally:
             os.kill(pid, signal.SIGCONT)
+            ray.kill(producer)
 
 
 def test_waiting_readers_wake_at_the_change_and_the_buffer_answers_however_many_wait(
