@@ -14,16 +14,16 @@ the ledger. So is a rollout whose payloads were lost with a storage process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.buffer.pool import FIELD_OF_MODEL
 from buffer_rl.driver.early_stop import EarlyStop
 from buffer_rl.driver.role_calls import RoleCalls, RolePlan
 from buffer_rl.driver.schedule import Schedule
-from buffer_rl.driver.tasks import Runtime, Task
+from buffer_rl.driver.tasks import Observer, Runtime, Task
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.observe.work import clock_origin
@@ -34,44 +34,6 @@ if TYPE_CHECKING:
     from buffer_rl.types import Ticket
 
 
-class Observer(Protocol):
-    """Sees what happens. What it raises ends the run."""
-
-    def phase(self, name: str) -> None:
-        """The driver entered a phase: generate, train, save, publish, evaluate."""
-        ...
-
-    def rollout_ended(
-        self, rollout_id: int, evaluation: bool, metrics: Mapping[str, float], samples: list[dict[str, Any]]
-    ) -> None:
-        """A rollout, or the evaluation of version ``rollout_id``, is done; some of its samples to show."""
-        ...
-
-    def trained(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
-        """The optimizer took step ``step`` and the Buffer committed the rollout."""
-        ...
-
-    def published(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Every engine has ``version``."""
-        ...
-
-    def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
-        """What a role did, and when."""
-        ...
-
-    def notice(self, text: str) -> None:
-        """Something happened that does not end the run."""
-        ...
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Rollout ``step`` was trained on and published: all metrics of the step."""
-        ...
-
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The weights of version ``step`` were evaluated."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """What a run does, as data.
@@ -79,6 +41,7 @@ class RunPlan:
     first_rollout: 0, or the step of the checkpoint that the run continues from.
     train: false for rollouts alone: nothing is trained or published, every rollout comes from the initial weights.
     publish_each_step: false where rollouts never ask the engine; weights are then published for evaluations only.
+    compare_log_probs: whether engine and trainer are compared before the first optimizer step.
     roles: what adds fields to each rollout's groups.
     saves: whether checkpoints are written. records: whether each rollout's rows are kept, for debugging.
     max_redos: how often, over the whole run, a rollout that was lost is produced again.
@@ -90,6 +53,7 @@ class RunPlan:
     train: bool = True
     publish_at_start: bool = False
     publish_each_step: bool = True
+    compare_log_probs: bool = False
     roles: RolePlan = field(default_factory=RolePlan)
     evaluate: bool = False
     eval_interval: int | None = None
@@ -132,6 +96,7 @@ class Driver:
         self._generating: dict[int, Task] = {}
         self._tickets: dict[int, Ticket] = {}
         self._redone = 0
+        self._compared = False
         self._roles = RoleCalls(plan.roles, runtime, observer)
         self._times: dict[str, float] = {}
         self._saved: int | None = None
@@ -204,6 +169,7 @@ class Driver:
                     with self._timed("train"):
                         self._observer.phase("train")
                         self._prepare_update(rollout_id)
+                        self._compare_log_probs(rollout_id)
                 return metrics
             except BufferRLError as error:
                 doomed = [*self._generating.values(), *self._roles.forget()]
@@ -276,6 +242,13 @@ class Driver:
             for model in plan.roles.trainer_models:
                 with self._timed(FIELD_OF_MODEL[model], "train", rollout_id):
                     self._call("train", "log_probs", model, timeout_s=limit)
+
+    def _compare_log_probs(self, rollout_id: int) -> None:
+        """Before the first optimizer step: end the run if the engine sampled from other weights than are trained."""
+        if self._plan.compare_log_probs and not self._compared:
+            limit = self._plan.train_timeout_s
+            self._observer.notice(str(self._call("train", "compare_log_probs", rollout_id, timeout_s=limit)))
+            self._compared = True
 
     def _update(self, rollout_id: int) -> dict[str, float]:
         """The optimizer step. It asks nobody for anything, so it is never taken twice for one rollout."""

@@ -42,6 +42,7 @@ from buffer_rl.resolution.calls import construct
 from buffer_rl.rollout.source.actor import start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
+from buffer_rl.train.estimator import is_supervised
 from buffer_rl.train.group import start_train_group
 from buffer_rl.weights.locality import require_local_trainer
 from buffer_rl.weights.publish import Publisher
@@ -221,7 +222,8 @@ class _Run:
             schedule=Schedule.named(args.schedule),
             first_rollout=self.checkpoint.step if self.checkpoint else 0,
             train=self.train is not None,
-            publish_at_start=self.checkpoint is not None,
+            publish_at_start=self.checkpoint is not None or engines_may_differ(args),
+            compare_log_probs=asks_engine and not is_supervised(args) and args.max_logprob_diff is not None,
             publish_each_step=(asks_engine or "actor_fwd" in self.roles) and self.train is not None,
             roles=self.role_plan,
             evaluate=self.evaluates,
@@ -310,6 +312,12 @@ class _Run:
         target = LocalTarget(role, obj)
         self.stack.callback(target.stop)
         return target
+
+
+def engines_may_differ(args: Args) -> bool:
+    """Whether engines may have started with other weights than the trainer: those behind ``--router-url`` were started
+    by others, and a model provider or converter may change what is in ``--hf-checkpoint``."""
+    return any((args.router_url, args.custom_model_provider_path, args.model_converter_path))
 
 
 class _TrainExport:

@@ -1,10 +1,13 @@
-"""What the driver asks of whatever executes its calls. A runtime with processes and one with virtual time
-both fit, so that a schedule can be tested without processes."""
+"""What the driver asks of what executes its calls, and of what shows them.
+
+A runtime with processes and one with virtual time both fit, so that a schedule can be tested without processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
+
+from buffer_rl.observe.timeline import WorkSpan
 
 
 class Task(Protocol):
@@ -38,4 +41,42 @@ class Runtime(Protocol):
 
     def now(self) -> float:
         """Seconds since some fixed moment."""
+        ...
+
+
+class Observer(Protocol):
+    """Sees what happens. What it raises ends the run."""
+
+    def phase(self, name: str) -> None:
+        """The driver entered a phase: generate, train, save, publish, evaluate."""
+        ...
+
+    def rollout_ended(
+        self, rollout_id: int, evaluation: bool, metrics: Mapping[str, float], samples: list[dict[str, Any]]
+    ) -> None:
+        """A rollout, or the evaluation of version ``rollout_id``, is done; some of its samples to show."""
+        ...
+
+    def trained(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
+        """The optimizer took step ``step`` and the Buffer committed the rollout."""
+        ...
+
+    def published(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Every engine has ``version``."""
+        ...
+
+    def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
+        """What a role did, and when."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """Something happened that does not end the run."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Rollout ``step`` was trained on and published: all metrics of the step."""
+        ...
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The weights of version ``step`` were evaluated."""
         ...

@@ -64,6 +64,10 @@ class FakeTrain:
         self.streamed.append(rollout_id)
         return WorkReport()
 
+    def compare_log_probs(self, rollout_id: int) -> str:
+        """Engine and trainer are equal."""
+        return f"compared in rollout {rollout_id}"
+
     def discard(self) -> None:
         """Nothing to forget."""
 

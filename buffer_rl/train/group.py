@@ -33,6 +33,7 @@ from buffer_rl.train.duties import (
     rows_per_batch,
 )
 from buffer_rl.train.estimator import mini_batches, splitting
+from buffer_rl.train.logprob_gate import LogProbGap, compare_log_probs
 from buffer_rl.train.non_finite import FOLDER, NonFiniteGuard
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.train.rendezvous import Rendezvous
@@ -105,6 +106,14 @@ class TrainRank:
         for batch in self._fetched():
             batch.columns[field] = self._trainer.log_probs(model, batch)
             self._buffer.put_fields(batch.task, batch.row_ids, {field: batch.columns[field]})
+
+    def compare_log_probs(self, rollout_id: int) -> LogProbGap:
+        """How far the engine's log-probabilities are from this trainer's on the first of this rank's rows, which were
+        fetched or streamed. Raises TrainError above ``--max-logprob-diff``."""
+        batch = self._batches[0] if self._batches else self._buffer.get_data(rollout_id, self._rank, self._world_size)
+        return compare_log_probs(
+            self._args, batch, lambda rows: self._trainer.log_probs("actor", rows), where=f"trainer rank {self._rank}"
+        )
 
     def stream(self, rollout_id: int, models: Sequence[str], given: Sequence[str], gradients: bool) -> WorkReport:
         """Work on the groups of a rollout that still runs, until it is closed and read to its end.
@@ -193,6 +202,8 @@ def combine_metrics(method: str, answers: list[Any]) -> Any:
     no shares."""
     if method == "stream":
         return WorkReport.joined(answers)
+    if method == "compare_log_probs":
+        return LogProbGap.worst(answers)
     if method not in ("train", "finish_stream"):
         return answers[0]
     metrics: dict[str, float] = {}

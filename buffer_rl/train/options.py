@@ -56,6 +56,12 @@ class TrainOptions(Section):
         "weights as they are, and their rows are written to RUN/non_finite (0 and 1: at the first)",
         ge=0,
     )
+    max_logprob_diff: float | None = option(
+        0.2,
+        "end the run before its first optimizer step, new or resumed, if the log-probabilities that the engine gave "
+        "sampled tokens are further than this from the trainer's, in nats a token on average; 'none': not compared",
+        gt=0,
+    )
     train_timeout_s: float = option(3600.0, "deadline of one trainer call, in seconds", gt=0)
 
 

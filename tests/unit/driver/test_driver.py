@@ -364,6 +364,29 @@ def test_the_work_of_a_role_on_another_machine_is_shown_on_the_drivers_clock(tmp
     assert shown == [pytest.approx((10, 12), abs=1)] * 3
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_engine_and_trainer_are_compared_once_before_the_first_optimizer_step(tmp_path: Path, gradients: bool) -> None:
+    world = World(tmp_path)
+    plan = replace(PIPELINED, compare_log_probs=True, roles=RolePlan(stream_gradients=gradients))
+    world.driver(plan).run()
+    step = "finish_stream" if gradients else "train"
+    calls = [method for _, method in submitted(world, "compare_log_probs", step)]
+    assert calls == ["compare_log_probs", step, step, step]
+    assert world.recorder.said == ["compared in rollout 0"]
+
+
+def test_a_trainer_that_finds_other_weights_at_the_engines_takes_no_step(tmp_path: Path) -> None:
+    class Apart(FakeTrain):
+        def compare_log_probs(self, rollout_id: int) -> str:
+            raise TrainError("other weights")
+
+    world = World(tmp_path)
+    world.roles["train"] = Apart()
+    with pytest.raises(TrainError, match="other weights"):
+        world.driver(replace(PLAN, compare_log_probs=True)).run()
+    assert submitted(world, "train", "commit") == []
+
+
 def test_streamed_gradients_are_finished_without_fetching_the_batch(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.driver(replace(PIPELINED, roles=RolePlan(stream_gradients=True))).run()

@@ -1,0 +1,168 @@
+"""Compares the engine's log-probabilities of sampled tokens with the trainer's, before a run's first optimizer step.
+
+Both compute the same quantity from the same weights, so they differ by rounding alone. Where they do not, the engine
+sampled from another distribution than the one that is trained, which no metric of a run shows before it collapses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from buffer_rl.errors import TrainError
+from buffer_rl.types import RowId, TrainBatch
+
+MAX_ROWS = 8
+MAX_SHOWN = 3
+FEW_TOKENS = 4
+"""At the beginning of a response: where a prompt that was rendered in another way shows most."""
+
+CAUSES: Mapping[str, str] = {
+    "weights": "other weights: the engine does not serve what the trainer holds (another folder behind --router-url, a "
+    "publication that an engine confirmed without taking it, a model provider or converter that is not its own "
+    "inverse)",
+    "temperature": "another temperature: a request's temperature is not --rollout-temperature",
+    "prompt": "another prompt: tokens of chat template or tokenizer that the engine was sent are not those of the row",
+    "dtype": "number formats: --engine-dtype, or a quantized engine, beside the trainer's float32",
+    "truncated": "truncated sampling: an engine that renormalises its log-probabilities over top-k, top-p or min-p",
+    "positions": "positions: rope scaling or a sliding window that engine and trainer apply differently",
+    "unsampled": "tokens that the engine did not sample (a tool's, a user's) whose loss mask is 1; theirs must be 0",
+}
+"""What makes them differ, the most frequent first; the last one is named only where the rows show it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogProbGap:
+    """How far engine and trainer are apart: the mean and the largest ``|engine - trainer|`` of a token, in nats."""
+
+    mean: float = 0.0
+    largest: float = 0.0
+    num_tokens: int = 0
+
+    def __str__(self) -> str:
+        if not self.num_tokens:
+            return (
+                "the engine's log-probabilities were not compared with the trainer's: no row of the first rollout has "
+                "rollout_log_probs for a token that is trained on"
+            )
+        return (
+            f"engine and trainer agree on the log-probabilities of {self.num_tokens} sampled tokens: "
+            f"{self.mean:.2g} nats apart on average, {self.largest:.2g} at most"
+        )
+
+    @staticmethod
+    def worst(gaps: Sequence[LogProbGap]) -> LogProbGap:
+        """The gap of several ranks: the largest mean and the largest token of any, and the tokens of all."""
+        return LogProbGap(
+            mean=max(gap.mean for gap in gaps),
+            largest=max(gap.largest for gap in gaps),
+            num_tokens=sum(gap.num_tokens for gap in gaps),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row's compared tokens: offsets in the response ``[n]``, and both log-probabilities ``[n]`` float64."""
+
+    row_id: RowId
+    offsets: np.ndarray
+    engine: np.ndarray
+    trainer: np.ndarray
+
+    @property
+    def gaps(self) -> np.ndarray:
+        """``|engine - trainer|``; infinite where one of them is not finite."""
+        return _gaps_of(self.engine, self.trainer)
+
+    def __str__(self) -> str:
+        gaps = self.gaps
+        at = int(gaps.argmax())
+        return (
+            f"{self.row_id}: {gaps.mean():.3g} nats a token over {len(gaps)}; at response token {self.offsets[at]} the "
+            f"engine says {self.engine[at]:.4f}, the trainer {self.trainer[at]:.4f}"
+        )
+
+
+def compare_log_probs(
+    args: Any, batch: TrainBatch, log_probs: Callable[[TrainBatch], Sequence[np.ndarray]], *, where: str
+) -> LogProbGap:
+    """Compare the unmasked tokens of the first ``MAX_ROWS`` rows of ``batch`` that have some.
+
+    log_probs: the trainer's, per row ``[response_length]``, in nats. The gap has no tokens where there is nothing to
+    compare: no row has an unmasked token, or the rows have no ``rollout_log_probs``.
+
+    Raises TrainError, naming ``where``, the likely causes and the rows, if the mean gap is above
+    ``args.max_logprob_diff`` or is not finite."""
+    if "rollout_log_probs" not in batch.columns:
+        return LogProbGap()
+    masks = batch.columns["loss_mask"]
+    chosen = [index for index in range(len(batch)) if np.any(masks[index])][:MAX_ROWS]
+    if not chosen:
+        return LogProbGap()
+    first = batch.select(chosen)
+    rows = []
+    columns = (first.columns["loss_mask"], first.columns["rollout_log_probs"], log_probs(first))
+    for row_id, mask, engine, trainer in zip(first.row_ids, *columns, strict=True):
+        offsets = np.flatnonzero(mask)
+        pair = (np.asarray(values, dtype=np.float64)[offsets] for values in (engine, trainer))
+        rows.append(_Row(row_id, offsets, *pair))
+    gaps = np.concatenate([row.gaps for row in rows])
+    gap = LogProbGap(mean=float(gaps.mean()), largest=float(gaps.max()), num_tokens=len(gaps))
+    if gap.mean > args.max_logprob_diff:
+        raise _too_far(args, gap, rows, where)
+    return gap
+
+
+def likely_causes(
+    args: Any, offsets: Sequence[np.ndarray], engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]
+) -> list[str]:
+    """Keys of ``CAUSES``, the most likely first: in order of frequency, but those that the tokens speak for before all
+    others. The three lists hold one array a row, as in ``_Row``."""
+    limit = args.max_logprob_diff
+    where, ours, theirs = np.concatenate(offsets), np.concatenate(engine), np.concatenate(trainer)
+    gaps = _gaps_of(ours, theirs)
+    early = where < FEW_TOKENS
+    late = where >= np.median(where)
+    evidence = {
+        "unsampled": bool(np.all(ours[gaps > limit] == 0.0)),
+        "truncated": _truncates(args) and bool(np.all(ours - theirs > -limit / 10)),
+        "prompt": _is_far_only(gaps, early, limit),
+        "positions": _is_far_only(gaps, late, limit),
+    }
+    shown = [cause for cause, speaks in evidence.items() if speaks]
+    return [*shown, *(cause for cause in CAUSES if cause not in shown and cause != "unsampled")]
+
+
+def _gaps_of(engine: np.ndarray, trainer: np.ndarray) -> np.ndarray:
+    gaps: np.ndarray = np.nan_to_num(np.abs(engine - trainer), nan=np.inf, posinf=np.inf)
+    return gaps
+
+
+def _is_far_only(gaps: np.ndarray, part: np.ndarray, limit: float) -> bool:
+    """Whether the tokens of ``part`` are far apart on average and the others are not; a few tokens say nothing."""
+    inside, outside = gaps[part], gaps[~part]
+    enough = min(len(inside), len(outside)) >= FEW_TOKENS
+    return bool(enough and inside.mean() > limit and outside.mean() < limit / 10)
+
+
+def _truncates(args: Any) -> bool:
+    return bool(args.rollout_top_p < 1.0 or args.rollout_top_k > 0 or args.rollout_min_p > 0.0)
+
+
+def _too_far(args: Any, gap: LogProbGap, rows: Sequence[_Row], where: str) -> TrainError:
+    causes = likely_causes(
+        args, [row.offsets for row in rows], [row.engine for row in rows], [row.trainer for row in rows]
+    )
+    listed = "".join(f"\n    {number}. {CAUSES[cause]}" for number, cause in enumerate(causes, start=1))
+    worst = sorted(rows, key=lambda row: -row.gaps.mean())[:MAX_SHOWN]
+    shown = "".join(f"\n    {row}" for row in worst)
+    return TrainError(
+        f"before the first optimizer step, the engine's log-probabilities are {gap.mean:.3g} nats a token away from "
+        f"the trainer's (mean of {gap.num_tokens} tokens of {len(rows)} rows, at most {gap.largest:.3g}){shown}",
+        where=where,
+        expected=f"at most --max-logprob-diff {args.max_logprob_diff:g} on average",
+        hint=f"likely causes, the most likely first:{listed}\n  '--max-logprob-diff none' trains all the same",
+    )

@@ -1,0 +1,76 @@
+"""Runs against engines that somebody else started, with another model: behind ``--router-url``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.errors import TrainError
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.testing.tiny import make_tiny_model
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+TRANSPORT = """
+class ConfirmsWithoutWriting:
+    def __init__(self, args):
+        pass
+
+    def prepare(self, source, version):
+        return None
+
+    def load(self, engines, prepared, version):  # they take their own weights again, under the new name
+        engines.update_weights_from_disk({other!r}, version)
+
+    def cleanup(self, prepared):
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def others(
+    options_in: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The folder of another model of the same shape, and the options that name engines which serve it."""
+    folder = tmp_path_factory.mktemp("others")
+    other = str(folder / "model")
+    make_tiny_model(other, characters="abc=", hidden_size=32, intermediate_size=48, seed=99, init_scale=0.3)
+    args = options_in(folder / "run", hf_checkpoint=other, engine_api_key="k" * 20)
+    with EngineFleet(args, str(folder), PluginRegistry()) as fleet:
+        fleet.wait_ready()
+        yield (
+            other,
+            {
+                "router_url": fleet.router_url,
+                "engine_urls": fleet.engine_urls,
+                "engine_api_key": args.engine_api_key,
+            },
+        )
+
+
+def test_engines_of_others_get_the_run_s_weights_before_the_first_rollout(
+    train: Callable[[Any], Any],
+    make_options: Callable[..., Any],
+    others: tuple[str, dict[str, Any]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    args = make_options(num_rollout=1, eval_prompt_data=[], eval_interval=None, progress="plain", **others[1])
+    assert train(args).steps == 1
+    assert "engine and trainer agree" in capfd.readouterr().out
+
+
+def test_engines_that_confirm_weights_without_taking_them_end_the_run_in_its_first_step(
+    train: Callable[[Any], Any], make_options: Callable[..., Any], others: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    other, addresses = others
+    (tmp_path / "transports.py").write_text(TRANSPORT.format(other=other))
+    transport = f"{tmp_path / 'transports.py'}:ConfirmsWithoutWriting"
+    args = make_options(eval_prompt_data=[], eval_interval=None, weight_sync_mode=transport, **addresses)
+    with pytest.raises(TrainError, match=r"nats a token away(.|\n)*1\. other weights") as caught:
+        train(args)
+    assert "--max-logprob-diff" in caught.value.expected
+    assert not (Path(args.run_dir) / "metrics.jsonl").read_text()

@@ -1,0 +1,133 @@
+"""What is said, before the first optimizer step, of an engine whose log-probabilities are not the trainer's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buffer_rl.errors import TrainError
+from buffer_rl.train.logprob_gate import CAUSES, MAX_ROWS, LogProbGap, compare_log_probs, likely_causes
+from buffer_rl.types import GroupUid, RowId, TrainBatch
+
+LENGTH = 12
+
+
+def args_with(**changes: Any) -> Any:
+    options = {"max_logprob_diff": 0.2, "rollout_top_p": 1.0, "rollout_top_k": -1, "rollout_min_p": 0.0}
+    return SimpleNamespace(**{**options, **changes})
+
+
+def batch_of(engine: Sequence[Sequence[float]], masks: Sequence[Sequence[int]] | None = None) -> TrainBatch:
+    lengths = [len(row) for row in engine]
+    chosen = [[1] * length for length in lengths] if masks is None else masks
+    return TrainBatch(
+        rollout_id=0,
+        task="train_0",
+        row_ids=[RowId(GroupUid("data", number, 0), 0, 0) for number in range(len(engine))],
+        columns={
+            "tokens": [np.zeros(length + 1, dtype=np.int32) for length in lengths],
+            "response_length": np.array(lengths, dtype=np.int32),
+            "loss_mask": [np.array(mask, dtype=np.float32) for mask in chosen],
+            "rollout_log_probs": [np.array(row, dtype=np.float32) for row in engine],
+        },
+        **totals(len(engine), sum(map(sum, chosen))),
+    )
+
+
+def totals(num_rows: int, num_tokens: int) -> dict[str, int]:
+    return {"total_rows": num_rows, "total_tokens": num_tokens}
+
+
+def trainer_of(*rows: Sequence[float]) -> Any:
+    return lambda batch: [np.array(row, dtype=np.float32) for row in rows]
+
+
+def test_the_gap_is_the_mean_and_the_largest_difference_of_the_unmasked_tokens() -> None:
+    batch = batch_of([[-1.0, -2.0, 0.0], [-3.0]], masks=[[1, 1, 0], [1]])
+    gap = compare_log_probs(args_with(), batch, trainer_of([-1.0, -2.3, -99.0], [-3.0]), where="rank 0")
+    assert gap.num_tokens == 3
+    assert gap.mean == pytest.approx(0.1)
+    assert gap.largest == pytest.approx(0.3)
+    assert "3 sampled tokens: 0.1 nats apart on average, 0.3 at most" in str(gap)
+
+
+def test_above_the_limit_the_error_names_the_rows_and_the_causes_in_order() -> None:
+    batch = batch_of([[-1.0, -1.0], [-1.0, -5.0]])
+    with pytest.raises(TrainError) as caught:
+        compare_log_probs(args_with(), batch, trainer_of([-1.0, -1.1], [-1.0, -1.5]), where="trainer rank 3")
+    error = caught.value
+    assert error.where == "trainer rank 3"
+    assert "0.9 nats a token" in error.what  # (0 + 0.1 + 0 + 3.5) / 4
+    assert str(batch.row_ids[1]) in error.what
+    assert "at response token 1 the engine says -5.0000, the trainer -1.5000" in error.what
+    assert error.what.index(str(batch.row_ids[1])) < error.what.index(str(batch.row_ids[0]))  # the worst row first
+    assert error.expected == "at most --max-logprob-diff 0.2 on average"
+    order = ["weights", "temperature", "prompt", "dtype", "truncated", "positions"]
+    places = [error.hint.index(CAUSES[cause]) for cause in order]
+    assert places == sorted(places)
+    assert "--max-logprob-diff none" in error.hint
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_log_probability_that_is_not_finite_is_above_every_limit(odd: float) -> None:
+    for engine, trainer in (([-1.0, odd], [-1.0, -1.0]), ([-1.0, -1.0], [-1.0, odd])):
+        with pytest.raises(TrainError, match="inf nats a token"):
+            compare_log_probs(args_with(max_logprob_diff=1e9), batch_of([engine]), trainer_of(trainer), where="")
+
+
+def test_only_the_first_rows_that_train_are_computed_again() -> None:
+    seen: list[int] = []
+
+    def log_probs(batch: TrainBatch) -> list[np.ndarray]:
+        seen.extend(row.uid.row for row in batch.row_ids)
+        return [np.array([-1.0], dtype=np.float32)] * len(batch)
+
+    masks = [[0]] + [[1]] * (MAX_ROWS + 3)
+    gap = compare_log_probs(args_with(), batch_of([[-1.0]] * len(masks), masks), log_probs, where="")
+    assert seen == list(range(1, MAX_ROWS + 1))
+    assert gap == LogProbGap(mean=0.0, largest=0.0, num_tokens=MAX_ROWS)
+
+
+def test_without_log_probabilities_or_tokens_nothing_is_compared_and_it_says_so() -> None:
+    def never(batch: TrainBatch) -> list[np.ndarray]:
+        raise AssertionError("computed")
+
+    bare = batch_of([[-1.0]])
+    del bare.columns["rollout_log_probs"]
+    for batch in (bare, batch_of([]), batch_of([[-1.0]], masks=[[0]])):
+        assert "were not compared" in str(compare_log_probs(args_with(), batch, never, where=""))
+
+
+def test_the_gap_of_several_ranks_is_that_of_the_worst() -> None:
+    gaps = [
+        LogProbGap(),
+        LogProbGap(mean=0.1, largest=0.2, num_tokens=3),
+        LogProbGap(mean=0.05, largest=1.0, num_tokens=4),
+    ]
+    assert LogProbGap.worst(gaps) == LogProbGap(mean=0.1, largest=1.0, num_tokens=7)
+
+
+def causes_of(differences: np.ndarray, engine: np.ndarray | None = None, **options: Any) -> list[str]:
+    ours = np.full(LENGTH, -2.0) if engine is None else engine
+    return likely_causes(args_with(**options), [np.arange(LENGTH)], [ours], [ours - differences])
+
+
+def test_tokens_that_speak_for_a_cause_put_it_first() -> None:
+    noise = np.array([1.0, -1.0] * (LENGTH // 2))
+    first, last = np.zeros(LENGTH), np.zeros(LENGTH)
+    first[:3] = [1.0, -2.0, 1.0]
+    last[LENGTH // 2 :] = noise[: LENGTH // 2]
+    tool = np.full(LENGTH, -2.0)
+    tool[4:6] = 0.0
+    assert causes_of(noise)[0] == "weights"
+    assert causes_of(first)[0] == "prompt"
+    assert causes_of(last)[0] == "positions"
+    assert causes_of(np.abs(noise), rollout_top_p=0.9)[0] == "truncated"
+    assert causes_of(np.abs(noise))[0] == "weights"  # nothing is truncated
+    assert causes_of(np.where(tool == 0.0, 9.0, 0.0), tool)[0] == "unsampled"
+    assert "unsampled" not in causes_of(noise)
