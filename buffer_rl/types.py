@@ -19,6 +19,12 @@ Prompt = str | list[dict[str, Any]]
 Column = np.ndarray | list[np.ndarray]
 """One field of several rows: an array ``[num_rows]``, or one array ``[num_tokens]`` per row."""
 
+NO_TOTAL_ROWS = (
+    "there is no total_rows: divide by total_samples, in which a sample that fanned out into several rows counts once, "
+    "or aggregate with buffer_rl.algo.aggregation.aggregate"
+)
+"""The error of a loss or a trainer backend that divides by the rows of a step."""
+
 
 class Status(StrEnum):
     """What became of one sample."""
@@ -275,20 +281,27 @@ class TrainBatch:
         ``loss_mask`` list of ``[response_length]`` float32;
         ``reward`` ``[num_rows]`` float32 after post-processing, ``raw_reward`` before it;
         ``rollout_log_probs``, ``ref_log_probs``, ``old_log_probs``, ``advantages``, ``returns``
-        lists of ``[response_length]`` float32, where they exist.
-    total_rows, total_tokens: rows and unmasked response tokens of the **whole** task over all ranks; the
-        denominators of losses, so that every rank scales its gradient alike.
+        lists of ``[response_length]`` float32, where they exist;
+        ``sample_total_tokens`` ``[num_rows]`` float32, unmasked response tokens of the row's sample over all its parts,
+        written by the Buffer.
+    total_samples, total_tokens: samples (whatever their parts) and unmasked response tokens of the **whole** task over
+        all ranks; the denominators of losses, so that every rank scales its gradient alike.
     """
 
     rollout_id: int
     task: str
     row_ids: list[RowId]
     columns: dict[str, Column]
-    total_rows: int
+    total_samples: int
     total_tokens: int
 
     def __len__(self) -> int:
         return len(self.row_ids)
+
+    @property
+    def total_rows(self) -> int:
+        """Raises AttributeError that names ``total_samples``: the mean over rows is no mean over samples."""
+        raise AttributeError(NO_TOTAL_ROWS)
 
     @property
     def lengths(self) -> list[int]:

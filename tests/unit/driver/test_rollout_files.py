@@ -26,7 +26,7 @@ def make_batch() -> TrainBatch:
             "reward": np.asarray([0.1, -0.0, 1e-30], dtype=np.float32),
             "raw.reward": np.asarray([1.0, 2.0, 3.0]),
         },
-        total_rows=3,
+        total_samples=3,
         total_tokens=5,
     )
 
@@ -38,7 +38,7 @@ def test_a_rollout_comes_back_bit_for_bit(tmp_path: Path) -> None:
     write_rollout(path, batch)
     again = read_rollout(path)
     assert (again.row_ids, again.rollout_id, again.task) == (batch.row_ids, 7, "train_7")
-    assert (again.total_rows, again.total_tokens) == (3, 5)
+    assert (again.total_samples, again.total_tokens) == (3, 5)
     assert again.columns.keys() == batch.columns.keys()
     for name, column in batch.columns.items():
         assert isinstance(again.columns[name], np.ndarray) == isinstance(column, np.ndarray)

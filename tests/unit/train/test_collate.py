@@ -26,7 +26,7 @@ def batch() -> TrainBatch:
             "loss_mask": [np.array([1, 0], dtype=np.float32), np.array([1], dtype=np.float32)],
             "advantages": [np.array([0.5, 0.6], dtype=np.float32), np.array([0.7], dtype=np.float32)],
         },
-        total_rows=7,
+        total_samples=7,
         total_tokens=30,
     )
 
@@ -45,7 +45,7 @@ def test_the_loss_sees_padded_columns_and_the_totals_of_the_step(batch: TrainBat
     assert inputs.loss_mask.tolist() == [[1, 0], [1, 0]]
     torch.testing.assert_close(inputs.advantages, torch.tensor([[0.5, 0.6], [0.7, 0.0]]))
     assert inputs.ref_log_probs is None
-    assert (inputs.total_rows, inputs.total_tokens) == (7, 30)
+    assert (inputs.total_samples, inputs.total_tokens) == (7, 30)
 
 
 def test_without_a_loss_mask_all_response_tokens_count(batch: TrainBatch) -> None:
