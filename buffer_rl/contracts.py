@@ -10,16 +10,7 @@ from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from buffer_rl.types import (
-    NO_TOTAL_ROWS,
-    Column,
-    FilterDecision,
-    RolloutOutput,
-    Sample,
-    SampleGroup,
-    Ticket,
-    TrainBatch,
-)
+from buffer_rl.types import Column, FilterDecision, RolloutOutput, Sample, SampleGroup, Ticket, TrainBatch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -245,10 +236,7 @@ class LossInputs:
     total_tokens: float
     sample_total_tokens: Any
 
-    @property
-    def total_rows(self) -> float:
-        """Raises AttributeError that names ``total_samples``: the mean over rows is no mean over samples."""
-        raise AttributeError(NO_TOTAL_ROWS)
+    total_rows = TrainBatch.total_rows  # an error that says what to divide by
 
 
 @dataclass(kw_only=True)

@@ -19,12 +19,6 @@ Prompt = str | list[dict[str, Any]]
 Column = np.ndarray | list[np.ndarray]
 """One field of several rows: an array ``[num_rows]``, or one array ``[num_tokens]`` per row."""
 
-NO_TOTAL_ROWS = (
-    "there is no total_rows: divide by total_samples, in which a sample that fanned out into several rows counts once, "
-    "or aggregate with buffer_rl.algo.aggregation.aggregate"
-)
-"""The error of a loss or a trainer backend that divides by the rows of a step."""
-
 
 class Status(StrEnum):
     """What became of one sample."""
@@ -300,8 +294,11 @@ class TrainBatch:
 
     @property
     def total_rows(self) -> int:
-        """Raises AttributeError that names ``total_samples``: the mean over rows is no mean over samples."""
-        raise AttributeError(NO_TOTAL_ROWS)
+        """Raises AttributeError, which names ``total_samples``: a mean over rows is no mean over samples."""
+        raise AttributeError(
+            "there is no total_rows: divide by total_samples, in which a sample that fanned out into several rows "
+            "counts once, or aggregate with buffer_rl.algo.aggregation.aggregate"
+        )
 
     @property
     def lengths(self) -> list[int]:
