@@ -87,7 +87,7 @@ class SleepingTrainer:
         """Forward and backward of some rows."""
         time.sleep(self.setting.trained * sum(batch.lengths))
 
-    def finish_accumulation(self, total_rows: int, total_tokens: int) -> dict[str, float]:
+    def finish_accumulation(self, total_samples: int, total_tokens: int) -> dict[str, float]:
         """Nothing is left to do."""
         return {}
 

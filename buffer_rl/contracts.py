@@ -215,10 +215,14 @@ class AdvantageEstimator(Protocol):
 class LossInputs:
     """What a policy loss sees: response tokens of one micro-batch, padded to ``[num_rows, max_response]``.
 
-    All tensors are torch float32. ``log_probs`` carries the gradient. ``loss_mask`` is 0 on padding.
-    total_rows and total_tokens are those of the whole step over all ranks (the denominators). Where they are not known
-    yet (``--stream-gradients``, ``--deterministic``) a loss of scope ``group`` is called twice, with 1 for one of them
-    and infinity for the other: divide by them, and do not convert them to int.
+    All tensors are torch float32. ``log_probs`` carries the gradient, and so does ``entropy``; for the built-in losses
+    only under ``--entropy-coef``. ``loss_mask`` is 0 on padding.
+    total_samples, total_tokens: samples and unmasked response tokens of the whole step over all ranks (the
+        denominators). A sample that fanned out into several rows counts once. Where they are not known yet
+        (``--stream-gradients``, ``--deterministic``) a loss of scope ``group`` is called twice, with 1 for one of them
+        and infinity for the other: divide by them, and do not convert them to int.
+    sample_total_tokens: ``[num_rows]``, unmasked response tokens of each row's sample over all its parts, which may be
+        in other micro-batches and on other ranks.
     """
 
     log_probs: Any
@@ -228,8 +232,11 @@ class LossInputs:
     advantages: Any
     loss_mask: Any
     entropy: Any
-    total_rows: float
+    total_samples: float
     total_tokens: float
+    sample_total_tokens: Any
+
+    total_rows = TrainBatch.total_rows  # an error that says what to divide by
 
 
 @dataclass(kw_only=True)
@@ -295,9 +302,9 @@ class Trainer(Protocol):
     Fine-grained on purpose: the driver decides what overlaps with what.
 
     ``--stream-gradients`` needs three methods more. ``accumulate(batch)`` is a forward and backward pass of some
-    groups, whose losses are not divided yet; ``finish_accumulation(total_rows, total_tokens)`` divides by the totals of
-    the step, which are known at its end, and returns the metrics that ``forward_backward`` would have; ``zero_grad()``
-    forgets what was accumulated of a step that is not taken, because its rollout is produced again.
+    groups, whose losses are not divided yet; ``finish_accumulation(total_samples, total_tokens)`` divides by the totals
+    of the step, which are known at its end, and returns the metrics that ``forward_backward`` would have;
+    ``zero_grad()`` forgets what was accumulated of a step that is not taken, because its rollout is produced again.
     """
 
     def log_probs(self, role: str, batch: TrainBatch) -> list[np.ndarray]:

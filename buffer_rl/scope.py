@@ -25,9 +25,9 @@ def scoped(scope: Scope | str, *, needs: Iterable[str] = ()) -> Callable[[F], F]
 
     An advantage estimator of scope ``group`` reads nothing beyond the rows of one prompt, and one of scope ``row``
     computes each row from that row alone. A loss of scope ``group`` (or ``row``, which means the same for it) is a sum
-    over rows that it divides by ``inputs.total_rows`` or ``inputs.total_tokens``, whichever ``args.loss_agg_mode``
-    names. Only these can work on finished groups while a rollout still runs. What declares nothing has scope
-    ``rollout``.
+    over rows that it divides by ``inputs.total_samples`` or ``inputs.total_tokens``, whichever
+    ``args.loss_agg_mode`` names. Only these can work on finished groups while a rollout still runs. What declares
+    nothing has scope ``rollout``.
 
     needs: of an advantage estimator, the log-probabilities that it reads: ``ref_log_probs``, ``old_log_probs``. It is
     called when they are there. Whatever the rollout itself gives need not be named.

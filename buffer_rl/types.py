@@ -275,20 +275,30 @@ class TrainBatch:
         ``loss_mask`` list of ``[response_length]`` float32;
         ``reward`` ``[num_rows]`` float32 after post-processing, ``raw_reward`` before it;
         ``rollout_log_probs``, ``ref_log_probs``, ``old_log_probs``, ``advantages``, ``returns``
-        lists of ``[response_length]`` float32, where they exist.
-    total_rows, total_tokens: rows and unmasked response tokens of the **whole** task over all ranks; the
-        denominators of losses, so that every rank scales its gradient alike.
+        lists of ``[response_length]`` float32, where they exist;
+        ``sample_total_tokens`` ``[num_rows]`` float32, unmasked response tokens of the row's sample over all its parts,
+        written by the Buffer.
+    total_samples, total_tokens: samples (whatever their parts) and unmasked response tokens of the **whole** task over
+        all ranks; the denominators of losses, so that every rank scales its gradient alike.
     """
 
     rollout_id: int
     task: str
     row_ids: list[RowId]
     columns: dict[str, Column]
-    total_rows: int
+    total_samples: int
     total_tokens: int
 
     def __len__(self) -> int:
         return len(self.row_ids)
+
+    @property
+    def total_rows(self) -> int:
+        """Raises AttributeError, which names ``total_samples``: a mean over rows is no mean over samples."""
+        raise AttributeError(
+            "there is no total_rows: divide by total_samples, in which a sample that fanned out into several rows "
+            "counts once, or aggregate with buffer_rl.algo.aggregation.aggregate"
+        )
 
     @property
     def lengths(self) -> list[int]:

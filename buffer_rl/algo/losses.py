@@ -1,7 +1,7 @@
 """Losses of one micro-batch, as shares of the loss of the whole step.
 
 Suffix legend: ``_bt`` is ``[num_rows, max_response]``; torch float32; log-probabilities and entropies in nats.
-Everything here is divided by the totals of the whole step (``LossInputs.total_rows``, ``total_tokens``), so that
+Everything here is divided by the totals of the whole step (``LossInputs.total_samples``, ``total_tokens``), so that
 the losses, gradients and metrics of all micro-batches and ranks **add up**.
 """
 
@@ -38,7 +38,6 @@ def policy_loss(args: Any, inputs: LossInputs) -> LossOutputs:
     mask_bt = inputs.loss_mask
     advantages_bt = _required(inputs.advantages, "advantages", "an advantage estimator must run before the loss")
     old_bt = _old_log_probs(args, inputs)
-    totals = (inputs.total_rows, inputs.total_tokens)
 
     log_ratio_bt = torch.where(mask_bt != 0, inputs.log_probs - old_bt, 0.0)
     ratio_bt = log_ratio_bt.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -46,27 +45,27 @@ def policy_loss(args: Any, inputs: LossInputs) -> LossOutputs:
     free_bt = -advantages_bt * ratio_bt
     clipped_bt = -advantages_bt * ratio_bt.clamp(1 - args.eps_clip, 1 + high)
 
-    pg_loss = aggregate(torch.maximum(free_bt, clipped_bt), mask_bt, args.loss_agg_mode, *totals)
+    pg_loss = aggregate(torch.maximum(free_bt, clipped_bt), inputs, args.loss_agg_mode)
     loss = pg_loss
     metrics = {
         "pg_loss": pg_loss,
-        "pg_clipfrac": aggregate((clipped_bt > free_bt).float(), mask_bt, "token-mean", *totals),
-        "ppo_kl": aggregate(-log_ratio_bt, mask_bt, "token-mean", *totals),
+        "pg_clipfrac": aggregate((clipped_bt > free_bt).float(), inputs, "token-mean"),
+        "ppo_kl": aggregate(-log_ratio_bt, inputs, "token-mean"),
         **_token_means(inputs),
     }
     if args.use_kl_loss:
         hint = "the reference model's log-probabilities must be computed before the loss"
         ref_bt = _required(inputs.ref_log_probs, "ref_log_probs", hint)
         kl_bt = kl_estimate(inputs.log_probs, ref_bt, args.kl_loss_type)
-        metrics["kl_loss"] = aggregate(kl_bt, mask_bt, args.loss_agg_mode, *totals)
+        metrics["kl_loss"] = aggregate(kl_bt, inputs, args.loss_agg_mode)
         loss = loss + args.kl_loss_coef * metrics["kl_loss"]
     if args.entropy_coef:
-        loss = loss - args.entropy_coef * aggregate(inputs.entropy, mask_bt, args.loss_agg_mode, *totals)
+        loss = loss - args.entropy_coef * aggregate(inputs.entropy, inputs, args.loss_agg_mode)
     if inputs.rollout_log_probs is not None:
         gap_bt = (
             inputs.log_probs.detach() if old_bt is inputs.rollout_log_probs else old_bt
         ) - inputs.rollout_log_probs
-        metrics["train_rollout_logprob_abs_diff"] = aggregate(gap_bt.abs(), mask_bt, "token-mean", *totals)
+        metrics["train_rollout_logprob_abs_diff"] = aggregate(gap_bt.abs(), inputs, "token-mean")
     return _outputs(loss, metrics)
 
 
@@ -76,16 +75,14 @@ def sft_loss(args: Any, inputs: LossInputs) -> LossOutputs:
 
     Metrics: ``loss``; ``log_probs`` and ``entropy``, means over tokens.
     """
-    totals = (inputs.total_rows, inputs.total_tokens)
-    loss = aggregate(-inputs.log_probs, inputs.loss_mask, args.loss_agg_mode, *totals)
+    loss = aggregate(-inputs.log_probs, inputs, args.loss_agg_mode)
     return _outputs(loss, _token_means(inputs))
 
 
 def _token_means(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    totals = (inputs.total_rows, inputs.total_tokens)
     return {
-        "log_probs": aggregate(inputs.log_probs, inputs.loss_mask, "token-mean", *totals),
-        "entropy": aggregate(inputs.entropy, inputs.loss_mask, "token-mean", *totals),
+        "log_probs": aggregate(inputs.log_probs, inputs, "token-mean"),
+        "entropy": aggregate(inputs.entropy, inputs, "token-mean"),
     }
 
 

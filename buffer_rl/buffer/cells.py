@@ -6,6 +6,7 @@ producer but owned by a storage process, and only its reference travels (see ``b
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,15 @@ class RowSizes:
         return cls(tokens=tokens, trained=trained)
 
 
+def sample_total_tokens(row_ids: Sequence[RowId], sizes: RowSizes) -> np.ndarray:
+    """The column ``sample_total_tokens`` of a whole group: ``[num_rows]`` float32, for each row the unmasked response
+    tokens of its sample, summed over the parts that the sample fanned out into."""
+    totals: defaultdict[int, float] = defaultdict(float)
+    for row, trained in zip(row_ids, sizes.trained, strict=True):
+        totals[row.sample_index] += trained
+    return np.asarray([totals[row.sample_index] for row in row_ids], dtype=np.float32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSlice:
     """Some rows of one group. ``positions`` count within the group's cells."""
@@ -82,7 +92,7 @@ class BatchPlan:
     rollout_id: int
     task: str
     slices: list[GroupSlice] = field(default_factory=list)
-    total_rows: int = 0
+    total_samples: int = 0
     total_tokens: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -96,7 +106,7 @@ class BatchPlan:
             )
             for part in self.slices
         ]
-        return _arrived, (self.rollout_id, self.task, slices, columns, self.total_rows, self.total_tokens)
+        return _arrived, (self.rollout_id, self.task, slices, columns, self.total_samples, self.total_tokens)
 
 
 def _joint_columns(slices: Sequence[GroupSlice]) -> Columns:
@@ -116,10 +126,10 @@ def _arrived(
     task: str,
     slices: Sequence[tuple[list[RowId], list[int], int, dict[str, Cell | None]]],
     columns: Columns,
-    total_rows: int,
+    total_samples: int,
     total_tokens: int,
 ) -> BatchPlan:
-    plan = BatchPlan(rollout_id=rollout_id, task=task, total_rows=total_rows, total_tokens=total_tokens)
+    plan = BatchPlan(rollout_id=rollout_id, task=task, total_samples=total_samples, total_tokens=total_tokens)
     end = 0
     for row_ids, positions, num_rows, sent in slices:
         start, end = end, end + num_rows
@@ -159,6 +169,6 @@ def assemble(plan: BatchPlan, resolve: Resolve | None = None) -> TrainBatch:
         task=plan.task,
         row_ids=[row for part in plan.slices for row in part.row_ids],
         columns=concat_columns(blocks),
-        total_rows=plan.total_rows,
+        total_samples=plan.total_samples,
         total_tokens=plan.total_tokens,
     )

@@ -106,7 +106,7 @@ class BufferClient:
         return self._assembled(self.read("plan_eval_data", rollout_id))
 
     def get_totals(self, rollout_id: int) -> tuple[int, int]:
-        """Rows and unmasked response tokens that the step trains on, over all ranks."""
+        """Samples and unmasked response tokens that the step trains on, over all ranks."""
         return self.read("get_totals", rollout_id)  # type: ignore[no-any-return]
 
     def put_fields(

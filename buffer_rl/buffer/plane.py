@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from buffer_rl.buffer.cells import Cell, RowSizes
+from buffer_rl.buffer.cells import Cell, RowSizes, sample_total_tokens
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId
 
@@ -18,7 +18,8 @@ class DataPlane(Protocol):
     def put(
         self, uid: GroupUid, row_ids: Sequence[RowId], columns: Mapping[str, Column | Cell], sizes: RowSizes | None
     ) -> None:
-        """Store a finished group. sizes: needed where ``tokens`` or ``loss_mask`` are in an object store.
+        """Store a finished group, with the column ``sample_total_tokens`` (see ``TrainBatch``) where it has a
+        ``loss_mask``. sizes: needed where ``tokens`` or ``loss_mask`` are in an object store.
 
         Raises BufferStateError if the group is there already."""
         ...
@@ -87,6 +88,8 @@ class LocalDataPlane:
             inline = {name: column for name, column in columns.items() if not isinstance(column, Cell)}
             sizes = RowSizes.of(inline, len(row_ids))
         cells = {name: column if isinstance(column, Cell) else Cell.of(column) for name, column in columns.items()}
+        if "loss_mask" in cells:
+            cells["sample_total_tokens"] = Cell.of(sample_total_tokens(row_ids, sizes))
         self._groups[uid] = _Stored(list(row_ids), cells, sizes)
 
     def check_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> None:

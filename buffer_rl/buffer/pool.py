@@ -250,7 +250,7 @@ class DataPool:
         fields: Sequence[str] | None,
         totals_of: Sequence[GroupUid] | None = None,
     ) -> BatchPlan:
-        """totals_of: the groups whose rows and tokens are the totals; those of ``slices`` where absent."""
+        """totals_of: the groups whose samples and tokens are the totals; those of ``slices`` where absent."""
         uids = [uid for uid, _ in slices]
         names = self._common_fields(uids) if fields is None else list(fields)
         parts = []
@@ -266,7 +266,7 @@ class DataPool:
             rollout_id=self.rollout_id,
             task=self.task,
             slices=parts,
-            total_rows=sum(len(size.trained) for size in sizes),
+            total_samples=sum(len({row.sample_index for row in self._plane.rows(uid)}) for uid in counted),
             total_tokens=int(sum(sum(size.trained) for size in sizes)),
         )
 

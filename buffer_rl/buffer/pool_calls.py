@@ -44,7 +44,7 @@ class PoolCalls:
         return self._pools.of(task).plan_rows(row_ids, fields)
 
     def get_totals(self, rollout_id: int) -> tuple[int, int]:
-        """Rows and unmasked response tokens that the step trains on."""
+        """Samples and unmasked response tokens that the step trains on."""
         return self._pools.totals(f"train_{rollout_id}")
 
     def get_data(

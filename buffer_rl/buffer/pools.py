@@ -114,9 +114,9 @@ class Pools:
         return self.of(task).offer_again(reader)
 
     def totals(self, task: str) -> tuple[int, int]:
-        """Rows and unmasked response tokens of a closed pool."""
+        """Samples and unmasked response tokens of a closed pool."""
         plan = self.of(task).plan()
-        return plan.total_rows, plan.total_tokens
+        return plan.total_samples, plan.total_tokens
 
     def plan(self, task: str) -> BatchPlan:
         """All rows of a closed pool."""

@@ -71,7 +71,7 @@ class FakeTrain:
     def discard(self) -> None:
         """Nothing to forget."""
 
-    def finish_stream(self, total_rows: int, total_tokens: int) -> Mapping[str, float]:
+    def finish_stream(self, total_samples: int, total_tokens: int) -> Mapping[str, float]:
         """A loss of 0."""
         return {"train/loss": 0.0}
 

@@ -73,19 +73,22 @@ def loss_inputs(
 ) -> LossInputs:
     """What the loss sees of the rows of ``batch``; columns that the batch does not have are None.
 
-    Raises DataError if a column's rows are not as long as the responses.
+    Raises DataError if a column's rows are not as long as the responses, or a sample has several parts and the batch
+    no column ``sample_total_tokens``.
     """
-    mask_bt = _padded(batch, micro, "loss_mask")
+    padded_bt = _padded(batch, micro, "loss_mask")
+    mask_bt = micro.response_bt.float() if padded_bt is None else padded_bt
     return LossInputs(
         log_probs=log_probs_bt,
         old_log_probs=_padded(batch, micro, "old_log_probs"),
         rollout_log_probs=_padded(batch, micro, "rollout_log_probs"),
         ref_log_probs=_padded(batch, micro, "ref_log_probs"),
         advantages=_padded(batch, micro, "advantages"),
-        loss_mask=micro.response_bt.float() if mask_bt is None else mask_bt,
+        loss_mask=mask_bt,
         entropy=entropy_bt,
-        total_rows=batch.total_rows,
+        total_samples=batch.total_samples,
         total_tokens=batch.total_tokens,
+        sample_total_tokens=_sample_total_tokens(batch, mask_bt),
     )
 
 
@@ -93,6 +96,20 @@ def split_rows(values_bt: torch.Tensor, response_lengths: Sequence[int]) -> list
     """The inverse of padding: per row ``[response_length]`` float32 on the CPU."""
     array_bt = values_bt.detach().float().cpu().numpy()
     return [row[:length].copy() for row, length in zip(array_bt, response_lengths, strict=True)]
+
+
+def _sample_total_tokens(batch: TrainBatch, mask_bt: torch.Tensor) -> torch.Tensor:
+    """``[num_rows]`` float32. Without the column, which the Buffer writes, each row is taken for a whole sample."""
+    if "sample_total_tokens" in batch.columns:
+        totals_b = np.array(batch.columns["sample_total_tokens"], dtype=np.float32)
+        return torch.from_numpy(totals_b).to(mask_bt.device)
+    if parts := [row for row in batch.row_ids if row.part]:
+        raise DataError(
+            "a part of a sample cannot be weighed: its other parts may be elsewhere",
+            where=str(parts[0]),
+            expected="a column sample_total_tokens: unmasked response tokens of the row's sample over all its parts",
+        )
+    return mask_bt.sum(-1)
 
 
 def _padded(batch: TrainBatch, micro: MicroBatch, name: str) -> torch.Tensor | None:

@@ -134,9 +134,9 @@ class TrainRank:
             timeout_s=longest_wait(self._args),
         )
 
-    def finish_stream(self, total_rows: int, total_tokens: int) -> dict[str, float]:
+    def finish_stream(self, total_samples: int, total_tokens: int) -> dict[str, float]:
         """The optimizer step on the gradients that ``stream`` accumulated, over all ranks, with the step's totals."""
-        shares = cast(GradientTrainer, self._trainer).finish_accumulation(total_rows, total_tokens)
+        shares = cast(GradientTrainer, self._trainer).finish_accumulation(total_samples, total_tokens)
         same = self._guard.step(
             self._trainer.optimizer_step, lambda: self._buffer.get_data(self._streamed, self._rank, self._world_size)
         )

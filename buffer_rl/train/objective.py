@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from buffer_rl.algo.losses import sft_loss
+from buffer_rl.algo.losses import policy_loss, sft_loss
 from buffer_rl.contracts import AdvantageEstimator, LossInputs, LossOutputs, PolicyLoss
 from buffer_rl.errors import PluginError
 from buffer_rl.plugins import PluginRegistry
@@ -24,7 +24,8 @@ class Objective:
     ``--advantage-estimator``. Raises PluginError if one does not resolve.
 
     supervised: the loss is the built-in supervised one, which has no advantages. scope: of the loss; needs: of the
-    estimator (see ``buffer_rl.scope.scoped``).
+    estimator (see ``buffer_rl.scope.scoped``). entropy_gradient: whether the loss gets entropies with a gradient, whose
+    graph holds two more arrays of logits: any but the built-in losses, and these under ``--entropy-coef``.
     """
 
     def __init__(self, args: Any, registry: PluginRegistry) -> None:
@@ -34,6 +35,7 @@ class Objective:
         self._loss = cast(PolicyLoss, registry.resolve("loss", self._loss_name))
         self._estimator = cast(AdvantageEstimator, registry.resolve("advantage", self._estimator_name))
         self.supervised = self._loss == sft_loss
+        self.entropy_gradient = self._loss not in (policy_loss, sft_loss) or args.entropy_coef > 0
         self.scope = scope_of(self._loss)
         self.needs = needs_of(self._estimator)
         waits = scope_of(self._estimator) is not Scope.ROLLOUT
@@ -72,7 +74,9 @@ class Objective:
         if not isinstance(outputs, LossOutputs):
             raise returned(kind, name, outputs, "buffer_rl.contracts.LossOutputs")
         loss = outputs.loss
-        expected = "LossOutputs(loss=a scalar tensor that depends on inputs.log_probs with gradient, metrics=...)"
+        expected = (
+            "LossOutputs(loss=a scalar tensor with gradient, from inputs.log_probs or inputs.entropy, metrics=...)"
+        )
         if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
             raise returned(kind, name, outputs, expected, hint=f"the loss is {short_repr(loss)}")
         metrics: object = outputs.metrics

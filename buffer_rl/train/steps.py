@@ -17,7 +17,7 @@ def train_steps(trainer: Trainer, batches: Sequence[TrainBatch], guard: NonFinit
     """Advantages, forward and backward, and one optimizer step on each of ``batches``, one after another.
 
     Each batch is a rank's share of a mini-batch and carries that mini-batch's totals, so that its loss is a mean over
-    the rows of its own step. Returns means over the steps: ``sum/NAME`` of the metrics that add up over ranks, the
+    its own step. Returns means over the steps: ``sum/NAME`` of the metrics that add up over ranks, the
     others as they are; ``lr`` is that of the last step. Steps that ``guard`` leaves out are left out of the means.
     """
     totals: defaultdict[str, float] = defaultdict(float)

@@ -94,7 +94,7 @@ class TorchTrainer:
         gradient has the same bits, whenever its parts were computed and by how many ranks."""
         if self._args.deterministic and self._objective.scope is not Scope.ROLLOUT:
             self.accumulate(batch)
-            return self.finish_accumulation(batch.total_rows, batch.total_tokens)
+            return self.finish_accumulation(batch.total_samples, batch.total_tokens)
         self._require_awake()
         sums: dict[str, torch.Tensor] = {}
         for inputs in self._loss_inputs(batch):
@@ -117,11 +117,11 @@ class TorchTrainer:
             self._optimizer.see_loss(loss)
             self._optimizer.absorb()
 
-    def finish_accumulation(self, total_rows: int, total_tokens: int) -> dict[str, float]:
+    def finish_accumulation(self, total_samples: int, total_tokens: int) -> dict[str, float]:
         """Have the next step divide what ``accumulate`` summed by the totals of the whole step. Returns the metrics'
         shares, as ``forward_backward`` does."""
-        self._optimizer.divisor = self._unscaled.divisor(total_rows, total_tokens)
-        return self._unscaled.take_metrics(total_rows, total_tokens)
+        self._optimizer.divisor = self._unscaled.divisor(total_samples, total_tokens)
+        return self._unscaled.take_metrics(total_samples, total_tokens)
 
     def zero_grad(self) -> None:
         """Forget what ``accumulate`` and ``forward_backward`` summed since the last step."""
@@ -180,7 +180,7 @@ class TorchTrainer:
             rows = batch.select(indices)
             micro = collate(rows, self._device)
             log_probs_bt, entropy_bt = response_log_probs(
-                self._actor, micro, self._temperature, entropy_gradient=self._args.entropy_coef > 0
+                self._actor, micro, self._temperature, entropy_gradient=self._objective.entropy_gradient
             )
             yield loss_inputs(rows, micro, log_probs_bt, entropy_bt)
 

@@ -19,7 +19,7 @@ def $name(args: Any, batch: TrainBatch) -> None:
         test="""\
     columns = {"reward": np.asarray([0.5], dtype=np.float32), "response_length": np.asarray([2], dtype=np.int32)}
     row_ids = [RowId(GroupUid("data", 0, 0), 0)]
-    batch = TrainBatch(rollout_id=0, task="train_0", row_ids=row_ids, columns=columns, total_rows=1, total_tokens=2)
+    batch = TrainBatch(rollout_id=0, task="train_0", row_ids=row_ids, columns=columns, total_samples=1, total_tokens=2)
     $name(None, batch)
     assert batch.columns["advantages"][0].tolist() == [0.5, 0.5]
 """,
@@ -34,7 +34,7 @@ def $name(args: Any, batch: TrainBatch) -> None:
 def $name(args: Any, inputs: LossInputs) -> LossOutputs:
     """The policy gradient without clipping, aggregated over the response tokens of the whole step."""
     losses = -inputs.advantages * inputs.log_probs
-    loss = aggregate(losses, inputs.loss_mask, args.loss_agg_mode, inputs.total_rows, inputs.total_tokens)
+    loss = aggregate(losses, inputs, args.loss_agg_mode)
     return LossOutputs(loss=loss, metrics={"pg_loss": loss.detach()})
 ''',
         test="""\
@@ -42,7 +42,7 @@ def $name(args: Any, inputs: LossInputs) -> LossOutputs:
     ones = torch.ones(1, 2)
     inputs = LossInputs(
         log_probs=log_probs, old_log_probs=None, rollout_log_probs=None, ref_log_probs=None, advantages=2 * ones,
-        loss_mask=ones, entropy=None, total_rows=1, total_tokens=2,
+        loss_mask=ones, entropy=None, total_samples=1, total_tokens=2, sample_total_tokens=2 * ones[:, 0],
     )
     outputs = $name(SimpleNamespace(loss_agg_mode="token-mean"), inputs)
     outputs.loss.backward()

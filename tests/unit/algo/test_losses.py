@@ -39,8 +39,9 @@ def _inputs(**overrides: Any) -> LossInputs:
         "advantages": torch.tensor([[1.0, 1.0], [-3.0, 5.0]]),
         "loss_mask": torch.tensor([[1.0, 1.0], [1.0, 0.0]]),
         "entropy": torch.tensor([[0.3, 0.6], [0.9, 7.0]]),
-        "total_rows": 2,
+        "total_samples": 2,
         "total_tokens": 3,
+        "sample_total_tokens": torch.tensor([2.0, 1.0]),
     }
     return LossInputs(**(defaults | overrides))
 
@@ -143,6 +144,7 @@ def test_shares_of_rows_add_up_to_the_whole_batch(mode: str) -> None:
     ref = torch.full((2, 2), -1.0)
     whole = policy_loss(args, _inputs(ref_log_probs=ref))
     fields = ("log_probs", "old_log_probs", "ref_log_probs", "advantages", "loss_mask", "entropy")
+    fields += ("sample_total_tokens",)
     shares = []
     for row in range(2):
         inputs = _inputs(ref_log_probs=ref)

@@ -245,7 +245,7 @@ def test_payloads_behind_references_are_read_once_and_only_the_rows_asked_for_ar
     batch = assemble(p.pool.plan_rows([RowId(uid, 1)], ["tokens"]), resolve)
     assert asked == [reference]
     assert [row.tolist() for row in batch.columns["tokens"]] == [[0, 1, 2, 3, 4]]
-    assert (batch.total_rows, batch.total_tokens) == (2, 2)
+    assert (batch.total_samples, batch.total_tokens) == (2, 2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -406,8 +406,9 @@ def test_a_refused_write_changes_no_field_of_any_group() -> None:
         p.pool.put_fields(rows, {"ref_log_probs": zeros})
     with pytest.raises(BufferStateError, match="has 1 rows for 4 ids"):
         p.pool.put_fields(rows, {"old_log_probs": zeros, "advantages": zeros[:1]})
-    assert p.plane.cells(first).keys() == SAMPLED
-    assert p.plane.cells(second).keys() == SAMPLED | {"ref_log_probs"}
+    stored = SAMPLED | {"sample_total_tokens"}
+    assert p.plane.cells(first).keys() == stored
+    assert p.plane.cells(second).keys() == stored | {"ref_log_probs"}
 
 
 def test_a_group_that_the_step_was_closed_without_is_left_out_of_what_a_reader_was_handed() -> None:

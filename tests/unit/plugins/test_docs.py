@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from buffer_rl.config import compose, flag_of, plugin_kind_of
+from buffer_rl.contracts import LossInputs
 from buffer_rl.data.custom import CustomSource
 from buffer_rl.data.delivery import DeliveryRequest
 from buffer_rl.errors import PluginError
@@ -64,10 +67,19 @@ def test_every_flag_of_a_kind_is_an_option_of_that_kind() -> None:
 
 
 def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
-    reward, scope, stream, source, hooks = blocks("python")
+    reward, scope, loss, stream, source, hooks = blocks("python")
     names: dict[str, Any] = {}
     exec(scope, names)
     assert scope_of(names["centred"]) is Scope.GROUP
+    exec(loss, names)
+    column = torch.tensor([[-1.0, -2.0]])
+    inputs = LossInputs(
+        **dict.fromkeys(("old_log_probs", "rollout_log_probs", "ref_log_probs")),
+        **{"log_probs": column, "advantages": -column, "entropy": -column, "loss_mask": torch.ones(1, 2)},
+        **{"total_samples": 1, "total_tokens": 2, "sample_total_tokens": torch.tensor([2.0])},
+    )
+    args = SimpleNamespace(loss_agg_mode="seq-mean-token-sum")
+    assert names["with_bonus"](args, inputs).loss.item() == pytest.approx(1 + 4 - 0.01 * 3)
     compile(stream, "a trainer of your own", "exec")
     place.write("my_reward.py", reward)
     place.write("my_source.py", source)

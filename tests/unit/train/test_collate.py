@@ -26,7 +26,7 @@ def batch() -> TrainBatch:
             "loss_mask": [np.array([1, 0], dtype=np.float32), np.array([1], dtype=np.float32)],
             "advantages": [np.array([0.5, 0.6], dtype=np.float32), np.array([0.7], dtype=np.float32)],
         },
-        total_rows=7,
+        total_samples=7,
         total_tokens=30,
     )
 
@@ -45,7 +45,20 @@ def test_the_loss_sees_padded_columns_and_the_totals_of_the_step(batch: TrainBat
     assert inputs.loss_mask.tolist() == [[1, 0], [1, 0]]
     torch.testing.assert_close(inputs.advantages, torch.tensor([[0.5, 0.6], [0.7, 0.0]]))
     assert inputs.ref_log_probs is None
-    assert (inputs.total_rows, inputs.total_tokens) == (7, 30)
+    assert (inputs.total_samples, inputs.total_tokens) == (7, 30)
+    assert inputs.sample_total_tokens.tolist() == [1, 1], "a row without other parts"
+    batch.columns["sample_total_tokens"] = np.array([4, 9], dtype=np.float32)
+    inputs = loss_inputs(batch, micro, torch.zeros(2, 2), torch.ones(2, 2))
+    assert inputs.sample_total_tokens.tolist() == [4, 9]
+
+
+def test_a_part_whose_other_parts_may_be_elsewhere_needs_the_tokens_of_its_sample(batch: TrainBatch) -> None:
+    uid = GroupUid("data", 0, 0)
+    parts = replace(batch, row_ids=[RowId(uid, 0, 0), RowId(uid, 0, 1)])
+    with pytest.raises(
+        DataError, match=r"(?s)data:0:0/0\.1: a part of a sample cannot be weighed.*sample_total_tokens"
+    ):
+        loss_inputs(parts, collate(parts, CPU), torch.zeros(2, 2), torch.zeros(2, 2))
 
 
 def test_without_a_loss_mask_all_response_tokens_count(batch: TrainBatch) -> None:

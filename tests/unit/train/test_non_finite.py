@@ -56,7 +56,7 @@ def poisoned(batch: TrainBatch, value: float = 3e38) -> TrainBatch:
 def accumulated(trainer: TorchTrainer, batch: TrainBatch) -> None:
     trainer.compute_advantages(batch)
     trainer.accumulate(batch)
-    trainer.finish_accumulation(batch.total_rows, batch.total_tokens)
+    trainer.finish_accumulation(batch.total_samples, batch.total_tokens)
 
 
 def at_once(trainer: TorchTrainer, batch: TrainBatch) -> None:
@@ -121,7 +121,7 @@ def test_the_rows_of_a_step_that_is_left_out_are_written_counted_and_missing_fro
     file = tmp_path / "non_finite" / "step_1_rank_0_part_1.safetensors"
     again = read_rollout(file)
     assert again.row_ids == bad.row_ids
-    assert (again.total_rows, again.total_tokens) == (bad.total_rows, bad.total_tokens)
+    assert (again.total_samples, again.total_tokens) == (bad.total_samples, bad.total_tokens)
     for left, right in zip(again.columns["tokens"], bad.columns["tokens"], strict=True):
         assert left.tolist() == right.tolist()
     assert again.columns["reward"].tolist() == bad.columns["reward"].tolist()

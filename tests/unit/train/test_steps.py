@@ -20,7 +20,7 @@ from buffer_rl.types import TrainBatch
 def _mini_batches(batch: TrainBatch) -> list[TrainBatch]:
     parts = [batch.select(range(start, start + 4)) for start in (0, 4, 8)]
     tokens = [int(sum(float(np.sum(mask)) for mask in part.columns["loss_mask"])) for part in parts]
-    return [replace(part, total_rows=4, total_tokens=count) for part, count in zip(parts, tokens, strict=True)]
+    return [replace(part, total_samples=4, total_tokens=count) for part, count in zip(parts, tokens, strict=True)]
 
 
 def _weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:

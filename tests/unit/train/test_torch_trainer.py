@@ -281,7 +281,7 @@ def test_a_loss_of_ones_own_is_used_and_checked(
     (tmp_path / "own_loss_module.py").write_text(
         "from buffer_rl.contracts import LossOutputs\n"
         "def good(args, inputs):\n"
-        "    return LossOutputs(loss=-inputs.log_probs.sum() / inputs.total_rows, metrics={'mine': 2.0})\n"
+        "    return LossOutputs(loss=-inputs.log_probs.sum() / inputs.total_samples, metrics={'mine': 2.0})\n"
         "def detached(args, inputs):\n"
         "    return LossOutputs(loss=inputs.log_probs.sum().detach())\n"
         "def bare(args, inputs):\n"

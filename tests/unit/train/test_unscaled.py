@@ -45,9 +45,9 @@ def test_parts_that_did_not_know_the_totals_make_the_same_step(
     parts.zero_grad()
     for rows in ([9, 10, 11], [3, 4, 5, 0, 1, 2], [6, 7, 8]):
         part = batch.select(rows)
-        part.total_rows, part.total_tokens = 77, 3
+        part.total_samples, part.total_tokens = 77, 3
         parts.accumulate(part)
-    found = parts.finish_accumulation(batch.total_rows, batch.total_tokens)
+    found = parts.finish_accumulation(batch.total_samples, batch.total_tokens)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
     step = [trainer.optimizer_step() for trainer in (whole, parts)]
     assert step[1]["grad_norm"] == pytest.approx(step[0]["grad_norm"], rel=1e-6)
@@ -60,7 +60,7 @@ def test_parts_that_did_not_know_the_totals_make_the_same_step(
 def test_a_loss_that_divides_by_both_totals_is_refused() -> None:
     def both(inputs: LossInputs) -> LossOutputs:
         return LossOutputs(
-            loss=inputs.log_probs.sum() / inputs.total_tokens + inputs.log_probs.sum() / inputs.total_rows
+            loss=inputs.log_probs.sum() / inputs.total_tokens + inputs.log_probs.sum() / inputs.total_samples
         )
 
     inputs = LossInputs(
@@ -71,10 +71,11 @@ def test_a_loss_that_divides_by_both_totals_is_refused() -> None:
         advantages=None,
         loss_mask=torch.ones(2, 3),
         entropy=torch.zeros(2, 3),
-        total_rows=5,
+        total_samples=5,
         total_tokens=9,
+        sample_total_tokens=torch.full((2,), 3.0),
     )
-    with pytest.raises(ConfigError, match="divides by the rows of the step as well"):
+    with pytest.raises(ConfigError, match="divides by the samples of the step as well"):
         UnscaledShares("token-mean").loss_of(both, inputs)
     with pytest.raises(ConfigError, match="divides by the tokens of the step as well"):
         UnscaledShares("seq-mean-token-sum").loss_of(both, inputs)
@@ -87,15 +88,16 @@ def two_rows(**changes: Any) -> LossInputs:
         "advantages": torch.tensor([[0.75] * 3, [-0.75] * 3]),
         "loss_mask": torch.ones(2, 3),
         "entropy": torch.zeros(2, 3),
+        "sample_total_tokens": torch.full((2,), 3.0),
         **dict.fromkeys(("old_log_probs", "rollout_log_probs", "ref_log_probs")),
     }
-    return LossInputs(**{**fields, **changes}, total_rows=2, total_tokens=6)
+    return LossInputs(**{**fields, **changes}, total_samples=2, total_tokens=6)
 
 
-def of_rows(inputs: LossInputs) -> LossOutputs:
-    """On policy, so that the ratio is 1; a mean over rows of means over tokens."""
+def of_samples(inputs: LossInputs) -> LossOutputs:
+    """On policy, so that the ratio is 1; a mean over samples of means over tokens."""
     ratio = (inputs.log_probs - inputs.log_probs.detach()).exp()
-    return LossOutputs(loss=(-inputs.advantages * ratio).mean(-1).sum() / inputs.total_rows)
+    return LossOutputs(loss=(-inputs.advantages * ratio).mean(-1).sum() / inputs.total_samples)
 
 
 def of_tokens(inputs: LossInputs) -> LossOutputs:
@@ -105,16 +107,18 @@ def of_tokens(inputs: LossInputs) -> LossOutputs:
 
 def test_a_wrong_divisor_is_refused_though_the_value_is_0_as_where_advantages_cancel() -> None:
     inputs = two_rows()
-    outputs = of_rows(inputs)
+    outputs = of_samples(inputs)
     assert outputs.loss.item() == 0.0
     assert torch.autograd.grad(outputs.loss, inputs.log_probs)[0].abs().sum() > 0
-    with pytest.raises(ConfigError, match="divides by the rows of the step as well"):
-        UnscaledShares("token-mean").loss_of(of_rows, inputs)
+    with pytest.raises(ConfigError, match="divides by the samples of the step as well"):
+        UnscaledShares("token-mean").loss_of(of_samples, inputs)
     with pytest.raises(ConfigError, match="divides by the tokens of the step as well"):
         UnscaledShares("seq-mean-token-mean").loss_of(of_tokens, inputs)
 
 
-@pytest.mark.parametrize(("mode", "loss", "share"), [("token-mean", of_tokens, 1), ("seq-mean-token-mean", of_rows, 3)])
+@pytest.mark.parametrize(
+    ("mode", "loss", "share"), [("token-mean", of_tokens, 1), ("seq-mean-token-mean", of_samples, 3)]
+)
 def test_a_right_divisor_keeps_the_gradient_where_the_value_is_0(
     mode: str, loss: Callable[[LossInputs], LossOutputs], share: int
 ) -> None:
@@ -128,10 +132,10 @@ def test_a_right_divisor_keeps_the_gradient_where_the_value_is_0(
 def test_the_gradient_by_the_entropy_counts_too() -> None:
     def with_bonus(inputs: LossInputs) -> LossOutputs:
         outputs = of_tokens(inputs)
-        bonus = (inputs.entropy * inputs.advantages).sum() / inputs.total_rows
+        bonus = (inputs.entropy * inputs.advantages).sum() / inputs.total_samples
         return LossOutputs(loss=outputs.loss - bonus)
 
-    with pytest.raises(ConfigError, match="divides by the rows of the step as well"):
+    with pytest.raises(ConfigError, match="divides by the samples of the step as well"):
         UnscaledShares("token-mean").loss_of(with_bonus, two_rows(entropy=torch.ones(2, 3, requires_grad=True)))
 
 
