@@ -26,6 +26,7 @@ _ARTICLE = re.compile(r"(?<![A-Za-z\\])an? (?=\S)")
 _TEXT = re.compile(r"\\(?:text|textbf|mbox|mathrm)\{([^{}]*)\}")
 _WRAPPED = re.compile(r"\\(?:boxed|overline)\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _SHORT_ROOT = re.compile(r"\\sqrt(\w)")
+_SPACE = re.compile(r" (?=\d{3}(?![\d/]))|(?<!\d) | (?!\d)")  # the others, as of 2 1/2, keep two numbers apart
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
@@ -74,11 +75,12 @@ def normalize(answer: str) -> str:
         answer = inner
     answer = _without_text(_UNIT.sub("", _ARTICLE.sub("", answer)))
     answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", full_fractions(answer))
-    answer = answer.replace("^\\circ", "").replace("^{\\circ}", "").replace(" ", "").rstrip(".")
+    answer = answer.replace("^\\circ", "").replace("^{\\circ}", "")
+    answer = _SPACE.sub("", " ".join(answer.split())).rstrip(".")
     return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
 
 
 def _without_text(answer: str) -> str:
     r"""Drop ``\text{...}`` beside something else (a unit); keep its content where it is the whole answer."""
-    bare = _TEXT.sub("", answer)
+    bare = _TEXT.sub(" ", answer)
     return bare if bare.strip() else _TEXT.sub(r"\1", answer)

@@ -22,7 +22,7 @@ _INTEGER = re.compile(r"[-+]?\d+(?:\.0*)?")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(\d+)\}|(-?)(\d+)/(\d+)")
 # White space between digits means something, except where it separates thousands.
 _MIXED = re.compile(r"(?<![\w.])(\d+)\s+(\d+/\d+)")
-_APART = re.compile(r"(?<=\d)\s+(?=\d)(?!\d{3}(?!\d))")
+_APART = re.compile(r"(?<=\d)(?:\s|\\[,;: ])+(?=\d)(?!\d{3}(?!\d))")
 _SCALE = re.compile(r"(?:\\(?:text|mathrm)\{\s*)?\b(million|billion|trillion)\b(?:\s*\})?")
 _ZEROS = {"million": 6, "billion": 9, "trillion": 12}
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
@@ -53,7 +53,9 @@ def normalize(answer: str) -> str:
     answer = bare if bare.strip() else _TEXT.sub(r"\1", answer)
     answer = _APART.sub(";", _MIXED.sub(r"(\1+\2)", answer.strip()))
     answer = full_fractions(_SPACING.sub("", answer).replace("{,}", ","))
-    answer = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), answer).rstrip(".").lower()
+    if len(_elements(answer)) == 1:  # of a point (1,234) the comma separates its numbers
+        answer = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), answer)
+    answer = answer.rstrip(".").lower()
     variable, equals, value = answer.partition("=")
     return value if equals and len(variable) == 1 and variable.isalpha() else answer
 

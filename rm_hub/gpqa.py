@@ -54,22 +54,19 @@ def choice(response: str) -> str | None:
 
 def _label(sample: Sample) -> str:
     label, choices = sample.label, sample.metadata.get("choices")
-    letters = string.ascii_uppercase[: len(choices)] if isinstance(choices, list) else string.ascii_uppercase
+    choices = choices if isinstance(choices, list) else None
+    letters = string.ascii_uppercase if choices is None else string.ascii_uppercase[: len(choices)]
     if isinstance(label, str):
-        if isinstance(choices, list) and label in choices[: len(letters)]:
-            return letters[choices.index(label)]
         letter = label.strip().strip("().").upper()
-        if len(letter) == 1 and letter in letters:
-            return letter
-    elif (
-        isinstance(label, int)
-        and not isinstance(label, bool)
-        and isinstance(choices, list)
-        and 0 <= label < len(letters)
-    ):
+        found = [at for at, text in zip(letters, choices or (), strict=False) if text == label]
+        found += [letter] if len(letter) == 1 and letter in letters else []
+        if len(set(found)) == 1:  # more, where a choice's text is another's letter, or comes twice
+            return found[0]
+    elif isinstance(label, int) and not isinstance(label, bool) and choices is not None and 0 <= label < len(letters):
         return letters[label]
     raise RewardError(
         f"the label is {label!r:.80}",
         where=where(sample, "rm_hub.gpqa"),
-        expected=f"a letter from A to {letters[-1:]}, or the text or number of one of the metadata's choices",
+        expected=f"a letter from A to {letters[-1:]}, or the text or number of one of the metadata's choices, "
+        "and of no second",
     )

@@ -1,7 +1,8 @@
 r"""Numeric answers: 1 if the final number equals the label, else 0.
 
-The final answer is the last ``\boxed{...}`` (MATH, Hendrycks et al. 2021, arXiv:2103.03874, section 3.1); else what
-follows the last ``####`` on its line (GSM8K, Cobbe et al. 2021, arXiv:2110.14168); else the last number of the text.
+After the reasoning, the final answer is the last ``\boxed{...}`` (MATH, Hendrycks et al. 2021, arXiv:2103.03874,
+section 3.1); else what follows the last ``####`` on its line (GSM8K, Cobbe et al. 2021, arXiv:2110.14168); else the
+last number of the text.
 
 A label, a box and what follows ``####`` must be one number as a whole: ``-1,000``, ``1{,}000.5``, ``1\,000``, ``.5``,
 ``1e-3``, ``3/4``, ``\frac{3}{4}``. A currency sign, a percent sign, a degree sign and a unit in ``\text{...}`` are
@@ -16,7 +17,7 @@ from typing import Any
 
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import last_boxed, where
+from rm_hub.answers import after_reasoning, last_boxed, where
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
 """Rounding of a decimal answer that is forgiven, relative to the label; ours."""
@@ -74,7 +75,7 @@ def score(args: Any, sample: Sample) -> float:
     label = _label(sample)
     if sample.status is not Status.COMPLETED:
         return 0.0
-    answer = final_number(sample.response)
+    answer = final_number(after_reasoning(sample.response))
     if answer is None:
         return 0.0
     if answer.denominator == 1 and label.denominator == 1:

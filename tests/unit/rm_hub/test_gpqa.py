@@ -72,6 +72,12 @@ def test_a_label_is_a_letter_or_one_of_the_choices(label: Any, metadata: dict[st
     assert graded("C", Status.TRUNCATED) == 0.0
 
 
+@pytest.mark.parametrize(("label", "choices"), [("A", ["B", "A"]), ("x", ["x", "x"])])
+def test_a_label_that_may_mean_two_choices_is_an_error(label: str, choices: list[str]) -> None:
+    with pytest.raises(RewardError, match="and of no second"):
+        score(None, Sample(response="A", label=label, metadata={"choices": choices}))
+
+
 @pytest.mark.parametrize("label", [None, True, 4, 2.0, "E", "v", ["C"]])
 def test_another_label_is_an_error(label: Any) -> None:
     with pytest.raises(RewardError, match="a letter from A to D"):

@@ -155,6 +155,8 @@ def test_a_float_is_graded_right_against_itself(number: float) -> None:
         ("1e-30", 0, 0.0),
         ("172", 72, 0.0),
         ("I cannot tell", 72, 0.0),
+        (r"\boxed{72}? #### 72?</think>No, 71.", 72, 0.0),
+        (r"\boxed{71}?</think>It is 72.", 72, 1.0),
     ],
 )
 def test_whole_numbers_must_be_equal_and_others_close(response: str, label: Any, expected: float) -> None:
