@@ -73,11 +73,17 @@ def normalize(answer: str) -> str:
     answer = answer.replace("$", "").rpartition("=")[2]
     while (inner := _WRAPPED.sub(r"\1", answer)) != answer:
         answer = inner
-    answer = _without_text(_UNIT.sub("", _ARTICLE.sub("", answer)))
+    answer = _without_unit(_without_text(_ARTICLE.sub("", answer)))
     answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", full_fractions(answer))
     answer = answer.replace("^\\circ", "").replace("^{\\circ}", "")
     answer = _SPACE.sub("", " ".join(answer.split())).rstrip(".")
     return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
+
+
+def _without_unit(answer: str) -> str:
+    """Drop a unit beside something else; "hours" is an answer of its own."""
+    bare = _UNIT.sub("", answer)
+    return bare if bare.strip() else answer
 
 
 def _without_text(answer: str) -> str:

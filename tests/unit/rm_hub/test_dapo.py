@@ -23,6 +23,8 @@ from rm_hub.dapo import LAST_CHARACTERS, answer_line, normalize, score, score_bi
         (r"50\%", "50"),
         (r"5 \text{ cm}", "5"),
         (r"\text{east}", "east"),
+        ("hours", "hours"),
+        (r"\text{hours}", "hours"),
         ("2 1/2", "2 1/2"),
         ("1 000", "1000"),
         ("5 feet 6 inches", "5 6"),
