@@ -15,6 +15,7 @@ from buffer_rl.types import Sample
 END_OF_REASONING = "</think>"
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\w))\s*(?:\{([^{}]*)\}|(\w))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 
 
@@ -35,6 +36,11 @@ def last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[opening.end() : brace.start()].strip()
     return None
+
+
+def full_fractions(text: str) -> str:
+    r"""The text with ``\frac12``, ``\dfrac1{2}`` and their like spelled ``\frac{1}{2}``."""
+    return _FRACTION.sub(lambda found: f"\\frac{{{found[1] or found[2] or ''}}}{{{found[3] or found[4] or ''}}}", text)
 
 
 def last_line(text: str) -> str:

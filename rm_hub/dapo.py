@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, labels_of
+from rm_hub.answers import after_reasoning, full_fractions, labels_of
 
 RIGHT, WRONG = 1.0, -1.0
 LAST_CHARACTERS = 300
@@ -25,8 +25,8 @@ _UNIT = re.compile(rf"(?<![a-z\\])(?:{'|'.join(UNITS)})(?![a-z])", re.IGNORECASE
 _ARTICLE = re.compile(r"(?<![A-Za-z\\])an? (?=\S)")
 _TEXT = re.compile(r"\\(?:text|textbf|mbox|mathrm)\{([^{}]*)\}")
 _WRAPPED = re.compile(r"\\(?:boxed|overline)\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
-_SHORT_FRACTION = re.compile(r"\\[dt]?frac(?:\{([^{}]*)\}|(\w))(?:\{([^{}]*)\}|(\w))")
 _SHORT_ROOT = re.compile(r"\\sqrt(\w)")
+_SPACE = re.compile(r" (?=\d{3}(?![\d/]))|(?<!\d) | (?!\d)")  # the others, as of 2 1/2, keep two numbers apart
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
@@ -73,19 +73,20 @@ def normalize(answer: str) -> str:
     answer = answer.replace("$", "").rpartition("=")[2]
     while (inner := _WRAPPED.sub(r"\1", answer)) != answer:
         answer = inner
-    answer = _without_text(_UNIT.sub("", _ARTICLE.sub("", answer)))
-    answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", _SHORT_FRACTION.sub(_full_fraction, answer))
-    answer = answer.replace("^\\circ", "").replace("^{\\circ}", "").replace(" ", "").rstrip(".")
+    answer = _without_unit(_without_text(_ARTICLE.sub("", answer)))
+    answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", full_fractions(answer))
+    answer = answer.replace("^\\circ", "").replace("^{\\circ}", "")
+    answer = _SPACE.sub("", " ".join(answer.split())).rstrip(".")
     return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
+
+
+def _without_unit(answer: str) -> str:
+    """Drop a unit beside something else; "hours" is an answer of its own."""
+    bare = _UNIT.sub("", answer)
+    return bare if bare.strip() else answer
 
 
 def _without_text(answer: str) -> str:
     r"""Drop ``\text{...}`` beside something else (a unit); keep its content where it is the whole answer."""
-    bare = _TEXT.sub("", answer)
+    bare = _TEXT.sub(" ", answer)
     return bare if bare.strip() else _TEXT.sub(r"\1", answer)
-
-
-def _full_fraction(match: re.Match[str]) -> str:
-    above = match[1] if match[1] is not None else match[2]
-    below = match[3] if match[3] is not None else match[4]
-    return f"\\frac{{{above}}}{{{below}}}"

@@ -11,14 +11,20 @@ import re
 from typing import Any
 
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import END_OF_REASONING, after_reasoning, labels_of, last_boxed
+from rm_hub.answers import END_OF_REASONING, after_reasoning, full_fractions, labels_of, last_boxed
 from rm_hub.expressions import MAX_CHARACTERS, equal
 
 _SPACING = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\s+|\\\$|\$|\^\{?\\circ\}?|\\?%")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}")
+_WORDS_BETWEEN = re.compile(rf"(?<=[\d )}}]){_TEXT.pattern}(?=\s*\d)")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")
 _INTEGER = re.compile(r"[-+]?\d+(?:\.0*)?")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(\d+)\}|(-?)(\d+)/(\d+)")
+# White space between digits means something, except where it separates thousands.
+_MIXED = re.compile(r"(?<![\w.])(\d+)\s+(\d+/\d+)")
+_APART = re.compile(r"(?<=\d)(?:\s|\\[,;: ])+(?=\d)(?!\d{3}(?!\d))")
+_SCALE = re.compile(r"(?:\\(?:text|mathrm)\{\s*)?\b(million|billion|trillion)\b(?:\s*\})?")
+_ZEROS = {"million": 6, "billion": 9, "trillion": 12}
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -26,8 +32,9 @@ def score(args: Any, sample: Sample) -> float:
     r"""1.0 if the last ``\boxed{...}`` after ``</think>`` equals the label (any one of a list), else 0.0.
 
     Without ``</think>`` or a box there is no answer: 0.0, as for a sample that did not end by itself. Labels may be
-    boxed. As in the source, a whole number must be written as one (not ``1+1``) and a fraction in lowest terms.
-    Raises RewardError without a label.
+    boxed. As in the source, a whole number must be written as one (not ``1+1``), and where the label is a fraction, a
+    fraction must be that one, neither reduced nor expanded: in lowest terms, if the labels are. Raises RewardError
+    without a label.
     """
     labels = [normalize(last_boxed(label) or label) for label in labels_of(sample, reward="rm_hub.deepscaler")]
     if sample.status is not Status.COMPLETED or END_OF_REASONING not in sample.response:
@@ -41,10 +48,14 @@ def score(args: Any, sample: Sample) -> float:
 
 def normalize(answer: str) -> str:
     """One spelling: no white space, units, currency, percent signs or separators of thousands."""
-    bare = _TEXT.sub("", answer)
+    answer = _SCALE.sub(lambda scale: f"*10^{{{_ZEROS[scale[1]]}}}", answer)
+    bare = _TEXT.sub("", _WORDS_BETWEEN.sub(";", answer))
     answer = bare if bare.strip() else _TEXT.sub(r"\1", answer)
-    answer = _SPACING.sub("", answer).replace("dfrac", "frac").replace("tfrac", "frac").replace("{,}", ",")
-    answer = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), answer).rstrip(".").lower()
+    answer = _APART.sub(";", _MIXED.sub(r"(\1+\2)", answer.strip()))
+    answer = full_fractions(_SPACING.sub("", answer).replace("{,}", ","))
+    if len(_elements(answer)) == 1:  # of a point (1,234) the comma separates its numbers
+        answer = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), answer)
+    answer = answer.rstrip(".").lower()
     variable, equals, value = answer.partition("=")
     return value if equals and len(variable) == 1 and variable.isalpha() else answer
 

@@ -40,8 +40,9 @@ def score_exact(args: Any, sample: Sample) -> float:
 
 
 def tokens(text: str) -> list[str]:
-    """Lower-case words without punctuation and articles."""
-    return _ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+    """Lower-case words without punctuation and articles; a text of nothing else (the choice "A") keeps them."""
+    words = text.lower().translate(_PUNCTUATION)
+    return _ARTICLE.sub(" ", words).split() or words.split() or text.split()
 
 
 def f1(answer: list[str], label: list[str]) -> float:

@@ -16,7 +16,12 @@ from rm_hub.answers import after_reasoning, last_boxed, last_line, where
 
 LAST_CHARACTERS = 1000
 
-_STATED = re.compile(r"(?i:answer(?: is)?)[ \t]*:?[ \t*$]*\(?([A-Z])\)?(?=[\s.,:;*$)]|$)")
+# "I" and "A" before another word are words. Of "B or C" and "B, C" neither letter is chosen.
+_STATED = re.compile(
+    r"(?i:answer(?: is)?)[ \t]*:?[ \t*$]*\(?([A-Z])\)?"
+    r"(?=[\s.,:;*$)]|$)(?![ \t*$)]*(?:or|and|&|/|,)[ \t*$]*\(?[A-Z](?![\w']))"
+    r"(?:(?<![IA])|(?![ \t]+(?!because|since|as\b|for\b|due|which)[\w']))"
+)
 _ALONE = re.compile(r"[*$( ]*([A-Z])[*$) .:]*")
 _BOXED = re.compile(r"(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Z])\)?\}?[.:]?")
 
@@ -24,8 +29,9 @@ _BOXED = re.compile(r"(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Z])\)?\}?[.:]?")
 def score(args: Any, sample: Sample) -> float:
     r"""1.0 if the response chooses the label's letter and ended by itself, else 0.0.
 
-    The choice is, after the reasoning, the last ``\boxed{C}``; else the last "answer is C" or "Answer: C"; else a
-    last line that is a letter alone. The label is a letter; or, with ``choices`` in the metadata, the text of one
+    The choice is, after the reasoning, the last ``\boxed{C}``; else the last "answer is C" or "Answer: C", where the
+    letter comes next (not "Answer: I think C") and is the only one (not "C or D"); else a last line that is a letter
+    alone. The label is a letter; or, with ``choices`` in the metadata, the text of one
     of them or its number counted from 0. Raises RewardError if it is none of these.
     """
     letter = _label(sample)
@@ -48,22 +54,19 @@ def choice(response: str) -> str | None:
 
 def _label(sample: Sample) -> str:
     label, choices = sample.label, sample.metadata.get("choices")
-    letters = string.ascii_uppercase[: len(choices)] if isinstance(choices, list) else string.ascii_uppercase
+    choices = choices if isinstance(choices, list) else None
+    letters = string.ascii_uppercase if choices is None else string.ascii_uppercase[: len(choices)]
     if isinstance(label, str):
-        if isinstance(choices, list) and label in choices[: len(letters)]:
-            return letters[choices.index(label)]
         letter = label.strip().strip("().").upper()
-        if len(letter) == 1 and letter in letters:
-            return letter
-    elif (
-        isinstance(label, int)
-        and not isinstance(label, bool)
-        and isinstance(choices, list)
-        and 0 <= label < len(letters)
-    ):
+        found = [at for at, text in zip(letters, choices or (), strict=False) if text == label]
+        found += [letter] if len(letter) == 1 and letter in letters else []
+        if len(set(found)) == 1:  # more, where a choice's text is another's letter, or comes twice
+            return found[0]
+    elif isinstance(label, int) and not isinstance(label, bool) and choices is not None and 0 <= label < len(letters):
         return letters[label]
     raise RewardError(
         f"the label is {label!r:.80}",
         where=where(sample, "rm_hub.gpqa"),
-        expected=f"a letter from A to {letters[-1:]}, or the text or number of one of the metadata's choices",
+        expected=f"a letter from A to {letters[-1:]}, or the text or number of one of the metadata's choices, "
+        "and of no second",
     )

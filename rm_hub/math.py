@@ -10,24 +10,35 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, labels_of, last_boxed, last_line
+from rm_hub.answers import after_reasoning, labels_of, last_boxed, last_line, where
 from rm_hub.bounds import MAX_CHARACTERS, is_bounded
+
+_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_PROSE = re.compile(r"\$|####|\b(?:is|answer)\b", re.IGNORECASE)
+_QUOTED = re.compile(r"\\\$|\\text\{[^{}]*\}")
+_COLON = re.compile(r"(?<!\d): ")  # of "3: 4", a ratio, both numbers are the answer
+# What the parser takes for products: 1\,000 for 1 * 0, 2 1/2 for 3/2.
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\,|\\ |~| )\d{3})+(?![\d/])")
+_MIXED = re.compile(r"(?<![\d.])(\d+) +(\d+)/(\d+)(?!\d)")
+_NEXT_EQUATION = re.compile(r"(?:,|\bor\b|\band\b)\s*\w+$")
 
 
 def score(args: Any, sample: Sample) -> float:
     r"""1.0 if the final answer is mathematically equal to the label (any one of a list) and the sample ended by itself.
 
     The final answer is the last ``\boxed{...}`` after the reasoning, else what the last line states after ``:``,
-    ``=`` or "is". The label is a LaTeX expression, with or without a box or dollars. An answer beyond the limits of
-    ``rm_hub/bounds.py`` earns 1.0 only if it is the label's own text. Raises RewardError if there is no label, or
-    math-verify is not installed.
+    ``=`` or "is". The label is one LaTeX expression as a whole (``3: 4`` is a ratio), in dollars or without, or text
+    with such an expression in a box. An answer beyond the limits of ``rm_hub/bounds.py`` earns 1.0 only if it is the
+    label's own text. Raises RewardError if there is no label, or one with words around an expression, or math-verify is
+    not installed.
     """
-    labels = [_stated(label) for label in labels_of(sample, reward="rm_hub.math")]
+    labels = [_label(label, sample) for label in labels_of(sample, reward="rm_hub.math")]
     equal = _comparison()
     answer = _stated(after_reasoning(sample.response))
     if sample.status is not Status.COMPLETED or not answer:
@@ -39,15 +50,39 @@ def score(args: Any, sample: Sample) -> float:
     return float(any(is_bounded(label) and equal(label, answer) for label in labels))
 
 
+def _label(text: str, sample: Sample) -> str:
+    """The expression that a label is as a whole, or has in its last box."""
+    boxed = "\\boxed" in text or "\\fbox" in text
+    expression = last_boxed(text) if boxed else _undelimited(text.rstrip(". \n"))
+    if not expression or (not boxed and _PROSE.search(_QUOTED.sub("", expression))):
+        raise RewardError(
+            f"the label is {text!r:.80}",
+            where=where(sample, "rm_hub.math"),
+            expected="one LaTeX expression and nothing else, or text with one in its last \\boxed{...}",
+        )
+    return expression
+
+
+def _undelimited(text: str) -> str:
+    """The text without the dollars around all of it, or what LaTeX has in their place."""
+    text = text.strip()
+    for opening, closing in _DELIMITERS:
+        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
+            return text[len(opening) : -len(closing)].strip()
+    return text
+
+
 def _stated(text: str) -> str:
-    """The expression that a response or a label states; empty if there is none."""
+    """The expression that a response states; empty if there is none."""
     if "\\boxed" in text or "\\fbox" in text:
         return last_boxed(text) or ""
     line = last_line(text)[-MAX_CHARACTERS:].rstrip(". ")
     if line.count("$") >= 2:
         return line.strip("$").rpartition("$")[2].strip() if line.endswith("$") else line.split("$")[-2].strip()
-    for mark in (": ", " is ", " = "):
-        line = line.rpartition(mark)[2]
+    line = _COLON.split(line)[-1].rpartition(" is ")[2]
+    before, _, value = line.rpartition(" = ")
+    if " = " not in before or not _NEXT_EQUATION.search(before):  # of several equations no single one is the answer
+        line = value
     return line.replace("$", "").strip()
 
 
@@ -65,6 +100,8 @@ def _comparison() -> Callable[[str, str], bool]:
     extraction = [LatexExtractionConfig(boxed_match_priority=0)]
 
     def parsed(expression: str) -> list[Any]:
+        expression = _MIXED.sub(r"\1\\frac{\2}{\3}", expression)
+        expression = _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number.group()), expression)
         boxed = f"\\boxed{{{expression}}}"
         found: list[Any] = parse(boxed, extraction, fallback_mode="no_fallback", parsing_timeout=None)
         return found

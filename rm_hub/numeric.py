@@ -1,7 +1,12 @@
 r"""Numeric answers: 1 if the final number equals the label, else 0.
 
-The final answer is the last ``\boxed{...}`` (MATH, Hendrycks et al. 2021, arXiv:2103.03874, section 3.1); else what
-follows the last ``####`` (GSM8K, Cobbe et al. 2021, arXiv:2110.14168); else the last number of the text.
+After the reasoning, the final answer is the last ``\boxed{...}`` (MATH, Hendrycks et al. 2021, arXiv:2103.03874,
+section 3.1); else what follows the last ``####`` on its line (GSM8K, Cobbe et al. 2021, arXiv:2110.14168); else the
+last number of the text.
+
+A label, a box and what follows ``####`` must be one number as a whole: ``-1,000``, ``1{,}000.5``, ``1\,000``, ``.5``,
+``1e-3``, ``3/4``, ``\frac{3}{4}``. A currency sign, a percent sign, a degree sign and a unit in ``\text{...}`` are
+left out: ``50\%`` is 50. An expression (``2\sqrt{3}``, ``x = 5``) and a number with words beside it are no number.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from typing import Any
 
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
+from rm_hub.answers import after_reasoning, last_boxed, where
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
 """Rounding of a decimal answer that is forgiven, relative to the label; ours."""
@@ -21,27 +27,55 @@ MAX_DIGITS = 64
 MAX_EXPONENT = 64
 MAX_CHARACTERS = 4096
 
-# A minus after a digit, letter or bracket is a subtraction, not a sign.
-_NUMBER = re.compile(
-    r"(?:(?<![\w)\].])[-+])?\$?(?<![\w.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?:/\d+)?"
-    r"|(?:(?<![\w)\].])[-+])?(?<![\w.])\.\d+(?:[eE][-+]?\d+)?"
-)
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
-_BOXED = "\\boxed{"
 _MARK = "####"
+_GROUP = r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)"
+_SPELLINGS = (
+    (re.compile("[\N{MINUS SIGN}\N{EN DASH}]"), "-"),
+    (re.compile(r"\{,\}|(?<=\d)\\,(?=\d{3}(?!\d))"), ","),
+    (re.compile(r"\\!"), ""),
+    (re.compile(r"\\([$%])"), r"\1"),
+    (re.compile(rf"{_GROUP}\{{(\s*[-+]?\$?\d[\d.,]*\s*)\}}"), r" \1 "),
+    (re.compile(r"(?<=[\w.)}\]])\\[dt]?frac"), r" \\frac"),  # beside another factor, as of a mixed number
+    (re.compile(r"\\[dt]?frac(?:\{\s*(-?\d+)\s*\}\{\s*(\d+)\s*\}|(\d)(\d))"), r"\1\3/\2\4 "),
+    (re.compile(r"\\[,;: ]|~"), " "),
+    (re.compile(r"=\s*-\s+(?=[\d.$])"), "= -"),
+)
+
+_LITERAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?"
+_CURRENCY = "[$€£¥]"
+_SCALE = "dozen|hundred|thousand|million|billion|trillion"  # a number beside one of these is another number
+_UNIT = rf"{_GROUP}\{{(?![^{{}}]*(?:{_SCALE}))[^{{}}\d]*\}}(?:\^\{{?[23]\}}?)?"
+_WHOLE = re.compile(  # of a text with single spaces
+    rf"(?:([-+]) ?{_CURRENCY}? ?|{_CURRENCY} ?([-+]?) ?|)({_LITERAL})\.?"
+    rf" ?(?:%|{_CURRENCY}|°|\^\{{?\\circ\}}?)? ?(?:{_UNIT})? ?\.?"
+)
+_WRAPPERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
+
+# Words and their digits (CO2, x_1) are names. A minus after a digit, letter or bracket is a subtraction, not a sign.
+_TOKEN = re.compile(
+    rf"\\[a-zA-Z]+|[^\W\d]\w*(?:(?<=_)\{{[^{{}}]*\}})?|(?P<number>(?:(?<![\w)\].}}])[-+]\$?|\$-?)?{_LITERAL})"
+)
+_OPERATOR = r"(?:[\u00d7·÷√]|\\(?:cdot|times|div|pm|sqrt|[dt]?frac|pi))"
+_PART_BEFORE = re.compile(rf"(?:[\^{{]|\d(?:[.,:]| +)|(?:[\d)\]}}]\s*\*|[\w)\]}}]\s*\+|/|{_OPERATOR})\s*)$")
+_PART_AFTER = re.compile(
+    rf"\s*(?:{_OPERATOR}|\+\s*[\w\\($]|\*\s*[\d(]|(?:{_GROUP}\{{\s*)?(?:{_SCALE}))"
+    r"|[+*/]?(?:[inxyz](?![A-Za-z])|[π²³¼½¾({])|\^(?!\{?\\circ)"
+)
+_WORDED_UNIT = re.compile(rf"(?<=\d)(?:\s*{_UNIT}| ?(?:[a-z]{{2,}}|m)\^\{{?[23]\}}?(?!\w))")
 
 
 def score(args: Any, sample: Sample) -> float:
     """1.0 if the final number of the response equals the label and the sample ended by itself, else 0.0.
 
-    Where both are whole numbers they must be equal; otherwise they may differ by a millionth of the label. An
-    answer whose box or mark holds no number earns 0.0: other numbers of the text are not tried. A truncated
-    answer earns 0.0, since its last number may be cut. Raises RewardError if the label is no number.
+    Where both are whole numbers they must be equal; otherwise they may differ by a millionth of the label. An answer
+    that has anything but one number in its box or on the line of its mark earns 0.0: other numbers of the text are not
+    tried. A truncated answer earns 0.0, since its last number may be cut. Raises RewardError if the label is neither
+    one number (a number, or text that is one as a whole) nor text with one in a box or after ``####``.
     """
     label = _label(sample)
     if sample.status is not Status.COMPLETED:
         return 0.0
-    answer = final_number(sample.response)
+    answer = final_number(after_reasoning(sample.response))
     if answer is None:
         return 0.0
     if answer.denominator == 1 and label.denominator == 1:
@@ -50,49 +84,71 @@ def score(args: Any, sample: Sample) -> float:
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number that a text answers with, exactly; None if there is none or it is too long."""
-    text = text[-MAX_CHARACTERS:]
-    if _BOXED in text:
-        return _first_number(_inside_braces(text[text.rindex(_BOXED) + len(_BOXED) :]))
-    if _MARK in text:
-        return _first_number(text[text.rindex(_MARK) + len(_MARK) :])
-    literals = _literals(text)
-    return _parse(literals[-1]) if literals else None
+    """The number that a text answers with, exactly; None if there is none or it is too long.
+
+    Without a box and a mark: the last number, or None where that is a part of an expression (``x^2``, ``2*3``).
+    """
+    marked = _marked(text)
+    return _last_number(text) if marked is None else whole_number(marked)
+
+
+def whole_number(text: str) -> Fraction | None:
+    """The number that the text is as a whole; None if it is none, or too long."""
+    text = text.strip()
+    if len(text) > MAX_CHARACTERS:
+        return None
+    for opening, closing in _WRAPPERS:
+        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
+            text = text[len(opening) : -len(closing)].strip()
+    found = _WHOLE.fullmatch(" ".join(_plain(text).split()))
+    return _parse((found[1] or found[2] or "") + found[3]) if found else None
+
+
+def _marked(text: str) -> str | None:
+    """What the last box holds, else the line that follows the last mark; None in a text without either."""
+    if "\\boxed" in text or "\\fbox" in text:
+        return last_boxed(text) or ""
+    return text.rpartition(_MARK)[2].lstrip().partition("\n")[0] if _MARK in text else None
+
+
+def _last_number(text: str) -> Fraction | None:
+    if len(text) > MAX_CHARACTERS:
+        text = text[-MAX_CHARACTERS:].partition(" ")[2]  # the first word may be cut
+    text = _WORDED_UNIT.sub(" ", _plain(text))
+    numbers = [found for found in _TOKEN.finditer(text) if found["number"]]
+    if not numbers:
+        return None
+    number = numbers[-1]
+    before, after = text[: number.start()], text[number.end() :]
+    if _PART_BEFORE.search(before[-MAX_DIGITS:]) or _PART_AFTER.match(after):
+        return None
+    return _parse(number.group())
 
 
 def _label(sample: Sample) -> Fraction:
     label = sample.label
     number: Fraction | None = None
     if isinstance(label, int | float) and not isinstance(label, bool):
-        number = final_number(repr(label))
+        number = whole_number(str(label))
     elif isinstance(label, str):
-        number = final_number(label)
+        marked = _marked(label)
+        number = whole_number(label if marked is None else marked)
     if number is None:
         raise RewardError(
             f"the label is {label!r:.80}",
-            where=str(sample.uid or "rm_hub.numeric"),
-            expected=f"a number of at most {MAX_DIGITS} digits, or text that ends in one",
+            where=where(sample, "rm_hub.numeric"),
+            expected=f"one number of at most {MAX_DIGITS} digits and nothing else, or text with such a number in its "
+            "last \\boxed{...} or after its last ####",
+            hint="name the field that holds it with --label-key; for expressions there is --rm-type math",
         )
     return number
 
 
-def _first_number(text: str) -> Fraction | None:
-    literals = _literals(text)
-    return _parse(literals[0]) if literals else None
-
-
-def _literals(text: str) -> list[str]:
-    return _NUMBER.findall(_LATEX_FRACTION.sub(r" \1/\2 ", text))
-
-
-def _inside_braces(text: str) -> str:
-    """The text up to the brace that closes one opened before it; empty where none does."""
-    depth = 1
-    for position, character in enumerate(text):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return text[:position]
-    return ""
+def _plain(text: str) -> str:
+    """One spelling of signs, separators, fractions and spaces."""
+    for spelling, plain in _SPELLINGS:
+        text = spelling.sub(plain, text)
+    return text
 
 
 def _parse(literal: str) -> Fraction | None:

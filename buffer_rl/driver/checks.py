@@ -9,7 +9,7 @@ from buffer_rl.config import did_you_mean
 from buffer_rl.data.eval_config import eval_sets_of
 from buffer_rl.data.training_files import check_sources
 from buffer_rl.driver.early_stop import EarlyStop, parse_early_stop
-from buffer_rl.driver.modes import check_modes, train_only
+from buffer_rl.driver.modes import check_modes, rollout_only, train_only
 from buffer_rl.driver.role_checks import check_role_options
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.errors import ConfigError
@@ -32,6 +32,8 @@ def check_options(args: Any) -> None:
     if not train_only(args):
         _check_reward(args)
     _check_evaluation(args)
+    _check_top_k(args)
+    _check_kl(args)
     require_local_engines(args.weight_sync_mode, args.engine_urls)
     check_template_kwargs(args.apply_chat_template_kwargs)
     _check_optimizer(args)
@@ -117,6 +119,26 @@ def _check_evaluation(args: Any) -> None:
             f"the evaluation set {named[0]!r} names an rm_type, but --custom-rm-path scores every sample",
             where="--eval-config and --custom-rm-path",
             hint="take one of them out",
+        )
+
+
+def _check_top_k(args: Any) -> None:
+    """SGLang refuses 0, which other libraries read as "all", at the first request."""
+    given = {"--rollout-top-k": args.rollout_top_k, "--eval-top-k": args.eval_top_k}
+    given |= {f"--eval-config {args.eval_config}, the set {s.name!r}": s.top_k for s in eval_sets_of(args)}
+    if zero := [where for where, top_k in given.items() if top_k == 0]:
+        raise ConfigError("top_k is 0", where=zero[0], expected="-1 for all tokens, or at least 1", hint="write -1")
+
+
+def _check_kl(args: Any) -> None:
+    """The built-in policy loss has no other place for the coefficient; a function of the user's own may read it."""
+    trains = args.num_rollout != 0 and not rollout_only(args)
+    builtin = args.loss_type == "policy_loss" and not args.custom_loss_function_path
+    if trains and builtin and args.kl_loss_coef and not args.use_kl_loss and not args.custom_advantage_function_path:
+        raise ConfigError(
+            f"the loss has no KL penalty that {args.kl_loss_coef:g} could be the weight of",
+            where="--kl-loss-coef",
+            hint="add --use-kl-loss, or write --kl-loss-coef 0",
         )
 
 

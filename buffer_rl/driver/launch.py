@@ -27,7 +27,7 @@ from buffer_rl.driver.driver import Driver, RunPlan, RunResult
 from buffer_rl.driver.early_stop import parse_early_stop
 from buffer_rl.driver.modes import reads_data_source, rollout_only, train_only
 from buffer_rl.driver.process import sole_user, termination_as_exception
-from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, provenance_of
+from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, provenance_of, ships_code
 from buffer_rl.driver.role_calls import RolePlan
 from buffer_rl.driver.roles import role_plan, start_roles
 from buffer_rl.driver.rollout_files import RecordedRollouts, RolloutRecorder
@@ -109,8 +109,7 @@ class _Run:
         self.evaluates = bool(args.eval_prompt_data or args.eval_config) and not train_only(args)
         if self.evaluates or (self.rollouts_use_engine and not train_only(args)):
             self.fleet = stack.enter_context(EngineFleet(args, str(run_dir), registry, self.observer.notice))
-        ships = args.ray_address is not None and args.ship_code
-        code = collect_user_code(args, registry) if ships else None
+        code = collect_user_code(args, registry) if ships_code(args) else None
         stack.enter_context(ray_session(args.ray_address, code, round(args.object_store_gb * 1e9)))
         self.saving: LocalTarget | None = None
         stack.callback(self._end_saving)

@@ -39,7 +39,8 @@ class PluginSource:
 class Provenance:
     """What a run is made of.
 
-    code: SHA-256 of each of the user's own files that its plugins need, by relative path; code_sha256: of all of them.
+    code: SHA-256 of each of the user's own files that its plugins need, by relative path (of one over 20 MiB, its
+    size); code_sha256: of all of them.
     data: use, path, number of rows and source hash of each data source.
     """
 
@@ -57,7 +58,7 @@ class Provenance:
 
 
 def provenance_of(args: Any, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = ()) -> Provenance:
-    """Raises PluginError for a reference that leads nowhere."""
+    """Raises PluginError for a reference that leads nowhere, ConfigError for code that is too large to be sent."""
     bundle = collect_user_code(args, registry)
     return Provenance(
         python=platform.python_version(),
@@ -70,10 +71,20 @@ def provenance_of(args: Any, registry: PluginRegistry, data: Sequence[Mapping[st
 
 
 def collect_user_code(args: Any, registry: PluginRegistry) -> CodeBundle:
-    """The user's own files that the plugins of ``args`` need. Raises PluginError, ConfigError."""
+    """The user's own files that the plugins of ``args`` need. Raises PluginError; and ConfigError if they are to be
+    sent to other nodes and are too large for it."""
     origins = [origin for _, origin in plugin_origins(args, registry)]
     python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return collect_code(origins, cwd=os.getcwd(), python_path=python_path)
+    bundle = collect_code(origins, cwd=os.getcwd(), python_path=python_path)
+    if ships_code(args):
+        bundle.check_size()
+    return bundle
+
+
+def ships_code(args: Any) -> bool:
+    """Whether the run sends the user's files to other nodes. The workers of a local run start in the driver's folder,
+    with its ``PYTHONPATH``, and import them from there."""
+    return args.ray_address is not None and bool(args.ship_code)
 
 
 def plugin_origins(args: Any, registry: PluginRegistry) -> Iterator[tuple[str, Origin]]:

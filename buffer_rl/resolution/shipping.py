@@ -43,13 +43,29 @@ class CodeBundle:
     folders: tuple[str, ...]
 
     def hashes(self) -> dict[str, str]:
-        """SHA-256 of each file, by target."""
-        return {target: hashlib.sha256(path.read_bytes()).hexdigest() for target, path in sorted(self.files.items())}
+        """SHA-256 of each file, by target; of a file beyond ``MAX_BYTES``, which is no code, its size."""
+        return {target: _identity(path) for target, path in sorted(self.files.items())}
 
     @property
     def sha256(self) -> str:
         """Of all names and contents; empty where there is nothing."""
         return hashlib.sha256(json.dumps(self.hashes()).encode()).hexdigest() if self.files else ""
+
+    def check_size(self) -> None:
+        """Raises ConfigError, naming the largest files, where there is more than nodes are sent."""
+        sizes = {path: path.stat().st_size for path in self.files.values()}
+        total = sum(sizes.values())
+        if total <= MAX_BYTES:
+            return
+        largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:3]
+        raise ConfigError(
+            f"the code to send to other nodes has {total / 2**20:.1f} MiB in {len(sizes)} files; the largest: "
+            + ", ".join(f"{path} ({sizes[path] / 2**20:.1f} MiB)" for path in largest),
+            where="--ray-address",
+            expected=f"at most {MAX_BYTES // 2**20} MiB",
+            hint="keep data and weights out of the package; or, where every node has the folder at the same path, add "
+            "--no-ship-code, which sends nothing",
+        )
 
     def write(self, folder: Path) -> None:
         """Copy the files below ``folder``, with the list that ``buffer_rl.resolution.shipped`` reads."""
@@ -66,7 +82,7 @@ class CodeBundle:
 
 
 def collect_code(origins: Iterable[Origin], *, cwd: str, python_path: Sequence[str] = ()) -> CodeBundle:
-    """The user's own files that ``origins`` need. Raises ConfigError if they are too large to be code."""
+    """The user's own files that ``origins`` need, of whatever size."""
     collector = _Collector([os.path.abspath(folder) for folder in (cwd, *filter(None, python_path))])
     for origin in origins:
         if origin.form is Form.FILE:
@@ -74,11 +90,9 @@ def collect_code(origins: Iterable[Origin], *, cwd: str, python_path: Sequence[s
         elif origin.module:
             collector.add_module(origin.module)
     collector.add_imports()
-    bundle = CodeBundle(
+    return CodeBundle(
         files=collector.files, references=collector.references, folders=tuple(map(str, collector.folders))
     )
-    _check_size(bundle)
-    return bundle
 
 
 class _Collector:
@@ -181,16 +195,6 @@ def _imports(file: Path) -> list[str]:
     return names
 
 
-def _check_size(bundle: CodeBundle) -> None:
-    sizes = {target: path.stat().st_size for target, path in bundle.files.items()}
-    total = sum(sizes.values())
-    if total <= MAX_BYTES:
-        return
-    largest = sorted(sizes, key=lambda target: sizes[target], reverse=True)[:3]
-    named = ", ".join(f"{bundle.files[target]} ({sizes[target] / 2**20:.1f} MiB)" for target in largest)
-    raise ConfigError(
-        f"the code to send to other nodes has {total / 2**20:.1f} MiB in {len(sizes)} files; the largest: {named}",
-        where="--ray-address",
-        expected=f"at most {MAX_BYTES // 2**20} MiB",
-        hint="keep data and weights out of the package; --no-ship-code sends nothing, where every node has the folder",
-    )
+def _identity(path: Path) -> str:
+    size = path.stat().st_size
+    return hashlib.sha256(path.read_bytes()).hexdigest() if size <= MAX_BYTES else f"{size} bytes"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ GOOD: dict[str, Any] = {
     "save": "checkpoints",
     "save_interval": 1,
 }
+RECORDED = "rows_{rollout_id}.safetensors"
+TRAIN_ONLY: dict[str, Any] = {"load_debug_rollout_data": RECORDED, "early_stop": None}
+ROLLOUT_ONLY: dict[str, Any] = {"debug_rollout_only": True, "save": None, "save_interval": None}
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
 
 
@@ -43,6 +47,14 @@ def check(**changes: Any) -> None:
         {"early_stop": "eval/dev/length < 10"},
         {"early_stop": None, "eval_interval": None, "eval_prompt_data": []},
         {"save_interval": None},
+        {"rollout_top_k": 1, "eval_top_k": -1},
+        {"use_kl_loss": True, "kl_loss_coef": 0.01},
+        {"use_kl_loss": True, "kl_loss_coef": 0.0},
+        {"kl_loss_coef": 0.01, "custom_loss_function_path": "mine:loss"},
+        {"kl_loss_coef": 0.01, "custom_advantage_function_path": "mine:advantages"},
+        {"kl_loss_coef": 0.01, "loss_type": "sft_loss"},
+        {"kl_loss_coef": 0.01, "num_rollout": 0},
+        {"kl_loss_coef": 0.01, **ROLLOUT_ONLY},
         {**STREAM, "num_ref_workers": 2, "use_kl_loss": True, "num_advantage_workers": 1},
         {**STREAM, "rollout_batch_size": 2, "over_sampling_batch_size": 4},
         {**STREAM, "partial_rollout": True, "mask_offpolicy_in_partial_rollout": True},
@@ -83,6 +95,10 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
             {**STREAM, "rollout_all_samples_process_path": "mine:process"},
             ["--stream-gradients and --rollout-all-samples-process-path: this function sees the whole rollout"],
         ),
+        ({"rollout_top_k": 0}, ["--rollout-top-k: top_k is 0", "-1 for all tokens", "hint: write -1"]),
+        ({"eval_top_k": 0}, ["--eval-top-k: top_k is 0"]),
+        ({"kl_loss_coef": 0.01}, ["--kl-loss-coef: the loss has no KL penalty that 0.01", "add --use-kl-loss"]),
+        ({"kl_loss_coef": 0.01, **TRAIN_ONLY}, ["--kl-loss-coef"]),
         ({"partial_rollout": True}, ["--partial-rollout: ", "older weights", "--mask-offpolicy-in-partial-rollout"]),
     ],
 )
@@ -91,6 +107,13 @@ def test_options_that_contradict_each_other_are_named(changes: dict[str, Any], w
         check(**changes)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_set_of_the_evaluation_file_with_a_top_k_of_0_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "eval.yaml"
+    file.write_text("eval:\n  datasets:\n  - {name: hard, path: hard.jsonl, top_k: 0}\n")
+    with pytest.raises(ConfigError, match=r"eval\.yaml, the set 'hard': top_k is 0"):
+        check(eval_config=str(file))
 
 
 def test_over_sampled_and_masked_partial_rollouts_are_accepted() -> None:
@@ -127,11 +150,6 @@ def test_a_condition_is_met_by_its_own_metric_alone(op: str, met_by: set[float])
     assert {value for value in (0.4, 0.5, 0.6) if stop.met({"m": value})} == met_by
     assert not stop.met({"other": 0.5})
     assert not stop.met({"m": float("nan")})
-
-
-RECORDED = "rows_{rollout_id}.safetensors"
-TRAIN_ONLY: dict[str, Any] = {"load_debug_rollout_data": RECORDED, "early_stop": None}
-ROLLOUT_ONLY: dict[str, Any] = {"debug_rollout_only": True, "save": None, "save_interval": None}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.algo.group_rewards import group_normalize
 from buffer_rl.config import compose
 from buffer_rl.driver.notices import notices
 from buffer_rl.options import CORE_SECTIONS
@@ -42,3 +43,40 @@ def test_what_holds_every_group_back_is_told_where_it_costs_the_overlap(flag: st
     assert text.startswith("--schedule pipelined overlaps nothing with generation here: ")
     assert flag in text
     assert texts(**{name: "mine:function"}) == []
+
+
+def test_groups_of_one_sample_are_told_where_their_advantages_are_0() -> None:
+    (text,) = texts(n_samples_per_prompt=1)
+    assert text.startswith("--n-samples-per-prompt 1: ")
+    assert group_normalize([3.0], std=False).tolist() == group_normalize([3.0], std=True).tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"custom_reward_post_process_path": "mine:centred"},
+        {"custom_convert_samples_to_train_data_path": "mine:columns"},
+        {"custom_advantage_function_path": "mine:advantages"},
+        {"advantage_estimator": "mine:advantages"},
+        {"custom_loss_function_path": "mine:loss"},
+        {"rollout_function_path": "mine:rollout"},
+        {"loss_type": "sft_loss"},
+        {"loss_type": "mine:loss"},
+        {"num_rollout": 0},
+        {"debug_rollout_only": True},
+        {"load_debug_rollout_data": "rows_{rollout_id}.safetensors"},
+    ],
+)
+def test_groups_of_one_sample_are_no_matter_where_something_else_makes_the_advantages(options: dict[str, Any]) -> None:
+    assert texts(n_samples_per_prompt=1, **options) == []
+
+
+def test_multimodal_fields_that_the_engine_never_gets_are_told() -> None:
+    keys = {"image": "images"}
+    for more in ({}, {"num_rollout": 0}, {"debug_rollout_only": True}):
+        (text,) = texts(multimodal_keys=keys, **more)
+        assert text.startswith("--multimodal-keys image: the built-in generate function")
+    assert texts(multimodal_keys=keys, custom_generate_function_path="mine:generate") == []
+    assert texts(multimodal_keys=keys, num_rollout=0, eval_function_path="mine:evaluate") == []
+    assert texts(multimodal_keys=keys, rollout_function_path="mine:rollout") == []
+    assert texts(multimodal_keys=keys, load_debug_rollout_data="rows_{rollout_id}.safetensors") == []

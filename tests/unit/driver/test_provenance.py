@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -16,9 +17,11 @@ from buffer_rl.checkpoint import opened_checkpoint
 from buffer_rl.config import compose
 from buffer_rl.driver.checkpoints import RunCheckpoints
 from buffer_rl.driver.provenance import changed_plugins, provenance_of
+from buffer_rl.errors import ConfigError
 from buffer_rl.observe.run_facts import RUN_FILE, read_facts, write_facts
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.shipping import MAX_BYTES
 
 REWARD = "import words\n\ndef score(args, sample):\n    return words.VALUE\n"
 
@@ -52,6 +55,22 @@ def test_sources_of_plugins_of_their_imports_and_versions_are_written_down(folde
     assert {"ray", "torch", "transformers"} <= set(facts["packages"])
     assert facts["data"] == [{**data[0], "path": "s3://***@bucket/a.jsonl"}]
     assert "provenance_reward" not in sys.modules
+
+
+def test_the_size_of_the_code_matters_only_where_it_is_sent_to_other_nodes(folder: Path) -> None:
+    (folder / "big").mkdir()
+    (folder / "big" / "__init__.py").write_text(REWARD)
+    (folder / "big" / "table.csv").touch()
+    os.truncate(folder / "big" / "table.csv", MAX_BYTES + 1)
+    args = options().model_copy(update={"custom_rm_path": "big:score"})
+    code = provenance_of(args, PluginRegistry()).code
+    assert code["big/table.csv"] == f"{MAX_BYTES + 1} bytes"
+    assert code["big/__init__.py"] == hashlib.sha256(REWARD.encode()).hexdigest()
+    there = args.model_copy(update={"ray_address": "auto"})
+    with pytest.raises(ConfigError, match=r"--ray-address: .*table\.csv \(20\.0 MiB\)") as caught:
+        provenance_of(there, PluginRegistry())
+    assert "add --no-ship-code" in caught.value.hint
+    assert provenance_of(there.model_copy(update={"ship_code": False}), PluginRegistry()).code == code
 
 
 def test_plugins_named_on_the_command_line_and_files_are_among_them(folder: Path) -> None:

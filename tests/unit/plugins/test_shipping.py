@@ -106,8 +106,9 @@ def test_code_that_is_too_large_is_refused_with_the_largest_files(
 ) -> None:
     monkeypatch.setattr(shipping, "MAX_BYTES", 2**20)
     (project / "pack" / "huge.txt").write_bytes(b" " * (2**20 + 1))
+    bundle = bundle_of(project, "pack.reward:score")
     with pytest.raises(ConfigError, match=r"huge\.txt \(1\.0 MiB\)") as caught:
-        bundle_of(project, "pack.reward:score")
+        bundle.check_size()
     assert "--no-ship-code" in str(caught.value)
 
 

@@ -22,7 +22,11 @@ from rm_hub.f1 import score, score_exact
         ("Broncos", ["Panthers", "Broncos"], 1.0, 1.0),
         ("7", 7, 1.0, 1.0),
         ("", "Broncos", 0.0, 0.0),
-        ("the", "a", 1.0, 1.0),  # nothing is left of either
+        ("the", "A", 0.0, 0.0),  # of which the rules leave nothing
+        ("", "A", 0.0, 0.0),
+        ("(a)", "A", 1.0, 1.0),
+        ("", "-", 0.0, 0.0),
+        ("-", "-", 1.0, 1.0),
         ("Panthers</think>Broncos", "Broncos", 1.0, 1.0),
     ],
 )

@@ -27,6 +27,25 @@ from rm_hub.gpqa import choice, score
         ("The answer is a metal", None),
         ("A or B", None),
         ("", None),
+        ("I think B", None),
+        ("Answer: I think B", None),
+        ("The answer is I think B", None),
+        ("The answer: I'd say B", None),
+        ("Answer: A metal conducts", None),
+        ("Answer: A", "A"),
+        ("Answer: I", "I"),
+        ("Answer: (A) metals conduct", "A"),
+        ("Answer: **A** metals", "A"),
+        ("The answer is A because it conducts.", "A"),
+        ("The answer is C because I think B is wrong.", "C"),
+        ("Answer: C\nI think so", "C"),
+        ("Answer: A\nI think so", "A"),
+        ("Answer: B or C", None),
+        ("Answer: (B) and (C)", None),
+        ("Answer: B, C", None),
+        ("Answer: B/C", None),
+        ("Answer: B, or I am wrong", "B"),
+        ("Answer: B, a metal", "B"),
         ("Answer: A</think>Answer: B", "B"),
     ],
 )
@@ -51,6 +70,12 @@ def test_a_label_is_a_letter_or_one_of_the_choices(label: Any, metadata: dict[st
     assert graded("Answer: C") == 1.0
     assert graded("Answer: B") == 0.0
     assert graded("C", Status.TRUNCATED) == 0.0
+
+
+@pytest.mark.parametrize(("label", "choices"), [("A", ["B", "A"]), ("x", ["x", "x"])])
+def test_a_label_that_may_mean_two_choices_is_an_error(label: str, choices: list[str]) -> None:
+    with pytest.raises(RewardError, match="and of no second"):
+        score(None, Sample(response="A", label=label, metadata={"choices": choices}))
 
 
 @pytest.mark.parametrize("label", [None, True, 4, 2.0, "E", "v", ["C"]])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import RewardError
-from buffer_rl.types import Sample, Status
+from buffer_rl.types import GroupUid, Sample, Status
 from rm_hub.math import score
 
 
@@ -38,6 +38,23 @@ def graded(response: str, label: Any, status: Status = Status.COMPLETED) -> floa
         (r"\boxed{}", "5", 0.0),
         ("", "5", 0.0),
         ("I cannot tell", "5", 0.0),
+        ("3: 4", "3: 4", 1.0),
+        (r"\boxed{3:4}", "3: 4", 1.0),
+        (r"\boxed{4}", "3: 4", 0.0),
+        ("The ratio is 3: 4", "4", 0.0),
+        ("The ratio is: 3: 4", "3:4", 1.0),
+        ("Answer: 5", "5", 1.0),
+        ("x = 3 + 2 = 5", "x = 5", 1.0),
+        ("x = 3 or x = 5", "5", 0.0),
+        ("x = 1, y = 2", "2", 0.0),
+        (r"\boxed{0}", r"1\,000", 0.0),
+        (r"\boxed{1000}", "1 000", 1.0),
+        (r"\boxed{2 1/2}", r"\frac{5}{2}", 1.0),
+        (r"\boxed{1.5}", "2 1/2", 0.0),
+        (r"\boxed{\text{no, it is odd}}", r"\text{no, it is odd}", 1.0),
+        (r"\boxed{12}", r"\$12", 1.0),
+        ("5", r"\(5\)", 1.0),
+        (r"\boxed{\frac{2}{4}}", r"\frac12", 1.0),
         (r"\boxed{__import__('os').getpid()}", "5", 0.0),
     ],
 )
@@ -55,6 +72,12 @@ def test_a_truncated_answer_earns_nothing_and_a_missing_label_is_an_error() -> N
     assert graded(r"\boxed{5}", "5", Status.TRUNCATED) == 0.0
     with pytest.raises(RewardError, match="the label is None"):
         graded("5", None)
+
+
+@pytest.mark.parametrize("label", ["The answer is 5", "$5$ or $6$", "2 + 3 = 5\n#### 5", r"\boxed{5", "x is 5", "$"])
+def test_a_label_with_words_around_an_expression_is_an_error_that_names_the_row(label: str) -> None:
+    with pytest.raises(RewardError, match="data:4:0: the label is"):
+        score(None, Sample(response="5", label=["5", label], uid=GroupUid("data", 4, 0)))
 
 
 def test_without_the_package_the_error_says_what_to_install() -> None:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.errors import RewardError
-from buffer_rl.types import Sample, Status
-from rm_hub.numeric import MAX_DIGITS, final_number, score
+from buffer_rl.types import GroupUid, Sample, Status
+from rm_hub.numeric import MAX_CHARACTERS, MAX_DIGITS, final_number, score
 
 
 def graded(response: str, label: Any, status: Status = Status.COMPLETED) -> float:
@@ -25,7 +25,7 @@ def graded(response: str, label: Any, status: Status = Status.COMPLETED) -> floa
         ("The answer is 72.", 72),
         ("48/2 = 24, 48+24 = 72", 72),
         ("it costs $1,234,567.50 in all", Fraction("1234567.5")),
-        ("1,2345", 2345),
+        ("1,2345", None),
         ("5-3", 3),
         ("x = (2)-3", 3),
         ("x = -3", -3),
@@ -47,12 +47,86 @@ def graded(response: str, label: Any, status: Status = Status.COMPLETED) -> floa
         (r"7 \boxed{x}", None),
         (r"7 \boxed{8", None),
         ("step 9\n#### 72", 72),
+        ("#### 72\nThat is 7 more.", 72),
+        ("#### 72 of 80", None),
         ("#### 1\n#### 1,000", 1000),
         ("7 ####", None),
     ],
 )
 def test_the_final_number_of_a_text(text: str, expected: Any) -> None:
     assert final_number(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"1{,}000", 1000),
+        (r"12\,345\,678.5", Fraction(123456785, 10)),
+        (r"-\frac{3}{4}", Fraction(-3, 4)),
+        (r"\frac12", Fraction(1, 2)),
+        (r"\$18", 18),
+        ("-$5", -5),
+        (r"50\%", 50),
+        (r"90^\circ", 90),
+        (r"5\,\text{cm}", 5),
+        (r"18 \text{ m}^2", 18),
+        ("$72$", 72),
+        ("**72.**", 72),
+        ("\N{MINUS SIGN}3", -3),
+        (r"2\sqrt{3}", None),
+        ("x^2", None),
+        ("x = 5", None),
+        (r"2\frac{1}{2}", None),
+        (r"3\times10^5", None),
+        (r"3 \text{ million}", None),
+        (r"2\text{3}", None),
+        ("3 or 5", None),
+        ("3, 5", None),
+        ("3: 4", None),
+        ("5-3", None),
+        ("1,00", None),
+        ("1 000", None),
+        ("72 apples", None),
+        ("5\n6", None),
+    ],
+)
+def test_a_box_and_a_label_are_one_number_as_a_whole_or_none(text: str, expected: Any) -> None:
+    assert final_number(f"by 7, \\boxed{{{text}}} of 8") == expected
+    for label in (text, f"6 + 1\n\\boxed{{{text}}}", *([f"6 + 1 = 7\n#### {text}"] if "\n" not in text else [])):
+        if expected is None:
+            with pytest.raises(RewardError, match=r"data:4:0: the label is .*\n.*after its last ####"):
+                score(None, Sample(response="72", label=label, uid=GroupUid("data", 4, 0)))
+        else:
+            assert graded(f"\\boxed{{{expected}}}", label) == 1.0
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "x^2", "x^{2}", r"2\sqrt{3}", r"2\sqrt 3", r"\sqrt3", r"\frac{x}{2}", "x/2", r"\pi/4", r"2\pi", "2x", "3+4i",
+        "3 + x", "x + 3", "48*24", r"3\times10^5", r"3 \cdot 5", "2(x", "3:4", "12:30", "1,00", "1{,}00", "1 000",
+        "2 1/2", "1.2.3", "12/05/2023", "3 million", "2\N{VULGAR FRACTION ONE HALF}", "10\N{SUPERSCRIPT TWO}",
+    ],
+)  # fmt: skip
+def test_a_part_of_an_expression_is_no_number_and_no_other_is_tried(part: str) -> None:
+    assert final_number(f"From 7 it follows that it is {part}.") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the area is 72 m^2.", "72 cm^{2}", r"72\text{ m}^2", "72 g of CO2", "72 for x_1", "72km/h", "$72/hour", "*72*",
+        "**72**.", "Step 3: 72", "answer:72", "=72.", "x = 3, y = 72", r"x\approx72", r"$\mathbf{72}$", "72!", "[72]",
+        r"72^\circ",
+    ],
+)  # fmt: skip
+def test_punctuation_units_and_names_may_stand_around_the_last_number(text: str) -> None:
+    assert final_number(text) == 72
+
+
+def test_a_number_that_begins_before_the_characters_that_are_read_is_no_number() -> None:
+    assert final_number("172" + "!" * (MAX_CHARACTERS - 2)) is None
+    assert final_number("so 172 " + "!" * (MAX_CHARACTERS - 20)) == 172
 
 
 @given(st.integers(-(10**30), 10**30))
@@ -81,6 +155,8 @@ def test_a_float_is_graded_right_against_itself(number: float) -> None:
         ("1e-30", 0, 0.0),
         ("172", 72, 0.0),
         ("I cannot tell", 72, 0.0),
+        (r"\boxed{72}? #### 72?</think>No, 71.", 72, 0.0),
+        (r"\boxed{71}?</think>It is 72.", 72, 1.0),
     ],
 )
 def test_whole_numbers_must_be_equal_and_others_close(response: str, label: Any, expected: float) -> None:
@@ -91,7 +167,7 @@ def test_a_truncated_answer_earns_nothing_because_its_number_may_be_cut() -> Non
     assert graded("the answer is 72", 72, Status.TRUNCATED) == 0.0
 
 
-@pytest.mark.parametrize("label", [None, True, "no number", "", [72], float("nan"), float("inf"), "1" * 65])
+@pytest.mark.parametrize("label", [None, True, "no number", "It is 72", "", [72], float("nan"), "1" * 65])
 def test_a_label_without_a_number_is_an_error_and_not_a_zero(label: Any) -> None:
     with pytest.raises(RewardError, match="the label is"):
         graded("72", label)
@@ -102,3 +178,5 @@ def test_huge_numbers_cost_nothing_and_earn_nothing() -> None:
     assert final_number("9" * (MAX_DIGITS + 1)) is None
     for attack in ("9" * 1_000_000, "1e" + "9" * 1_000_000, "1," * 500_000, "{" * 1_000_000, r"\boxed{" * 200_000):
         assert graded(attack, 72) == 0.0
+    for space in (" ", "{,}", "\\,", "a"):  # a grammar with many ways to divide what follows
+        assert graded(f"\\boxed{{72{space * 1000}x}}", 72) == 0.0
