@@ -15,7 +15,7 @@ from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
 from buffer_rl.rollout.continuing import start_anew
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
 from buffer_rl.rollout.generate import generate
-from buffer_rl.rollout.requests import Requests
+from buffer_rl.rollout.requests import RequestNumbers, Requests
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.types import Sample, SampleGroup, Status, Ticket
 
@@ -44,7 +44,10 @@ async def generate_group(
 ) -> None:
     """Generate every sample of ``group`` in place; those that an earlier lease completed stay as they are."""
     incarnation = group.incarnation or ticket.incarnation
-    scope = LeaseScope(task=ticket.task, incarnation=incarnation, attempt=group.attempt, requests=requests)
+    numbers = RequestNumbers()  # of this attempt: the next one asks under the same seeds again
+    scope = LeaseScope(
+        task=ticket.task, incarnation=incarnation, attempt=group.attempt, requests=requests, numbers=numbers
+    )
     num_before = sum(sample.response_length for sample in group)
     with lease_scope(scope), stats.generating.running():
         parts = await run_all(_generate_one(context, sample, params, requests) for sample in group.samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
 import time
 from typing import Any
@@ -291,3 +292,26 @@ async def strikes_the_engine(args: Any, sample: Sample) -> float:
             pass
     await asyncio.sleep(0)
     return 1.0
+
+
+async def best_of_three(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Asks three times at once; the responses are noted, the longest is kept."""
+    copies = [copy.copy(sample) for _ in range(3)]
+    answers = await asyncio.gather(*[generate(args, each, sampling_params) for each in copies])
+    best = max(answers, key=lambda each: each.response_length)
+    best.metadata["answers"] = [each.tokens[-each.response_length :] for each in answers]
+    return best
+
+
+async def one_after_another(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """Two parts with numbers of their own, at once, of two turns each; then a third response in the same object."""
+    parts = [copy.copy(sample) for _ in range(2)]
+    for number, part in enumerate(parts):
+        part.part = number
+    await asyncio.gather(*[two_turns_with_a_tool(args, part, sampling_params) for part in parts])
+    await generate(args, parts[0], sampling_params)
+    return parts
+
+
+async def with_a_seed(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    return await generate(args, sample, sampling_params | {"sampling_seed": 77})
