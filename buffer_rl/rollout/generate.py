@@ -66,8 +66,8 @@ def is_stopped() -> bool:
 async def answer_for(sample: Sample, input_ids: list[int], sampling_params: dict[str, Any]) -> Generated:
     """The engine's answer to ``input_ids``, checked; it may be aborted as soon as the rollout does not need the sample.
 
-    The seed is the ``sampling_seed`` of ``sampling_params``, where they have one; else the sample's own, and another one
-    for each further response that is asked for the sample.
+    The seed is the ``sampling_seed`` of ``sampling_params``, where they have one; else the sample's own, and for each
+    further response of the sample another one.
 
     Raises RolloutError without an engine, EngineError, naming the row, if the engine refuses or its answer breaks the
     protocol."""

@@ -315,3 +315,50 @@ async def one_after_another(args: Any, sample: Sample, sampling_params: dict[str
 
 async def with_a_seed(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     return await generate(args, sample, sampling_params | {"sampling_seed": 77})
+
+
+async def parts_by_label(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """A label such as ``1 0 0`` is the rewards of as many parts; those of 0 are truncated, the n-th has n tokens."""
+    parts = []
+    for number, reward in enumerate(map(float, sample.label.split()), start=1):
+        status = Status.COMPLETED if reward else Status.TRUNCATED
+        part = Sample(prompt=sample.prompt, tokens=[5] * (number + 1), response_length=number)
+        part.reward, part.status = reward, status
+        parts.append(part)
+    return parts
+
+
+async def gives_up_second_samples(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The label of the second sample is the reward it leaves, or ``none``; ``lost`` is not given up."""
+    sample = await generate(args, sample, sampling_params)
+    if sample.sample_index == 1:
+        sample.tokens, sample.response, sample.response_length, sample.rollout_log_probs = [], "", 0, None
+        sample.weight_versions = []
+        sample.status, sample.remove_sample = Status.ABORTED, sample.label != "lost"
+        sample.reward = None if sample.label in ("none", "lost") else float(sample.label)
+    return sample
+
+
+async def keeps_differing(args: Any, group: SampleGroup) -> bool:
+    return len({sample.get_reward_value(args) for sample in group}) > 1
+
+
+async def status_from_label(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample = await generate(args, sample, sampling_params)
+    sample.status = sample.label
+    return sample
+
+
+async def reward_that_sets_a_status(args: Any, sample: Sample) -> float:
+    sample.status = sample.label
+    return 1.0
+
+
+async def notes_evaluation(args: Any, sample: Sample, sampling_params: Any, evaluation: bool = False) -> Sample:
+    sample.metadata["evaluation"] = evaluation
+    return await generate(args, sample, sampling_params)
+
+
+def notes_keywords(args: Any, sample: Sample, sampling_params: Any, **kwargs: Any) -> Sample:
+    sample.metadata |= kwargs
+    return sync_generate(args, sample, sampling_params)
