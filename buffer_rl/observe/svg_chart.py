@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 
@@ -20,13 +20,15 @@ _TICKS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One curve. colour: index of a class; marked: a dot at each point; faint: a thin line behind another one."""
+    """One curve. colour: index of a class; marked: a dot at each point; faint: a thin line behind another one; dashed:
+    one that is to be told from a solid line beside it without its colour."""
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: int = 0
     marked: bool = False
     faint: bool = False
+    dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ def line_chart(
     parts = [_axes(frame)]
     for line in lines:
         points = [(frame.x(x), frame.y(y)) for x, y in line.points]
-        kind = f"line c{line.colour % COLOURS}" + (" faint" if line.faint else "")
+        kind = f"line c{line.colour % COLOURS}" + (" faint" if line.faint else "") + (" dashed" if line.dashed else "")
         if len(points) > 1:
             parts.append(f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
         if line.marked or len(points) == 1:
@@ -136,7 +138,7 @@ def thinned(line: Line) -> Line:
     for start, end in pairwise(edges):
         part = line.points[start:end]
         means.append((sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)))
-    return Line(name=line.name, points=means, colour=line.colour, marked=line.marked, faint=line.faint)
+    return replace(line, points=means)
 
 
 def ticks(low: float, high: float, count: int = _TICKS) -> list[float]:
