@@ -52,7 +52,6 @@ svg .grid{{stroke:var(--rule);stroke-width:1}}
 svg .axis{{stroke:var(--dim);stroke-width:1}}
 svg .line{{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round}}
 svg .faint{{stroke-width:.9;opacity:.4}}
-svg .dashed{{stroke-dasharray:6 4}}
 svg .dot,svg .bar{{fill:var(--c)}}
 .legend{{display:flex;flex-wrap:wrap;gap:2px 16px;list-style:none;margin:4px 0;padding:0;font-size:13px}}
 .key{{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px;background:var(--c)}}

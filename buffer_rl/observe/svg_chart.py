@@ -21,7 +21,7 @@ _TICKS = 5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """One curve. colour: index of a class; marked: a dot at each point; faint: a thin line behind another one; dashed:
-    one that is to be told from a solid line beside it without its colour."""
+    so that it differs from a solid line beside it not by its colour alone."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -70,9 +70,12 @@ def line_chart(
     parts = [_axes(frame)]
     for line in lines:
         points = [(frame.x(x), frame.y(y)) for x, y in line.points]
-        kind = f"line c{line.colour % COLOURS}" + (" faint" if line.faint else "") + (" dashed" if line.dashed else "")
+        kind = f"line c{line.colour % COLOURS}" + (" faint" if line.faint else "")
+        dashes = ' stroke-dasharray="6 4"' if line.dashed else ""
         if len(points) > 1:
-            parts.append(f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
+            parts.append(
+                f'<polyline class="{kind}"{dashes} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+            )
         if line.marked or len(points) == 1:
             parts += [
                 f'<circle class="dot c{line.colour % COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3.5">'
