@@ -124,11 +124,14 @@ def finished_metrics(
     """Reward, lengths and truncation of finished groups under the built-in rollout's names, as far as the ``given``
     metrics of the rollout function lack them. For ``sft_loss``, whose rewards mean nothing, lengths alone."""
     ordered = sorted(groups, key=lambda group: group.uid)
-    if evaluation:  # under names of its own where the function gives scores
-        return {} if any(name.startswith("eval/") for name in given) else eval_metrics(args, ordered)
     stats = RolloutStats()
-    for group in ordered:
-        stats.count_kept(group, rewards_of(args, group))
+    try:
+        if evaluation:  # under names of its own where the function gives scores
+            return {} if any(name.startswith("eval/") for name in given) else eval_metrics(args, ordered)
+        for group in ordered:
+            stats.count_kept(group, rewards_of(args, group))
+    except (TypeError, ValueError):  # lengths that are no numbers: what finishes the groups says which
+        return {}
     names = {name.removeprefix("rollout/") for name in given}
     return {
         name: value
