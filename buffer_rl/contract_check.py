@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import numbers
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from buffer_rl.errors import RewardError, RolloutError
 from buffer_rl.resolution.errors import short_repr
-from buffer_rl.types import FilterDecision, GroupUid, RolloutOutput, Sample, SampleGroup
+from buffer_rl.types import FilterDecision, GroupUid, RolloutOutput, Sample, SampleGroup, Status
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -66,6 +66,22 @@ def check_filter_decision(value: object, *, where: str) -> FilterDecision:
     )
 
 
+def check_statuses(samples: Iterable[Sample], *, where: str) -> None:
+    """Make the status of each sample a ``Status``, in place: a function of the user's may set it as text.
+
+    Raises RolloutError, naming ``where`` and the sample, for anything that is no status."""
+    for sample in samples:
+        try:
+            sample.status = Status(sample.status)
+        except ValueError:
+            row = f"sample {sample.index}" if sample.uid is None else f"row {sample.row_id}"
+            raise RolloutError(
+                f"sample.status is {short_repr(sample.status)}",
+                where=where if row in where else f"{where}, {row}",
+                expected=", ".join(Status),
+            ) from None
+
+
 def check_rollout_output(
     value: object, *, where: str, leased: Mapping[GroupUid, SampleGroup] | None = None
 ) -> RolloutOutput:
@@ -88,6 +104,7 @@ def check_rollout_output(
         if group.uid in seen:
             raise RolloutError(f"the group {group.uid} was returned twice", where=where, expected="each group once")
         seen.add(group.uid)
+        check_statuses(group, where=where)
         checked.append(group)
     return RolloutOutput(groups=checked, metrics=check_metrics(metrics, where=where))
 

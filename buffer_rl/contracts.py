@@ -103,6 +103,9 @@ class RolloutFunction(Protocol):
 class GenerateFunction(Protocol):
     """Fills one sample's response; may return several samples (parts) of one prompt. May be sync.
 
+    One that has a parameter ``evaluation``, or ``**kwargs``, also receives ``evaluation=True`` or ``False``.
+    A sample that it gives up, with status ``aborted`` or ``failed`` and ``remove_sample = True``, is not trained on,
+    and its group stays; any other sample of these statuses costs its group.
     With the attribute ``continues_partial = True`` and ``--partial-rollout`` it also receives samples of status
     ``aborted`` with the tokens they have, to go on with; without it such a sample comes as a prompt.
     """
@@ -161,7 +164,8 @@ class RolloutLogFunction(Protocol):
 
     samples: those of the finished groups, ordered by uid, rewards set. rollout_extra_metrics: the rollout's flat
     numbers under the names that are logged; what the function adds or changes is logged. rollout_time: seconds.
-    True says that the function did the logging: of the rollout's metrics only ``rollout/raw_reward`` is kept.
+    True says that the function did the logging: of the rollout's metrics only ``rollout/raw_reward`` and
+    ``rollout/raw_reward_all`` are kept.
     """
 
     def __call__(

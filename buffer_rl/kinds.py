@@ -83,7 +83,7 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         name="generate",
         flags=("--custom-generate-function-path",),
         protocol=GenerateFunction,
-        signature="async (args, sample, sampling_params) -> Sample | list[Sample]",
+        signature="async (args, sample, sampling_params[, evaluation]) -> Sample | list[Sample]",
         positional=("args", "sample", "sampling_params"),
         may_be_async=True,
     ),

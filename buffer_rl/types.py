@@ -6,7 +6,7 @@ read the same names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, overload
@@ -313,6 +313,17 @@ class TrainBatch:
             row_ids=[self.row_ids[i] for i in chosen],
             columns={name: take_rows(column, chosen) for name, column in self.columns.items()},
         )
+
+
+def sample_means(samples: Iterable[Hashable], values: Iterable[float]) -> list[float]:
+    """The mean of ``values`` over the parts of each sample, so that a sample counts once however many rows it is.
+
+    samples: which sample each value belongs to, ``[num_rows]``. Returns ``[num_samples]``, in the order in which the
+    samples first occur."""
+    parts: dict[Hashable, list[float]] = {}
+    for sample, value in zip(samples, values, strict=True):
+        parts.setdefault(sample, []).append(value)
+    return [float(np.mean(sorted(own))) for own in parts.values()]
 
 
 def take_rows(column: Column, indices: Sequence[int]) -> Column:

@@ -15,7 +15,7 @@ import orjson
 
 from buffer_rl.buffer.codec import group_to_json
 from buffer_rl.errors import RolloutError
-from buffer_rl.types import Sample, SampleGroup, Status, Ticket
+from buffer_rl.types import Sample, SampleGroup, Status, Ticket, sample_means
 
 DONE = (Status.COMPLETED, Status.TRUNCATED)
 
@@ -78,15 +78,17 @@ class RequeueRule:
         return group.as_prompts() if newer or not self.keep_tokens else group
 
     def reward(self, group: SampleGroup) -> float | None:
-        """Mean reward of the samples that have one."""
-        values = []
+        """Mean reward of the samples that have one; a sample of several parts counts once."""
+        indices, values = [], []
         for sample in group:
             reward = sample.reward
             if isinstance(reward, dict):
                 reward = reward.get(self.reward_key or "")
             if isinstance(reward, int | float):
+                indices.append(sample.sample_index)
                 values.append(float(reward))
-        return math.fsum(values) / len(values) if values else None
+        means = sample_means(indices, values)
+        return math.fsum(means) / len(means) if means else None
 
 
 def is_complete(samples: Sequence[Sample]) -> bool:
@@ -135,7 +137,7 @@ def check_versions(ticket: Ticket, group: SampleGroup) -> None:
 def _can_go_on(parts: list[Sample]) -> bool:
     """Whether the parts of one sample are all done, or are one that was aborted, and are sound."""
     if len(parts) == 1 and parts[0].status is Status.ABORTED:
-        return _is_sound(parts[0])
+        return not parts[0].remove_sample and _is_sound(parts[0])  # one that was given up is tried again
     return bool(parts) and is_complete(parts) and all(_is_sound(part) for part in parts)
 
 

@@ -14,7 +14,7 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.pool import DERIVED_FIELDS
 from buffer_rl.buffer.row_file import read_rollout, write_rollout
 from buffer_rl.errors import DataError
-from buffer_rl.types import RolloutReport, Ticket
+from buffer_rl.types import RolloutReport, Ticket, sample_means
 
 
 def rollout_path(template: str, rollout_id: int) -> Path:
@@ -52,5 +52,7 @@ class RecordedRollouts:
         self._buffer.adopt(ticket, batch.row_ids, batch.columns)
         metrics = {}
         if "raw_reward" in batch.columns and len(batch):
-            metrics["rollout/raw_reward"] = float(np.mean(np.asarray(batch.columns["raw_reward"])))
+            samples = [(row_id.uid, row_id.sample_index) for row_id in batch.row_ids]
+            rewards = sample_means(samples, np.asarray(batch.columns["raw_reward"]).tolist())
+            metrics["rollout/raw_reward"] = float(np.mean(rewards))
         return self._buffer.close_rollout(ticket), metrics, []

@@ -111,7 +111,10 @@ def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None) 
         ("grad norm", "train/grad_norm", "{:.3f}"),
         ("length", "rollout/response_len/mean", "{:.1f}"),
     )
-    parts += [f"{label} {form.format(metrics[name])}" for label, name, form in shown if name in metrics]
+    for label, name, form in shown:
+        if name in metrics:
+            more = reward_of_all(metrics) if label == "reward" else ""
+            parts.append(f"{label} {form.format(metrics[name])}{more}")
     drops = drops_of(metrics)
     if drops:
         parts.append("dropped " + ", ".join(f"{count} {reason}" for reason, count in sorted(drops.items())))
@@ -120,6 +123,14 @@ def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None) 
     if "perf/step_time" in metrics:
         parts.append(f"{metrics['perf/step_time']:.1f} s")
     return "  ".join(parts)
+
+
+def reward_of_all(metrics: Mapping[str, float]) -> str:
+    """``" (0.250 with dropped groups)"`` where a filter made the mean reward another one, else an empty text."""
+    everything = metrics.get("rollout/raw_reward_all")
+    if everything is None or everything == metrics.get("rollout/raw_reward"):
+        return ""
+    return f" ({everything:.3f} with dropped groups)"
 
 
 def eval_line(metrics: Mapping[str, float], step: int) -> str:

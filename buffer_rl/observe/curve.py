@@ -1,6 +1,7 @@
 """The learning curve of a run, from its metrics: a picture, and a line of blocks for a terminal.
 
-``rollout/raw_reward`` at step r and ``eval/NAME`` at step r both speak of weight version r, so they share the axis.
+``rollout/raw_reward`` at step r and ``eval/NAME`` at step r both speak of weight version r, so they share the axis. A
+dynamic filter selects the groups of the former; ``rollout/raw_reward_all`` is over the groups that it dropped too.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CURVE_FILE = "learning_curve.png"
+REWARD_NAME = "training reward"
+ALL_NAME = "training reward with dropped groups"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SMOOTHING_STEPS = 9
 # Blue and orange of Okabe and Ito's palette, which people with common colour-vision deficiencies tell apart.
 _EVAL_COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9")
 _REWARD_COLOUR = "#D55E00"
+_ALL_COLOUR = "#555555"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,23 +40,34 @@ class Series:
 
 @dataclass(slots=True, kw_only=True)
 class Curves:
-    """Training reward, and mean reward of each evaluation set by name."""
+    """Training reward, and mean reward of each evaluation set by name.
+
+    all_rewards: that of kept and dropped groups together; without steps where no filter made it another one."""
 
     reward: Series
+    all_rewards: Series
     evals: dict[str, Series]
 
 
 def curves_of(records: Iterable[Mapping[str, Any]]) -> Curves:
     """The curves of a run's metric lines; where a step occurs twice (after a resume) the later line counts."""
     reward: dict[int, float] = {}
+    everything: dict[int, float] = {}
     evals: dict[str, dict[int, float]] = {}
     for record in records:
         step = int(record["step"])
         if record.get("rollout/raw_reward") is not None:
             reward[step] = float(record["rollout/raw_reward"])
+        if record.get("rollout/raw_reward_all") is not None:
+            everything[step] = float(record["rollout/raw_reward_all"])
         for name, score in eval_scores({k: v for k, v in record.items() if k.startswith("eval/")}).items():
             evals.setdefault(name, {})[step] = score
-    return Curves(reward=_series(reward), evals={name: _series(points) for name, points in evals.items()})
+    differs = any(reward.get(step) != value for step, value in everything.items())
+    return Curves(
+        reward=_series(reward),
+        all_rewards=_series(everything if differs else {}),
+        evals={name: _series(points) for name, points in evals.items()},
+    )
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -87,14 +102,19 @@ def draw_curves(curves: Curves, title: str) -> Figure:
     figure = Figure(figsize=(8, 4.6), dpi=144, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _draw_reward(axes, curves.reward)
+    _draw_reward(axes, curves.reward, REWARD_NAME, _REWARD_COLOUR, "-")
+    _draw_reward(axes, curves.all_rewards, ALL_NAME, _ALL_COLOUR, "--")
     for number, (name, series) in enumerate(curves.evals.items()):
         _draw_eval(axes, name, series, _EVAL_COLOURS[number % len(_EVAL_COLOURS)])
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     axes.set_xlabel("training steps")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("mean reward")
-    everything = [*curves.reward.values, *(v for s in curves.evals.values() for v in s.values)]
+    everything = [
+        *curves.reward.values,
+        *curves.all_rewards.values,
+        *(v for s in curves.evals.values() for v in s.values),
+    ]
     if everything and min(everything) >= 0 and max(everything) <= 1:
         axes.set_ylim(0, 1)
     axes.margins(x=0.03)
@@ -123,16 +143,16 @@ def _series(points: Mapping[int, float]) -> Series:
     return Series(steps=steps, values=[points[step] for step in steps])
 
 
-def _draw_reward(axes: Axes, series: Series) -> None:
+def _draw_reward(axes: Axes, series: Series, name: str, colour: str, style: str) -> None:
     if not series.steps:
         return
     if len(series.steps) <= _SMOOTHING_STEPS:
-        axes.plot(series.steps, series.values, color=_REWARD_COLOUR, linewidth=1.6, label="training reward")
+        axes.plot(series.steps, series.values, style, color=colour, linewidth=1.6, label=name)
         return
-    axes.plot(series.steps, series.values, color=_REWARD_COLOUR, linewidth=0.8, alpha=0.35, label="_each step")
+    axes.plot(series.steps, series.values, color=colour, linewidth=0.8, alpha=0.35, label="_each step")
     smooth = moving_mean(series.values, _SMOOTHING_STEPS)
-    label = f"training reward (mean of {_SMOOTHING_STEPS} steps)"
-    axes.plot(series.steps, smooth, color=_REWARD_COLOUR, linewidth=1.8, label=label)
+    label = f"{name} (mean of {_SMOOTHING_STEPS} steps)"
+    axes.plot(series.steps, smooth, style, color=colour, linewidth=1.8, label=label)
 
 
 def _draw_eval(axes: Axes, name: str, series: Series, colour: str) -> None:

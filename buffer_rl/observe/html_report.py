@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from buffer_rl.observe.board import DROP_PREFIX, format_duration
-from buffer_rl.observe.curve import curves_of, moving_mean
+from buffer_rl.observe.curve import ALL_NAME, REWARD_NAME, curves_of, moving_mean
 from buffer_rl.observe.html_samples import chosen_samples, sample_table
 from buffer_rl.observe.html_style import SCRIPT, STYLE, content_security_policy
 from buffer_rl.observe.html_timeline import timeline_section
@@ -155,14 +155,17 @@ def _curves(records: Sequence[Mapping[str, Any]], steps: Mapping[int, Mapping[st
 def _learning_curve(records: Sequence[Mapping[str, Any]]) -> str:
     curves = curves_of(records)
     lines, names = [], {}
-    reward = list(zip(curves.reward.steps, curves.reward.values, strict=True))
-    if reward:
-        smooth = moving_mean(curves.reward.values, _SMOOTHING_STEPS)
-        window = min(_SMOOTHING_STEPS, len(reward))
-        name = f"training reward (mean of {window} steps)" if window > 1 else "training reward"
-        names[name] = 0
-        lines.append(Line(name="training reward", points=reward, colour=0, faint=True))
-        lines.append(Line(name=name, points=list(zip(curves.reward.steps, smooth, strict=True)), colour=0))
+    for title, series, colour in ((REWARD_NAME, curves.reward, 0), (ALL_NAME, curves.all_rewards, COLOURS - 1)):
+        if not series.steps:
+            continue
+        smooth = moving_mean(series.values, _SMOOTHING_STEPS)
+        window = min(_SMOOTHING_STEPS, len(smooth))
+        name = f"{title} (mean of {window} steps)" if window > 1 else title
+        names[name] = colour
+        points = list(zip(series.steps, series.values, strict=True))
+        lines.append(Line(name=title, points=points, colour=colour, faint=True))
+        points = list(zip(series.steps, smooth, strict=True))
+        lines.append(Line(name=name, points=points, colour=colour, dashed=title == ALL_NAME))
     for number, (name, series) in enumerate(curves.evals.items(), start=1):
         names[f"evaluation: {name}"] = number
         points = list(zip(series.steps, series.values, strict=True))

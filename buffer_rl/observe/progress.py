@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from buffer_rl.observe.board import Board, eval_line, format_count, format_duration, step_line
+from buffer_rl.observe.board import Board, eval_line, format_count, format_duration, reward_of_all, step_line
 from buffer_rl.observe.curve import sparkline
 
 Mode = Literal["auto", "rich", "plain", "none"]
@@ -163,6 +163,8 @@ def _figures(board: Board) -> Table:
     metrics = board.metrics
     if board.rewards:
         grid.add_row("reward", Text(f"{board.rewards[-1]:.3f}  {sparkline(board.rewards, 40)}"))
+        if more := reward_of_all(metrics):
+            grid.add_row("", Text(more.strip(" ()")))
     if board.evals:
         scores = "  ".join(f"{name} {score:.3f}" for name, score in board.evals.items())
         grid.add_row("eval", Text(f"{scores}  (after {board.eval_step} steps)"))

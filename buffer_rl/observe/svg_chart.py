@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 
@@ -20,13 +20,15 @@ _TICKS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One curve. colour: index of a class; marked: a dot at each point; faint: a thin line behind another one."""
+    """One curve. colour: index of a class; marked: a dot at each point; faint: a thin line behind another one; dashed:
+    so that it differs from a solid line beside it not by its colour alone."""
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: int = 0
     marked: bool = False
     faint: bool = False
+    dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +71,11 @@ def line_chart(
     for line in lines:
         points = [(frame.x(x), frame.y(y)) for x, y in line.points]
         kind = f"line c{line.colour % COLOURS}" + (" faint" if line.faint else "")
+        dashes = ' stroke-dasharray="6 4"' if line.dashed else ""
         if len(points) > 1:
-            parts.append(f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
+            parts.append(
+                f'<polyline class="{kind}"{dashes} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+            )
         if line.marked or len(points) == 1:
             parts += [
                 f'<circle class="dot c{line.colour % COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3.5">'
@@ -136,7 +141,7 @@ def thinned(line: Line) -> Line:
     for start, end in pairwise(edges):
         part = line.points[start:end]
         means.append((sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)))
-    return Line(name=line.name, points=means, colour=line.colour, marked=line.marked, faint=line.faint)
+    return replace(line, points=means)
 
 
 def ticks(low: float, high: float, count: int = _TICKS) -> list[float]:

@@ -67,6 +67,12 @@ def call_rollout(function: Any, args: Any, rollout_id: int, buffer: Any, evaluat
     return function(args, rollout_id, buffer, evaluation)
 
 
+def takes_evaluation(function: Any) -> bool:
+    """Whether a generate function can be given ``evaluation`` by keyword; False if it does not tell."""
+    signature = _signature(function)
+    return signature is not None and _bind_error(signature, 3, ("evaluation",)) is None
+
+
 def takes(function: Any, num_positional: int) -> bool:
     """Whether a function can be called with that many positional arguments; True if it does not tell."""
     signature = _signature(function)
@@ -89,7 +95,7 @@ def _check_function(row: PluginKind, function: Any, reference: str) -> None:
     if signature is None:
         return  # a builtin that does not tell its signature
     problem = _bind_error(signature, len(row.positional))
-    if problem and row.name == "rollout":
+    if problem and row.name in ("rollout", "generate"):
         problem = _bind_error(signature, 3, ("evaluation",)) and problem
     if problem and row.optional:
         problem = _bind_error(signature, len(row.positional) - row.optional) and problem

@@ -31,11 +31,13 @@ async def call_user(function: Callable[..., Any], invoke: Callable[[], Any]) -> 
     return await answer if inspect.isawaitable(answer) else answer
 
 
-async def call_plugin(kind: str, reference: object, function: Callable[..., Any], *arguments: Any, at: str) -> Any:
+async def call_plugin(
+    kind: str, reference: object, function: Callable[..., Any], *arguments: Any, at: str, **keywords: Any
+) -> Any:
     """``call_user`` for a plugin: what it raises becomes a RolloutError that names it, and bears its HTTP status if it
     has one; the project's errors pass."""
     try:
-        return await call_user(function, partial(function, *arguments))
+        return await call_user(function, partial(function, *arguments, **keywords))
     except BufferRLError:
         raise
     except Exception as error:  # fault boundary: the user's code

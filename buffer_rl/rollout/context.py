@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
-from buffer_rl.rollout.requests import Requests
+from buffer_rl.rollout.requests import RequestNumbers, Requests
 from buffer_rl.rollout.scoring import Scorer
 from buffer_rl.types import VersionSpan
 
@@ -57,12 +57,14 @@ class LeaseScope:
     task: the pool (``train_3``, ``eval_3``); incarnation and attempt: those of the group's lease. A repeated
     lease of one row gets new request ids, so that an engine never answers it from an earlier request.
     requests: those of the rollout; None outside one.
+    numbers: of the responses that were asked for during this attempt; None outside one.
     """
 
     task: str = ""
     incarnation: str = ""
     attempt: int = 1
     requests: Requests | None = None
+    numbers: RequestNumbers | None = None
 
 
 _CONTEXT: ContextVar[RolloutContext | None] = ContextVar("buffer_rl_rollout_context", default=None)

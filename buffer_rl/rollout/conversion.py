@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ class GroupConverter:
     ``remove_sample``); ``raw_reward`` ``[num_rows]`` float32; ``reward`` ``[num_rows]`` float32, normalised within
     the group; ``rollout_log_probs`` list of ``[response_length]`` float32, absent if no sample has them;
     ``truncated`` ``[num_rows]`` bool; ``weight_version`` ``[num_rows]`` int32, the oldest of the row, -1 if none.
+    A removed sample may have neither response nor reward: its row then has one masked token, the ``reward`` 0, and as
+    ``raw_reward`` the mean of the others, which are normalised without it.
     An evaluation group has the same columns, except that ``tokens`` and ``rollout_log_probs`` are left out and
     that ``reward`` is the raw one.
     """
@@ -67,15 +70,21 @@ class GroupConverter:
             raise RolloutError(what, where=f"group {group.uid}") from error
 
     def _encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
-        samples = group.samples
+        samples = group.samples if evaluation else [_with_a_token(sample) for sample in group]
         row_ids = _row_ids(group)
         if self._to_train_data is not None and not evaluation:
             kind, path = "samples_to_train_data", self._args.custom_convert_samples_to_train_data_path
             at = f"group {group.uid}"
             answer: object = call(kind, path, self._to_train_data, self._args, samples, at=at, error_class=RolloutError)
             return row_ids, checked_columns(answer, samples, place(kind, path, at))
-        raw = self._raw_rewards(samples)
-        shown, reward = (raw, raw) if evaluation else self._rewards(group, raw)
+        scored = samples if evaluation else [s for s in samples if s.reward is not None or not s.remove_sample]
+        if not scored:
+            raise RolloutError("no sample of it has a reward", where=f"group {group.uid}", expected="at least one")
+        raw = self._raw_rewards(scored)
+        shown, reward = (raw, raw) if evaluation else self._rewards(scored, raw, at=f"group {group.uid}")
+        if len(scored) < len(samples):
+            places = [i for i, sample in enumerate(samples) if sample.reward is not None]
+            shown, reward = _spread(shown, places, len(samples), shown.mean()), _spread(reward, places, len(samples), 0)
         columns: dict[str, Column] = {
             "response_length": np.asarray([_response_length(s, evaluation) for s in samples], dtype=np.int32),
             "loss_mask": [_loss_mask(s) for s in samples],
@@ -103,12 +112,12 @@ class GroupConverter:
                 raise _refused(sample, f"its reward is {rewards[i]}", "a number that is finite in float32")
         return rewards
 
-    def _rewards(self, group: SampleGroup, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _rewards(self, samples: list[Sample], raw: np.ndarray, *, at: str) -> tuple[np.ndarray, np.ndarray]:
         """Raw and post-processed rewards ``[num_rows]``: normalised within the group, or by the user's function."""
         if self._post_process is None:
-            return raw, self._normalised(group.samples, raw)
-        kind, path, at = "reward_post_process", self._args.custom_reward_post_process_path, f"group {group.uid}"
-        answer = call(kind, path, self._post_process, self._args, group.samples, at=at, error_class=RolloutError)
+            return raw, self._normalised(samples, raw)
+        kind, path = "reward_post_process", self._args.custom_reward_post_process_path
+        answer = call(kind, path, self._post_process, self._args, samples, at=at, error_class=RolloutError)
         expected = f"(raw_rewards, rewards), {len(raw)} finite numbers each, of float32"
         try:
             raw_rewards, rewards = (np.asarray(values, dtype=np.float64) for values in answer)
@@ -184,6 +193,20 @@ def _row_ids(group: SampleGroup) -> list[RowId]:
     return row_ids
 
 
+def _with_a_token(sample: Sample) -> Sample:
+    """A removed sample without a response gets one token, so that it is a row; its loss mask is zeros."""
+    if not sample.remove_sample or sample.response_length != 0:
+        return sample
+    tokens = [*(sample.tokens or [0]), 0]
+    return replace(sample, tokens=tokens, response_length=1, loss_mask=None, rollout_log_probs=None, weight_versions=[])
+
+
+def _spread(values: np.ndarray, places: list[int], length: int, fill: float) -> np.ndarray:
+    spread = np.full(length, fill, dtype=np.float64)
+    spread[places] = values
+    return spread
+
+
 def _response_length(sample: Sample, evaluation: bool) -> int:
     length = sample.response_length
     if length < (0 if evaluation else 1):
@@ -217,6 +240,8 @@ def _loss_mask(sample: Sample) -> np.ndarray:
 
 
 def _log_probs(sample: Sample) -> np.ndarray:
+    if sample.rollout_log_probs is None and sample.remove_sample:
+        return np.zeros(sample.response_length, dtype=np.float32)
     if sample.rollout_log_probs is None:
         raise _refused(sample, "it has no rollout_log_probs, but others of its group have", "all or none")
     log_probs = _per_token(sample, sample.rollout_log_probs, "rollout_log_probs")

@@ -38,7 +38,7 @@ from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.production import generate_group, run_all, score_group, task_group, within_deadline
 from buffer_rl.rollout.prompts import TOO_LONG
 from buffer_rl.rollout.requests import Requests
-from buffer_rl.rollout.stats import RolloutStats
+from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.types import RolloutOutput, SampleGroup, Status
 
 SCORING_GRACE_S = 2.0  # for rewards that are not needed any more
@@ -93,7 +93,7 @@ class _Run:
     def __init__(self, context: RolloutContext, buffer: RolloutBuffer) -> None:
         self.context = context
         self.buffer = buffer
-        self.stats = RolloutStats()
+        self.stats = RolloutStats(has_filter=context.dynamic_filter is not None)
         self._args = context.args
         self._params = sampling_params_for(context.args, evaluation=False)
         self._wanted = buffer.ticket.num_groups
@@ -162,7 +162,7 @@ class _Run:
             self._kept.append(group)
         else:
             await self.buffer.afinish(group, encoded)
-        self.stats.count_kept(group, [sample.get_reward_value(self._args) for sample in group])
+        self.stats.count_kept(group, rewards_of(self._args, group))
 
     async def _attempt(self, slot: _Slot, group: SampleGroup) -> str | AttemptFailure:
         """Produce the group; why it is not kept, or an empty text."""
@@ -209,13 +209,20 @@ class _Run:
         if failures := await score_group(self.context, group, self.stats):
             return AttemptFailure.of_reward(failures[0])
         for status, reason in ((Status.ABORTED, "aborted"), (Status.FAILED, "generate_failed")):
-            if any(sample.status is status for sample in group):
+            if any(sample.status is status and not sample.remove_sample for sample in group):
                 return reason
+        # A sample that the generate function gave up may have no reward: it is masked, and the rest of the group stays.
+        scored = [sample for sample in group if sample.reward is not None]
+        if not scored:
+            return "aborted"
+        judged = group if len(scored) == len(group) else replace(group, samples=scored)
         reference = self._args.dynamic_sampling_filter_path
-        decision = await apply_filter(self.context.dynamic_filter, reference, self._args, group)
+        decision = await apply_filter(self.context.dynamic_filter, reference, self._args, judged)
         if decision.keep:
             return ""
         self._failures.succeeded(group)
+        if not self._requests.stopped:  # else the group goes back to the queue
+            self.stats.count_filtered(group, rewards_of(self._args, group))
         return decision.reason
 
     async def _stop_when_enough(self, slots: list[_Slot]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from buffer_rl.rollout.failure_policy import DATA_ATTEMPTS, FailurePolicy
 from buffer_rl.rollout.failures import UNUSABLE, AttemptFailure, Domain, failure_of
 from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.production import produce, run_all, within_deadline
-from buffer_rl.rollout.stats import RolloutStats
+from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.types import GroupUid, RolloutOutput, SampleGroup, Status
 
 UNNAMED = "default"
@@ -22,16 +23,33 @@ WITHOUT_ANSWER = (Status.ABORTED, Status.FAILED)
 
 
 async def evaluate(context: RolloutContext, buffer: RolloutBuffer) -> RolloutOutput:
-    """Produce and finish every group of the evaluation.
+    """Produce and finish every group of the evaluation. Metrics: see ``eval_metrics``.
 
-    Metrics, for each data set: ``eval/{name}`` mean reward, ``eval/{name}/response_len`` mean,
-    ``eval/{name}/truncated`` share. Raises RolloutError if a sample is aborted, or cannot be generated or
+    Raises RolloutError if a sample is aborted, or cannot be generated or
     scored at the second attempt (a mean over the rest would not be comparable), DeadlineError at
     ``--rollout-timeout-s``.
     """
     run = _Evaluation(context, buffer)
     await within_deadline(run.produce_all(), context.args.rollout_timeout_s, buffer.ticket, run.stats)
-    return RolloutOutput(metrics=run.metrics())
+    return RolloutOutput(metrics=eval_metrics(context.args, run.groups))
+
+
+def eval_metrics(args: Any, groups: Iterable[SampleGroup]) -> dict[str, float]:
+    """By data set ``eval/{name}`` mean reward, ``eval/{name}/response_len`` mean, ``eval/{name}/truncated`` share.
+
+    Means over samples, of which each counts once, with the mean of its parts. A set without rewards is left out."""
+    by_name: dict[str, RolloutStats] = {}
+    for group in groups:
+        by_name.setdefault(group.data_set or UNNAMED, RolloutStats()).count_kept(group, rewards_of(args, group))
+    values: dict[str, float] = {}
+    for name, stats in by_name.items():
+        if stats.rewards:
+            values |= {
+                f"eval/{name}": float(np.mean(sorted(stats.rewards))),
+                f"eval/{name}/response_len": float(np.mean(sorted(stats.response_lengths))),
+                f"eval/{name}/truncated": float(np.mean(sorted(stats.truncated))),
+            }
+    return values
 
 
 class _Evaluation:
@@ -43,12 +61,12 @@ class _Evaluation:
         self._buffer = buffer
         self._failures = FailurePolicy(context, buffer, self.stats)
         self._params = sampling_params_for(context.args, evaluation=True)
-        self._groups: list[SampleGroup] = []
+        self.groups: list[SampleGroup] = []
         self._encoded: dict[GroupUid, Any] = {}
 
     async def produce_all(self) -> None:
         while groups := await self._buffer.aget_samples(max(1, self._buffer.ticket.num_groups)):
-            self._groups.extend(groups)
+            self.groups.extend(groups)
             await run_all(self._produce_one(group) for group in groups)
 
     async def _produce_one(self, group: SampleGroup) -> None:
@@ -72,7 +90,7 @@ class _Evaluation:
             if sample.status in WITHOUT_ANSWER:
                 raise RolloutError(f"an evaluation sample was {sample.status}", where=f"row {sample.row_id}")
         await self._buffer.afinish(group, self._encoded.pop(group.uid))
-        self.stats.count_kept(group, [sample.get_reward_value(self._context.args) for sample in group])
+        self.stats.count_kept(group, rewards_of(self._context.args, group))
 
     async def _failure(self, group: SampleGroup) -> AttemptFailure | None:
         """Produce the group; what it failed with, if anything. Raises what must end the run."""
@@ -95,16 +113,3 @@ class _Evaluation:
     def _may_repeat(self, failure: AttemptFailure, attempts: int) -> bool:
         retries = failure.reward is None or self._context.args.on_reward_error == "retry"
         return failure.repeatable and retries and attempts < DATA_ATTEMPTS
-
-    def metrics(self) -> dict[str, float]:
-        by_name: dict[str, list[Any]] = {}
-        for group in self._groups:
-            by_name.setdefault(group.data_set or UNNAMED, []).extend(group.samples)
-        values: dict[str, float] = {}
-        for name, samples in by_name.items():
-            values |= {
-                f"eval/{name}": float(np.mean(sorted(s.get_reward_value(self._context.args) for s in samples))),
-                f"eval/{name}/response_len": float(np.mean([s.response_length for s in samples])),
-                f"eval/{name}/truncated": float(np.mean([s.status is Status.TRUNCATED for s in samples])),
-            }
-        return values

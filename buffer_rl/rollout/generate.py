@@ -38,17 +38,23 @@ def sampling_params_for(args: Any, evaluation: bool) -> dict[str, Any]:
     return params
 
 
-def sampling_seed(run_seed: int, uid: GroupUid, sample_index: int) -> int:
-    """The sample's seed, ``0 <= seed < 2**31``: a function of its arguments alone, equal on every machine."""
-    digest = blake2b(f"{run_seed}|{uid}|{sample_index}".encode(), digest_size=8).digest()
+def sampling_seed(run_seed: int, uid: GroupUid, sample_index: int, part: int = 0, number: int = 0) -> int:
+    """The seed of one response, ``0 <= seed < 2**31``: a function of its arguments alone, equal on every machine.
+
+    number: how many responses this part of the sample asked for before (``RequestNumbers``)."""
+    further = f"|{part}|{number}" if part or number else ""
+    digest = blake2b(f"{run_seed}|{uid}|{sample_index}{further}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
 
 
-def request_id(sample: Sample) -> str:
-    """The request's ``rid``: the same for a retry of one lease, different for every other lease and turn."""
+def request_id(sample: Sample, number: int = 0) -> str:
+    """The ``rid`` of response ``number``: different for every other lease, response and turn.
+
+    None of two that an engine may work on at a time begins with the other: SGLang aborts by prefix."""
     scope = current_scope()
+    further = f"#{number}" if number else ""
     turn = f"+{sample.response_length}" if sample.response_length else ""
-    return f"{scope.task}:{sample.row_id}:{scope.attempt}:{scope.incarnation}{turn}"
+    return f"{scope.task}:{sample.row_id}{further}:{scope.attempt}:{scope.incarnation}{turn}"
 
 
 def is_stopped() -> bool:
@@ -58,8 +64,10 @@ def is_stopped() -> bool:
 
 
 async def answer_for(sample: Sample, input_ids: list[int], sampling_params: dict[str, Any]) -> Generated:
-    """The engine's answer to ``input_ids``, with the sample's seed, checked; it may be aborted as soon as the rollout
-    does not need the sample.
+    """The engine's answer to ``input_ids``, checked; it may be aborted as soon as the rollout does not need the sample.
+
+    The seed is the ``sampling_seed`` of ``sampling_params``, where they have one; else the sample's own, and for each
+    further response of the sample another one.
 
     Raises RolloutError without an engine, EngineError, naming the row, if the engine refuses or its answer breaks the
     protocol."""
@@ -70,12 +78,16 @@ async def answer_for(sample: Sample, input_ids: list[int], sampling_params: dict
             where=f"row {sample.row_id}",
             hint="remove uses_engine = False from the rollout function",
         )
-    requests = current_scope().requests or Requests()
-    seed = sampling_seed(context.seed, sample.row_id.uid, sample.sample_index)
-    try:
-        result = await requests.ask(
-            context.engine, request_id(sample), input_ids, {**sampling_params, "sampling_seed": seed}
+    scope = current_scope()
+    requests = scope.requests or Requests()
+    number = scope.numbers.number(sample) if scope.numbers is not None else 0
+    params = dict(sampling_params)
+    if params.get("sampling_seed") is None:
+        params["sampling_seed"] = sampling_seed(
+            context.seed, sample.row_id.uid, sample.sample_index, sample.part, number
         )
+    try:
+        result = await requests.ask(context.engine, request_id(sample, number), input_ids, params)
     except EngineError as error:  # it names the engine; which prompt the engine refuses is known here only
         where = f"row {sample.row_id}, {error.where}".removesuffix(", ")
         named = EngineError(error.what, where=where, expected=error.expected, hint=error.hint)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from buffer_rl.plugins import PluginRegistry
 
 UNNAMED = "default"  # the evaluation set of groups that name none
-REWARD_METRIC = "rollout/raw_reward"
+REWARD_METRICS = ("rollout/raw_reward", "rollout/raw_reward_all")
 
 
 class LogFunctions:
@@ -64,7 +64,7 @@ class LogFunctions:
     def _kept(self, name: str) -> bool:
         """Whether progress, learning curve or ``--early-stop`` are made of the metric."""
         mean_of_set = name.startswith("eval/") and name.count("/") == 1
-        return name == REWARD_METRIC or mean_of_set or (self._args.early_stop or "").startswith(name)
+        return name in REWARD_METRICS or mean_of_set or (self._args.early_stop or "").startswith(name)
 
 
 def _resolve(registry: PluginRegistry, kind: str, reference: str | None) -> Callable[..., Any] | None:

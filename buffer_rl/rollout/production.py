@@ -8,14 +8,16 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from buffer_rl.buffer.partial import DONE
+from buffer_rl.contract_check import check_statuses
 from buffer_rl.errors import DeadlineError, RolloutError
 from buffer_rl.resolution.calls import place, returned
+from buffer_rl.resolution.signature import takes_evaluation
 from buffer_rl.rollout.calling import call_plugin
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
 from buffer_rl.rollout.continuing import start_anew
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
 from buffer_rl.rollout.generate import generate
-from buffer_rl.rollout.requests import Requests
+from buffer_rl.rollout.requests import RequestNumbers, Requests
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.types import Sample, SampleGroup, Status, Ticket
 
@@ -44,10 +46,15 @@ async def generate_group(
 ) -> None:
     """Generate every sample of ``group`` in place; those that an earlier lease completed stay as they are."""
     incarnation = group.incarnation or ticket.incarnation
-    scope = LeaseScope(task=ticket.task, incarnation=incarnation, attempt=group.attempt, requests=requests)
+    numbers = RequestNumbers()  # of this attempt: the next one asks under the same seeds again
+    scope = LeaseScope(
+        task=ticket.task, incarnation=incarnation, attempt=group.attempt, requests=requests, numbers=numbers
+    )
     num_before = sum(sample.response_length for sample in group)
     with lease_scope(scope), stats.generating.running():
-        parts = await run_all(_generate_one(context, sample, params, requests) for sample in group.samples)
+        parts = await run_all(
+            _generate_one(context, sample, params, requests, ticket.evaluation) for sample in group.samples
+        )
     group.samples = [part for sample_parts in parts for part in sample_parts]
     stats.count_generated(group, num_before)
 
@@ -96,7 +103,7 @@ async def within_deadline(work: Coroutine[Any, Any, T], timeout_s: float, ticket
 
 
 async def _generate_one(
-    context: RolloutContext, sample: Sample, params: dict[str, Any], requests: Requests
+    context: RolloutContext, sample: Sample, params: dict[str, Any], requests: Requests, evaluation: bool
 ) -> list[Sample]:
     if sample.status in DONE:
         return [sample]
@@ -108,20 +115,25 @@ async def _generate_one(
         if requests.stopped:
             sample.status = Status.ABORTED
             return [sample]
-        return await _call_custom(context, sample, dict(params))
+        return await _call_custom(context, sample, dict(params), evaluation)
 
 
-async def _call_custom(context: RolloutContext, sample: Sample, params: dict[str, Any]) -> list[Sample]:
-    assert context.generate is not None
+async def _call_custom(
+    context: RolloutContext, sample: Sample, params: dict[str, Any], evaluation: bool
+) -> list[Sample]:
+    function = context.generate
+    assert function is not None
+    keywords = {"evaluation": evaluation} if takes_evaluation(function) else {}
     path, at = context.args.custom_generate_function_path, f"row {sample.row_id}"
     uid, sample_index = sample.uid, sample.sample_index
     async with _generate_deadline(context.args, place("generate", path, at)):
-        answer = await call_plugin("generate", path, context.generate, context.args, sample, params, at=at)
+        answer = await call_plugin("generate", path, function, context.args, sample, params, at=at, **keywords)
     parts = [answer] if isinstance(answer, Sample) else answer
     if not isinstance(parts, list) or not parts or not all(isinstance(part, Sample) for part in parts):
         raise returned("generate", path, answer, "a Sample, or a list of them", at=at, error_class=RolloutError)
     for number, part in enumerate(parts):
         part.uid, part.sample_index, part.part = uid, sample_index, number
+        check_statuses([part], where=place("generate", path, at))
         if part.status is Status.PENDING:
             raise RolloutError(
                 "it left sample.status pending",

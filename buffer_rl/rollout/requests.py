@@ -1,13 +1,15 @@
-"""The requests of one rollout that an engine works on, and the stop of those that are not needed any more."""
+"""The requests of one rollout that an engine works on, their numbers, and the stop of those that are not needed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import EngineError
+from buffer_rl.types import RowId, Sample
 
 if TYPE_CHECKING:
     from buffer_rl.rollout.context import Generated, TokenGenerator
@@ -17,6 +19,29 @@ REPEAT_S = 0.5
 GRACE_S = 30.0
 """An answer to an abort comes at once; a generate function of the user's may take longer to see it. Then it is
 cancelled."""
+
+
+class RequestNumbers:
+    """Numbers the responses that are asked for during one attempt at a group, for their seeds and request ids.
+
+    Each row counts from 0, in the order of the calls. A response that goes on, such as with its next turn, keeps its
+    number: it asks from a later position.
+    """
+
+    def __init__(self) -> None:
+        self._next: Counter[RowId] = Counter()
+        # By identity, with the sample itself, so that no other one can have its identity; and where it asked from.
+        self._last: dict[int, tuple[Sample, RowId, int, int]] = {}
+
+    def number(self, sample: Sample) -> int:
+        """The number of the response that ``sample`` asks for now."""
+        row_id, position = sample.row_id, sample.response_length
+        _, last_row_id, last_position, number = self._last.get(id(sample), (None, None, 0, 0))
+        if row_id != last_row_id or position <= last_position:
+            number = self._next[row_id]
+            self._next[row_id] += 1
+        self._last[id(sample)] = (sample, row_id, position, number)
+        return number
 
 
 class Requests:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.config import dump_args
-from buffer_rl.contract_check import check_reward
-from buffer_rl.errors import BufferRLError, ConfigError, RewardError
+from buffer_rl.contract_check import check_reward, check_statuses
+from buffer_rl.errors import BufferRLError, ConfigError, RewardError, RolloutError
 from buffer_rl.rollout.calling import is_async
 from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of, traceback_tail
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
@@ -73,8 +73,9 @@ class Scorer:
             try:
                 for sample, reward in zip(samples, target.check(outcome.value, group), strict=True):
                     sample.reward = reward
+                check_statuses(samples, where=where)
                 return []
-            except RewardError as error:
+            except (RewardError, RolloutError) as error:
                 kind, text, expected = FailureKind.INVALID, error.what, error.expected
         for sample in samples:
             sample.reward, sample.status = None, Status.FAILED
@@ -135,6 +136,7 @@ class Scorer:
             try:
                 sample.reward = check_reward(outcome.value, where=where)
                 sample.get_reward_value(self._args)
+                check_statuses([sample], where=where)  # an asynchronous function works on the sample itself
                 return
             except BufferRLError as error:
                 kind, text, expected = FailureKind.INVALID, error.what, error.expected

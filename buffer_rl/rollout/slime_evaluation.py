@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from buffer_rl.contract_check import check_reward
+from buffer_rl.contract_check import as_leased_group, check_reward, check_statuses
 from buffer_rl.errors import RewardError, RolloutError
 from buffer_rl.resolution.errors import short_repr
-from buffer_rl.types import GroupUid, RolloutOutput, Sample, SampleGroup
+from buffer_rl.types import GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
 
 EXPECTED = "{data set: {'rewards': [a number a sample], 'truncated': [a boolean a sample], 'samples': [...]}}"
 
@@ -20,8 +20,9 @@ EXPECTED = "{data set: {'rewards': [a number a sample], 'truncated': [a boolean 
 def read_evaluation(answer: Any, args: Any, leased: Mapping[GroupUid, SampleGroup], *, where: str) -> Any:
     """``answer`` as a ``RolloutOutput``, if it is such a mapping; anything else as it is.
 
-    The metrics are ``eval/{name}``, the mean reward, and where they are told ``eval/{name}/truncated`` and
-    ``eval/{name}/response_len``. Samples of leased groups become finished groups where all of a group are there.
+    The metrics are ``eval/{name}``, the mean reward, and where they are there ``eval/{name}/truncated`` and
+    ``eval/{name}/response_len``; parts of one sample, which have its uid and ``sample_index``, count as one. Samples of
+    leased groups become finished groups where all of a group are there.
     Raises RolloutError, naming ``where``, for a mapping of another form.
     """
     if isinstance(answer, RolloutOutput | Sequence):
@@ -37,7 +38,9 @@ def read_evaluation(answer: Any, args: Any, leased: Mapping[GroupUid, SampleGrou
         if not isinstance(result, Mapping) or "rewards" not in result:
             raise RolloutError(f"it returned {short_repr(result)}", where=at, expected=EXPECTED)
         metrics |= _metrics_of(str(name), result, args, at)
-        samples += [sample for sample in result.get("samples") or () if isinstance(sample, Sample)]
+        own = [sample for sample in _entries(result, "samples", at) if isinstance(sample, Sample)]
+        check_statuses(own, where=at)
+        samples += own
     return RolloutOutput(groups=_whole_groups(samples, leased), metrics=metrics | dict(extra or {}))
 
 
@@ -45,13 +48,27 @@ def _metrics_of(name: str, result: Mapping[str, Any], args: Any, where: str) -> 
     rewards = [_reward(value, args, where) for value in _entries(result, "rewards", where)]
     if not rewards:
         raise RolloutError("there are no rewards", where=where, expected=EXPECTED)
-    metrics = {f"eval/{name}": sum(rewards) / len(rewards)}
+    samples = _entries(result, "samples", where)
+
+    def mean(values: Sequence[float]) -> float:
+        """Over samples, where each of ``values`` has its sample; else over the values."""
+        keys = [_sample_of(samples[i], i) if len(samples) == len(values) else i for i in range(len(values))]
+        means = sample_means(keys, values)
+        return sum(means) / len(means)
+
+    metrics = {f"eval/{name}": mean(rewards)}
     if truncated := _entries(result, "truncated", where):
-        metrics[f"eval/{name}/truncated"] = sum(map(bool, truncated)) / len(truncated)
-    lengths = [sample.response_length for sample in _entries(result, "samples", where) if isinstance(sample, Sample)]
-    if lengths:
-        metrics[f"eval/{name}/response_len"] = sum(lengths) / len(lengths)
+        metrics[f"eval/{name}/truncated"] = mean([float(bool(value)) for value in truncated])
+    if samples and all(isinstance(sample, Sample) for sample in samples):
+        metrics[f"eval/{name}/response_len"] = mean([sample.response_length for sample in samples])
     return metrics
+
+
+def _sample_of(sample: object, place: int) -> object:
+    """What the parts of one sample share; one that was never leased is a sample by itself."""
+    if isinstance(sample, Sample) and sample.uid is not None:
+        return sample.uid, sample.sample_index
+    return place
 
 
 def _entries(result: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
@@ -74,18 +91,13 @@ def _reward(value: object, args: Any, where: str) -> float:
 
 def _whole_groups(samples: Sequence[Sample], leased: Mapping[GroupUid, SampleGroup]) -> list[SampleGroup]:
     """The leased groups of which all samples are there; the Buffer counts the others as unreported."""
-    by_uid: dict[GroupUid, list[Sample]] = {}
+    by_uid: dict[GroupUid, dict[int, Sample]] = {}
     for sample in samples:
         if sample.uid is not None and sample.uid in leased:
-            by_uid.setdefault(sample.uid, []).append(sample)
-    return [
-        SampleGroup(
-            uid=uid,
-            samples=found,
-            attempt=leased[uid].attempt,
-            incarnation=leased[uid].incarnation,
-            data_set=leased[uid].data_set,
-        )
-        for uid, found in by_uid.items()
-        if len(found) == len(leased[uid])
-    ]
+            by_uid.setdefault(sample.uid, {})[id(sample)] = sample  # it may be in several data sets
+    groups = [as_leased_group(list(found.values()), leased) for found in by_uid.values()]
+    return [group for group in groups if group and _indices(group) == _indices(leased[group.uid])]
+
+
+def _indices(group: SampleGroup) -> set[int]:
+    return {sample.sample_index for sample in group}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from buffer_rl.types import SampleGroup, Status
+from buffer_rl.types import Sample, SampleGroup, Status, sample_means
 
 
 class BusyClock:
@@ -35,18 +36,36 @@ class BusyClock:
                 self.seconds += time.perf_counter() - self._since
 
 
+def rewards_of(args: Any, samples: Iterable[Sample]) -> list[float | None]:
+    """The number of each sample's reward, ``[num_rows]``; None where there is none."""
+
+    def reward_of(sample: Sample) -> float | None:
+        try:
+            return None if sample.reward is None else sample.get_reward_value(args)
+        except (TypeError, ValueError):  # what finishes the group says what is wrong with it
+            return None
+
+    return [reward_of(sample) for sample in samples]
+
+
 @dataclass(slots=True, kw_only=True)
 class RolloutStats:
-    """Counts and numbers of one rollout. Rewards and lengths are those of the kept samples, before filters mask.
+    """Counts and numbers of one rollout. Rewards and lengths are those of the kept samples, before filters mask; a
+    sample of several parts counts once, with the mean of its parts.
 
+    has_filter: whether a dynamic filter decides which groups are kept. filtered_rewards: those of the groups that it
+    dropped.
     num_aborted_groups, num_surplus_groups: groups of an over-sampled rollout that were not needed, and went back to
     the queue in mid-generation or generated. failures: failed attempts at groups, by domain (``infra``, ``data``).
     """
 
+    has_filter: bool = False
     rewards: list[float] = field(default_factory=list)
-    response_lengths: list[int] = field(default_factory=list)
+    filtered_rewards: list[float] = field(default_factory=list)
+    response_lengths: list[float] = field(default_factory=list)
+    longest: int = 0
+    truncated: list[float] = field(default_factory=list)
     num_kept: int = 0
-    num_truncated: int = 0
     num_zero_std: int = 0
     generated_tokens: int = 0
     num_aborted_groups: int = 0
@@ -62,13 +81,20 @@ class RolloutStats:
         """Count the tokens of a group, kept or not, but for the ``num_before`` that it had from an earlier lease."""
         self.generated_tokens += max(0, sum(sample.response_length for sample in group) - num_before)
 
-    def count_kept(self, group: SampleGroup, rewards: list[float]) -> None:
-        """Count a group that was kept; ``rewards`` holds one number a sample."""
+    def count_kept(self, group: SampleGroup, rewards: Sequence[float | None]) -> None:
+        """Count a group that was kept; ``rewards`` as ``rewards_of`` gives them."""
+        indices = [sample.sample_index for sample in group]
+        means = _known_means(group, rewards)
         self.num_kept += 1
-        self.rewards.extend(rewards)
-        self.response_lengths.extend(sample.response_length for sample in group)
-        self.num_truncated += sum(sample.status is Status.TRUNCATED for sample in group)
-        self.num_zero_std += max(rewards) == min(rewards)
+        self.rewards += means
+        self.response_lengths += sample_means(indices, [sample.response_length for sample in group])
+        self.longest = max([self.longest, *(sample.response_length for sample in group)])
+        self.truncated += sample_means(indices, [sample.status is Status.TRUNCATED for sample in group])
+        self.num_zero_std += len(set(means)) == 1
+
+    def count_filtered(self, group: SampleGroup, rewards: Sequence[float | None]) -> None:
+        """Count a scored group that the dynamic filter dropped; ``rewards`` as ``rewards_of`` gives them."""
+        self.filtered_rewards += _known_means(group, rewards)
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers. Names that begin with ``perf/`` are complete; the others go under ``rollout/``."""
@@ -87,14 +113,22 @@ class RolloutStats:
         if self.num_quarantined:
             values["drop_quarantined"] = float(self.num_quarantined)
         values.update({f"drop_{reason}": float(count) for reason, count in sorted(self.drops.items())})
+        return values | self.metrics_of_kept()
+
+    def metrics_of_kept(self) -> dict[str, float]:
+        """Rewards, lengths and truncation of the kept groups, and ``raw_reward_all`` with those that a filter dropped;
+        what there is none of is left out."""
+        values: dict[str, float] = {}
         if self.rewards:
             rewards = sorted(self.rewards)  # they came in the order of time; the last bits of a sum depend on its order
+            values |= {"raw_reward": float(np.mean(rewards)), "raw_reward_std": float(np.std(rewards))}
+            if self.has_filter:
+                values["raw_reward_all"] = float(np.mean(sorted([*rewards, *self.filtered_rewards])))
+        if self.response_lengths:
             values |= {
-                "raw_reward": float(np.mean(rewards)),
-                "raw_reward_std": float(np.std(rewards)),
-                "response_len/mean": float(np.mean(self.response_lengths)),
-                "response_len/max": float(max(self.response_lengths)),
-                "truncated_ratio": self.num_truncated / len(self.rewards),
+                "response_len/mean": float(np.mean(sorted(self.response_lengths))),
+                "response_len/max": float(self.longest),
+                "truncated_ratio": float(np.mean(sorted(self.truncated))),
                 "zero_std": self.num_zero_std / self.num_kept,
             }
         return values
@@ -103,3 +137,8 @@ class RolloutStats:
         """``12 dropped (zero_std: 10, aborted: 2)``."""
         reasons = ", ".join(f"{reason}: {count}" for reason, count in self.drops.most_common())
         return f"{self.drops.total()} dropped" + (f" ({reasons})" if reasons else "")
+
+
+def _known_means(group: SampleGroup, rewards: Sequence[float | None]) -> list[float]:
+    known = [(s.sample_index, reward) for s, reward in zip(group, rewards, strict=True) if reward is not None]
+    return sample_means([index for index, _ in known], [reward for _, reward in known])

@@ -181,3 +181,11 @@ def test_the_reward_of_a_queued_group_is_the_mean_of_those_it_has() -> None:
     assert KEEP.reward(group) is None
     assert RequeueRule(reward_key="acc").reward(group) == 3.0
     assert RequeueRule(reward_key="text").reward(group) is None
+    parts = [responded(0, Status.COMPLETED, (1, 1), reward=0.0, part=part) for part in range(4)]
+    assert KEEP.reward(group_of(*parts, responded(1, Status.COMPLETED, (1, 1), reward=1.0))) == 0.5
+
+
+def test_a_sample_that_was_given_up_starts_anew() -> None:
+    given_up = responded(0, Status.ABORTED, (1, 2), remove_sample=True)
+    (queued,) = KEEP.queued(group_of(given_up), prompts(1))
+    assert (queued.tokens, queued.remove_sample, queued.status) == ([], False, Status.PENDING)

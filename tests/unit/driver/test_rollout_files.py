@@ -3,14 +3,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from buffer_rl.driver.rollout_files import read_rollout, rollout_path, write_rollout
+from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.ledger import MemoryLedger
+from buffer_rl.config import compose
+from buffer_rl.data.source import PromptDataSource
+from buffer_rl.driver.rollout_files import RecordedRollouts, read_rollout, rollout_path, write_rollout
 from buffer_rl.errors import DataError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.testing.local_buffer import local_state
 from buffer_rl.types import GroupUid, RowId, TrainBatch
 
 
@@ -61,6 +68,22 @@ def test_a_rollout_comes_back_bit_for_bit(tmp_path: Path) -> None:
             assert row.dtype == expected.dtype
             assert row.tobytes() == expected.tobytes()
     assert [file.name for file in path.parent.iterdir()] == ["r7.safetensors"]
+
+
+def test_a_recorded_sample_counts_once_whatever_its_parts(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "p", "label": "1"}\n')
+    args = compose(CORE_SECTIONS)(prompt_data=str(rows), rollout_batch_size=1, n_samples_per_prompt=2)
+    state = local_state(args, MemoryLedger())
+    (uid,) = [group.uid for group in PromptDataSource(args).get_samples(1)]
+    batch = make_batch()
+    batch.rollout_id, batch.task = 0, "train_0"
+    batch.row_ids = [RowId(uid, 0), RowId(uid, 1, 0), RowId(uid, 1, 1)]
+    batch.columns["raw_reward"] = np.asarray([1.0, 0.0, 0.0], dtype=np.float32)
+    template = str(tmp_path / "r{rollout_id}.safetensors")
+    write_rollout(rollout_path(template, 0), batch)
+    report, metrics, _ = RecordedRollouts(template, cast(BufferClient, state)).run(state.generate(0))
+    assert (report.num_rows, metrics) == (3, {"rollout/raw_reward": 0.5})
 
 
 def test_a_missing_damaged_or_strange_file_is_named(tmp_path: Path) -> None:

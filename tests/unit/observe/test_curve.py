@@ -47,6 +47,17 @@ def test_the_figure_holds_both_curves():
     assert axes.get_ylim() == (0, 1)
 
 
+def test_the_reward_with_dropped_groups_is_drawn_where_a_filter_made_it_another_one():
+    both = [{**r, "rollout/raw_reward_all": r["rollout/raw_reward"] / 2} for r in RECORDS if r["kind"] == "rollout"]
+    lines = {line.get_label(): line for line in draw_curves(curves_of([*RECORDS, *both]), "t").axes[0].lines}
+    everything = lines["training reward with dropped groups (mean of 9 steps)"]
+    assert list(everything.get_ydata()) == pytest.approx([0.1 + 0.005 * r for r in range(30)])
+    assert everything.get_linestyle() == "--"
+    equal = [{**r, "rollout/raw_reward_all": r["rollout/raw_reward"]} for r in RECORDS if r["kind"] == "rollout"]
+    labels = [line.get_label() for line in draw_curves(curves_of(equal), "t").axes[0].lines]
+    assert labels == ["_each step", "training reward (mean of 9 steps)"]
+
+
 def test_rewards_outside_0_and_1_are_inside_the_axes():
     axes = draw_curves(curves_of([{"step": s, "rollout/raw_reward": v} for s, v in ((0, -3.0), (1, 8.0))]), "t").axes[0]
     low, high = axes.get_ylim()

@@ -115,6 +115,17 @@ def test_the_page_shows_gains_curves_times_drops_samples_and_files() -> None:
     assert "50.0%" in rollout[:250]
 
 
+def test_the_reward_with_dropped_groups_is_on_the_page_where_it_is_another_one() -> None:
+    metrics = [*METRICS, {"step": 0, "rollout/raw_reward_all": 0.25}]
+    more = {"step": 1, "rollout/raw_reward": 0.5, "rollout/raw_reward_all": 0.25}
+    assert render_report(Report(title="run", metrics=[*metrics, more])).count("stroke-dasharray") == 1
+    page = render_report(Report(title="run", metrics=metrics))
+    assert "training reward with dropped groups" in page
+    assert "step 0: 0.25<" in page
+    page = render_report(Report(title="run", metrics=[*METRICS, {"step": 0, "rollout/raw_reward_all": 0.5}]))
+    assert "with dropped groups" not in page
+
+
 def test_a_page_of_almost_nothing_is_a_page() -> None:
     page = render_report(Report(title="run", metrics=[]))
     assert "evaluated nothing" in page

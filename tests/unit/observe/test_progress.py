@@ -52,6 +52,18 @@ def test_plain_mode_writes_one_line_a_step_and_one_an_evaluation():
     ]
 
 
+def test_the_reward_with_dropped_groups_shows_where_it_is_another_one():
+    console = _console()
+    with Progress("plain", 2, "my run", console=console) as progress:
+        progress.step({**STEP, "rollout/raw_reward_all": 0.2}, 0)
+        assert "0.200 with dropped groups" in _rendered(progress)
+        progress.step({**STEP, "rollout/raw_reward_all": STEP["rollout/raw_reward"]}, 1)
+        assert "with dropped groups" not in _rendered(progress)
+    first, second = console.file.getvalue().splitlines()[1:]
+    assert "reward 0.412 (0.200 with dropped groups)  loss" in first
+    assert "reward 0.412  loss" in second
+
+
 def test_drops_of_the_running_rollout_show_at_once_and_count_once():
     progress = Progress("rich", 10, "my run", console=_console())
     progress.groups(0, 32, {"zero_std": 2})

@@ -11,7 +11,7 @@ import pytest
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.kinds import KINDS
 from buffer_rl.plugins import check_contract
-from buffer_rl.resolution.signature import call_rollout, fitting_kinds
+from buffer_rl.resolution.signature import call_rollout, fitting_kinds, takes_evaluation
 
 FUNCTION_KINDS = [name for name, kind in KINDS.items() if not kind.constructed]
 CLASS_KINDS = [name for name, kind in KINDS.items() if kind.constructed]
@@ -144,6 +144,20 @@ def test_evaluation_goes_by_keyword_or_by_position() -> None:
         assert call_rollout(function, None, 3, None, True) == (3, True)
     with pytest.raises(PluginError, match="it cannot be called with"):
         check_contract("rollout", without)
+
+
+def test_a_generate_function_may_take_evaluation() -> None:
+    def without(args: Any, sample: Any, sampling_params: Any) -> None: ...
+    def required(args: Any, sample: Any, sampling_params: Any, *, evaluation: bool) -> None: ...
+    def by_position(args: Any, sample: Any, sampling_params: Any, evaluation: bool) -> None: ...
+    def keywords(args: Any, sample: Any, sampling_params: Any, **kwargs: Any) -> None: ...
+    def other(args: Any, sample: Any, sampling_params: Any, turns: int) -> None: ...
+
+    for function in (without, required, by_position, keywords):
+        check_contract("generate", function)
+        assert takes_evaluation(function) == (function is not without)
+    with pytest.raises(PluginError, match="it cannot be called with"):
+        check_contract("generate", other)
 
 
 def test_generators_are_refused() -> None:

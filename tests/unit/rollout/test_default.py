@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError, RolloutError
+from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.testing.fake_buffer import FakeBuffer
-from buffer_rl.types import GroupUid, RowId, Sample, SampleGroup
+from buffer_rl.types import GroupUid, RowId, Sample, SampleGroup, Status
 
 RULE = "told_by_label"
 
@@ -185,6 +186,97 @@ async def test_an_aborted_sample_without_reward_drops_its_group(kit: Any) -> Non
         output = await roll(context, buffer)
     assert rows(buffer) == [1, 2]
     assert output.metrics["drop_aborted"] == 1.0
+
+
+async def roll_given_up(kit: Any, labels: list[str], **options: Any) -> tuple[FakeBuffer, Any, Any]:
+    buffer = FakeBuffer([kit.make_group(0, labels=labels), kit.make_group(1, labels=["1"])], kit.make_ticket(1))
+    options = {"custom_rm_path": kit.user("slow_async"), **options}
+    generate = kit.user("gives_up_second_samples")
+    async with kit.opened(kit.ScriptedEngine(), custom_generate_function_path=generate, **options) as context:
+        output = await roll(context, buffer)
+    _, columns = GroupConverter(context.args).encode(buffer.finished[0], False)
+    return buffer, output, columns
+
+
+@pytest.mark.parametrize("reward", ["0.5", "none"])
+async def test_a_sample_that_is_given_up_is_masked_and_its_group_stays(kit: Any, reward: str) -> None:
+    buffer, output, columns = await roll_given_up(kit, ["1", reward, "0"], grpo_std_normalization=False)
+    assert rows(buffer) == [0]
+    assert [mask.tolist() for mask in columns["loss_mask"]] == [[1, 1, 1], [0], [1, 1, 1]]
+    # Normalised with its reward, where it has one; without it else. The mean is 0.5 both times.
+    assert columns["reward"].tolist() == [0.5, 0.0, -0.5]
+    assert columns["raw_reward"].tolist() == [1.0, 0.5, 0.0]
+    assert [(len(ids), length) for ids, length in zip(columns["tokens"], columns["response_length"], strict=True)] == [
+        (11, 3), (2, 1), (11, 3),
+    ]  # fmt: skip
+    assert [log_probs.tolist() for log_probs in columns["rollout_log_probs"]] == [[-0.5] * 3, [0.0], [-0.5] * 3]
+    assert output.metrics["raw_reward"] == 0.5
+    assert output.metrics["response_len/mean"] == 2.0  # 3, 0 and 3 tokens
+
+
+async def test_a_filter_sees_the_samples_that_have_a_reward(kit: Any) -> None:
+    keeps = {"dynamic_sampling_filter_path": kit.user("keeps_differing")}
+    buffer, _, _ = await roll_given_up(kit, ["1", "none", "0"], **keeps)
+    assert rows(buffer) == [0]
+
+
+async def test_a_sample_that_is_lost_without_being_given_up_costs_its_group(kit: Any) -> None:
+    buffer, output, _ = await roll_given_up(kit, ["1", "lost", "0"])
+    assert rows(buffer) == [1]
+    assert output.metrics["drop_aborted"] == 1.0
+
+
+async def test_a_sample_counts_once_in_metrics_whatever_its_parts(kit: Any) -> None:
+    buffer = FakeBuffer([kit.make_group(0, labels=["1", "0 0 0 0"])], kit.make_ticket(1))
+    async with kit.opened(custom_generate_function_path=kit.user("parts_by_label")) as context:
+        metrics = (await roll(context, buffer)).metrics
+    assert (metrics["raw_reward"], metrics["raw_reward_std"], metrics["truncated_ratio"]) == (0.5, 0.5, 0.5)
+    assert (metrics["response_len/mean"], metrics["response_len/max"]) == ((1 + 2.5) / 2, 4.0)
+    assert metrics["zero_std"] == 0.0
+
+
+async def test_groups_that_a_filter_drops_count_in_the_mean_over_all(kit: Any) -> None:
+    groups = [kit.make_group(0, labels=["0", "0"]), kit.make_group(1, labels=["1", "0"])]
+    options = {"custom_rm_path": kit.user("slow_async"), "dynamic_sampling_filter_path": kit.user("keeps_differing")}
+    async with kit.opened(kit.ScriptedEngine(), **options) as context:
+        metrics = (await roll(context, FakeBuffer(groups, kit.make_ticket(1)))).metrics
+    assert (metrics["raw_reward"], metrics["raw_reward_all"]) == (0.5, 0.25)
+    async with kit.opened(kit.ScriptedEngine(), custom_rm_path=kit.user("slow_async")) as context:
+        metrics = (await roll(context, make_buffer(kit, ["1"], 1))).metrics
+    assert "raw_reward_all" not in metrics, "without a filter there is one mean"
+
+
+@pytest.mark.parametrize("kind", ["generate", "reward"])
+async def test_a_status_may_be_text_and_must_be_one(kit: Any, kind: str) -> None:
+    paths = {"custom_rm_path": kit.user("length"), "custom_generate_function_path": kit.user("status_from_label")}
+    if kind == "reward":
+        paths = {"custom_rm_path": kit.user("reward_that_sets_a_status")}
+    groups = [kit.make_group(0, labels=["aborted", "completed"]), kit.make_group(1, labels=["truncated", "completed"])]
+    buffer = FakeBuffer(groups, kit.make_ticket(1))
+    async with kit.opened(kit.ScriptedEngine(), **paths) as context:
+        output = await roll(context, buffer)
+    assert [(group.uid.row, reason) for group, reason in buffer.rejected] == [(0, "aborted")]
+    assert output.metrics["truncated_ratio"] == 0.5
+    assert all(type(sample.status) is Status for sample in buffer.finished[0])
+    wrong = FakeBuffer([kit.make_group(7, labels=["completed", "done"])], kit.make_ticket(1))
+    async with kit.opened(kit.ScriptedEngine(), **paths, max_data_failures=0) as context:
+        with pytest.raises(RolloutError, match=r"sample\.status is 'done'") as caught:
+            await roll(context, wrong)
+    assert f"{kind} '" in str(caught.value)
+    assert "row source:7:0/1.0" in str(caught.value)
+    assert "pending, completed, truncated, aborted, failed" in str(caught.value)
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+async def test_a_generate_function_that_asks_for_it_knows_whether_it_is_an_evaluation(
+    kit: Any, evaluation: bool
+) -> None:
+    for function in ("notes_evaluation", "notes_keywords"):
+        buffer = FakeBuffer([kit.make_group(0)], kit.make_ticket(1, evaluation=evaluation))
+        options = {"custom_generate_function_path": kit.user(function), "custom_rm_path": kit.user("slow_async")}
+        async with kit.opened(kit.ScriptedEngine(), **options) as context:
+            await roll(context, buffer)
+        assert [sample.metadata for sample in buffer.finished[0]] == [{"evaluation": evaluation}] * 2
 
 
 async def test_the_first_error_is_raised_and_every_other_request_is_cancelled(kit: Any) -> None:

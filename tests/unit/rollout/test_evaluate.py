@@ -35,6 +35,12 @@ async def test_metrics_are_means_over_samples_by_data_set(kit: Any) -> None:
     }
 
 
+async def test_a_sample_of_many_parts_counts_as_one(kit: Any) -> None:
+    groups = [kit.make_group(0, labels=["1", "0 0 0 0"], data_set="d")]
+    _, output = await evaluate(kit, groups, custom_generate_function_path=kit.user("parts_by_label"))
+    assert output.metrics == {"eval/d": 0.5, "eval/d/response_len": 1.75, "eval/d/truncated": 0.5}
+
+
 async def test_evaluation_uses_its_own_parameters_no_filter_and_its_own_request_ids(kit: Any) -> None:
     engine = kit.ScriptedEngine()
     options = {"dynamic_sampling_filter_path": kit.user("drop_all"), "eval_temperature": 0.0}

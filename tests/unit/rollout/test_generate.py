@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import random
 from typing import Any
 
 import pytest
@@ -9,6 +11,9 @@ from hypothesis import strategies as st
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.rollout.context import LeaseScope, current_context, lease_scope
 from buffer_rl.rollout.generate import generate, request_id, sampling_params_for, sampling_seed
+from buffer_rl.rollout.production import generate_group
+from buffer_rl.rollout.requests import Requests
+from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.types import GroupUid, Status, VersionSpan
 
 
@@ -128,3 +133,55 @@ def test_min_p_reaches_the_engine_and_evaluation_may_have_its_own(kit: Any) -> N
     assert [sampling_params_for(args, evaluation)["min_p"] for evaluation in (False, True)] == [0.05, 0.05]
     args = kit.make_args(rollout_min_p=0.05, eval_min_p=0.0)
     assert [sampling_params_for(args, evaluation)["min_p"] for evaluation in (False, True)] == [0.05, 0.0]
+
+
+async def asked(kit: Any, function: str, *, order: Any = None, attempt: int = 1) -> tuple[list[Any], list[Any]]:
+    """The requests of a group of two samples, and its samples, under a generate function of the user's."""
+    engine = kit.ScriptedEngine(order=order)
+    group = kit.make_group(0)
+    group.attempt = attempt
+    stats = RolloutStats()
+    async with kit.opened(engine, custom_generate_function_path=kit.user(function)) as context:
+        params = sampling_params_for(context.args, False)
+        answering = asyncio.create_task(engine.let_go()) if order is not None else None
+        await generate_group(context, kit.make_ticket(1), group, params, stats, Requests())
+        if answering is not None:
+            answering.cancel()
+    return engine.calls, group.samples
+
+
+async def test_several_responses_of_one_sample_have_seeds_and_request_ids_of_their_own(kit: Any) -> None:
+    calls, samples = await asked(kit, "best_of_three")
+    seeds = [params["sampling_seed"] for _, _, params in calls]
+    rids = [rid for rid, _, _ in calls]
+    assert len(set(seeds)) == len(set(rids)) == len(calls) == 6
+    assert not any(a != b and b.startswith(a) for a in rids for b in rids)  # an engine aborts by prefix
+    assert sampling_seed(42, samples[0].uid, 0) in seeds  # the first one of a sample has the sample's own
+    assert len({tuple(answer) for answer in samples[0].metadata["answers"]}) > 1
+
+
+async def test_an_attempt_that_is_made_again_asks_under_the_same_seeds(kit: Any) -> None:
+    (first, _), (again, _) = [await asked(kit, "best_of_three", attempt=attempt) for attempt in (1, 2)]
+    assert [params for _, _, params in first] == [params for _, _, params in again]
+    assert not {rid for rid, _, _ in first} & {rid for rid, _, _ in again}
+
+
+async def test_the_parts_of_a_sample_differ_and_neither_turns_nor_time_change_their_seeds(kit: Any) -> None:
+    runs = []
+    for seed in (1, 2, 3):
+        calls, _ = await asked(kit, "one_after_another", order=random.Random(seed))
+        runs.append({rid: params["sampling_seed"] for rid, _, params in calls})
+        assert len(runs[-1]) == len(calls) == 10
+    assert runs[0] == runs[1] == runs[2]
+    first_sample = {rid: seed for rid, seed in runs[0].items() if "/0." in rid}
+    seeds_of = {part: [seed for rid, seed in first_sample.items() if f"/0.{part}:" in rid] for part in (0, 1)}
+    own = sampling_seed(42, GroupUid("source", 0, 0), 0)
+    assert seeds_of[0] == [own, own]  # two turns of one response
+    assert len(set(seeds_of[1])) == 1
+    (third,) = [seed for rid, seed in first_sample.items() if "/0.0#1:" in rid]
+    assert len({own, third, *seeds_of[1]}) == 3
+
+
+async def test_a_seed_that_the_user_gives_is_kept(kit: Any) -> None:
+    calls, _ = await asked(kit, "with_a_seed")
+    assert {params["sampling_seed"] for _, _, params in calls} == {77}

@@ -12,7 +12,7 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.log_functions import LogFunctions
 from buffer_rl.types import Status
 
-TRAIN = {"rollout/raw_reward": 0.5, "perf/rollout_time": 2.0}
+TRAIN = {"rollout/raw_reward": 0.5, "rollout/raw_reward_all": 0.25, "perf/rollout_time": 2.0}
 EVAL = {"eval/dev": 0.25, "eval/dev/truncated": 0.5, "eval/dev/response_len": 3.0, "perf/rollout_time": 2.0}
 
 
@@ -68,7 +68,10 @@ async def test_an_evaluation_function_sees_rewards_truncation_and_samples_of_eac
 
 
 async def test_true_leaves_only_what_progress_curve_and_early_stop_are_made_of(kit: Any, tmp_path: Path) -> None:
-    assert await logged(kit, tmp_path, "return True") == {"rollout/raw_reward": 0.5}
+    assert await logged(kit, tmp_path, "return True") == {
+        "rollout/raw_reward": 0.5,
+        "rollout/raw_reward_all": 0.25,
+    }
     assert await logged(kit, tmp_path, "return True", evaluation=True) == {"eval/dev": 0.25}
     stop = "eval/dev/response_len < 2"
     kept = await logged(kit, tmp_path, "return True", evaluation=True, early_stop=stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
 import time
 from typing import Any
@@ -291,3 +292,73 @@ async def strikes_the_engine(args: Any, sample: Sample) -> float:
             pass
     await asyncio.sleep(0)
     return 1.0
+
+
+async def best_of_three(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Asks three times at once; the responses are noted, the longest is kept."""
+    copies = [copy.copy(sample) for _ in range(3)]
+    answers = await asyncio.gather(*[generate(args, each, sampling_params) for each in copies])
+    best = max(answers, key=lambda each: each.response_length)
+    best.metadata["answers"] = [each.tokens[-each.response_length :] for each in answers]
+    return best
+
+
+async def one_after_another(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """Two parts with numbers of their own, at once, of two turns each; then a third response in the same object."""
+    parts = [copy.copy(sample) for _ in range(2)]
+    for number, part in enumerate(parts):
+        part.part = number
+    await asyncio.gather(*[two_turns_with_a_tool(args, part, sampling_params) for part in parts])
+    await generate(args, parts[0], sampling_params)
+    return parts
+
+
+async def with_a_seed(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    return await generate(args, sample, sampling_params | {"sampling_seed": 77})
+
+
+async def parts_by_label(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """A label such as ``1 0 0`` is the rewards of as many parts; those of 0 are truncated, the n-th has n tokens."""
+    parts = []
+    for number, reward in enumerate(map(float, sample.label.split()), start=1):
+        status = Status.COMPLETED if reward else Status.TRUNCATED
+        part = Sample(prompt=sample.prompt, tokens=[5] * (number + 1), response_length=number)
+        part.reward, part.status = reward, status
+        parts.append(part)
+    return parts
+
+
+async def gives_up_second_samples(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The label of the second sample is the reward it leaves, or ``none``; ``lost`` is not given up."""
+    sample = await generate(args, sample, sampling_params)
+    if sample.sample_index == 1:
+        sample.tokens, sample.response, sample.response_length, sample.rollout_log_probs = [], "", 0, None
+        sample.weight_versions = []
+        sample.status, sample.remove_sample = Status.ABORTED, sample.label != "lost"
+        sample.reward = None if sample.label in ("none", "lost") else float(sample.label)
+    return sample
+
+
+async def keeps_differing(args: Any, group: SampleGroup) -> bool:
+    return len({sample.get_reward_value(args) for sample in group}) > 1
+
+
+async def status_from_label(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample = await generate(args, sample, sampling_params)
+    sample.status = sample.label
+    return sample
+
+
+async def reward_that_sets_a_status(args: Any, sample: Sample) -> float:
+    sample.status = sample.label
+    return 1.0
+
+
+async def notes_evaluation(args: Any, sample: Sample, sampling_params: Any, evaluation: bool = False) -> Sample:
+    sample.metadata["evaluation"] = evaluation
+    return await generate(args, sample, sampling_params)
+
+
+def notes_keywords(args: Any, sample: Sample, sampling_params: Any, **kwargs: Any) -> Sample:
+    sample.metadata |= kwargs
+    return sync_generate(args, sample, sampling_params)

@@ -251,3 +251,42 @@ class SavesElsewhere(CountingSource):
         path = os.path.join(self.args.run_dir, f"rollout/state_{rollout_id}.pt")
         os.makedirs(os.path.dirname(path), exist_ok=True)
         torch.save({"sample_offset": self.sample_offset}, path)
+
+
+def eval_segments(args, rollout_id, data_source, evaluation=False):
+    """The first sample of each group is five segments without reward, the second is one with a reward of 1."""
+    samples = []
+    for first, second in data_source.get_samples(args.rollout_batch_size):
+        for segment in [first] * 5 + [second]:
+            part = copy.copy(segment)
+            part.tokens, part.response_length = [3, 4], 1
+            part.reward = float(segment is second)
+            part.status = "completed" if segment is second else "truncated"
+            samples.append(part)
+    truncated = [sample.status == "truncated" for sample in samples]
+    return {"aime": {"rewards": [s.reward for s in samples], "truncated": truncated, "samples": samples}}
+
+
+def text_statuses(args, rollout_id, data_source, evaluation=False):
+    """The first group is returned, the others are reported; their second samples are truncated."""
+    groups = asyncio.run(_one_rollout(args, data_source))
+    for group in groups:
+        group[1].status = "truncated"
+    first, *others = groups
+    for group in others:
+        data_source.finish(data_source.groups[group[0].uid])
+    return [first]
+
+
+def unknown_statuses(args, rollout_id, data_source, evaluation=False):
+    groups = asyncio.run(_one_rollout(args, data_source))
+    groups[1][0].status = "done"
+    return groups
+
+
+def own_reward_metric(args, rollout_id, data_source, evaluation=False):
+    return TrainOutput(samples=asyncio.run(_one_rollout(args, data_source)), metrics={"rollout/raw_reward": 9.0})
+
+
+def eval_plain_lists(args, rollout_id, data_source, evaluation=False):
+    return asyncio.run(_one_rollout(args, data_source))

@@ -21,7 +21,7 @@ from buffer_rl.rollout.log_functions import LogFunctions
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.types import GroupUid, QueueHeader, RolloutOutput, Sample, SampleGroup, Ticket
+from buffer_rl.types import GroupUid, QueueHeader, RolloutOutput, Sample, SampleGroup, Status, Ticket
 
 FILE = Path(__file__).with_name("slime_style.py")
 
@@ -96,7 +96,7 @@ async def test_a_rollout_function_may_return_plain_lists_of_samples(name: str) -
     assert [group.uid.row for group in buffer.finished] == [0, 1]
     assert {(group.attempt, group.incarnation) for group in buffer.finished} == {(4, "inc")}
     assert [[sample.reward for sample in group] for group in buffer.finished] == [[0.0, 1.0]] * 2
-    assert output.metrics == ({"turns": 2.0} if name.endswith("keyword_only") else {})
+    assert output.metrics.get("turns") == (2.0 if name.endswith("keyword_only") else None)
 
 
 async def test_the_parts_of_a_sample_may_be_a_list_in_its_place() -> None:
@@ -104,6 +104,43 @@ async def test_the_parts_of_a_sample_may_be_a_list_in_its_place() -> None:
     row_ids, columns = GroupConverter.from_args(args, PluginRegistry()).encode(buffer.finished[1], False)
     assert [(row.uid.row, row.sample_index, row.part) for row in row_ids] == [(1, i, n) for i in (0, 1) for n in (0, 1)]
     assert columns["response_length"].tolist() == [1, 2, 1, 2]
+
+
+async def test_a_rollout_without_metrics_has_those_of_its_samples() -> None:
+    buffer, output, _ = await run("text_statuses")
+    assert len(buffer.finished) == 2
+    assert output.metrics == {
+        "raw_reward": 0.5,
+        "raw_reward_std": 0.5,
+        "response_len/mean": 3.0,
+        "response_len/max": 3.0,
+        "truncated_ratio": 0.5,
+        "zero_std": 0.0,
+    }
+    assert all(type(sample.status) is Status for group in buffer.finished for sample in group)
+    _, output, _ = await run("own_reward_metric")
+    assert (output.metrics["rollout/raw_reward"], output.metrics["truncated_ratio"]) == (9.0, 0.0)
+    assert "raw_reward" not in output.metrics
+    _, output, _ = await run("generate_rollout", loss_type="sft_loss")
+    assert output.metrics.keys() == {"response_len/mean", "response_len/max"}
+    _, output, _ = await run("eval_plain_lists", evaluation=True)
+    assert output.metrics == {"eval/default": 0.5, "eval/default/response_len": 3.0, "eval/default/truncated": 0.0}
+
+
+async def test_an_unknown_status_of_a_rollout_is_named_with_its_row() -> None:
+    with pytest.raises(RolloutError) as caught:
+        await run("unknown_statuses")
+    assert caught.value.where == "train_5, unknown_statuses, row source:1:0/0.0"
+    assert "sample.status is 'done'" in str(caught.value)
+    assert caught.value.expected == "pending, completed, truncated, aborted, failed"
+
+
+async def test_the_segments_of_an_evaluated_sample_count_as_one() -> None:
+    buffer, output, _ = await run("eval_segments", evaluation=True)
+    assert output.metrics == {"eval/aime": 0.5, "eval/aime/truncated": 0.5, "eval/aime/response_len": 1.0}
+    assert [[(s.sample_index, s.part) for s in group] for group in buffer.finished] == [
+        [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0)]
+    ] * 2
 
 
 @pytest.mark.parametrize("name", ["eval_rollout", "eval_rollout_output"])
