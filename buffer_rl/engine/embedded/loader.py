@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from buffer_rl.engine.embedded.fallback import FallbackDecoder, UnsupportedModelError
+from buffer_rl.engine.embedded.fallback import FallbackDecoder
 from buffer_rl.engine.embedded.model import FastDecoder
 from buffer_rl.errors import EngineError
 
@@ -73,7 +73,7 @@ def _prepared(module: Any, device: str) -> Any:
 
 def context_limit(config: Any, asked: int | None) -> int:
     """Most tokens of a sequence: the smaller of what was asked for and the model's limit."""
-    own = getattr(config, "max_position_embeddings", None)
+    own = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     limits = [int(limit) for limit in (own, asked) if limit]
     if not limits:
         raise EngineError("the model states no limit of positions", hint="pass --context-length")
@@ -94,10 +94,7 @@ class LoadedModel:
         if FastDecoder.supports(module.config):
             self.decoder = FastDecoder(module, limit, deterministic=options.deterministic)
         else:
-            try:
-                self.decoder = FallbackDecoder(module, limit, deterministic=options.deterministic)
-            except UnsupportedModelError as error:
-                raise EngineError(str(error), where=options.model_path) from error
+            self.decoder = FallbackDecoder(module, limit, deterministic=options.deterministic)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         self._module_class: Any = type(module)
 
