@@ -24,25 +24,28 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     return _length(text_config(config).get("max_position_embeddings"))
 
 
-def rope_problem(config: Mapping[str, Any], longest: int | None) -> tuple[str, int] | None:
-    """Why sequences of up to ``longest`` tokens (None: no limit is known) cannot be computed in batches, and the longest
-    that can; None where nothing is in the way.
+def length_problem(config: Mapping[str, Any], longest: int | None) -> tuple[str, int] | None:
+    """Why sequences of up to ``longest`` tokens cannot be computed in batches, and the longest that can; None where
+    they can. longest: None if no limit is known. config: of the language model or of what it is a part of.
 
     With ``dynamic`` and ``longrope`` scaling, transformers chooses the frequencies of a whole batch by its longest
-    sequence, and those of ``dynamic`` stay for the batches after it. Beyond the length at which they change, the
-    log-probabilities of a row depend on the rows beside and before it.
+    sequence, and those of ``dynamic`` stay for the batches after it. Its sparse attention chooses ``index_topk`` tokens
+    among all of a row, those after the token in question and the padding too.
     """
-    limits = [limit for limit in map(_steady_length, _scalings(text_config(config))) if limit is not None]
+    text = text_config(config)
+    limits = [limit for limit in map(_steady_length, _scalings(text)) if limit is not None]
+    chosen, kinds = _length(text.get("index_topk")), text.get("layer_types")
+    if chosen and (not kinds or "indexed_attention" in kinds):
+        limits.append((chosen, "sparse attention, which chooses its tokens among later ones and padding too"))
     if not limits:
         return None
-    limit, kind = min(limits)
+    limit, what = min(limits)
     if longest is not None and longest <= limit:
         return None
-    reason = (
-        f"the model has {kind!r} rope scaling, whose frequencies follow the longest sequence of a batch: beyond {limit} "
-        "tokens the log-probabilities of a row would depend on other rows"
+    return (
+        f"the model has {what}: beyond {limit} tokens the log-probabilities of a row would depend on other rows",
+        limit,
     )
-    return reason, limit
 
 
 def _scalings(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -60,11 +63,11 @@ def _scalings(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _steady_length(scaling: Mapping[str, Any]) -> tuple[int, str] | None:
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     # Early Phi-3 configurations say "su" or "yarn" for what is called longrope now.
-    phi3 = str(scaling["model_type"]).startswith("phi3") and kind == "yarn"
+    phi3 = str(scaling["model_type"] or "").startswith("phi3") and kind == "yarn"
     if not (phi3 or "dynamic" in kind or kind in ("longrope", "su")):
         return None
     limit = _length(scaling["original"]) or _length(scaling["max_position_embeddings"])
-    return (limit or 0, kind)
+    return (limit or 0, f"{kind!r} rope scaling, whose frequencies follow the longest sequence of a batch")
 
 
 def _length(value: object) -> int | None:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from buffer_rl.engine.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
 from buffer_rl.engine.embedded.decode_check import UnsupportedModelError, check_decoding
 from buffer_rl.engine.embedded.model import ROW_BLOCK, pad_vocab
-from buffer_rl.model_config import rope_problem
+from buffer_rl.model_config import length_problem
 
 
 class FallbackDecoder:
@@ -34,7 +34,7 @@ class FallbackDecoder:
         self.deterministic = deterministic
         self.block = 1 if _has_experts(module) else ROW_BLOCK
         config = module.config.get_text_config(decoder=True)
-        if problem := rope_problem(config.to_dict(), context_length):
+        if problem := length_problem(vars(config), context_length):
             reason, limit = problem
             raise UnsupportedModelError(
                 module.config,
