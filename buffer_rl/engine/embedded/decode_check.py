@@ -82,9 +82,9 @@ def check_decoding(build: Callable[[Any, int], Decoder], module: Any, context_le
     if worst > TOLERANCE:
         raise UnsupportedModelError(
             module.config,
-            f"decoding token by token differs from one pass over the whole sequence by up to {worst:.2g} nats, first at "
-            f"position {first}, on a copy of the model with windows of {WINDOW} and a rope limit of {ROPE_LIMIT} where "
-            f"the context of {context_length} tokens passes the model's own",
+            f"decoding token by token differs from one pass over the whole sequence by {worst:.2g} nats, first at "
+            f"position {first}, on a copy with windows of {WINDOW} and a rope limit of {ROPE_LIMIT} where the context "
+            f"of {context_length} tokens passes the model's own",
             expected=f"log-probabilities within {TOLERANCE} nats",
             hint="use another engine, or a context length that stays within the model's windows",
         )

@@ -138,8 +138,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any | None:
 
 
 def _eos_token_ids(path: str, config: Any) -> frozenset[int]:
-    """End tokens of ``config.json`` and ``generation_config.json``."""
-    found: list[Any] = [getattr(config, "eos_token_id", None)]
+    """End tokens of ``config.json``, of its text part if the whole names none, and of ``generation_config.json``."""
+    named = getattr(config, "eos_token_id", None)
+    found: list[Any] = [config.get_text_config(decoder=True).eos_token_id if named is None else named]
     generation = Path(path, "generation_config.json")
     if generation.is_file():
         found.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))

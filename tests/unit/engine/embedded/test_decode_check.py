@@ -10,9 +10,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from buffer_rl.engine.embedded.decode_check import UnsupportedModelError
+from buffer_rl.engine.embedded.decode_check import UnsupportedModelError, check_decoding, small_copy
 from buffer_rl.engine.embedded.fallback import FallbackDecoder
+from buffer_rl.engine.embedded.loader import LoadedModel, LoadOptions
 from buffer_rl.engine.embedded.scheduler import Scheduler
+from buffer_rl.errors import EngineError
 
 SIZES = {
     "vocab_size": 100,
@@ -94,12 +96,12 @@ def test_log_probs_of_a_served_model_equal_those_of_one_full_forward_pass(
 
 REFUSED = {
     "gpt_neo": (gpt_neo, r"'gpt_neo' model.*differs from one pass.* \d[\d.e+]* nats, first at position \d+"),
-    "bloom": (lambda: config_of("Bloom"), "'bloom' model.*cannot decode rows of different lengths"),
+    "bloom": (lambda: config_of("Bloom"), "'bloom' model.*takes no batch of rows at positions of their own"),
     "falcon with alibi": (
         lambda: transformers.FalconConfig(
             vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
         ),
-        "'falcon' model.*",
+        "'falcon' model.*as where alibi takes the place",
     ),
     "mamba": (lambda: config_of("Mamba", state_size=4), r"'mamba' model.*layers of kind \['linear_attention'\]"),
     "jamba": (
@@ -112,7 +114,7 @@ REFUSED = {
     ),
     "recurrent_gemma": (
         lambda: config_of("RecurrentGemma", block_types=["recurrent", "attention"], lru_width=32),
-        "'recurrent_gemma' model.*",
+        r"'recurrent_gemma' model.*layers of kind \['linear_attention'\]",
     ),
     "bert, which looks ahead": (lambda: config_of("Bert"), "'bert' model.*differs from one pass"),
     "longrope": (
@@ -140,3 +142,71 @@ def test_a_model_that_cannot_be_decoded_is_refused_by_name(name):
     make, message = REFUSED[name]
     with pytest.raises(UnsupportedModelError, match=message):
         FallbackDecoder(model_of(make()), 512)
+
+
+@pytest.mark.parametrize("window", [None, 7, 9])
+@pytest.mark.parametrize("name", ["mistral", "gemma3 with a vision part"])
+def test_a_window_that_is_ignored_or_off_by_one_is_found(name, window):
+    def build(module: Any, context_length: int) -> FallbackDecoder:
+        decoder = FallbackDecoder(module, context_length, check=False)
+        assert decoder.window == 8, "of the copy"
+        decoder.window = window
+        return decoder
+
+    model = model_of(SERVED[name]())
+    with pytest.raises(UnsupportedModelError, match=r"first at position [789]"):
+        check_decoding(build, model, 512)
+
+
+def test_the_cost_of_the_check_does_not_follow_the_size_of_the_model():
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig())
+    assert sum(p.numel() for p in model.parameters()) > 40e9
+    small = small_copy(model, 131072, torch.float32)
+    assert sum(p.numel() for p in small.parameters()) < 5e6
+    assert small.config.num_hidden_layers == model.config.num_hidden_layers
+    assert model.config.hidden_size == 4096, "the model's own configuration stays as it is"
+
+
+def test_the_random_numbers_of_the_process_do_not_change():
+    model = model_of(config_of("Mistral"))
+    before = torch.get_rng_state()
+    FallbackDecoder(model, 512)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class OfOneSize(transformers.MistralForCausalLM):
+    """Cannot be built in another size."""
+
+    def __init__(self, config: Any) -> None:
+        if config.max_position_embeddings != 512:
+            raise ValueError("512 positions, no fewer")
+        super().__init__(config)
+
+
+def test_a_model_that_has_no_small_copy_is_checked_itself_or_refused():
+    def build(**settings: Any) -> Any:
+        return OfOneSize(config_of("Mistral", **settings)).eval()
+
+    FallbackDecoder(build(sliding_window=8), 512)
+    FallbackDecoder(build(sliding_window=256), 200)
+    with pytest.raises(UnsupportedModelError, match=r"512 positions, no fewer.*no short row passes sliding_window 256"):
+        FallbackDecoder(build(sliding_window=256), 512)
+    with pytest.raises(UnsupportedModelError, match=r"512 positions, no fewer.*bfloat16 is too coarse"):
+        FallbackDecoder(build(sliding_window=8).to(torch.bfloat16), 512)
+
+
+def test_a_folder_of_a_composite_model_is_loaded_with_the_limits_of_its_text_part(tmp_path):
+    model_of(gemma3(eos_token_id=7)).save_pretrained(tmp_path)
+    loaded = LoadedModel(LoadOptions(model_path=str(tmp_path)))
+    assert loaded.decoder.shape.context_length == 512
+    assert loaded.decoder.window == 32
+    assert 7 in loaded.eos_token_ids or 1 in loaded.eos_token_ids
+
+
+def test_the_error_names_the_folder(tmp_path):
+    model_of(gpt_neo()).save_pretrained(tmp_path)
+    with pytest.raises(EngineError) as caught:
+        LoadedModel(LoadOptions(model_path=str(tmp_path)))
+    assert str(tmp_path) in caught.value.where
+    LoadedModel(LoadOptions(model_path=str(tmp_path), context_length=32))  # what the hint proposes
