@@ -138,10 +138,18 @@ def _gemma3(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
     return Gemma3TextConfig(**_sizes(vocab, overrides, **(more)))
 
 
+def _qwen3_moe(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    from transformers import Qwen3MoeConfig
+
+    more = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return Qwen3MoeConfig(**_sizes(vocab, overrides, **more))
+
+
 ARCHITECTURES: Mapping[str, Callable[[int, Mapping[str, Any]], PreTrainedConfig]] = {
     "qwen3": _qwen3,
     "qwen2": _qwen2,
     "llama": _llama,
     "gpt_neox": _gpt_neox,
     "gemma3": _gemma3,
+    "qwen3_moe": _qwen3_moe,
 }

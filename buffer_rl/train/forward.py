@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from buffer_rl.errors import TrainError
+from buffer_rl.model_config import length_problem
 from buffer_rl.train.collate import MicroBatch
 
 
@@ -52,6 +53,14 @@ def _response_logits(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
     head: torch.nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:
         raise TrainError(f"{type(model).__name__} has no output layer", expected="a causal language model")
+    if isinstance(model, PreTrainedModel):
+        config = model.config.get_text_config(decoder=True)
+        if problem := length_problem(vars(config), micro.tokens_bl.shape[1]):
+            raise TrainError(
+                f"a row has {micro.tokens_bl.shape[1]} tokens: {problem[0]}",
+                expected=f"rows of at most {problem[1]} tokens",
+                hint=f"--rollout-max-context-len {problem[1]}, or a rollout function that keeps to it",
+            )
 
     def keep_predictors(_module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden = args[0]

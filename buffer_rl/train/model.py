@@ -59,7 +59,40 @@ def load_model(
     # the ratio of new to old probabilities would not start at 1.
     torch.nn.Module.to(model, device)
     torch.nn.Module.eval(model)
+    _require_causal(model, folder, flag)
     return model
+
+
+def _require_causal(model: PreTrainedModel, folder: str, flag: str) -> None:
+    """Raises ConfigError if a token's logits depend on the tokens after it: the rows of a batch are padded on the right
+    without a mask. Told by the gradient, which is exactly 0 under a causal mask whatever the size of the weights."""
+    embedded: list[torch.Tensor] = []
+
+    def keep(_module: torch.nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1] * 1  # some architectures work on it in place, which a leaf does not allow
+
+    embedding: Any = model.get_input_embeddings()
+    handle = embedding.register_forward_hook(keep)
+    try:
+        ids = torch.arange(8, device=embedding.weight.device)[None] % embedding.weight.shape[0]
+        with torch.enable_grad():
+            logits = model(input_ids=ids, use_cache=False).logits
+            (gradient,) = torch.autograd.grad(logits[:, :4].square().sum(), embedded[:1])
+        gradient = gradient.reshape(ids.numel(), -1)
+    except Exception as error:  # fault boundary: many architectures, not all of which take tokens alone
+        raise ConfigError(
+            f"{type(model).__name__} cannot be trained: 8 tokens fail with {type(error).__name__}: {error}", where=flag
+        ) from error
+    finally:
+        handle.remove()
+    if gradient[4:].abs().max() > 1e-6 * gradient[:4].abs().max():
+        raise ConfigError(
+            f"{type(model).__name__} in {folder} is no causal language model: a token's logits depend on later tokens",
+            where=flag,
+            expected="a model that sees only the tokens before it",
+            hint='models of the BERT family do with "is_decoder": true in config.json',
+        )
 
 
 def load_tokenizer(path: str | None, flag: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

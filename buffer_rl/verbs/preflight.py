@@ -10,9 +10,10 @@ from typing import Any
 from buffer_rl.checkpoint import make_folder, read_manifest
 from buffer_rl.config import flag_of
 from buffer_rl.data.source import EvalSource
-from buffer_rl.driver.modes import train_only
+from buffer_rl.driver.modes import rollout_only, train_only
 from buffer_rl.driver.save_folder import check_lineage
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
+from buffer_rl.model_config import length_problem, max_positions
 from buffer_rl.redaction import mask_url
 from buffer_rl.remote import file_system, is_remote, local_path
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
@@ -46,6 +47,26 @@ def check_folders(args: Any) -> None:
     elif args.save is not None:
         check_writable("--save", Path(local_path(args.save)))
     check_lineage(args, first_step)
+    _check_engine_context(args)
+
+
+def check_row_lengths(args: Any) -> None:
+    """Raises ConfigError if the trainer's rows may be longer than its models can compute in batches.
+
+    Rows whose lengths no option limits are taken to be as long as the model allows."""
+    if rollout_only(args) or args.custom_model_provider_path is not None:
+        return
+    prompt = args.rollout_max_prompt_len
+    limits = [args.rollout_max_context_len, None if prompt is None else prompt + args.rollout_max_response_len]
+    if _starts_embedded(args):
+        limits.append(args.engine_context_length)
+    for name in ("hf_checkpoint", "ref_load"):
+        if (folder := getattr(args, name)) is None:
+            continue
+        config = read_config(flag_of(name), folder)
+        own = max_positions(config)
+        longest = min((limit for limit in (*limits, own) if limit is not None), default=None)
+        _require_short_rows(flag_of(name), config, longest, "--rollout-max-context-len")
 
 
 def check_devices(args: Any) -> None:
@@ -143,6 +164,30 @@ def make_folders(args: Any) -> None:
             raise ConfigError(f"the folder {path!r} cannot be made: {error.strerror}", where=flag) from error
 
 
+def _check_engine_context(args: Any) -> None:
+    """The embedded engine takes sequences up to its own limit, those of an evaluation too."""
+    if not _starts_embedded(args):
+        return
+    config = read_config("--hf-checkpoint", args.hf_checkpoint)
+    limits = [limit for limit in (args.engine_context_length, max_positions(config)) if limit is not None]
+    _require_short_rows("--hf-checkpoint", config, min(limits, default=None), "--engine-context-length")
+
+
+def _starts_embedded(args: Any) -> bool:
+    return args.rollout_engine == "embedded" and args.router_url is None and not train_only(args)
+
+
+def _require_short_rows(flag: str, config: Mapping[str, Any], longest: int | None, limit_flag: str) -> None:
+    if problem := length_problem(config, longest):
+        reason, limit = problem
+        raise ConfigError(
+            reason,
+            where=f"{flag} config.json",
+            expected=f"sequences of at most {limit} tokens; here they may have {longest or 'any number'}",
+            hint=f"add {limit_flag} {limit}, or less",
+        )
+
+
 def _told(sources: Mapping[str, str]) -> str:
     return ", ".join(f"{path} ({source_hash})" for source_hash, path in sources.items()) or "none"
 
@@ -152,10 +197,10 @@ def _context_limit(args: Any) -> tuple[int | None, str]:
     limits = [(args.rollout_max_context_len, "--rollout-max-context-len")]
     if args.rollout_engine == "embedded" and args.router_url is None:
         config = read_config("--hf-checkpoint", args.hf_checkpoint)
-        own = config.get("max_position_embeddings")
+        own = max_positions(config)
         limits += [
             (args.engine_context_length, "--engine-context-length"),
-            (own if isinstance(own, int) and own > 0 else None, "the model's max_position_embeddings"),
+            (own, "the model's max_position_embeddings"),
         ]
     return min(((limit, flag) for limit, flag in limits if limit is not None), default=(None, ""))
 

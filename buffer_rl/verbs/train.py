@@ -37,6 +37,7 @@ from buffer_rl.verbs.preflight import (
     check_devices,
     check_eval_prompts,
     check_folders,
+    check_row_lengths,
     make_folders,
 )
 
@@ -82,6 +83,7 @@ def run(namespace: argparse.Namespace) -> int:
     for text in notices(args):
         print(f"buffer-rl: notice: {text}", file=sys.stderr)
     check_folders(args)
+    check_row_lengths(args)
     check_devices(args)
     registry = PluginRegistry.from_flags(args.plugin)
     plan = DryRun(resolved=resolved, plugins=locate_plugins(resolved, registry), data=read_data(args, registry))

@@ -1,44 +1,57 @@
 """Decode loop for any causal language model of Hugging Face, through its own forward and our slots.
 
 Slower than ``FastDecoder`` (one module forward a pool and step) but general: what it asks of a model is a uniform
-key-value shape, and that it takes a four-dimensional attention mask and position ids.
+key-value shape, and that it takes a four-dimensional attention mask and position ids. Whether it gets the model's own
+probabilities is checked when the decoder is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from buffer_rl.engine.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
+from buffer_rl.engine.embedded.decode_check import UnsupportedModelError, check_decoding
 from buffer_rl.engine.embedded.model import ROW_BLOCK, pad_vocab
-
-
-class UnsupportedModelError(ValueError):
-    """The model keeps state that is not one key and one value tensor a layer, all of the same shape."""
+from buffer_rl.model_config import length_problem
 
 
 class FallbackDecoder:
     """The module's own forward over slots.
 
-    deterministic: the forward runs over blocks of a fixed number of slots and the full capacity of their pool.
-    Raises UnsupportedModelError for models without a uniform key-value cache.
+    deterministic: the forward runs over the full capacity of a pool, and over blocks of a fixed number of slots: one
+    for mixtures of experts, whose experts compute the tokens of all rows that chose them together. check: the decoding
+    is compared with whole passes on a small copy of the model (see ``decode_check``). Raises UnsupportedModelError for
+    a model without a uniform key-value cache, or whose probabilities would be others than those of a whole pass.
     """
 
-    def __init__(self, module: Any, context_length: int, *, deterministic: bool = False) -> None:
+    def __init__(self, module: Any, context_length: int, *, deterministic: bool = False, check: bool = True) -> None:
         self.module = module
         self.deterministic = deterministic
+        self.block = 1 if _has_experts(module) else ROW_BLOCK
+        config = module.config.get_text_config(decoder=True)
+        if problem := length_problem(vars(config), context_length):
+            reason, limit = problem
+            raise UnsupportedModelError(
+                module.config,
+                f"{reason}; the context is {context_length} tokens",
+                hint=f"--engine-context-length {limit} or less (--context-length of the engine's own command)",
+            )
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if others := kinds - {"full_attention", "sliding_attention"}:
+            raise UnsupportedModelError(module.config, f"layers of kind {sorted(others)} are not supported")
+        self.window = getattr(config, "sliding_window", None)
+        self.per_kind = "sliding_attention" in kinds and "full_attention" in kinds
+        if kinds == {"full_attention"} and hasattr(config, "layer_types"):
+            self.window = None
         self.shape = self._probe(module, context_length)
         self.vocab_size = int(module.get_output_embeddings().weight.shape[0])
-        kinds = set(getattr(module.config, "layer_types", None) or ["full_attention"])
-        self.window = getattr(module.config, "sliding_window", None)
-        if kinds - {"full_attention", "sliding_attention"}:
-            raise UnsupportedModelError(f"layers of kind {sorted(kinds)} are not supported")
-        self.per_kind = "sliding_attention" in kinds and "full_attention" in kinds
-        if kinds == {"full_attention"} and hasattr(module.config, "layer_types"):
-            self.window = None
+        if check:
+            check_decoding(partial(type(self), deterministic=deterministic, check=False), module, context_length)
 
     def load(self, module: Any) -> None:
         """Take the weights of ``module``, a model of the same sizes."""
@@ -53,12 +66,20 @@ class FallbackDecoder:
     def _probe(module: Any, context_length: int) -> CacheShape:
         device = module.get_input_embeddings().weight.device
         cache = DynamicCache()
-        module(input_ids=torch.zeros((1, 2), dtype=torch.long, device=device), past_key_values=cache, use_cache=True)
+        ids = torch.zeros((1, 2), dtype=torch.long, device=device)
+        try:
+            module(input_ids=ids, past_key_values=cache, use_cache=True)
+        except (
+            Exception
+        ) as error:  # fault boundary: an architecture fails in its own way at a cache that is not its own
+            what = f"it takes no plain key-value cache: {type(error).__name__}: {error}"
+            raise UnsupportedModelError(module.config, what) from error
         keys = [getattr(layer, "keys", None) for layer in cache.layers]
         values = [getattr(layer, "values", None) for layer in cache.layers]
         shapes = {None if t is None else (t.shape[1], t.shape[3], t.dtype) for t in keys + values}
         if len(shapes) != 1 or None in shapes:
-            raise UnsupportedModelError(f"{module.config.model_type!r} has no uniform key-value cache: {shapes}")
+            what = "its layers do not all keep one key and one value tensor of the same shape"
+            raise UnsupportedModelError(module.config, f"{what}: {sorted(map(str, shapes))}")
         first = keys[0]
         assert first is not None
         return CacheShape(
@@ -93,7 +114,7 @@ class FallbackDecoder:
         cache.promote()
         parts: list[torch.Tensor] = []
         for pool in cache.pools():
-            step = ROW_BLOCK if self.deterministic else len(pool.rows)
+            step = self.block if self.deterministic else len(pool.rows)
             parts.extend(self._decode_block(pool, start, step) for start in range(0, len(pool.rows), step))
         for row in cache.rows():
             row.length += 1
@@ -129,6 +150,11 @@ class FallbackDecoder:
     def _additive(self, visible: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(visible.shape, dtype=self.shape.dtype, device=visible.device)
         return mask.masked_fill_(~visible, torch.finfo(self.shape.dtype).min)[:, None, None]
+
+
+def _has_experts(module: Any) -> bool:
+    names = (f"{name} {type(part).__name__}".lower() for name, part in module.named_modules())
+    return any(word in name for name in names for word in ("expert", "moe", "router"))
 
 
 class _RecordingCache(Cache):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from buffer_rl.engine.embedded.fallback import FallbackDecoder, UnsupportedModelError
+from buffer_rl.engine.embedded.fallback import FallbackDecoder
 from buffer_rl.engine.embedded.model import FastDecoder
 from buffer_rl.errors import EngineError
 
@@ -73,7 +73,7 @@ def _prepared(module: Any, device: str) -> Any:
 
 def context_limit(config: Any, asked: int | None) -> int:
     """Most tokens of a sequence: the smaller of what was asked for and the model's limit."""
-    own = getattr(config, "max_position_embeddings", None)
+    own = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     limits = [int(limit) for limit in (own, asked) if limit]
     if not limits:
         raise EngineError("the model states no limit of positions", hint="pass --context-length")
@@ -94,10 +94,7 @@ class LoadedModel:
         if FastDecoder.supports(module.config):
             self.decoder = FastDecoder(module, limit, deterministic=options.deterministic)
         else:
-            try:
-                self.decoder = FallbackDecoder(module, limit, deterministic=options.deterministic)
-            except UnsupportedModelError as error:
-                raise EngineError(str(error), where=options.model_path) from error
+            self.decoder = FallbackDecoder(module, limit, deterministic=options.deterministic)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         self._module_class: Any = type(module)
 
@@ -141,8 +138,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any | None:
 
 
 def _eos_token_ids(path: str, config: Any) -> frozenset[int]:
-    """End tokens of ``config.json`` and ``generation_config.json``."""
-    found: list[Any] = [getattr(config, "eos_token_id", None)]
+    """End tokens of ``config.json``, of its text part if the whole names none, and of ``generation_config.json``."""
+    named = getattr(config, "eos_token_id", None)
+    found: list[Any] = [config.get_text_config(decoder=True).eos_token_id if named is None else named]
     generation = Path(path, "generation_config.json")
     if generation.is_file():
         found.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))

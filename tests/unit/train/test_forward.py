@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from buffer_rl.errors import TrainError
 from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
 from buffer_rl.train.collate import collate
 from buffer_rl.train.forward import response_log_probs
@@ -71,3 +72,26 @@ def test_the_output_layer_is_as_before_afterwards(model_path: str, make_batch: C
     before = model(input_ids=ids).logits
     response_log_probs(model, collate(make_batch(4), CPU), 1.0)
     assert torch.equal(model(input_ids=ids).logits, before)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rows_longer_than_a_rope_whose_frequencies_change_are_refused(
+    kind: str, tmp_path: Path, make_batch: Callable[..., TrainBatch]
+) -> None:
+    batch = make_batch(6)
+    longest = max(batch.lengths)
+    factors = {"short_factor": [1.0] * 8, "long_factor": [8.0] * 8} if kind == "longrope" else {}
+    for limit in (longest, longest - 1):
+        rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **factors}
+        rope["original_max_position_embeddings"] = limit
+        folder = make_tiny_model(tmp_path / str(limit), characters="abcdefghijklmnopqrstuvwxyz=", rope_parameters=rope)
+        model = load_model(folder, CPU, "--hf-checkpoint")
+        if limit == longest:
+            log_probs_bt, _ = response_log_probs(model, collate(batch, CPU), 1.0)
+            for row, (log_probs, _) in enumerate(_plain(model, batch, 1.0)):
+                assert log_probs_bt[row, : len(log_probs)].tolist() == pytest.approx(log_probs, abs=2e-5)
+        else:
+            with pytest.raises(
+                TrainError, match=rf"a row has {longest} tokens(.|\n)*--rollout-max-context-len {limit}"
+            ):
+                response_log_probs(model, collate(batch, CPU), 1.0)

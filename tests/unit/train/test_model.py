@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, MixtralConfig
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.testing.tiny import make_tiny_model
@@ -63,6 +63,18 @@ def test_fused_experts_are_exported_under_their_checkpoint_names(tmp_path: Path)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "a")
     model = load_model(str(tmp_path / "a"), CPU, FLAG)
     _assert_equal_tensors(hf_state(model), load_file(tmp_path / "a" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_model_whose_tokens_see_later_ones_is_refused(is_decoder: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=40, is_decoder=is_decoder, **sizes)
+    BertLMHeadModel(config).save_pretrained(tmp_path)
+    if is_decoder:
+        load_model(str(tmp_path), CPU, FLAG)
+    else:
+        with pytest.raises(ConfigError, match=r"--hf-checkpoint: BertLMHeadModel .* is no causal language model"):
+            load_model(str(tmp_path), CPU, FLAG)
 
 
 def test_buckets_hold_every_tensor_once_and_keep_to_their_size() -> None:

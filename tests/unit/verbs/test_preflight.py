@@ -19,6 +19,7 @@ from buffer_rl.verbs.preflight import (
     check_devices,
     check_eval_prompts,
     check_folders,
+    check_row_lengths,
     make_folders,
 )
 
@@ -112,6 +113,41 @@ def test_saves_may_be_urls_and_the_run_folder_may_not(model: Path) -> None:
         check_folders(options(model, save="nonsense://x"))
     with pytest.raises(CheckpointError, match="memory://no_such_folder"):
         check_folders(options(model, load="memory://no_such_folder"))
+
+
+ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_position_embeddings": 30, "rope_scaling": ROPE},
+        {"model_type": "gemma3", "text_config": {"max_position_embeddings": 30, "rope_parameters": {"full": ROPE}}},
+    ],
+)
+def test_sequences_beyond_a_changing_rope_are_refused_and_the_limit_is_named(model: Path, config: Any) -> None:
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ConfigError, match=r"'longrope'.*beyond 16 tokens(.|\n)*add --engine-context-length 16, or less"
+    ):
+        check_folders(options(model))
+    check_folders(options(model, engine_context_length=16))
+    check_row_lengths(options(model, engine_context_length=16))
+    other: dict[str, Any] = {"router_url": "http://127.0.0.1:1"}
+    check_folders(options(model, **other))
+    with pytest.raises(ConfigError, match=r"'longrope'(.|\n)*may have 30(.|\n)*add --rollout-max-context-len 16"):
+        check_row_lengths(options(model, **other))
+    check_row_lengths(options(model, **other, rollout_max_context_len=16))
+    check_row_lengths(options(model, **other, rollout_max_prompt_len=10, rollout_max_response_len=6))
+    with pytest.raises(ConfigError, match="may have 17"):
+        check_row_lengths(options(model, **other, rollout_max_prompt_len=10, rollout_max_response_len=7))
+
+
+def test_the_reference_model_limits_the_rows_too(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "ref").mkdir()
+    (tmp_path / "ref" / "config.json").write_text(json.dumps({"max_position_embeddings": 30, "rope_scaling": ROPE}))
+    with pytest.raises(ConfigError, match=r"--ref-load(.|\n)*beyond 16 tokens"):
+        check_row_lengths(options(model, ref_load=str(tmp_path / "ref")))
 
 
 @pytest.mark.parametrize("name", ["engine_device", "train_device"])

@@ -29,7 +29,14 @@ def requests_of(rng, make_request, random_prompt, count):
 
 @pytest.mark.parametrize(
     ("architecture", "fallback", "patterns"),
-    [("qwen3", False, 12), ("llama", False, 3), ("qwen2", False, 3), ("qwen3", True, 2), ("gemma3", True, 2)],
+    [
+        ("qwen3", False, 12),
+        ("llama", False, 3),
+        ("qwen2", False, 3),
+        ("qwen3", True, 2),
+        ("gemma3", True, 2),
+        ("qwen3_moe", True, 2),
+    ],
 )
 def test_answers_do_not_depend_on_who_shares_the_batch_or_on_arrival(
     architecture, fallback, patterns, make_scheduler, make_request, random_prompt, run

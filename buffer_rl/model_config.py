@@ -1,0 +1,74 @@
+"""What the configuration of a Hugging Face model says about its longest sequence, read without torch.
+
+The configurations of composite models keep that of the language model one level down. Rope settings are in
+``rope_scaling`` (flat, with ``type`` or ``rope_type``) or ``rope_parameters`` (flat, or one dictionary for each kind of
+layer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_TEXT_CONFIGS = ("text_config", "decoder", "generator", "llm_config", "language_config")
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of ``config.json`` that describes the language model; all of it where there is no such part."""
+    found = [config[name] for name in _TEXT_CONFIGS if isinstance(config.get(name), Mapping)]
+    return found[0] if found else config
+
+
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """``max_position_embeddings`` of the language model; None where it states none."""
+    return _length(text_config(config).get("max_position_embeddings"))
+
+
+def length_problem(config: Mapping[str, Any], longest: int | None) -> tuple[str, int] | None:
+    """Why sequences of up to ``longest`` tokens cannot be computed in batches, and the longest that can; None where
+    they can. longest: None if no limit is known. config: of the language model or of what it is a part of.
+
+    With ``dynamic`` and ``longrope`` scaling, transformers chooses the frequencies of a whole batch by its longest
+    sequence, and those of ``dynamic`` stay for the batches after it. Its sparse attention chooses ``index_topk`` tokens
+    among all of a row, those after the token in question and the padding too.
+    """
+    text = text_config(config)
+    limits = [limit for limit in map(_steady_length, _scalings(text)) if limit is not None]
+    chosen, kinds = _length(text.get("index_topk")), text.get("layer_types")
+    if chosen and (not kinds or "indexed_attention" in kinds):
+        limits.append((chosen, "sparse attention, which chooses its tokens among later ones and padding too"))
+    if not limits:
+        return None
+    limit, what = min(limits)
+    if longest is not None and longest <= limit:
+        return None
+    return (
+        f"the model has {what}: beyond {limit} tokens the log-probabilities of a row would depend on other rows",
+        limit,
+    )
+
+
+def _scalings(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Rope settings, those of each kind of layer on their own, with the lengths that stand beside them."""
+    beside = {name: config.get(name) for name in ("model_type", "max_position_embeddings")}
+    original = config.get("original_max_position_embeddings")
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = config.get(name)
+        if not isinstance(scaling, Mapping):
+            continue
+        for each in (scaling, *(part for part in scaling.values() if isinstance(part, Mapping))):
+            yield {**each, **beside, "original": original or each.get("original_max_position_embeddings")}
+
+
+def _steady_length(scaling: Mapping[str, Any]) -> tuple[int, str] | None:
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    # Early Phi-3 configurations say "su" or "yarn" for what is called longrope now.
+    phi3 = str(scaling["model_type"] or "").startswith("phi3") and kind == "yarn"
+    if not (phi3 or "dynamic" in kind or kind in ("longrope", "su")):
+        return None
+    limit = _length(scaling["original"]) or _length(scaling["max_position_embeddings"])
+    return (limit or 0, f"{kind!r} rope scaling, whose frequencies follow the longest sequence of a batch")
+
+
+def _length(value: object) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
