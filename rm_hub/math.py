@@ -13,12 +13,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import after_reasoning, labels_of, last_boxed, last_line
 from rm_hub.bounds import MAX_CHARACTERS, is_bounded
 
 
+@rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     r"""1.0 if the final answer is mathematically equal to the label (any one of a list) and the sample ended by itself.
 

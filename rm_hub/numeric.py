@@ -10,6 +10,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
 
@@ -31,6 +32,7 @@ _BOXED = "\\boxed{"
 _MARK = "####"
 
 
+@rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     """1.0 if the final number of the response equals the label and the sample ended by itself, else 0.0.
 
