@@ -62,6 +62,7 @@ def _comparison() -> Callable[[str, str], bool]:
         raise RewardError(
             "math-verify is not installed", where="rm_hub.math", hint="pip install 'buffer-rl[math]'"
         ) from error
+    _read_numbers_as_literals()
     # It warns that its time limits are off, as if nobody had set others.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     extraction = [LatexExtractionConfig(boxed_match_priority=0)]
@@ -75,3 +76,26 @@ def _comparison() -> Callable[[str, str], bool]:
         return bool(verify(parsed(label), parsed(answer), timeout_seconds=None))
 
     return equal
+
+
+def _read_numbers_as_literals() -> None:
+    """Has the LaTeX parser make its numbers itself: ``sympy.Number(text)`` hands the text of each to ``eval``."""
+    from latex2sympy2_extended import latex2sympy2
+    from sympy import Float, Integer
+
+    def number(text: str) -> Any:
+        text = text.replace(",", "").replace(" ", "")
+        return Integer(int(text)) if text.isdecimal() else Float(text)
+
+    def first_number(text: str) -> Any:  # of an expression that is a number and nothing else: 0,5 is a half
+        return number(text.replace(",", ".") if text.startswith("0") else text)
+
+    parser: Any = getattr(latex2sympy2, "_Latex2Sympy", None)
+    if not (hasattr(latex2sympy2, "convert_number") and hasattr(parser, "parse_number")):
+        raise RewardError(
+            "this version of latex2sympy2-extended is not known to keep text from eval",
+            where="rm_hub.math",
+            hint="pip install 'buffer-rl[math]' 'latex2sympy2-extended==1.11.0'",
+        )
+    latex2sympy2.convert_number = first_number
+    parser.parse_number = lambda self, text: number(text)

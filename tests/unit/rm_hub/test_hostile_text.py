@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
+from types import CodeType
 from typing import Any
 
 import pytest
 import reasoning_gym
 import sympy
+import sympy.physics.units  # which evaluates its own constants when it is imported
 from reasoning_gym.factory import DATASETS
 from sympy.parsing import sympy_parser
 
@@ -59,7 +61,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         original = getattr(owner, name)
 
         def forbidden(*given: Any, **options: Any) -> Any:
-            if texts_only and not (given and isinstance(given[0], str)):
+            asked_by = sys._getframe(1).f_globals["__name__"]
+            a_module = name == "exec" and isinstance(
+                given[0], CodeType
+            )  # that is imported; of text, compile comes first
+            if a_module or asked_by == MONOMIALS or (texts_only and not isinstance(given[0], str)):
                 return original(*given, **options)
             calls.append(f"{name}({given[:1]!r:.80})")
             raise AssertionError(f"{name} was called")
@@ -77,6 +83,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield calls
 
 
+MONOMIALS = "sympy.polys.monomials"  # it writes functions from a template in which only the number of variables differs
 USERS_OF_SYMPY = ("sympy", "reasoning_gym", "math_verify", "latex2sympy2_extended", "rm_hub")
 
 
@@ -254,6 +261,12 @@ def test_a_grader_may_import_a_module_while_it_works(monkeypatch: pytest.MonkeyP
 
 IFEVAL = {"instruction_id_list": ["keywords:existence", "detectable_format:json_format"], "kwargs": [{}, {}]}
 CHOICES: dict[str, Any] = {"choices": [PROGRAM, "4"]}
+LATEX = (
+    "\\frac{1}{2}", "2^{10} + \\sqrt{x}", "4", "0.5", "1,000", "0,5", "50\\%", "1.5e3", "5 \\text{ cm}", "f(x)",
+    "\\{1, 2\\}", "[1, 2)", "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", "\\log_{2} 8",
+    f"\\frac{{{PROGRAM}}}{{2}}", f"\\text{{{PROGRAM}}}", f"x_{{{PROGRAM}}}", f"\\operatorname{{{PROGRAM}}}(x)",
+    f"\\mathrm{{{PROGRAM}}}", f"1{PROGRAM}", f"\\{{{PROGRAM}\\}}",
+)  # fmt: skip
 OTHERS: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = (
     (exact_match.score, {}),
     (numeric.score, {}),
@@ -278,7 +291,7 @@ def test_no_other_reward_runs_what_a_row_or_a_response_says(
         with suppress(RewardError):
             reward(None, Sample(response=response, label=label, status=Status.COMPLETED, metadata=metadata))
 
-    texts = [*PAYLOADS, "\\frac{1}{2}", "2^{10} + \\sqrt{x}", "4"]
+    texts = [*PAYLOADS, *LATEX]
     for text in ("\\frac{1}{3}", "x^{9} - y"):  # before the record: modules are imported, parsers are built
         scored("\\sqrt{7} + y", f"<think></think>\\boxed{{{text}}}", metadata)
     with recorded(monkeypatch) as calls:
