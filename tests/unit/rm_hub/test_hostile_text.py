@@ -295,12 +295,14 @@ def test_no_other_reward_runs_what_a_row_or_a_response_says(
     for text in ("\\frac{1}{3}", "x^{9} - y"):  # before the record: modules are imported, parsers are built
         scored("\\sqrt{7} + y", f"<think></think>\\boxed{{{text}}}", metadata)
     with recorded(monkeypatch) as calls:
-        for label in (*texts, [PROGRAM]):
-            for text in texts:
-                for response in (text, f"<think></think>\\boxed{{{text}}}", f"<think></think>Answer: ${text}$"):
-                    scored(label, response, metadata)
-                    assert not calls, (label, response)
-            scored(label, PROGRAM, poisoned(metadata, PROGRAM))
+        for text in texts:
+            for response in (text, f"<think></think>\\boxed{{{text}}}", f"<think></think>Answer: ${text}$"):
+                scored("x + \\frac{1}{3}", response, metadata)
+                assert not calls, response
+            for label in (text, [PROGRAM, text]):
+                scored(label, "<think></think>\\boxed{x + \\sqrt{7}}", metadata)
+                scored(label, text, poisoned(metadata, text))
+                assert not calls, label
     assert calls == []
 
 
