@@ -143,7 +143,7 @@ class SampleGroup(Sequence[Sample]):
     attempt and incarnation identify the lease: the Buffer refuses a report whose lease is not the live one.
     data_set names the evaluation set that the group comes from; it is empty for training groups.
     sampling_params: what that set says about sampling, under the names of SGLang's protocol; it is stronger than the
-    options.
+    options. rm_type: the registered reward that the set's configuration, and no row, names; empty where it names none.
     """
 
     uid: GroupUid
@@ -152,6 +152,7 @@ class SampleGroup(Sequence[Sample]):
     incarnation: str = ""
     data_set: str = ""
     sampling_params: dict[str, Any] = field(default_factory=dict)
+    rm_type: str = ""
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from buffer_rl.contracts import rows_may_choose
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import after_reasoning, full_fractions, labels_of
 
@@ -30,6 +31,7 @@ _SPACE = re.compile(r" (?=\d{3}(?![\d/]))|(?<!\d) | (?!\d)")  # the others, as o
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
+@rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     """1.0 if the last ``Answer:`` line equals the label (any one of a list) after normalisation, else -1.0.
 
@@ -42,6 +44,7 @@ def score(args: Any, sample: Sample) -> float:
     return RIGHT if answer is not None and normalize(answer) in labels else WRONG
 
 
+@rows_may_choose
 def score_binary(args: Any, sample: Sample) -> float:
     """As ``score``, with 0.0 in place of -1.0."""
     return float(score(args, sample) == RIGHT)

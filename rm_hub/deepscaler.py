@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from buffer_rl.contracts import rows_may_choose
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import END_OF_REASONING, after_reasoning, full_fractions, labels_of, last_boxed
 from rm_hub.expressions import MAX_CHARACTERS, equal
@@ -28,6 +29,7 @@ _ZEROS = {"million": 6, "billion": 9, "trillion": 12}
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
+@rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     r"""1.0 if the last ``\boxed{...}`` after ``</think>`` equals the label (any one of a list), else 0.0.
 

@@ -11,6 +11,7 @@ import string
 from collections import Counter
 from typing import Any
 
+from buffer_rl.contracts import rows_may_choose
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import after_reasoning, labels_of
 
@@ -18,6 +19,7 @@ _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
+@rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     """F1 of the response's and the label's tokens, 0 to 1, the best over a list of labels.
 
@@ -30,6 +32,7 @@ def score(args: Any, sample: Sample) -> float:
     return max(f1(answer, tokens(label)) for label in labels)
 
 
+@rows_may_choose
 def score_exact(args: Any, sample: Sample) -> float:
     """1.0 if the tokens are the same, in the same order, as those of one label, else 0.0; otherwise as ``score``."""
     labels = labels_of(sample, reward="rm_hub.f1")

@@ -10,6 +10,7 @@ import re
 import string
 from typing import Any
 
+from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import after_reasoning, last_boxed, last_line, where
@@ -26,6 +27,7 @@ _ALONE = re.compile(r"[*$( ]*([A-Z])[*$) .:]*")
 _BOXED = re.compile(r"(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Z])\)?\}?[.:]?")
 
 
+@rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     r"""1.0 if the response chooses the label's letter and ended by itself, else 0.0.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import after_reasoning, where
@@ -23,6 +24,7 @@ _HIGHLIGHT = re.compile(r"\*\*[^\n*]*[^\n*\s][^\n*]*\*\*|\*[^\n*]*[^\n*\s][^\n*]
 _TITLE = re.compile(r"<<[^\n<>]*[^\n<>\s][^\n<>]*>>")
 
 
+@rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     """1.0 if the response follows every instruction of the row and ended by itself, else 0.0.
 
@@ -33,6 +35,7 @@ def score(args: Any, sample: Sample) -> float:
     return float(all(_followed(sample)))
 
 
+@rows_may_choose
 def score_fraction(args: Any, sample: Sample) -> float:
     """The fraction of the instructions that are followed, 0 to 1; otherwise as ``score``."""
     followed = _followed(sample)

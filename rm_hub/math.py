@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import after_reasoning, labels_of, last_boxed, last_line, where
@@ -29,6 +30,7 @@ _MIXED = re.compile(r"(?<![\d.])(\d+) +(\d+)/(\d+)(?!\d)")
 _NEXT_EQUATION = re.compile(r"(?:,|\bor\b|\band\b)\s*\w+$")
 
 
+@rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     r"""1.0 if the final answer is mathematically equal to the label (any one of a list) and the sample ended by itself.
 
@@ -95,6 +97,7 @@ def _comparison() -> Callable[[str, str], bool]:
         raise RewardError(
             "math-verify is not installed", where="rm_hub.math", hint="pip install 'buffer-rl[math]'"
         ) from error
+    _read_numbers_as_literals()
     # It warns that its time limits are off, as if nobody had set others.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     extraction = [LatexExtractionConfig(boxed_match_priority=0)]
@@ -110,3 +113,26 @@ def _comparison() -> Callable[[str, str], bool]:
         return bool(verify(parsed(label), parsed(answer), timeout_seconds=None))
 
     return equal
+
+
+def _read_numbers_as_literals() -> None:
+    """Has the LaTeX parser make its numbers itself: ``sympy.Number(text)`` hands the text of each to ``eval``."""
+    from latex2sympy2_extended import latex2sympy2
+    from sympy import Float, Integer
+
+    def number(text: str) -> Any:
+        text = text.replace(",", "").replace(" ", "")
+        return Integer(int(text)) if text.isdecimal() else Float(text)
+
+    def first_number(text: str) -> Any:  # of an expression that is a number and nothing else: 0,5 is a half
+        return number(text.replace(",", ".") if text.startswith("0") else text)
+
+    parser: Any = getattr(latex2sympy2, "_Latex2Sympy", None)
+    if not (hasattr(latex2sympy2, "convert_number") and hasattr(parser, "parse_number")):
+        raise RewardError(
+            "this version of latex2sympy2-extended is not known to keep text from eval",
+            where="rm_hub.math",
+            hint="pip install 'buffer-rl[math]' 'latex2sympy2-extended==1.11.0'",
+        )
+    latex2sympy2.convert_number = first_number
+    parser.parse_number = lambda self, text: number(text)

@@ -15,6 +15,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import after_reasoning, last_boxed, where
@@ -64,6 +65,7 @@ _PART_AFTER = re.compile(
 _WORDED_UNIT = re.compile(rf"(?<=\d)(?:\s*{_UNIT}| ?(?:[a-z]{{2,}}|m)\^\{{?[23]\}}?(?!\w))")
 
 
+@rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     """1.0 if the final number of the response equals the label and the sample ended by itself, else 0.0.
 

@@ -68,10 +68,19 @@ class EvalSet(BaseModel):
         chosen = {name: value for name, value in own.items() if value is not None}
         return replace(keys, **chosen)
 
+    def chosen_reward(self) -> str | None:
+        """The registered reward that the set chooses for all its rows; empty if it takes away what rows choose, None
+        if it leaves that to them."""
+        added = self._added_metadata()
+        return str(added["rm_type"] or "") if "rm_type" in added else None
+
     def adapt(self, row: PromptRow) -> PromptRow:
         """The row with the metadata that the set adds."""
-        added = {**({"rm_type": self.rm_type} if self.rm_type else {}), **self.metadata_overrides}
+        added = self._added_metadata()
         return replace(row, metadata={**row.metadata, **added}) if added else row
+
+    def _added_metadata(self) -> dict[str, Any]:
+        return {**({"rm_type": self.rm_type} if self.rm_type else {}), **self.metadata_overrides}
 
 
 def parse_eval_sets(texts: Sequence[str]) -> list[EvalSet]:

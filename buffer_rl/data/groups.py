@@ -18,6 +18,7 @@ def make_group(
     index: int,
     data_set: str = "",
     sampling_params: dict[str, Any] | None = None,
+    rm_type: str = "",
 ) -> SampleGroup:
     """A group of empty samples for one row. Samples share nothing that can be changed, multimodal values excepted:
     they may be large.
@@ -37,4 +38,5 @@ def make_group(
         )
         for number in range(num_samples)
     ]
-    return SampleGroup(uid=uid, samples=samples, data_set=data_set, sampling_params=dict(sampling_params or {}))
+    params = dict(sampling_params or {})
+    return SampleGroup(uid=uid, samples=samples, data_set=data_set, sampling_params=params, rm_type=rm_type)

@@ -197,6 +197,7 @@ class EvalSource:
                 index=row.row * num_samples,
                 data_set=name,
                 sampling_params=eval_set.sampling_params(),
+                rm_type=eval_set.chosen_reward() or "",
             )
             for row in dataset
         ]

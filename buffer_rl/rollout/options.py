@@ -95,7 +95,15 @@ class RewardOptions(Section):
 
     heading: ClassVar[str] = "Reward"
 
-    rm_type: str | None = option(None, "a registered reward model; a row's metadata may override it", kind="reward")
+    rm_type: str | None = option(
+        None, "the reward of every row that does not choose one of --row-rm-types: a registered name", kind="reward"
+    )
+    row_rm_types: list[str] = option(
+        [],
+        "registered rewards that a row's metadata may choose (rm_type) in place of --rm-type; each is marked by its "
+        "author as safe for data to choose",
+        metavar="NAME",
+    )
     custom_rm_path: str | None = option(None, "your reward function, module:fn or ./file.py:fn", kind="reward")
     reward_key: str | None = option(None, "which entry to train on where a reward is a mapping")
     rm_url: str | None = option(

@@ -63,7 +63,7 @@ async def score_group(context: RolloutContext, group: SampleGroup, stats: Rollou
     """Score the samples that were not aborted, in place; one that has a reward keeps it. Returns the failures."""
     to_score = [s for s in group.samples if s.status not in (Status.ABORTED, Status.FAILED)]
     with stats.scoring.running():
-        return await context.scorer.score(to_score)
+        return await context.scorer.score(to_score, of_set=group.rm_type)
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.config import dump_args
 from buffer_rl.contract_check import check_reward, check_statuses
-from buffer_rl.errors import BufferRLError, ConfigError, RewardError, RolloutError
+from buffer_rl.contracts import is_for_rows
+from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
 from buffer_rl.rollout.calling import is_async
 from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of, traceback_tail
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
@@ -26,14 +27,40 @@ class _Function:
     is_async: bool
 
 
+def check_row_choice(args: Any, name: str, *, where: str) -> None:
+    """Raises DataError if a row at ``where`` may not choose the reward ``name``: it is neither ``--rm-type`` nor one of
+    ``--row-rm-types``."""
+    if name == args.rm_type or name in args.row_rm_types:
+        return
+    named = [*([args.rm_type] if args.rm_type else []), *args.row_rm_types]
+    raise DataError(
+        f"the metadata choose the reward {name!r} (rm_type), which this run does not let rows choose",
+        where=where,
+        expected=f"no rm_type, or {' or '.join(map(repr, named))}" if named else "no rm_type",
+        hint=f"add --row-rm-types {name} if you trust the data to choose it, or name your own reward with --rm-type",
+    )
+
+
+def unmarked_reward(name: str) -> ConfigError:
+    """The refusal of a reward in ``--row-rm-types`` whose author did not mark it with ``rows_may_choose``."""
+    return ConfigError(
+        f"the reward {name!r} is not marked as safe for data to choose",
+        where="--row-rm-types",
+        expected="rewards that run nothing of what a row or a response holds, and send it nowhere",
+        hint="its author says so with @rows_may_choose from buffer_rl.contracts above the function; where every row "
+        f"wants this reward, choose it yourself: --rm-type {name}",
+    )
+
+
 class Scorer:
     """Computes rewards for one rollout worker. Belongs to one event loop.
 
     ``--custom-group-rm-path`` scores the samples of a prompt together. Else a sample's function is
-    ``--custom-rm-path``, else the row's metadata ``rm_type`` (registered names only), else
-    ``--rm-type``. Synchronous functions run in processes that are killed at ``--rm-timeout-s``, so what they
-    change on the sample is not seen here: they answer with their return value. Asynchronous ones run on the
-    event loop under the same deadline. A sample that already has a reward keeps it, after the same check.
+    ``--custom-rm-path``, else what the row's metadata name as ``rm_type``, where ``--row-rm-types`` lists it or the
+    evaluation set's own configuration chose it, else ``--rm-type``. Synchronous functions run in processes that are
+    killed at ``--rm-timeout-s``, so what they change on the sample is not seen here: they answer with their return
+    value. Asynchronous ones run on the event loop under the same deadline. A sample that already has a reward keeps it,
+    after the same check.
     """
 
     def __init__(self, args: Any, registry: PluginRegistry) -> None:
@@ -42,11 +69,14 @@ class Scorer:
         self._functions: dict[RewardTarget, _Function] = {}
         self._pool: RewardPool | None = None
 
-    async def score(self, samples: Sequence[Sample]) -> list[RewardFailure]:
+    async def score(self, samples: Sequence[Sample], *, of_set: str = "") -> list[RewardFailure]:
         """Set ``reward`` on every sample that can be scored; the others get status FAILED and no reward.
 
+        of_set: the reward that the configuration of the samples' evaluation set names (``SampleGroup.rm_type``).
+
         Returns one failure for each of the others, in order. Raises ConfigError if no reward function is
-        configured, PluginError if it cannot be resolved: these are not one sample's fault.
+        configured, PluginError if it cannot be resolved, DataError if a row names one that rows may not choose: these
+        end the run.
         """
         if self._args.custom_group_rm_path and samples:
             return await self._score_together(samples)
@@ -56,7 +86,7 @@ class Scorer:
             if sample.reward is not None:
                 self._settle(sample, "set by the generate function", Outcome(value=sample.reward), failures)
             else:
-                by_target.setdefault(self._target(sample), []).append(sample)
+                by_target.setdefault(self._target(sample, of_set), []).append(sample)
         for target, rows in by_target.items():
             for sample, outcome in zip(rows, await self._run(target, rows), strict=True):
                 self._settle(sample, repr(target.reference), outcome, failures)
@@ -95,17 +125,23 @@ class Scorer:
             )
         return self._pool
 
-    def _target(self, sample: Sample) -> RewardTarget:
+    def _target(self, sample: Sample, of_set: str) -> RewardTarget:
         if self._args.custom_rm_path:
             return RewardTarget(self._args.custom_rm_path, registered=False)
-        if row_type := sample.metadata.get("rm_type"):
-            return RewardTarget(str(row_type), registered=True)
+        name, where = str(sample.metadata.get("rm_type") or ""), f"row {sample.row_id}"
+        if name and name == of_set:
+            return RewardTarget(name, registered=True)
+        if name and name != self._args.rm_type:
+            check_row_choice(self._args, name, where=where)
+            if not is_for_rows(self._registry.resolve_registered("reward", name)):
+                raise unmarked_reward(name)
+            return RewardTarget(name, registered=True)
         if self._args.rm_type:
             return RewardTarget(self._args.rm_type, registered=False)
         raise ConfigError(
             "no reward function",
-            where=f"row {sample.row_id}",
-            expected="--custom-rm-path module:fn, --rm-type NAME, or a row whose metadata holds rm_type",
+            where=where,
+            expected="--custom-rm-path module:fn, --rm-type NAME, or a row whose metadata choose one of --row-rm-types",
         )
 
     async def _run(self, target: RewardTarget, samples: Sequence[Sample | SampleGroup]) -> list[Outcome]:

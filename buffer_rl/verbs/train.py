@@ -17,9 +17,9 @@ from buffer_rl.checkpoint import open_checkpoint
 from buffer_rl.config import Section, compose, plugin_kind_of
 from buffer_rl.configuration.help import add_options, given_flags
 from buffer_rl.configuration.sources import Resolved, resolve
+from buffer_rl.contracts import is_for_rows
 from buffer_rl.data.dataset import PromptDataset
 from buffer_rl.data.eval_config import eval_sets_of
-from buffer_rl.data.eval_sets import EvalSet
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.row import RowKeys
 from buffer_rl.data.training_files import read_sources
@@ -31,6 +31,7 @@ from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.remote import is_remote, local_path
 from buffer_rl.resolution.calls import returned
+from buffer_rl.rollout.scoring import check_row_choice, unmarked_reward
 from buffer_rl.verbs.dry_run import DataFile, DryRun, PluginUse, print_json, print_text
 from buffer_rl.verbs.preflight import (
     check_checkpoint,
@@ -93,6 +94,7 @@ def run(namespace: argparse.Namespace) -> int:
     # What the user named comes first: their mistakes show before heavy built-in modules are imported.
     for use in sorted(plan.plugins, key=lambda use: use.origin == "default"):
         registry.resolve(use.kind, use.reference)
+    check_row_rm_types(args, registry)
     check_roles(args, registry)
     if namespace.dry_run:
         if args.load is not None and not is_remote(local_path(args.load)):
@@ -157,29 +159,43 @@ def read_data(args: Any, registry: PluginRegistry) -> list[DataFile]:
     files = []
     own = args.data_source_path is not None  # the user's data source reads --prompt-data, in its own way
     for path, dataset in () if own else zip(args.prompt_data or (), read_sources(args), strict=True):
-        if args.custom_rm_path is None:
-            check_row_rewards(dataset, registry)
+        check_row_rewards(dataset, args, registry)
         files.append(DataFile(use="train", path=path, num_rows=len(dataset), source_hash=dataset.source_hash))
     keys = RowKeys.from_args(args)
     for eval_set in eval_sets_of(args):
         dataset = read_dataset(eval_set.path, eval_set.row_keys(keys))
-        if eval_set.rm_type:
-            check_reward_name(eval_set.rm_type, f"the evaluation set {eval_set.name!r}", args.eval_config, registry)
-        elif args.custom_rm_path is None:
-            check_row_rewards(dataset, registry, eval_set)
+        chosen = eval_set.chosen_reward()
+        if chosen is None:
+            check_row_rewards(dataset, args, registry)
+        elif chosen and args.custom_rm_path is None:
+            check_reward_name(chosen, f"the evaluation set {eval_set.name!r}", args.eval_config, registry)
         use = f"eval/{eval_set.name}"
         files.append(DataFile(use=use, path=eval_set.path, num_rows=len(dataset), source_hash=dataset.source_hash))
     return files
 
 
-def check_row_rewards(dataset: PromptDataset, registry: PluginRegistry, eval_set: EvalSet | None = None) -> None:
-    """Raises DataError for the first row whose metadata choose a reward that is no registered name or is broken."""
-    rewards = dataset.facts.rewards
-    if eval_set is not None and "rm_type" in eval_set.metadata_overrides:  # which every row has then
-        own = eval_set.metadata_overrides["rm_type"]
-        rewards = {str(own): 0} if own else {}
-    for name, row in sorted(rewards.items(), key=lambda item: item[1]):
-        check_reward_name(name, "the metadata", dataset.where(dataset[row]), registry)
+def check_row_rewards(dataset: PromptDataset, args: Any, registry: PluginRegistry) -> None:
+    """Raises DataError for the first row whose metadata choose a reward that rows of this run may not choose, or one
+    that is not registered. Nothing that only a row names is imported."""
+    if args.custom_rm_path is not None or args.custom_group_rm_path is not None:
+        return  # which score every row
+    for name, row in sorted(dataset.facts.rewards.items(), key=lambda item: item[1]):
+        where = dataset.where(dataset[row])
+        if name not in (args.rm_type, *args.row_rm_types) and name not in registry.names("reward"):
+            check_reward_name(name, "the metadata", where, registry)
+        check_row_choice(args, name, where=where)
+
+
+def check_row_rm_types(args: Any, registry: PluginRegistry) -> None:
+    """Raises ConfigError for one of ``--row-rm-types`` that is not registered, is broken, or is not marked as safe for
+    data to choose."""
+    for name in args.row_rm_types:
+        try:
+            reward = registry.resolve_registered("reward", name)
+        except PluginError as error:
+            raise ConfigError(f"{name!r}: {error.what}", where="--row-rm-types", hint=error.hint) from error
+        if not is_for_rows(reward):
+            raise unmarked_reward(name)
 
 
 def check_reward_name(name: str, whose: str, where: str, registry: PluginRegistry) -> None:

@@ -63,9 +63,27 @@ def test_groups_carry_what_their_set_says(tmp_path: Path) -> None:
     (dev,) = source.groups("dev")
     assert (dev[0].prompt, dev[0].metadata, len(dev)) == ("q0", {"n": 7, "level": 3}, 4)
     assert [group[0].metadata["rm_type"] for group in source.groups("aime")] == ["numeric"] * 2
+    assert [group.as_prompts().rm_type for group in source.groups("aime")] == ["numeric"] * 2
+    assert dev.rm_type == ""
     assert source.groups("aime")[0].as_prompts().sampling_params["max_new_tokens"] == 64
     plain = source.groups("plain")[0]
     assert (plain.sampling_params, len(plain), plain[0].metadata) == ({}, 2, {"n": 0})
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ("", None),
+        ("rm_type: f1", "f1"),
+        ("metadata_overrides: {rm_type: math}", "math"),
+        ("rm_type: f1, metadata_overrides: {rm_type: math}", "math"),
+        ("rm_type: f1, metadata_overrides: {rm_type: null}", ""),
+        ("metadata_overrides: {rm_type: ''}", ""),
+    ],
+)
+def test_a_set_chooses_a_reward_by_either_option(tmp_path: Path, options: str, chosen: str | None) -> None:
+    (own,) = read_eval_config(write(tmp_path, f"datasets:\n- {{name: a, path: p, {options}}}\n"), environ={})
+    assert own.chosen_reward() == chosen
 
 
 def test_sets_may_be_a_mapping_under_the_key_eval(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from buffer_rl.errors import RolloutError
+from buffer_rl.errors import DataError, RolloutError
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 
@@ -59,6 +60,20 @@ async def test_what_a_set_says_about_sampling_is_stronger_than_the_options(kit: 
     await evaluate(kit, groups, engine, custom_rm_path=kit.user("slow_async"), eval_temperature=0.0)
     used = {rid.split(":")[2]: (params["temperature"], params["max_new_tokens"]) for rid, _, params in engine.calls}
     assert used == {"0": (0.0, 1024), "1": (0.25, 7)}
+
+
+async def test_the_reward_that_a_sets_configuration_names_scores_it_and_rows_name_none(kit: Any) -> None:
+    group = kit.make_group(0, labels=["by engine"], data_set="d")
+    group[0].metadata["rm_type"] = "reasoning_gym"
+    group[0].metadata["source_dataset"] = "chain_sum"
+    for of_set in ("reasoning_gym", ""):
+        leased = replace(group.as_prompts(), rm_type=of_set)
+        if of_set:
+            _, output = await evaluate(kit, [leased], rm_type="exact_match")
+            assert output.metrics["eval/d"] == 0.0
+        else:
+            with pytest.raises(DataError, match="--row-rm-types reasoning_gym"):
+                await evaluate(kit, [leased], rm_type="exact_match")
 
 
 @pytest.mark.parametrize("label", ["nan", "raise", "none"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.errors import ConfigError, PluginError
+from buffer_rl.errors import ConfigError, DataError, PluginError
 from buffer_rl.rollout.failures import FailureKind
 from buffer_rl.rollout.reward_pool import MAX_LOST_PER_CALL
 from buffer_rl.types import Status
@@ -134,12 +134,65 @@ async def test_without_a_reward_function_there_is_one_clear_error(kit: Any) -> N
             await context.scorer.score(kit.make_group(0).samples)
 
 
-async def test_data_may_choose_registered_names_only(kit: Any) -> None:
+def choosing(kit: Any, name: str) -> Any:
+    """A group whose rows choose the reward ``name``."""
     group = kit.make_group(0)
-    group[0].metadata["rm_type"] = kit.user("told_by_label")
-    async with kit.opened(rm_type="unused") as context:
-        with pytest.raises(PluginError):
+    for sample in group:
+        sample.metadata["rm_type"], sample.response, sample.status = name, "1", Status.COMPLETED
+    return group
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "words"),
+    [
+        ("numeric", {}, DataError, "--row-rm-types numeric"),
+        ("numeric", {"row_rm_types": ["f1", "gpqa"]}, DataError, "'exact_match' or 'f1' or 'gpqa'"),
+        ("reasoning_gym", {}, DataError, "does not let rows choose"),
+        ("reasoning_gym", {"row_rm_types": ["reasoning_gym"]}, ConfigError, "@rows_may_choose"),
+        ("remote", {"row_rm_types": ["remote"]}, ConfigError, "not marked as safe"),
+        ("numerik", {"row_rm_types": ["numerik"]}, PluginError, "numeric"),
+        ("PATH", {}, DataError, "does not let rows choose"),
+        ("PATH", {"row_rm_types": ["PATH"]}, PluginError, "never a path to code"),
+    ],
+)
+async def test_a_row_chooses_only_what_the_run_lists_and_its_author_marked(
+    kit: Any, name: str, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    name = kit.user("told_by_label") if name == "PATH" else name
+    if options.get("row_rm_types") == ["PATH"]:
+        options = {"row_rm_types": [name]}
+    group = choosing(kit, name)
+    async with kit.opened(rm_type="exact_match", **options) as context:
+        with pytest.raises(error, match=words) as caught:
             await context.scorer.score(group.samples)
+    if error is DataError:
+        assert "row source:0:0/0.0" in str(caught.value)
+    assert [sample.reward for sample in group] == [None, None]
+
+
+async def test_what_the_user_chose_is_not_the_rows_choice(kit: Any) -> None:
+    async with kit.opened(rm_type=kit.user("told_by_label"), row_rm_types=["f1"]) as context:
+        for name in (kit.user("told_by_label"), "f1", ""):  # the run's own, a listed and marked one, none
+            group = choosing(kit, name)
+            assert await context.scorer.score(group.samples) == []
+            assert [sample.reward for sample in group] == [1.0, 1.0]
+    async with kit.opened(custom_rm_path=kit.user("told_by_label")) as context:
+        group = choosing(kit, "remote")
+        assert await context.scorer.score(group.samples) == []  # which scores every row
+
+
+async def test_an_evaluation_set_may_name_any_registered_reward_for_its_own_rows(kit: Any) -> None:
+    metadata = {"source_dataset": "chain_sum"}
+    async with kit.opened(rm_type="exact_match") as context:
+        group = choosing(kit, "reasoning_gym")
+        for sample in group:
+            sample.metadata |= metadata
+        assert await context.scorer.score(group.samples, of_set="reasoning_gym") == []
+        assert [sample.reward for sample in group] == [1.0, 1.0]
+        for of_set in ("", "reasoning_gym_partial"):
+            fresh = choosing(kit, "reasoning_gym")
+            with pytest.raises(DataError):
+                await context.scorer.score(fresh.samples, of_set=of_set)
 
 
 async def test_a_blocking_reward_leaves_the_event_loop_free(kit: Any) -> None:

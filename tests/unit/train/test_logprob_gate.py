@@ -39,8 +39,8 @@ def batch_of(engine: Sequence[Sequence[float]], masks: Sequence[Sequence[int]] |
     )
 
 
-def totals(num_rows: int, num_tokens: int) -> dict[str, int]:
-    return {"total_rows": num_rows, "total_tokens": num_tokens}
+def totals(num_samples: int, num_tokens: int) -> dict[str, int]:
+    return {"total_samples": num_samples, "total_tokens": num_tokens}
 
 
 def trainer_of(*rows: Sequence[float]) -> Any:

@@ -183,6 +183,64 @@ def test_a_reward_that_a_row_chooses_and_nobody_offers_is_told_with_its_line(
     assert train("--custom-rm-path", "my_reward:score") == 0  # one's own function comes before what rows choose
 
 
+@pytest.mark.parametrize("reward", ["reasoning_gym", "reasoning_gym_partial", "remote", "math"])
+def test_a_file_of_hostile_rows_is_refused_with_its_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], reward: str
+) -> None:
+    program = f"__import__('pathlib').Path({str(folder / 'ran')!r}).touch()"
+    entry = {"question": "?", "answer": program, "metadata": {"problem": program, "direction": "ascending"}}
+    metadata = {"rm_type": reward, "source_dataset": "bitwise_arithmetic", "entry": entry}
+    rows = [{"prompt": "a", "label": "b"}, {"prompt": "x", "label": program, "metadata": metadata}]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    message = refusal(capsys, "--rm-type", "exact_match")
+    for word in ("train.jsonl:2: ", repr(reward), "does not let rows choose", f"--row-rm-types {reward}"):
+        assert word in message
+    assert "train.jsonl:2: " in refusal(capsys, "--rm-type", "exact_match", "--row-rm-types", "f1", "gpqa")
+    held_out = ["--prompt-data", "train.jsonl@[:1]", "--eval-prompt-data", "dev=train.jsonl"]
+    assert "train.jsonl:2: " in refusal(capsys, "--rm-type", "exact_match", *held_out)
+    assert not (folder / "ran").exists()
+
+
+def test_rows_choose_a_reward_that_is_listed_and_marked_as_safe_for_them(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.jsonl").write_text(json.dumps({"prompt": "x", "label": "1", "metadata": {"rm_type": "f1"}}) + "\n")
+    assert train("--rm-type", "exact_match", "--row-rm-types", "numeric", "f1") == 0
+    assert train("--rm-type", "f1") == 0  # the user's own choice
+    assert train("--custom-group-rm-path", "rm_hub.remote:score_group", "--rm-url", "http://127.0.0.1/x") == 0
+    capsys.readouterr()
+    for name, words in (("remote", "not marked as safe"), ("reasoning_gym", "@rows_may_choose"), ("f2", "f1")):
+        message = refusal(capsys, "--rm-type", "f1", "--row-rm-types", name)
+        assert "--row-rm-types" in message
+        assert words in message
+    (folder / "my_plugin.py").write_text(
+        "from buffer_rl.contracts import rows_may_choose\nfrom buffer_rl.hookspecs import hookimpl\n"
+        "async def unmarked(args, sample): return 1.0\n"
+        "@rows_may_choose\nasync def marked(args, sample): return 1.0\n"
+        "@rows_may_choose\nclass Marked:\n    def __call__(self, args, sample): return 1.0\n"
+        "@hookimpl\ndef buffer_rl_provide(kind):\n"
+        "    both = {'marked': marked, 'unmarked': unmarked, 'instance': Marked()}\n"
+        "    return both if kind == 'reward' else {}\n"
+    )
+    flags = ["-p", "my_plugin", "--rm-type", "f1", "--row-rm-types"]
+    assert train(*flags, "marked", "instance") == 0
+    capsys.readouterr()
+    assert "'unmarked' is not marked as safe" in refusal(capsys, *flags, "marked", "unmarked")
+
+
+def test_an_evaluation_sets_own_configuration_may_name_any_registered_reward(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = json.dumps({"prompt": "x", "label": "1", "metadata": {"rm_type": "remote", "dataset": "chain_sum"}})
+    (folder / "own.jsonl").write_text(row + "\n")
+    for options in ("rm_type: reasoning_gym", "metadata_overrides: {rm_type: reasoning_gym}"):
+        (folder / "eval.yaml").write_text(f"datasets: [{{name: own, path: '${{here}}/own.jsonl', {options}}}]\n")
+        assert train("--rm-type", "exact_match", "--eval-config", "eval.yaml") == 0
+    capsys.readouterr()
+    (folder / "eval.yaml").write_text("datasets: [{name: own, path: '${here}/own.jsonl'}]\n")
+    assert "own.jsonl:1: " in refusal(capsys, "--rm-type", "exact_match", "--eval-config", "eval.yaml")
+
+
 def test_a_blocked_plugin_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "blocked" in refusal(capsys, "--rm-type", "exact_match", "-p", "no:exact_match")
 
