@@ -12,7 +12,7 @@ from typing import Any
 
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, last_boxed, last_line, where
+from rm_hub.answers import after_reasoning, last_boxed, last_line, response_of, where
 
 LAST_CHARACTERS = 1000
 
@@ -29,7 +29,7 @@ def score(args: Any, sample: Sample) -> float:
     of them or its number counted from 0. Raises RewardError if it is none of these.
     """
     letter = _label(sample)
-    return float(sample.status is Status.COMPLETED and choice(sample.response) == letter)
+    return float(sample.status is Status.COMPLETED and choice(response_of(args, sample)) == letter)
 
 
 def choice(response: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
+from rm_hub.answers import response_of
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
 """Rounding of a decimal answer that is forgiven, relative to the label; ours."""
@@ -41,7 +42,7 @@ def score(args: Any, sample: Sample) -> float:
     label = _label(sample)
     if sample.status is not Status.COMPLETED:
         return 0.0
-    answer = final_number(sample.response)
+    answer = final_number(response_of(args, sample))
     if answer is None:
         return 0.0
     if answer.denominator == 1 and label.denominator == 1:

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.rollout.context import LeaseScope, current_context, lease_scope
 from buffer_rl.rollout.generate import generate, request_id, sampling_params_for, sampling_seed
+from buffer_rl.rollout.production import generate_group
+from buffer_rl.rollout.requests import Requests
+from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.types import GroupUid, Status, VersionSpan
 
 
@@ -91,6 +94,23 @@ def test_evaluation_parameters_fall_back_to_the_rollouts(kit: Any) -> None:
     assert (train["max_new_tokens"], evaluation["max_new_tokens"]) == (1024, 5)
     assert evaluation["stop"] == ["\n"]
     assert evaluation["stop_token_ids"] == [1]
+
+
+async def test_the_text_that_a_generate_function_gets_is_that_of_its_tokens(kit: Any) -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def search(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+        seen.append(sampling_params)
+        return await generate(args, sample, sampling_params | {"stop": ["</search>"]})
+
+    engine = kit.ScriptedEngine()
+    async with kit.opened(engine, custom_rm_path=kit.user("length")) as context:
+        context.generate = search
+        for evaluation in (False, True):
+            params = sampling_params_for(context.args, evaluation)
+            await generate_group(context, kit.make_ticket(1), kit.make_group(0), params, RolloutStats(), Requests())
+    assert [params["no_stop_trim"] for params in seen] == [True] * 4
+    assert [params["no_stop_trim"] for _, _, params in engine.calls] == [True] * 4
 
 
 def test_the_seed_is_a_known_function_of_run_uid_and_sample() -> None:
