@@ -9,7 +9,7 @@ from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.rollout.context import Generated, current_context, current_scope
 from buffer_rl.rollout.continuing import SoFar, end_of_straddling_stop, response_text, so_far, stops_of
 from buffer_rl.rollout.requests import Requests
-from buffer_rl.types import GroupUid, Sample, Status, VersionSpan
+from buffer_rl.types import GroupUid, Sample, Status, VersionSpan, tile
 
 SEED_BITS = 31  # the widest seed that every engine and every random generator behind one accepts
 
@@ -90,6 +90,12 @@ async def answer_for(sample: Sample, input_ids: list[int], sampling_params: dict
         raise EngineError(
             f"{len(result.output_ids)} tokens came with {len(result.log_probs)} log-probabilities",
             where=f"row {sample.row_id}",
+        )
+    if not tile(result.spans, len(result.output_ids)):
+        raise EngineError(
+            f"the version spans {list(result.spans)} are of {len(result.output_ids)} tokens",
+            where=f"row {sample.row_id}",
+            expected="spans that cover every token once, in order",
         )
     if result.finish_reason not in STATUS_OF:
         raise EngineError(

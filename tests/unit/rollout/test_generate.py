@@ -59,6 +59,15 @@ async def test_tokens_and_log_probs_of_different_lengths_are_refused(kit: Any) -
             await generate(context.args, kit.make_group(0)[0], sampling_params_for(context.args, False))
 
 
+@pytest.mark.parametrize("spans", [[], [VersionSpan(3, 0, 1)], [VersionSpan(3, 1, 2)], [VersionSpan(3, 0, 3)]])
+async def test_an_answer_whose_version_spans_do_not_cover_its_tokens_is_refused(kit: Any, spans: list[Any]) -> None:
+    broken = kit.answer([7, 8])
+    broken.spans = spans
+    async with kit.opened(kit.ScriptedEngine(respond=lambda ids, params: broken)) as context:
+        with pytest.raises(EngineError, match=r"row source:0:0/0\.0.*version spans .* are of 2 tokens"):
+            await generate(context.args, kit.make_group(0)[0], sampling_params_for(context.args, False))
+
+
 async def test_a_prompt_that_the_engine_refuses_is_named(kit: Any) -> None:
     def refuse(ids: list[int], params: dict[str, Any]) -> Any:
         raise EngineError("HTTP 400: too long", where="http://engine")
