@@ -70,6 +70,16 @@ class VersionSpan:
     end: int
 
 
+def tile(spans: Sequence[VersionSpan], length: int) -> bool:
+    """Whether the spans, in order, cover the tokens 0 to ``length`` once each, and none of them is empty."""
+    end = 0
+    for span in spans:
+        if span.start != end or span.end <= span.start:
+            return False
+        end = span.end
+    return end == length
+
+
 @dataclass(slots=True, kw_only=True)
 class Sample:
     """One prompt with one response.

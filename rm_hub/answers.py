@@ -24,6 +24,14 @@ def after_reasoning(text: str) -> str:
     return text[text.rfind(END_OF_REASONING) + len(END_OF_REASONING) :] if END_OF_REASONING in text else text
 
 
+def response_of(args: Any, sample: Sample) -> str:
+    """The response without the stop string of ``--rollout-stop`` that it ends with, which is in the text of a response
+    as in its tokens."""
+    stops = getattr(args, "rollout_stop", None) or ()
+    ending = max((stop for stop in stops if sample.response.endswith(stop)), key=len, default="")
+    return sample.response.removesuffix(ending)
+
+
 def last_boxed(text: str) -> str | None:
     r"""What the last ``\boxed{...}`` (or ``\fbox``) holds, without white space around it; None if it never closes."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))

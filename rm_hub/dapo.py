@@ -13,7 +13,7 @@ from typing import Any
 
 from buffer_rl.contracts import rows_may_choose
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, full_fractions, labels_of
+from rm_hub.answers import after_reasoning, full_fractions, labels_of, response_of
 
 RIGHT, WRONG = 1.0, -1.0
 LAST_CHARACTERS = 300
@@ -40,7 +40,7 @@ def score(args: Any, sample: Sample) -> float:
     labels = [normalize(label) for label in labels_of(sample, reward="rm_hub.dapo")]
     if sample.status is not Status.COMPLETED:
         return WRONG
-    answer = answer_line(after_reasoning(sample.response))
+    answer = answer_line(after_reasoning(response_of(args, sample)))
     return RIGHT if answer is not None and normalize(answer) in labels else WRONG
 
 

@@ -12,14 +12,16 @@ from typing import Any
 from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
+from rm_hub.answers import response_of
 
 
 @rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     """1.0 if the response equals the label (any one of a list of labels) and the sample ended by itself.
 
-    White space around the response and the label is ignored, because tokenizers put it there; everything else
-    counts, case too. A truncated or aborted answer earns 0.0 even if its text is right: no end token was emitted.
+    White space around the response and the label is ignored, because tokenizers put it there, and so is a stop string
+    of ``--rollout-stop`` at the end; everything else counts, case too. A truncated or aborted answer earns 0.0 even if
+    its text is right: no end token was emitted.
     Raises RewardError if there is no label that is text or a number.
     """
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
@@ -32,5 +34,5 @@ def score(args: Any, sample: Sample) -> float:
         )
     if sample.status is not Status.COMPLETED:
         return 0.0
-    answer = sample.response.strip()
+    answer = response_of(args, sample).strip()
     return float(any(answer == str(label).strip() for label in labels))

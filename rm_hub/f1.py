@@ -13,7 +13,7 @@ from typing import Any
 
 from buffer_rl.contracts import rows_may_choose
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, labels_of
+from rm_hub.answers import after_reasoning, labels_of, response_of
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -28,7 +28,7 @@ def score(args: Any, sample: Sample) -> float:
     labels = labels_of(sample, reward="rm_hub.f1")
     if sample.status is not Status.COMPLETED:
         return 0.0
-    answer = tokens(after_reasoning(sample.response))
+    answer = tokens(after_reasoning(response_of(args, sample)))
     return max(f1(answer, tokens(label)) for label in labels)
 
 
@@ -38,7 +38,7 @@ def score_exact(args: Any, sample: Sample) -> float:
     labels = labels_of(sample, reward="rm_hub.f1")
     if sample.status is not Status.COMPLETED:
         return 0.0
-    answer = tokens(after_reasoning(sample.response))
+    answer = tokens(after_reasoning(response_of(args, sample)))
     return float(any(answer == tokens(label) for label in labels))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, last_boxed, last_line, where
+from rm_hub.answers import after_reasoning, last_boxed, last_line, response_of, where
 
 LAST_CHARACTERS = 1000
 
@@ -37,7 +37,7 @@ def score(args: Any, sample: Sample) -> float:
     of them or its number counted from 0. Raises RewardError if it is none of these.
     """
     letter = _label(sample)
-    return float(sample.status is Status.COMPLETED and choice(sample.response) == letter)
+    return float(sample.status is Status.COMPLETED and choice(response_of(args, sample)) == letter)
 
 
 def choice(response: str) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, where
+from rm_hub.answers import after_reasoning, response_of, where
 
 _WORD = re.compile(r"\w+")
 _PLACEHOLDER = re.compile(r"\[[^\[\]\n]*\]")
@@ -32,19 +32,19 @@ def score(args: Any, sample: Sample) -> float:
     that are None count as absent. What follows the reasoning is checked; an empty response follows nothing. Raises
     RewardError for an unknown id, and for arguments that are missing, unknown or of the wrong type.
     """
-    return float(all(_followed(sample)))
+    return float(all(_followed(args, sample)))
 
 
 @rows_may_choose
 def score_fraction(args: Any, sample: Sample) -> float:
     """The fraction of the instructions that are followed, 0 to 1; otherwise as ``score``."""
-    followed = _followed(sample)
+    followed = _followed(args, sample)
     return sum(followed) / len(followed)
 
 
-def _followed(sample: Sample) -> list[bool]:
+def _followed(args: Any, sample: Sample) -> list[bool]:
     checks = _checks(sample)
-    text = after_reasoning(sample.response).strip()
+    text = after_reasoning(response_of(args, sample)).strip()
     if sample.status is not Status.COMPLETED or not text:
         return [False] * len(checks)
     return [check(text) for check in checks]

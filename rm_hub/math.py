@@ -17,7 +17,7 @@ from typing import Any
 from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, labels_of, last_boxed, last_line, where
+from rm_hub.answers import after_reasoning, labels_of, last_boxed, last_line, response_of, where
 from rm_hub.bounds import MAX_CHARACTERS, is_bounded
 
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
@@ -42,7 +42,7 @@ def score(args: Any, sample: Sample) -> float:
     """
     labels = [_label(label, sample) for label in labels_of(sample, reward="rm_hub.math")]
     equal = _comparison()
-    answer = _stated(after_reasoning(sample.response))
+    answer = _stated(after_reasoning(response_of(args, sample)))
     if sample.status is not Status.COMPLETED or not answer:
         return 0.0
     if answer in labels:

@@ -18,7 +18,7 @@ from typing import Any
 from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, last_boxed, where
+from rm_hub.answers import after_reasoning, last_boxed, response_of, where
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
 """Rounding of a decimal answer that is forgiven, relative to the label; ours."""
@@ -77,7 +77,7 @@ def score(args: Any, sample: Sample) -> float:
     label = _label(sample)
     if sample.status is not Status.COMPLETED:
         return 0.0
-    answer = final_number(after_reasoning(sample.response))
+    answer = final_number(after_reasoning(response_of(args, sample)))
     if answer is None:
         return 0.0
     if answer.denominator == 1 and label.denominator == 1:

@@ -25,6 +25,7 @@ from typing import Any
 
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
+from rm_hub.answers import response_of
 from rm_hub.expressions import ExpressionError, evaluate
 
 FULL_MARKS = 1.0
@@ -82,7 +83,7 @@ def score_partial(args: Any, sample: Sample) -> float:
     try:
         entry = _as_graded(name, entry)
         with _watch().running():
-            return float(grade(sample.response.strip(), entry))
+            return float(grade(response_of(args, sample).strip(), entry))
     except Exception as error:  # the fault boundary around graders of others
         raise RewardError(
             f"the grader of {name!r} failed: {type(error).__name__}: {error}", where=_where(sample)

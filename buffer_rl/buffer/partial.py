@@ -15,7 +15,7 @@ import orjson
 
 from buffer_rl.buffer.codec import group_to_json
 from buffer_rl.errors import RolloutError
-from buffer_rl.types import Sample, SampleGroup, Status, Ticket, sample_means
+from buffer_rl.types import Sample, SampleGroup, Status, Ticket, VersionSpan, sample_means, tile
 
 DONE = (Status.COMPLETED, Status.TRUNCATED)
 
@@ -111,13 +111,45 @@ def mask_older(sample: Sample, version: int) -> None:
         sample.loss_mask = mask
 
 
+def check_spans(group: SampleGroup) -> None:
+    """The version spans of a sample that has any must cover its generated tokens. Raises RolloutError naming the row.
+
+    They are in order, none is empty, and none overlaps another or ends behind the response. What lies between them is
+    no output of the engine, such as a tool's answer, so its loss mask must be 0.
+    """
+    for sample in group:
+        if sample.weight_versions and not sample.remove_sample and (fault := _span_fault(sample)):
+            raise RolloutError(
+                fault,
+                where=f"row {sample.row_id}",
+                expected="VersionSpan(version, start, end) in order, over all response tokens that train",
+                hint="buffer_rl.rollout.turns sets them; an empty list is not checked",
+            )
+
+
+def _span_fault(sample: Sample) -> str:
+    spans, mask, length = sample.weight_versions, sample.loss_mask, sample.response_length
+    if not all(isinstance(span, VersionSpan) for span in spans):
+        return f"its weight_versions are {spans!r:.200}"
+    shown = f"its version spans {[(span.start, span.end) for span in spans]} do not fit its {length} response tokens"
+    gaps = list(zip([0, *(s.end for s in spans)], [*(s.start for s in spans), length], strict=True))
+    if any(end > start for end, start in gaps) or any(span.start >= span.end for span in spans):
+        return shown
+    for end, start in gaps:
+        if end < start and (mask is None or any(mask[end:start])):
+            return f"{shown}: tokens {end} to {start} are trained on and have no version"
+    return ""
+
+
 def check_versions(ticket: Ticket, group: SampleGroup) -> None:
     """Every token that is trained on must be of weights that the ticket allows. Raises RolloutError naming the row.
 
-    A sample without version spans, which a generate function of the user's may leave out, cannot be checked.
+    A sample without version spans, which a generate function of the user's may leave out, cannot be checked; those of
+    one that has some must pass ``check_spans``.
     """
     if ticket.evaluation or ticket.max_staleness is None:
         return
+    check_spans(group)
     oldest = ticket.version - ticket.max_staleness
     for sample in group:
         for span in sample.weight_versions if not sample.remove_sample else ():
@@ -147,12 +179,7 @@ def _is_sound(sample: Sample) -> bool:
         return False
     if sample.loss_mask is not None and len(sample.loss_mask) != length:
         return False
-    end = 0
-    for span in sample.weight_versions:
-        if span.start != end or span.end <= span.start:
-            return False
-        end = span.end
-    return end == length and all(math.isfinite(value) for value in sample.rollout_log_probs or ())
+    return tile(sample.weight_versions, length) and all(math.isfinite(v) for v in sample.rollout_log_probs or ())
 
 
 def _copy(sample: Sample) -> Sample:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer_rl.errors import EngineError
-from buffer_rl.types import Status, VersionSpan
+from buffer_rl.types import Status, VersionSpan, tile
 
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
@@ -16,7 +16,7 @@ class GenerateResult:
     """One answer. ``log_probs[i]``, in nats, belongs to ``output_ids[i]``; finish_reason: stop, length or abort.
 
     matched: the token id or the string that stopped it, if any. cached_tokens: prompt tokens that another request
-    had computed. spans: which weight version sampled which tokens.
+    had computed. spans: which weight version sampled which tokens; they tile ``output_ids``.
     """
 
     output_ids: list[int]
@@ -34,7 +34,10 @@ class GenerateResult:
 
 
 def parse_answer(answer: Any, url: str) -> GenerateResult:
-    """Read one answer of ``/generate``. Raises EngineError if it breaks the protocol."""
+    """Read one answer of ``/generate``. Raises EngineError if it breaks the protocol.
+
+    Empty spans, which SGLang sends for an answer without tokens, say nothing and are left out.
+    """
     try:
         meta = answer["meta_info"]
         reason = meta["finish_reason"]
@@ -47,6 +50,7 @@ def parse_answer(answer: Any, url: str) -> GenerateResult:
             spans=[
                 VersionSpan(int(span["version"]), int(span["start"]), int(span["end"]))
                 for span in meta["weight_versions"]
+                if span["start"] != span["end"]
             ],
             matched=reason.get("matched"),
             cached_tokens=int(meta.get("cached_tokens", 0)),
@@ -60,6 +64,13 @@ def parse_answer(answer: Any, url: str) -> GenerateResult:
         ) from error
     if [pair[1] for pair in pairs] != result.output_ids:
         raise EngineError("output_token_logprobs does not belong to output_ids", where=url)
+    if not tile(result.spans, len(result.output_ids)):
+        raise EngineError(
+            f"weight_versions {meta['weight_versions']} of {len(result.output_ids)} output tokens",
+            where=url,
+            expected="spans {version, start, end} that cover every output token once, in order",
+            hint="the engine has to report which weights sampled each token, as a current SGLang does",
+        )
     if result.finish_reason not in _STATUS:
         raise EngineError(
             f"unknown finish reason {result.finish_reason!r}", where=url, expected=f"one of {', '.join(_STATUS)}"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from buffer_rl.engine.stop_strings import stop_window, text_before_stop
 from buffer_rl.types import Sample, SampleGroup, Status, VersionSpan
 
 
@@ -46,31 +47,31 @@ def stops_of(params: dict[str, Any]) -> list[str]:
     return [stops] if isinstance(stops, str) else list(stops)
 
 
-def end_of_straddling_stop(
-    tokenizer: Any, ids: Sequence[int], start: int, stops: Sequence[str], skip_special_tokens: bool
-) -> int | None:
+def end_of_straddling_stop(tokenizer: Any, ids: Sequence[int], start: int, stops: Sequence[str]) -> int | None:
     """How many of ``ids`` belong to a response in which a stop string begins before token ``start`` and ends after
     it: an engine that was asked to go on from ``start`` does not see such a one. None if there is none.
     """
     if not stops or start == 0:
         return None
-    # Every token but a special one adds at least a byte, so a stop string of b bytes has at most b tokens; a few more
-    # are decoded because the first of them may be the rest of a character.
-    width = max(len(stop.encode()) for stop in stops)
-    first = max(0, start - width - 4)
-    head = tokenizer.decode(ids[first:start], skip_special_tokens=skip_special_tokens)
+    width = stop_window(stops)
+    first = max(0, start - width)
+    head = tokenizer.decode(ids[first:start], skip_special_tokens=False)
     for end in range(start + 1, min(len(ids), start + width) + 1):
-        tail = tokenizer.decode(ids[first:end], skip_special_tokens=skip_special_tokens)
+        tail = tokenizer.decode(ids[first:end], skip_special_tokens=False)
         if any(stop in tail and stop not in head for stop in stops):
             return end
     return None
 
 
-def response_text(
-    tokenizer: Any, ids: Sequence[int], stops: Sequence[str], matched: object, skip_special_tokens: bool
-) -> str:
-    """Text of a whole response as an engine would give it: without the token, or the string, that stopped it."""
-    shown = list(ids[:-1] if isinstance(matched, int) and ids and ids[-1] == matched else ids)
-    text = str(tokenizer.decode(shown, skip_special_tokens=skip_special_tokens))
-    ends = [text.index(stop) for stop in stops if stop in text]
-    return text[: min(ends)] if ends else text
+def response_text(tokenizer: Any, ids: Sequence[int], params: dict[str, Any], matched: object) -> str:
+    """Text of a whole response as an engine would give it for these sampling parameters. matched: the token, or the
+    string, that stopped it."""
+    skip_special_tokens = bool(params.get("skip_special_tokens", True))
+
+    def decode(chosen: Sequence[int], skip: bool) -> str:
+        return str(tokenizer.decode(list(chosen), skip_special_tokens=skip))
+
+    if params.get("no_stop_trim"):
+        return decode(ids, skip_special_tokens)
+    shown = ids[:-1] if isinstance(matched, int) and ids and ids[-1] == matched else ids
+    return text_before_stop(decode, shown, stops_of(params), skip_special_tokens)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum, auto
 from typing import Any
 
-from buffer_rl.buffer.partial import check_versions, is_complete
+from buffer_rl.buffer.partial import check_spans, check_versions, is_complete
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.rollout.context import RolloutContext, current_context
@@ -171,6 +171,7 @@ class _Run:
             if self.context.prompts.too_long(group[0], self._args.rollout_max_prompt_len):
                 return TOO_LONG
             await generate_group(self.context, self.buffer.ticket, group, self._params, self.stats, self._requests)
+            check_spans(group)
         except BufferRLError as error:
             if not self._requests.stopped:  # else nobody needs the answer any more
                 if (failure := failure_of(error)) is None:

@@ -9,7 +9,7 @@ from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.rollout.context import Generated, current_context, current_scope
 from buffer_rl.rollout.continuing import SoFar, end_of_straddling_stop, response_text, so_far, stops_of
 from buffer_rl.rollout.requests import Requests
-from buffer_rl.types import GroupUid, Sample, Status, VersionSpan
+from buffer_rl.types import GroupUid, Sample, Status, VersionSpan, tile
 
 SEED_BITS = 31  # the widest seed that every engine and every random generator behind one accepts
 
@@ -17,7 +17,11 @@ STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Stat
 
 
 def sampling_params_for(args: Any, evaluation: bool) -> dict[str, Any]:
-    """Sampling parameters under the names of SGLang's protocol; evaluation options fall back to the rollout's."""
+    """Sampling parameters under the names of SGLang's protocol; evaluation options fall back to the rollout's.
+
+    ``no_stop_trim`` is true, as in slime: the text of a response is that of its tokens, with the stop string that
+    ended it.
+    """
 
     def chosen(name: str) -> Any:
         value = getattr(args, f"eval_{name}") if evaluation else None
@@ -30,6 +34,7 @@ def sampling_params_for(args: Any, evaluation: bool) -> dict[str, Any]:
         "min_p": chosen("min_p"),
         "max_new_tokens": chosen("max_response_len"),
         "skip_special_tokens": args.rollout_skip_special_tokens,
+        "no_stop_trim": True,
     }
     if args.rollout_stop:
         params["stop"] = list(args.rollout_stop)
@@ -97,6 +102,12 @@ async def answer_for(sample: Sample, input_ids: list[int], sampling_params: dict
         raise EngineError(
             f"{len(result.output_ids)} tokens came with {len(result.log_probs)} log-probabilities",
             where=f"row {sample.row_id}",
+        )
+    if not tile(result.spans, len(result.output_ids)):
+        raise EngineError(
+            f"the version spans {list(result.spans)} are of {len(result.output_ids)} tokens",
+            where=f"row {sample.row_id}",
+            expected="spans that cover every token once, in order",
         )
     if result.finish_reason not in STATUS_OF:
         raise EngineError(
@@ -171,8 +182,7 @@ def _mend_end(tokenizer: Any, sample: Sample, start: int, params: dict[str, Any]
     """Give a continued response the end and the text that it would have had in one piece: a stop string may have
     begun in the first part, and a character may be made of tokens of both."""
     ids = sample.tokens[-sample.response_length :]
-    stops, skip = stops_of(params), bool(params.get("skip_special_tokens", True))
-    end = end_of_straddling_stop(tokenizer, ids, start, stops, skip)
+    end = end_of_straddling_stop(tokenizer, ids, start, stops_of(params))
     if end is not None and end < len(ids):
         sample.tokens = sample.tokens[: end - len(ids)]
         sample.response_length = end
@@ -185,4 +195,4 @@ def _mend_end(tokenizer: Any, sample: Sample, start: int, params: dict[str, Any]
         ]
     if end is not None:
         sample.status, matched = Status.COMPLETED, None
-    sample.response = response_text(tokenizer, ids[:end], stops, matched, skip)
+    sample.response = response_text(tokenizer, ids[:end], params, matched)

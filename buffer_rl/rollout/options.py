@@ -43,7 +43,9 @@ class RolloutOptions(Section):
     )
     rollout_max_response_len: int = option(1024, "most response tokens of a sample", ge=1)
     rollout_max_context_len: int | None = option(None, "most tokens of prompt and response together", ge=2)
-    rollout_stop: list[str] = option([], "stop strings")
+    rollout_stop: list[str] = option(
+        [], "stop strings; the one that ends a response stays in its text, as in its tokens"
+    )
     rollout_stop_token_ids: list[int] = option([], "stop token ids, besides the tokenizer's end token")
     rollout_skip_special_tokens: bool = option(True, "leave special tokens out of the response text")
     rollout_concurrency: int = option(512, "most requests in flight from one rollout worker", ge=1)

@@ -16,7 +16,7 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Turns until the model ends its answer without a call, or has no room or no calls left."""
-    params = sampling_params | {"stop": [CALL_END], "no_stop_trim": True}
+    params = sampling_params | {"stop": [CALL_END]}
     calls = 0
     while True:
         text = await generate_turn(args, sample, params)

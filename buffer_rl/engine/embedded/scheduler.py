@@ -214,12 +214,12 @@ class Scheduler:
 
     def _finish_reason(self, request: Request, token: int) -> dict[str, object] | None:
         params = request.params
-        if not params.ignore_eos and (token in self.eos_token_ids or token in params.stop_token_ids):
-            return {"type": "stop", "matched": token}
-        if params.stop and self._stop_string is not None:
+        if params.stop and self._stop_string is not None:  # before the tokens, as SGLang: ``<eos>`` may be both
             matched = self._stop_string(request)
             if matched is not None:
                 return {"type": "stop", "matched": matched}
+        if not params.ignore_eos and (token in self.eos_token_ids or token in params.stop_token_ids):
+            return {"type": "stop", "matched": token}
         if len(request.output_ids) >= params.max_new_tokens:
             return {"type": "length", "length": params.max_new_tokens}
         if request.position >= self.decoder.shape.context_length:

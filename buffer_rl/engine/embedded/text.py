@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from buffer_rl.engine.embedded.request import Request
+from buffer_rl.engine.stop_strings import first_stop, stop_window, text_before_stop
 
 
 class TextCodec:
@@ -18,32 +20,23 @@ class TextCodec:
         assert self.tokenizer is not None
         return list(self.tokenizer.encode(text))
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of ``ids``."""
         if self.tokenizer is None or not ids:
             return ""
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def stop_string(self, request: Request) -> str | None:
-        """The stop string that the newest token completed, or None.
-
-        A stop string of b bytes lies within the last b tokens, since every token but a special one adds at least
-        a byte; a few more are decoded because the first of them may be the rest of a character.
-        """
-        params = request.params
-        window = max(len(stop.encode()) for stop in params.stop) + 4
-        tail = self.decode(request.output_ids[-window:], params.skip_special_tokens)
-        found = [(tail.find(stop), stop) for stop in params.stop if stop in tail]
-        return min(found)[1] if found else None
+        """The stop string that the newest token completed, or None; of several the one that begins first."""
+        stops = request.params.stop
+        found = first_stop(self.decode(request.output_ids[-stop_window(stops) :], False), stops)
+        return found[1] if found else None
 
     def output_text(self, request: Request) -> str:
         """The answer's text: without what stopped it (unless ``no_stop_trim``); the token ids keep it."""
         params, ids = request.params, request.output_ids
-        reason = request.finish_reason or {}
-        matched = reason.get("matched") if not params.no_stop_trim else None
-        if isinstance(matched, int) and ids and ids[-1] == matched:
-            ids = ids[:-1]
-        text = self.decode(ids, params.skip_special_tokens)
-        if isinstance(matched, str) and matched in text:
-            text = text[: text.index(matched)]
-        return text
+        matched = (request.finish_reason or {}).get("matched") if not params.no_stop_trim else None
+        if isinstance(matched, str):
+            return text_before_stop(self.decode, ids, [matched], params.skip_special_tokens)
+        stopped = matched is not None and ids and ids[-1] == matched
+        return self.decode(ids[:-1] if stopped else ids, params.skip_special_tokens)

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from buffer_rl.buffer.codec import group_from_json, group_to_json
-from buffer_rl.buffer.partial import RequeueRule, check_versions, mask_older, oldest_version
+from buffer_rl.buffer.partial import RequeueRule, check_spans, check_versions, mask_older, oldest_version
 from buffer_rl.errors import RolloutError
 from buffer_rl.types import GroupUid, Sample, SampleGroup, Status, Ticket, VersionSpan
 
@@ -155,6 +155,50 @@ def test_a_trained_token_is_of_a_version_that_the_ticket_allows(
 
 def test_a_removed_sample_is_not_trained_on_so_its_versions_do_not_matter() -> None:
     check_versions(ticket(7), group_of(responded(0, Status.COMPLETED, (1, 2), remove_sample=True)))
+
+
+@pytest.mark.parametrize(
+    ("spans", "mask", "fault"),
+    [
+        ([], None, None),  # nothing is known of its tokens
+        ([(0, 5)], None, None),
+        ([(0, 2), (2, 5)], None, None),
+        ([(0, 2), (3, 5)], [1, 1, 0, 1, 1], None),  # a tool's answer
+        ([(0, 2)], [1, 1, 0, 0, 0], None),
+        ([(1, 5)], [0, 1, 1, 1, 1], None),
+        ([(0, 2), (3, 5)], None, "tokens 2 to 3 are trained on"),
+        ([(0, 2), (3, 5)], [1] * 5, "tokens 2 to 3 are trained on"),
+        ([(1, 5)], None, "tokens 0 to 1 are trained on"),
+        ([(0, 4)], None, "tokens 4 to 5 are trained on"),
+        ([(0, 6)], None, "do not fit its 5 response tokens"),
+        ([(0, 3), (2, 5)], None, "do not fit its 5 response tokens"),
+        ([(2, 5), (0, 2)], None, "do not fit its 5 response tokens"),
+        ([(0, 0), (0, 5)], None, "do not fit its 5 response tokens"),
+        ([(-1, 5)], None, "do not fit its 5 response tokens"),
+    ],
+)
+def test_version_spans_cover_the_tokens_that_an_engine_generated(
+    spans: list[tuple[int, int]], mask: list[int] | None, fault: str | None
+) -> None:
+    sample = responded(0, Status.COMPLETED, (1, 5), loss_mask=mask)
+    sample.weight_versions = [VersionSpan(1, *span) for span in spans]
+    group = group_of(responded(1, Status.COMPLETED, (1, 2)), sample)
+    if fault is None:
+        check_versions(ticket(1), group)
+        return
+    for check in (check_spans, lambda group: check_versions(ticket(1), group)):
+        with pytest.raises(RolloutError, match=fault) as caught:
+            check(group)
+        assert caught.value.where == "row s:4:1/0.0"
+    sample.remove_sample = True
+    check_spans(group)
+
+
+def test_version_spans_of_another_type_are_named() -> None:
+    sample = responded(0, Status.COMPLETED, (1, 2))
+    sample.weight_versions = ["1"]  # type: ignore[list-item]
+    with pytest.raises(RolloutError, match=r"weight_versions are \['1'\](\n|.)*expected: VersionSpan"):
+        check_spans(group_of(sample))
 
 
 def test_responses_survive_the_way_through_json_exactly() -> None:

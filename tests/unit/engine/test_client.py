@@ -220,6 +220,7 @@ def good_answer():
         lambda a: a["meta_info"].update(output_token_logprobs=[[-1.0, 5, None]]),
         lambda a: a["meta_info"].update(output_token_logprobs=[]),
         lambda a: a["meta_info"].update(weight_versions=[{"version": "default", "start": 0, "end": 1}]),
+        lambda a: a["meta_info"].update(weight_versions=[{"version": "0", "start": 0}]),
     ],
 )
 def test_an_answer_that_breaks_the_protocol_is_an_error(change):
@@ -228,3 +229,50 @@ def test_an_answer_that_breaks_the_protocol_is_an_error(change):
     change(broken)
     with pytest.raises(EngineError):
         parse_answer(broken, "u")
+
+
+def versioned(num_tokens, *spans):
+    answer = good_answer() | {"output_ids": list(range(num_tokens))}
+    answer["meta_info"]["output_token_logprobs"] = [[-1.0, token, None] for token in range(num_tokens)]
+    versions = [{"version": str(version), "start": start, "end": end} for version, start, end in spans]
+    answer["meta_info"]["weight_versions"] = versions
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "spans", "read"),
+    [
+        (3, [(4, 0, 3)], [(4, 0, 3)]),
+        (3, [(4, 0, 1), (6, 1, 3)], [(4, 0, 1), (6, 1, 3)]),
+        (0, [], []),
+        (0, [(4, 0, 0)], []),  # SGLang's answer to a request that was aborted in its queue
+        (3, [(4, 0, 0), (5, 0, 3)], [(5, 0, 3)]),
+    ],
+)
+def test_version_spans_that_cover_the_tokens_are_read(num_tokens, spans, read):
+    result = parse_answer(versioned(num_tokens, *spans), "u")
+    assert [(span.version, span.start, span.end) for span in result.spans] == read
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "spans"),
+    [
+        (3, []),
+        (3, [(4, 0, 0)]),
+        (3, [(4, 0, 2)]),
+        (3, [(4, 1, 3)]),
+        (3, [(4, 0, 1), (5, 2, 3)]),
+        (3, [(4, 0, 2), (5, 1, 3)]),
+        (3, [(5, 1, 3), (4, 0, 1)]),
+        (3, [(4, 0, 4)]),
+        (3, [(4, 0, 3), (5, 3, 2)]),
+        (0, [(4, 0, 1)]),
+    ],
+)
+def test_version_spans_that_do_not_cover_the_tokens_are_refused_with_what_came(num_tokens, spans):
+    with pytest.raises(EngineError, match=rf"weight_versions .* of {num_tokens} output tokens") as caught:
+        parse_answer(versioned(num_tokens, *spans), "http://engine")
+    assert caught.value.where == "http://engine"
+    assert "cover every output token once" in caught.value.expected
+    for _, start, end in spans:
+        assert f"'start': {start}, 'end': {end}" in caught.value.what

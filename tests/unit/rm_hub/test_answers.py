@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from buffer_rl.errors import RewardError
-from buffer_rl.types import GroupUid, Sample
-from rm_hub.answers import after_reasoning, labels_of, last_boxed, last_line
+from buffer_rl.types import GroupUid, Sample, Status
+from rm_hub.answers import after_reasoning, labels_of, last_boxed, last_line, response_of
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,39 @@ def test_a_missing_label_is_an_error_that_names_the_row(label: Any) -> None:
 def test_labels_are_text_or_numbers_or_lists_of_them() -> None:
     assert labels_of(Sample(label=["a", 2, 0.5]), reward="rm") == ["a", "2", "0.5"]
     assert labels_of(Sample(label=0), reward="rm") == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("grader", "response", "label"),
+    [
+        ("exact_match:score", "42###", "42"),
+        ("numeric:score", "#### 42####", "42"),
+        ("numeric:score", "it is 42\n2.", "42"),
+        ("dapo:score", "Answer: 42###", "42"),
+        ("math:score", "x + 1###", "x + 1"),
+        ("ifeval:score", "all 42###", ["startend:end_checker", {"end_phrase": "all 42"}]),
+        ("f1:score_exact", "yes\nQ2:", "yes"),
+        ("gpqa:score", "B\nQ2:", "B"),
+    ],
+)
+def test_a_stop_string_at_the_end_of_a_response_is_no_part_of_the_answer(
+    grader: str, response: str, label: Any
+) -> None:
+    if grader.startswith("math"):
+        pytest.importorskip("math_verify")
+    module, name = grader.split(":")
+    score = getattr(importlib.import_module(f"rm_hub.{module}"), name)
+    args = SimpleNamespace(rollout_stop=["#", "###", "####", "\nQ2:", "\n2."])
+    sample = Sample(response=response, label=label, status=Status.COMPLETED)
+    if grader.startswith("ifeval"):
+        sample.metadata = {"instruction_id_list": label[:1], "kwargs": label[1:]}
+    assert score(args, sample) == 1.0
+    assert score(SimpleNamespace(rollout_stop=[]), sample) < 1.0
+    assert sample.response == response
+
+
+def test_a_stop_string_within_a_response_stays() -> None:
+    args = SimpleNamespace(rollout_stop=["</search>"])
+    text = "<search>a</search> found it"
+    assert response_of(args, Sample(response=text)) == text
+    assert response_of(None, Sample(response=text)) == text

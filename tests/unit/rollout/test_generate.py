@@ -61,6 +61,15 @@ async def test_tokens_and_log_probs_of_different_lengths_are_refused(kit: Any) -
             await generate(context.args, kit.make_group(0)[0], sampling_params_for(context.args, False))
 
 
+@pytest.mark.parametrize("spans", [[], [VersionSpan(3, 0, 1)], [VersionSpan(3, 1, 2)], [VersionSpan(3, 0, 3)]])
+async def test_an_answer_whose_version_spans_do_not_cover_its_tokens_is_refused(kit: Any, spans: list[Any]) -> None:
+    broken = kit.answer([7, 8])
+    broken.spans = spans
+    async with kit.opened(kit.ScriptedEngine(respond=lambda ids, params: broken)) as context:
+        with pytest.raises(EngineError, match=r"row source:0:0/0\.0.*version spans .* are of 2 tokens"):
+            await generate(context.args, kit.make_group(0)[0], sampling_params_for(context.args, False))
+
+
 async def test_a_prompt_that_the_engine_refuses_is_named(kit: Any) -> None:
     def refuse(ids: list[int], params: dict[str, Any]) -> Any:
         raise EngineError("HTTP 400: too long", where="http://engine")
@@ -96,6 +105,23 @@ def test_evaluation_parameters_fall_back_to_the_rollouts(kit: Any) -> None:
     assert (train["max_new_tokens"], evaluation["max_new_tokens"]) == (1024, 5)
     assert evaluation["stop"] == ["\n"]
     assert evaluation["stop_token_ids"] == [1]
+
+
+async def test_the_text_that_a_generate_function_gets_is_that_of_its_tokens(kit: Any) -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def search(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+        seen.append(sampling_params)
+        return await generate(args, sample, sampling_params | {"stop": ["</search>"]})
+
+    engine = kit.ScriptedEngine()
+    async with kit.opened(engine, custom_rm_path=kit.user("length")) as context:
+        context.generate = search
+        for evaluation in (False, True):
+            params = sampling_params_for(context.args, evaluation)
+            await generate_group(context, kit.make_ticket(1), kit.make_group(0), params, RolloutStats(), Requests())
+    assert [params["no_stop_trim"] for params in seen] == [True] * 4
+    assert [params["no_stop_trim"] for _, _, params in engine.calls] == [True] * 4
 
 
 def test_the_seed_is_a_known_function_of_run_uid_and_sample() -> None:

@@ -175,7 +175,7 @@ async def test_a_response_in_two_pieces_has_the_tokens_log_probs_and_versions_of
         assert sample.weight_versions == [VersionSpan(0, 0, 3), VersionSpan(1, 3, 8)]
         assert sample.loss_mask == [0] * 3 + [1] * 5
         assert sample.status is Status.COMPLETED
-        assert sample.response == context_text(kit, range(22, 29))  # the token that stopped it is not shown
+        assert sample.response == context_text(kit, range(22, 30))  # with the token that stopped it
     batch = bench.state.get_data(1)
     rows = [i for i, row in enumerate(batch.row_ids) if row.uid.row == 0]
     assert [batch.columns["loss_mask"][i].tolist() for i in rows] == [[0.0] * 3 + [1.0] * 5] * 2
@@ -337,7 +337,14 @@ async def test_a_broken_function_of_all_samples_ends_the_rollout_by_name(kit: An
 
 
 async def continued(
-    kit: Any, before: str, after: str, *, finish_reason: str = "stop", aborted: bool = True, **options: Any
+    kit: Any,
+    before: str,
+    after: str,
+    *,
+    finish_reason: str = "stop",
+    aborted: bool = True,
+    params: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """A sample with the response ``before``, gone on with by ``after``; and the engine."""
     async with kit.opened(kit.ScriptedEngine(), partial_rollout=True, **options) as context:
@@ -349,22 +356,32 @@ async def continued(
         sample.rollout_log_probs = [-1.0] * len(ids)
         sample.weight_versions = [VersionSpan(4, 0, len(ids))] if ids else []
         sample.status = Status.ABORTED if aborted else Status.PENDING
-        params = sampling_params_for(context.args, evaluation=False)
+        params = sampling_params_for(context.args, evaluation=False) | (params or {})
         await generate(context.args, sample, params)
         return sample, context.engine
 
 
 async def test_a_stop_string_over_the_seam_ends_the_response_where_it_would_have_ended(kit: Any) -> None:
     sample, _ = await continued(kit, "ab<", "/s>cd", rollout_stop=["</s>", "zz"])
-    assert (sample.response, sample.response_length, sample.status) == ("ab", 6, Status.COMPLETED)
+    assert (sample.response, sample.response_length, sample.status) == ("ab</s>", 6, Status.COMPLETED)
     assert len(sample.tokens) == len("prompt 0") + 6
     assert sample.rollout_log_probs == [-1.0] * 3 + [-0.5] * 3
     assert sample.weight_versions == [VersionSpan(4, 0, 3), VersionSpan(5, 3, 6)]
 
 
-async def test_a_stop_string_in_the_second_piece_ends_the_text_there(kit: Any) -> None:
-    sample, _ = await continued(kit, "ab", "c</s>", rollout_stop=["</s>"])
-    assert (sample.response, sample.response_length, sample.status) == ("abc", 7, Status.COMPLETED)
+async def test_a_stop_string_that_ends_in_a_special_token_is_found_over_the_seam(kit: Any) -> None:
+    eos = "<eos>"
+    sample, _ = await continued(kit, "ab.", f"{eos}cd", rollout_stop=[f".{eos}"])
+    assert (sample.response, sample.response_length, sample.status) == ("ab.", 4, Status.COMPLETED)
+
+
+@pytest.mark.parametrize(("trimmed", "text"), [(False, "abc</s>"), (True, "abc")])
+async def test_the_text_of_a_continued_response_has_the_stop_string_unless_it_was_to_be_trimmed(
+    kit: Any, trimmed: bool, text: str
+) -> None:
+    params = {"no_stop_trim": not trimmed}
+    sample, _ = await continued(kit, "ab", "c</s>", params=params, rollout_stop=["</s>"])
+    assert (sample.response, sample.response_length, sample.status) == (text, 7, Status.COMPLETED)
 
 
 async def test_a_response_that_was_aborted_with_its_last_token_is_truncated_without_asking(kit: Any) -> None:
@@ -400,7 +417,7 @@ def test_characters_of_several_tokens_are_whole_over_the_seam() -> None:
 
     ids = list("aé→b".encode())
     for start in range(1, len(ids)):
-        assert response_text(Bytes(), ids, [], None, True) == "aé→b"
-        found = end_of_straddling_stop(Bytes(), ids, start, ["é→"], True)
+        assert response_text(Bytes(), ids, {}, None) == "aé→b"
+        found = end_of_straddling_stop(Bytes(), ids, start, ["é→"])
         assert found == (6 if start < 6 else None)
-    assert end_of_straddling_stop(Bytes(), ids, 0, ["é→"], True) is None
+    assert end_of_straddling_stop(Bytes(), ids, 0, ["é→"]) is None

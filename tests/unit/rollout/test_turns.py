@@ -72,6 +72,27 @@ async def test_two_turns_are_two_requests_and_the_tool_s_tokens_are_masked(kit: 
     assert [mask.tolist() for mask in columns["loss_mask"]] == [[1] * 6 + [0] * 3 + [1] * 2] * 2
 
 
+async def forgets_the_tool(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Trains on the tool's tokens, which no version is known of."""
+    await generate_turn(args, sample, sampling_params)
+    add_observation(sample, "84=")
+    sample.loss_mask = None
+    return sample
+
+
+async def test_a_generate_function_whose_version_spans_leave_trained_tokens_out_fails_its_group(kit: Any) -> None:
+    buffer = FakeBuffer([kit.make_group(0)], kit.make_ticket(1))
+    options = {"custom_rm_path": kit.user("slow_async"), "max_data_failures": 0}
+    async with kit.opened(kit.ScriptedEngine(), **options) as context:
+        context.generate = forgets_the_tool
+        with pytest.raises(
+            RolloutError, match=r"version spans \[\(0, 3\)\] do not fit its 6 response tokens"
+        ) as caught:
+            await DefaultRollout(context.args)(context.args, 0, buffer)
+    assert "of the data" in str(caught.value)
+    assert not buffer.finished
+
+
 async def test_the_limits_hold_for_all_turns_together(kit: Any) -> None:
     with FakeEngine(respond=scripted, decode=text) as engine:
         (sample, _) = await roll(kit, engine, rollout_max_response_len=10)

@@ -149,6 +149,19 @@ async def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_tokens(http):
     assert kept["text"] == text[: sum(widths[:needed])]
 
 
+async def test_a_special_token_is_a_stop_string_and_the_text_follows_the_options(http):
+    params = {"max_new_tokens": 400, "sampling_seed": 9}
+    plain = await http.generate([5, 6], **params)
+    end = plain["output_ids"].index(1)  # <eos>, which is ignored here
+    for more in ({}, {"no_stop_trim": True}, {"skip_special_tokens": False}):
+        answer = await http.generate([5, 6], stop=["<eos>"], **params, **more)
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "<eos>"}
+        assert answer["output_ids"] == plain["output_ids"][: end + 1]
+        assert "<eos>" not in answer["text"]
+    raw = await http.generate([5, 6], stop=["<eos>"], no_stop_trim=True, skip_special_tokens=False, **params)
+    assert raw["text"] == answer["text"] + "<eos>"
+
+
 async def test_a_stop_token_is_cut_from_the_text_and_kept_in_the_tokens(http):
     params = {"max_new_tokens": 30, "temperature": 0}
     plain = await http.generate([5, 6], **params)
