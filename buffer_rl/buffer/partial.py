@@ -120,8 +120,8 @@ def check_spans(group: SampleGroup) -> None:
             raise RolloutError(
                 fault,
                 where=f"row {sample.row_id}",
-                expected="VersionSpan(version, start, end) in order, over all response tokens but those with loss_mask 0",
-                hint="generate_turn and add_observation of buffer_rl.rollout.turns set them; an empty list is not checked",
+                expected="VersionSpan(version, start, end) in order, over every response token whose loss_mask is 1",
+                hint="buffer_rl.rollout.turns sets them; an empty list is not checked",
             )
 
 
