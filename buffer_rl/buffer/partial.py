@@ -122,7 +122,7 @@ def check_spans(group: SampleGroup) -> None:
             raise RolloutError(
                 fault,
                 where=f"row {sample.row_id}",
-                expected="VersionSpan(version, start, end) in order, over all response tokens that train",
+                expected="VersionSpan(version, start, end) in order, over every response token whose loss_mask is 1",
                 hint="buffer_rl.rollout.turns sets them; an empty list is not checked",
             )
 

@@ -56,7 +56,9 @@ class Row:
 class SlotPool:
     """Slots of ``capacity`` positions; the first ``len(rows)`` are live.
 
-    keys, values: ``[num_layers, num_slots, num_kv_heads, capacity, head_dim]``.
+    keys, values: ``[num_layers, num_slots, num_kv_heads, capacity, head_dim]``; 0 wherever no live row has an entry.
+    Attention reads masked positions too, with a weight of 0, and 0 * NaN is NaN: what a sequence leaves behind must
+    not reach the next one in its slot.
     """
 
     def __init__(self, shape: CacheShape, capacity: int) -> None:
@@ -68,7 +70,6 @@ class SlotPool:
 
     def _empty(self, num_slots: int) -> torch.Tensor:
         s = self.shape
-        # Zeros, not empty memory: masked positions are multiplied by a weight of 0, and 0 * NaN is NaN.
         return torch.zeros(
             (s.num_layers, num_slots, s.num_kv_heads, self.capacity, s.head_dim), dtype=s.dtype, device=s.device
         )
@@ -92,11 +93,14 @@ class SlotPool:
 
     @torch.inference_mode()
     def free(self, row: Row) -> None:
-        """Release the row's slot; the last live slot moves into it."""
+        """Release the row's slot and clear it; the last live slot moves into it."""
         last = self.rows.pop()
+        for memory in (self.keys, self.values):
+            memory[:, row.slot, :, 0 if last is row else last.length : row.length] = 0
+            if last is not row:
+                memory[:, row.slot, :, : last.length] = memory[:, last.slot, :, : last.length]
+                memory[:, last.slot, :, : last.length] = 0
         if last is not row:
-            self.keys[:, row.slot, :, : last.length] = self.keys[:, last.slot, :, : last.length]
-            self.values[:, row.slot, :, : last.length] = self.values[:, last.slot, :, : last.length]
             self.rows[row.slot] = last
             last.slot = row.slot
         row.pool, row.slot = None, -1
@@ -207,6 +211,11 @@ class PrefixCache:
         else:
             del self._pins[key]
             self._evict()
+
+    def drop(self, sequence: tuple[int, ...]) -> None:
+        """Forget the prefixes that ``sequence`` begins with; pins stay."""
+        for key in [key for key in self._entries if sequence[: len(key)] == key]:
+            del self._entries[key]
 
     def clear(self) -> None:
         """Forget all prefixes (the weights changed, or a flush); pins stay."""

@@ -61,6 +61,12 @@ class GenerateCall:
     as_list: bool
     return_logprob: bool
 
+    @property
+    def failure(self) -> str:
+        """What failed in the engine, of all requests that did; empty if none did."""
+        reasons = [request.finish_reason or {} for request in self.requests]
+        return "; ".join(reason["message"] for reason in reasons if reason.get("status_code") == 500)
+
 
 def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
     """Raises BadRequestError naming the field that is wrong."""

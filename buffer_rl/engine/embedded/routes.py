@@ -89,8 +89,8 @@ class _Generate:
                 return None
         finally:
             gone.cancel()
-        failure = reply.exception()
-        if failure is not None:
+        failure = reply.exception() or call.failure
+        if failure:
             return await _send(send, 500, {"error": {"message": str(failure)}})
         version = self.service.scheduler.version
         answers = [answer(r, self.service.codec, version, call.return_logprob) for r in call.requests]
@@ -129,7 +129,7 @@ class _Handlers:
             return PlainTextResponse("no token within the deadline", 503)
         except EngineError as error:
             return PlainTextResponse(str(error), 503)
-        return PlainTextResponse("")
+        return PlainTextResponse(call.failure, 503 if call.failure else 200)
 
     async def model_info(self, _: HttpRequest) -> Response:
         return json_response(self.service.model_info())

@@ -7,6 +7,7 @@ and everything waits while paused (ended by ``resume``).
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -202,15 +203,30 @@ class Scheduler:
         tokens, log_probs = draw(logits, [r.params for r in batch], uniform)
         finished = []
         for request, token, log_prob in zip(batch, tokens, log_probs, strict=True):
-            request.output_ids.append(token)
-            request.log_probs.append(log_prob)
-            request.row.token = token
-            reason = self._finish_reason(request, token)
+            reason: dict[str, object] | None
+            if math.isfinite(log_prob):
+                request.output_ids.append(token)
+                request.log_probs.append(log_prob)
+                request.row.token = token
+                reason = self._finish_reason(request, token)
+            else:
+                reason = self._non_finite(request, log_prob)
             if reason is not None:
                 request.finish(reason)
                 self._release(request)
                 finished.append(request)
         return finished
+
+    def _non_finite(self, request: Request, log_prob: float) -> dict[str, object]:
+        """Why a request ends whose next token has no probability; nothing computed for its prompt is used again."""
+        self.prefixes.drop(request.sequence)
+        return {
+            "type": "abort",
+            "message": f"request {request.rid!r}: the log-probability of its output token {len(request.output_ids)} is "
+            f"{log_prob}; the weights (version {self.version}) or what they compute for this input are not finite",
+            "status_code": 500,
+            "err_type": "InternalServerError",
+        }
 
     def _finish_reason(self, request: Request, token: int) -> dict[str, object] | None:
         params = request.params

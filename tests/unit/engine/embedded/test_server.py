@@ -11,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from safetensors.torch import load_file, save_file
 
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.engine.embedded.launcher import launch
@@ -276,6 +277,33 @@ async def test_new_weights_answer_differently_and_old_ones_as_before(http, model
         assert (await http.post("/update_weights_from_disk", update))[0] == 200
         outputs.append((await http.generate([5, 6], max_new_tokens=20, temperature=0))["output_ids"])
     assert outputs[0] == outputs[2] != outputs[1]
+
+
+async def test_weights_that_are_not_finite_fail_each_request_by_name_until_others_are_loaded(
+    http, model_folder, tmp_path
+):
+    before = await http.generate([5, 6], max_new_tokens=8, temperature=0)
+    broken = tmp_path / "broken"
+    shutil.copytree(model_folder("qwen3"), broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][0, 0] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    update = {"model_path": str(broken), "weight_version": "6"}
+    assert (await http.post("/update_weights_from_disk", update))[0] == 200
+    bodies = [{"rid": f"r{i}", "input_ids": [5, 6 + i % 2], "return_logprob": True} for i in range(4)]
+    for body, (status, answer) in zip(
+        bodies, await asyncio.gather(*(http.post("/generate", body) for body in bodies)), strict=True
+    ):
+        assert status == 500
+        assert re.search(rf"request '{body['rid']}': .* is nan; .*version 6.* not finite", answer["error"]["message"])
+    assert (await http.get("/health"))[0] == 200
+    status, text = await http.get("/health_generate")
+    assert (status, "not finite" in text) == (503, True)
+    update = {"model_path": model_folder("qwen3"), "weight_version": "7"}
+    assert (await http.post("/update_weights_from_disk", update))[0] == 200
+    after = await http.generate([5, 6], max_new_tokens=8, temperature=0)
+    assert after["output_ids"] == before["output_ids"]
+    assert (await http.get("/health_generate"))[0] == 200
 
 
 async def test_a_refused_update_changes_nothing(http, model_folder, tmp_path):
