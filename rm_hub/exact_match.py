@@ -19,10 +19,10 @@ from rm_hub.answers import response_of
 def score(args: Any, sample: Sample) -> float:
     """1.0 if the response equals the label (any one of a list of labels) and the sample ended by itself.
 
-        White space around the response and the label is ignored, because tokenizers put it there, and so is a stop string
-        of ``--rollout-stop`` at the end; everything else counts, case too. A truncated or aborted answer earns 0.0 even if
-            its text is right: no end token was emitted. Raises RewardError if there is no label that is text or a number.
-        """
+    White space around the response and the label is ignored, because tokenizers put it there, and so is a stop string
+    of ``--rollout-stop`` at the end; everything else counts, case too. A truncated or aborted answer earns 0.0 even if
+    its text is right: no end token was emitted. Raises RewardError if there is no label that is text or a number.
+    """
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
     if not labels or not all(isinstance(label, str | int | float) for label in labels):
         raise RewardError(

@@ -150,7 +150,7 @@ def _grader(name: str) -> Grader:
         raise RewardError(f"reasoning-gym has no data set {name!r:.80}", where="rm_hub.reasoning_gym")
     if name not in SAFE:
         raise RewardError(
-            f"the grader of {name!r} is not known to be safe: it evaluates text, or nobody has read it",
+            f"the grader of {name!r} is not known to be safe: it evaluates text, or has not been read",
             where="rm_hub.reasoning_gym",
             expected="a task of SAFE or OWN in rm_hub/reasoning_gym.py",
             hint="leave these rows out, or grade them by a function of your own (--custom-rm-path)",

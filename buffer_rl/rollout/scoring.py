@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,10 +35,10 @@ def check_row_choice(args: Any, name: str, *, where: str) -> None:
         return
     named = [*([args.rm_type] if args.rm_type else []), *args.row_rm_types]
     raise DataError(
-        f"the metadata choose the reward {name!r} (rm_type), which this run does not let rows choose",
+        f"the metadata choose the reward {name!r:.80} (rm_type), which this run does not let rows choose",
         where=where,
         expected=f"no rm_type, or {' or '.join(map(repr, named))}" if named else "no rm_type",
-        hint=f"add --row-rm-types {name} if you trust the data to choose it, or name your own reward with --rm-type",
+        hint=f"to allow it, add --row-rm-types {shlex.quote(name):.80}; else take rm_type out of the rows",
     )
 
 

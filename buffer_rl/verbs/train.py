@@ -159,7 +159,8 @@ def read_data(args: Any, registry: PluginRegistry) -> list[DataFile]:
     files = []
     own = args.data_source_path is not None  # the user's data source reads --prompt-data, in its own way
     for path, dataset in () if own else zip(args.prompt_data or (), read_sources(args), strict=True):
-        check_row_rewards(dataset, args, registry)
+        if args.num_rollout != 0:  # else no row is trained on, nor scored
+            check_row_rewards(dataset, args, registry)
         files.append(DataFile(use="train", path=path, num_rows=len(dataset), source_hash=dataset.source_hash))
     keys = RowKeys.from_args(args)
     for eval_set in eval_sets_of(args):

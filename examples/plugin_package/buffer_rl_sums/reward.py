@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from buffer_rl.contracts import rows_may_choose
 from buffer_rl.types import Sample
 from buffer_rl_sums.options import SumsOptions
 
 
+@rows_may_choose  # it reads whole numbers, and runs nothing of what a row or a response says
 def score(args: SumsOptions, sample: Sample) -> float:
     """1 for the sum, 0 at ``--sums-tolerance`` and beyond, and for what is no number."""
     answer = sample.response.strip()

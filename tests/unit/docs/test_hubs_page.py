@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.contracts import is_for_rows
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.types import GroupUid, Sample, SampleGroup, Status
 
@@ -50,6 +51,15 @@ def test_every_registered_name_has_a_row_and_meets_its_contract(kind: str, name:
     assert f"`{name}`" in row
     registry = PluginRegistry()
     assert registry.resolve_registered(kind, name) is registry.resolve(kind, reference)
+
+
+def test_the_page_says_which_rewards_rows_may_choose() -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith("|")]
+    for kind, name, reference in REGISTERED:
+        if kind == "reward":
+            (row,) = [row for row in rows if f"`{reference}`" in row]
+            marked = is_for_rows(PluginRegistry().resolve_registered(kind, name))
+            assert row.split("|")[-2].strip().startswith("yes" if marked else "no: "), row
 
 
 def test_every_reward_and_filter_file_names_its_source() -> None:

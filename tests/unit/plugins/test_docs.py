@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from buffer_rl.config import compose, flag_of, plugin_kind_of
-from buffer_rl.contracts import LossInputs
+from buffer_rl.contracts import LossInputs, is_for_rows
 from buffer_rl.data.custom import CustomSource
 from buffer_rl.data.delivery import DeliveryRequest
 from buffer_rl.errors import PluginError
@@ -67,7 +67,7 @@ def test_every_flag_of_a_kind_is_an_option_of_that_kind() -> None:
 
 
 def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
-    reward, scope, loss, stream, source, hooks = blocks("python")
+    reward, marked, scope, loss, stream, source, hooks = blocks("python")
     names: dict[str, Any] = {}
     exec(scope, names)
     assert scope_of(names["centred"]) is Scope.GROUP
@@ -87,6 +87,9 @@ def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
     registry = PluginRegistry.from_flags(["my_hooks"])
     score = registry.resolve("reward", "my_reward:score")
     assert score(None, Sample(response=" yes", label="yes")) == 1.0
+    place.write("my_marked_reward.py", marked)
+    assert is_for_rows(registry.resolve("reward", "my_marked_reward:score"))
+    assert not is_for_rows(score)
     options: Any = compose(CORE_SECTIONS)(data_source_path="my_source:Sums", n_samples_per_prompt=2)
     batch = CustomSource(options, registry).take(DeliveryRequest(number=0, num_groups=2, first_group=0))
     assert batch is not None

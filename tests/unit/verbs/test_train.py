@@ -236,6 +236,8 @@ def test_an_evaluation_sets_own_configuration_may_name_any_registered_reward(
     for options in ("rm_type: reasoning_gym", "metadata_overrides: {rm_type: reasoning_gym}"):
         (folder / "eval.yaml").write_text(f"datasets: [{{name: own, path: '${{here}}/own.jsonl', {options}}}]\n")
         assert train("--rm-type", "exact_match", "--eval-config", "eval.yaml") == 0
+        alone = ["--hf-checkpoint", "model", "--rm-type", "f1", "--eval-config", "eval.yaml", "--logger", "--dry-run"]
+        assert main(["eval", *alone]) == 0
     capsys.readouterr()
     (folder / "eval.yaml").write_text("datasets: [{name: own, path: '${here}/own.jsonl'}]\n")
     assert "own.jsonl:1: " in refusal(capsys, "--rm-type", "exact_match", "--eval-config", "eval.yaml")
