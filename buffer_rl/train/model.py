@@ -64,8 +64,9 @@ def load_model(
 
 
 def _require_causal(model: PreTrainedModel, folder: str, flag: str) -> None:
-    """Raises ConfigError if a token's logits depend on the tokens after it: the rows of a batch are padded on the right
-    without a mask. Told by the gradient, which is exactly 0 under a causal mask whatever the size of the weights."""
+    """Raises ConfigError if a token's logits depend on the tokens after it, as the rows of a batch are padded on the
+    right without a mask. What is looked at is the gradient, which is exactly 0 under a causal mask, whatever the size
+    of the weights."""
     embedded: list[torch.Tensor] = []
 
     def keep(_module: torch.nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:

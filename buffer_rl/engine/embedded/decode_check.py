@@ -30,7 +30,7 @@ ROPE_LIMIT = 16
 NUM_HEADS, HEAD_DIM, WIDTH, VOCAB, NUM_EXPERTS = 4, 16, 32, 128, 8
 MAX_PARAMETERS = 50_000_000
 NUM_STEPS = 14
-MIN_ROW = 19  # every row is longer at its end
+MIN_ROW = 19  # several rows become longer
 PROMPT_LENGTHS = (6, 9, 13, 23)
 LATE_LENGTHS = (12, 19)  # of the rows that take the slots of two others midway
 TOLERANCE = 1e-3  # nats; float32 leaves about 1e-5, a mask that is off by one position more than 1e-2
@@ -56,9 +56,11 @@ _WINDOWS = re.compile(r".*(window(_size)?|local_attention|attention_chunk_size|i
 class UnsupportedModelError(EngineError):
     """The engine cannot decode this model, or would get other probabilities than the model's own forward pass."""
 
-    def __init__(self, config: Any, what: str, *, expected: str = "", hint: str = "") -> None:
-        where = f"{config.model_type!r} model {config.name_or_path}".rstrip()
-        super().__init__(what, where=where, expected=expected, hint=hint or "use another engine for this model")
+
+def unsupported(config: Any, what: str, *, expected: str = "", hint: str = "") -> UnsupportedModelError:
+    """The error that refuses a model, by its type and folder."""
+    where = f"{config.model_type!r} model {config.name_or_path}".rstrip()
+    return UnsupportedModelError(what, where=where, expected=expected, hint=hint or "use another engine for this model")
 
 
 def check_decoding(build: Callable[[Any, int], Decoder], module: Any, context_length: int) -> None:
@@ -73,14 +75,14 @@ def check_decoding(build: Callable[[Any, int], Decoder], module: Any, context_le
     try:
         rows = _decode(decoder)
     except Exception as error:  # fault boundary: an architecture fails in its own way at what it cannot take
-        raise UnsupportedModelError(
+        raise unsupported(
             module.config,
             "its forward takes no batch of rows at positions of their own, under a four-dimensional mask, as where "
             f"alibi takes the place of positions: {type(error).__name__}: {error}",
         ) from error
     worst, first = _difference(small, rows)
     if worst > TOLERANCE:
-        raise UnsupportedModelError(
+        raise unsupported(
             module.config,
             f"decoding token by token differs from one pass over the whole sequence by {worst:.2g} nats, first at "
             f"position {first}, on a copy with windows of {WINDOW} and a rope limit of {ROPE_LIMIT} where the context "
@@ -104,9 +106,9 @@ def _checked_model(module: Any, context_length: int) -> Any:
             return small
     unreached = [f"{name} {value}" for name, value in _lengths(module.config) if MIN_ROW < value < context_length]
     if unreached:
-        raise UnsupportedModelError(module.config, f"{reason}, and no short row passes {', '.join(unreached)}")
+        raise unsupported(module.config, f"{reason}, and no short row passes {', '.join(unreached)}")
     if module.dtype != torch.float32:
-        raise UnsupportedModelError(
+        raise unsupported(
             module.config,
             f"{reason}, and {module.dtype} is too coarse for one of itself",
             hint="--engine-dtype float32",

@@ -15,7 +15,8 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from buffer_rl.engine.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
-from buffer_rl.engine.embedded.decode_check import UnsupportedModelError, check_decoding
+from buffer_rl.engine.embedded.decode_check import UnsupportedModelError as UnsupportedModelError
+from buffer_rl.engine.embedded.decode_check import check_decoding, unsupported
 from buffer_rl.engine.embedded.model import ROW_BLOCK, pad_vocab
 from buffer_rl.model_config import length_problem
 
@@ -36,14 +37,14 @@ class FallbackDecoder:
         config = module.config.get_text_config(decoder=True)
         if problem := length_problem(vars(config), context_length):
             reason, limit = problem
-            raise UnsupportedModelError(
+            raise unsupported(
                 module.config,
                 f"{reason}; the context is {context_length} tokens",
                 hint=f"--engine-context-length {limit} or less (--context-length of the engine's own command)",
             )
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if others := kinds - {"full_attention", "sliding_attention"}:
-            raise UnsupportedModelError(module.config, f"layers of kind {sorted(others)} are not supported")
+            raise unsupported(module.config, f"layers of kind {sorted(others)} are not supported")
         self.window = getattr(config, "sliding_window", None)
         self.per_kind = "sliding_attention" in kinds and "full_attention" in kinds
         if kinds == {"full_attention"} and hasattr(config, "layer_types"):
@@ -73,13 +74,13 @@ class FallbackDecoder:
             Exception
         ) as error:  # fault boundary: an architecture fails in its own way at a cache that is not its own
             what = f"it takes no plain key-value cache: {type(error).__name__}: {error}"
-            raise UnsupportedModelError(module.config, what) from error
+            raise unsupported(module.config, what) from error
         keys = [getattr(layer, "keys", None) for layer in cache.layers]
         values = [getattr(layer, "values", None) for layer in cache.layers]
         shapes = {None if t is None else (t.shape[1], t.shape[3], t.dtype) for t in keys + values}
         if len(shapes) != 1 or None in shapes:
             what = "its layers do not all keep one key and one value tensor of the same shape"
-            raise UnsupportedModelError(module.config, f"{what}: {sorted(map(str, shapes))}")
+            raise unsupported(module.config, f"{what}: {sorted(map(str, shapes))}")
         first = keys[0]
         assert first is not None
         return CacheShape(

@@ -138,6 +138,17 @@ def test_a_model_folder_without_tokenizer_is_refused(folder: Path, capsys: pytes
     assert "no tokenizer in" in refusal(capsys, "--custom-rm-path", "my_reward:score")
 
 
+def test_rows_beyond_a_rope_whose_frequencies_change_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4096}
+    (folder / "model" / "config.json").write_text(json.dumps({"rope_scaling": rope}))
+    assert "add --engine-context-length 4096" in refusal(capsys, "--custom-rm-path", "my_reward:score")
+    external = ["--custom-rm-path", "my_reward:score", "--router-url", "http://127.0.0.1:1"]
+    assert "add --rollout-max-context-len 4096" in refusal(capsys, *external)
+    assert train(*external, "--rollout-max-context-len", "4096") == 0
+
+
 @pytest.mark.parametrize("flag", ["--run-dir", "--save"])
 def test_a_folder_that_cannot_be_written_is_told_before_anything_starts(
     folder: Path, capsys: pytest.CaptureFixture[str], flag: str
