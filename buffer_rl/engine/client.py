@@ -37,17 +37,8 @@ _RETRIED_STATUS = (429, 500, 502, 503, 504)
 _FORWARDED = frozenset(
     (
         *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "n", "sampling_seed"),
-        *(
-            "stop",
-            "stop_token_ids",
-            "ignore_eos",
-            "skip_special_tokens",
-            "no_stop_trim",
-            "json_schema",
-            "regex",
-            "ebnf",
-        ),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+        *("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "no_stop_trim"),
+        *("json_schema", "regex", "ebnf", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     )
 )
 _OF_TEXT_ALONE = ("spaces_between_special_tokens", "stream_interval")  # dropped, too, but no token depends on them
