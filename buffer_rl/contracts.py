@@ -6,16 +6,14 @@ authors.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from buffer_rl.types import Column, FilterDecision, RolloutOutput, Sample, SampleGroup, Ticket, TrainBatch
 
 if TYPE_CHECKING:
     import numpy as np
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RolloutBuffer(Protocol):
@@ -123,22 +121,6 @@ class RewardModel(Protocol):
     def __call__(
         self, args: Any, sample: Sample
     ) -> float | Mapping[str, Any] | Awaitable[float | Mapping[str, Any]]: ...
-
-
-def rows_may_choose(reward: F) -> F:
-    """Decorator that marks a reward as safe for data to choose: a function, asynchronous or not, a class, an instance.
-
-    It promises that the reward treats everything in a row and in a response as text to compare: it evaluates nothing
-    as code, opens no file that they name, and sends nothing elsewhere. Rows may choose it by the name ``rm_type`` in
-    their metadata where the run lists that name in ``--row-rm-types``.
-    """
-    reward.rows_may_choose = True  # type: ignore[attr-defined]
-    return reward
-
-
-def is_for_rows(reward: object) -> bool:
-    """Whether the author marked a reward with ``rows_may_choose``."""
-    return getattr(reward, "rows_may_choose", None) is True
 
 
 class GroupRewardModel(Protocol):

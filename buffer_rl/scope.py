@@ -1,5 +1,8 @@
-"""What an estimator, a loss or a post-processor says of itself: which rows it must see together, and so whether it can
-work on finished groups while a rollout still runs, and on a rank's share of the rows."""
+"""What the author of a function says of it, as a mark on the function.
+
+An estimator, a loss or a post-processor: which rows it must see together, and so whether it can work on finished groups
+while a rollout still runs, and on a rank's share of the rows. A reward: whether rows of data may choose it.
+"""
 
 from __future__ import annotations
 
@@ -57,3 +60,19 @@ def needs_of(function: object) -> frozenset[str]:
     """The fields that ``scoped`` declared as needed; none where nothing was declared."""
     needs = getattr(function, "needs", None)
     return needs if isinstance(needs, frozenset) else frozenset()
+
+
+def rows_may_choose(reward: F) -> F:
+    """Decorator that marks a reward as safe for data to choose: a function, asynchronous or not, a class, an instance.
+
+    It promises that the reward treats everything in a row and in a response as text to compare: it evaluates nothing
+    as code, opens no file that they name, and sends nothing elsewhere. Rows may choose it by the name ``rm_type`` in
+    their metadata where the run lists that name in ``--row-rm-types``.
+    """
+    reward.rows_may_choose = True  # type: ignore[attr-defined]
+    return reward
+
+
+def is_for_rows(reward: object) -> bool:
+    """Whether the author marked a reward with ``rows_may_choose``."""
+    return getattr(reward, "rows_may_choose", None) is True

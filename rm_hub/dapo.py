@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from buffer_rl.contracts import rows_may_choose
+from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import after_reasoning, full_fractions, labels_of, response_of
 

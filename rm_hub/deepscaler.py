@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from buffer_rl.contracts import rows_may_choose
+from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import END_OF_REASONING, after_reasoning, full_fractions, labels_of, last_boxed
 from rm_hub.expressions import MAX_CHARACTERS, equal

@@ -11,7 +11,7 @@ import string
 from collections import Counter
 from typing import Any
 
-from buffer_rl.contracts import rows_may_choose
+from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import after_reasoning, labels_of, response_of
 

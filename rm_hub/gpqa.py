@@ -10,8 +10,8 @@ import re
 import string
 from typing import Any
 
-from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
+from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import after_reasoning, last_boxed, last_line, response_of, where
 

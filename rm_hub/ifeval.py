@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
+from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import after_reasoning, response_of, where
 

@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from buffer_rl.contracts import rows_may_choose
 from buffer_rl.errors import RewardError
+from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import after_reasoning, labels_of, last_boxed, last_line, response_of, where
 from rm_hub.bounds import MAX_CHARACTERS, is_bounded

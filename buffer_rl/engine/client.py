@@ -33,6 +33,15 @@ BACKOFF_S = 0.2
 MAX_BACKOFF_S = 2.0
 CONTROL_TIMEOUT_S = 60.0
 _RETRIED_STATUS = (429, 500, 502, 503, 504)
+# The sampling parameters that sglang-router 0.3.2 forwards. It drops all others in silence.
+_FORWARDED = frozenset(
+    (
+        *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "n", "sampling_seed"),
+        *("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "no_stop_trim"),
+        *("json_schema", "regex", "ebnf", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    )
+)
+_OF_TEXT_ALONE = ("spaces_between_special_tokens", "stream_interval")  # dropped, too, but no token depends on them
 
 
 class EngineClient:
@@ -89,11 +98,12 @@ class EngineClient:
         """Generate one answer for ``input_ids``; ``sampling_params`` under SGLang's names.
 
         A lost connection and the statuses 429 and 5xx are retried, at most ``max_retries`` times; other 4xx are not.
-        Raises EngineError naming the URL, the status and the answer's text, and DeadlineError when time is up; the
-        request is aborted at the engines then.
+        Raises EngineError naming a sampling parameter that the router would drop, or the URL, the status and the
+        answer's text, and DeadlineError when time is up; the request is aborted at the engines then.
         """
         if sampling_params.get("n", 1) != 1:
             raise EngineError("agenerate asks for one answer", expected="n = 1", hint="send one request a sample")
+        self._check_forwarded(sampling_params)
         prompt = list(input_ids)
         body = orjson.dumps(
             {"rid": rid, "input_ids": prompt, "sampling_params": dict(sampling_params), "return_logprob": True}
@@ -110,6 +120,19 @@ class EngineClient:
                 where=self._generate_url,
                 hint="lower the response length, add engines, or raise --generate-timeout-s",
             ) from error
+
+    def _check_forwarded(self, sampling_params: Mapping[str, Any]) -> None:
+        """Refuse, as an engine would, what the router drops; None, False and what is empty change nothing."""
+        for name, value in sampling_params.items():
+            if name in _FORWARDED or name in _OF_TEXT_ALONE or value is None or value is False or value in ("", [], {}):
+                continue
+            error = EngineError(
+                f"the router does not forward the sampling parameter {name!r}",
+                where=self._generate_url,
+                expected=f"one of {', '.join(sorted(_FORWARDED))}",
+            )
+            error.status = 400
+            raise error
 
     async def _with_retries(self, rid: str, body: bytes, headers: Mapping[str, str]) -> GenerateResult:
         attempt = 0

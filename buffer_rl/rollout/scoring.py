@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.config import dump_args
 from buffer_rl.contract_check import check_reward, check_statuses
-from buffer_rl.contracts import is_for_rows
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
 from buffer_rl.rollout.calling import is_async
 from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of, traceback_tail
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
+from buffer_rl.scope import is_for_rows
 from buffer_rl.types import Sample, SampleGroup, Status
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def unmarked_reward(name: str) -> ConfigError:
         f"the reward {name!r} is not marked as safe for data to choose",
         where="--row-rm-types",
         expected="rewards that run nothing of what a row or a response holds, and send it nowhere",
-        hint="its author says so with @rows_may_choose from buffer_rl.contracts above the function; where every row "
+        hint="its author says so with @rows_may_choose from buffer_rl.scope above the function; where every row "
         f"wants this reward, choose it yourself: --rm-type {name}",
     )
 

@@ -17,7 +17,6 @@ from buffer_rl.checkpoint import open_checkpoint
 from buffer_rl.config import Section, compose, plugin_kind_of
 from buffer_rl.configuration.help import add_options, given_flags
 from buffer_rl.configuration.sources import Resolved, resolve
-from buffer_rl.contracts import is_for_rows
 from buffer_rl.data.dataset import PromptDataset
 from buffer_rl.data.eval_config import eval_sets_of
 from buffer_rl.data.reader import read_dataset
@@ -32,6 +31,7 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.remote import is_remote, local_path
 from buffer_rl.resolution.calls import returned
 from buffer_rl.rollout.scoring import check_row_choice, unmarked_reward
+from buffer_rl.scope import is_for_rows
 from buffer_rl.verbs.dry_run import DataFile, DryRun, PluginUse, print_json, print_text
 from buffer_rl.verbs.preflight import (
     check_checkpoint,

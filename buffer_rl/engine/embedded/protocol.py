@@ -9,31 +9,33 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer_rl.engine.embedded.request import Request
-from buffer_rl.engine.embedded.sampling import SamplingError, SamplingParams, sample_seed
+from buffer_rl.engine.embedded.sampling import SamplingError, SamplingParams, is_neutral, sample_seed
 from buffer_rl.engine.embedded.text import TextCodec
 
-# Fields of SGLang's request that change nothing here at these values; the router adds most of them.
+# Fields of SGLang's request that this engine does not implement, with the values that change nothing; None, False and
+# what is empty change nothing either. The router sends most of them with every request.
 _NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "model": (),
-    "stream": (False,),
-    "log_metrics": (True, False),
-    "return_text_in_logprobs": (False,),
-    "return_hidden_states": (False,),
-    "background": (False,),
-    "no_logs": (True, False),
-    "return_bytes": (False,),
-    "return_entropy": (False,),
+    "log_metrics": (True,),
+    "no_logs": (True,),
     "logprob_start_len": (-1,),
     "top_logprobs_num": (0,),
-    "lora_path": (),
-    "lora_id": (),
-    "session_params": (),
-    "image_data": (),
-    "video_data": (),
-    "audio_data": (),
-    "custom_logit_processor": (),
-    "token_ids_logprob": (),
     "priority": (0,),
+    "routed_experts_start_len": (0,),
+    **dict.fromkeys(
+        (
+            *("model", "stream", "background", "input_embeds", "positional_embed_overrides", "require_reasoning"),
+            *("image_data", "video_data", "audio_data", "modalities", "use_audio_in_video", "need_wait_for_mm_inputs"),
+            *("num_items_assigned", "max_dynamic_patch", "min_dynamic_patch"),
+            *("image_max_dynamic_patch", "video_max_dynamic_patch", "multi_item_delimiter_indices"),
+            *("return_text_in_logprobs", "return_hidden_states", "return_routed_experts", "return_indexer_topk"),
+            *("return_bytes", "return_entropy", "token_ids_logprob", "lora_path", "lora_id", "custom_logit_processor"),
+            *("session_params", "session_id", "conversation_id", "extra_key", "routing_key", "custom_labels"),
+            *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
+            *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank", "data_parallel_rank_decode"),
+            *("external_trace_header", "received_time"),
+        ),
+        (),
+    ),
 }
 _FIELDS = ("rid", "input_ids", "text", "sampling_params", "return_logprob")
 
@@ -54,12 +56,12 @@ class Limits:
 
 @dataclass(slots=True, kw_only=True)
 class GenerateCall:
-    """One HTTP request: its engine requests, and whether the answer is a list."""
+    """One HTTP request: its engine requests, whether the answer is a list, and which of them want log-probabilities."""
 
     rids: tuple[str, ...]
     requests: list[Request]
     as_list: bool
-    return_logprob: bool
+    return_logprob: list[bool]
 
     @property
     def failure(self) -> str:
@@ -73,15 +75,18 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
     for name, value in body.items():
-        if name in _FIELDS or value is None or value in _NEUTRAL_FIELDS.get(name, ()):
+        if name in _FIELDS or value is None:
             continue
-        known = "is not supported with this value" if name in _NEUTRAL_FIELDS else "is unknown"
-        raise BadRequestError(f"field {name!r} {known} by the embedded engine")
+        if name not in _NEUTRAL_FIELDS:
+            raise BadRequestError(f"field {name!r} is unknown to the embedded engine")
+        if not is_neutral(value, _NEUTRAL_FIELDS[name]):
+            raise BadRequestError(f"field {name!r} is not supported by the embedded engine, got {value!r:.80}")
     prompts, batched = _prompts(body, codec, limits)
     params = _sampling_params(body.get("sampling_params"), len(prompts))
     rids = _rids(body.get("rid"), len(prompts), batched)
-    requests = []
-    for rid, prompt, own in zip(rids, prompts, params, strict=True):
+    wanted = _wanted(body.get("return_logprob"), len(prompts))
+    requests, return_logprob = [], []
+    for rid, prompt, own, flag in zip(rids, prompts, params, wanted, strict=True):
         _check_length(prompt, own, limits)
         if own.stop and not limits.has_tokenizer:
             raise BadRequestError("stop strings need a tokenizer, and the model's folder has none")
@@ -90,11 +95,12 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
             name = rid if own.n == 1 else f"{rid}_{index}"
             request = Request(rid=name, prompt_ids=prompt, params=own, seed=sample_seed(seed, index))
             requests.append(request)
+            return_logprob.append(flag)
     return GenerateCall(
         rids=tuple(rids),
         requests=requests,
         as_list=batched or len(requests) > 1,
-        return_logprob=bool(body.get("return_logprob")),
+        return_logprob=return_logprob,
     )
 
 
@@ -156,6 +162,13 @@ def _sampling_params(raw: Any, count: int) -> list[SamplingParams]:
         return [SamplingParams.parse(item) for item in items]
     except SamplingError as error:
         raise BadRequestError(str(error)) from error
+
+
+def _wanted(raw: Any, count: int) -> list[bool]:
+    flags = raw if isinstance(raw, list) else [raw or False] * count
+    if len(flags) != count or not all(isinstance(flag, bool) for flag in flags):
+        raise BadRequestError("'return_logprob' must be true or false, or a list with one of them a prompt")
+    return flags
 
 
 def _rids(raw: Any, count: int, batched: bool) -> list[str]:

@@ -93,7 +93,8 @@ class _Generate:
         if failure:
             return await _send(send, 500, {"error": {"message": str(failure)}})
         version = self.service.scheduler.version
-        answers = [answer(r, self.service.codec, version, call.return_logprob) for r in call.requests]
+        pairs = zip(call.requests, call.return_logprob, strict=True)
+        answers = [answer(request, self.service.codec, version, flag) for request, flag in pairs]
         await _send(send, 200, answers if call.as_list else answers[0])
         return None
 

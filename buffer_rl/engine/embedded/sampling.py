@@ -63,7 +63,7 @@ class SamplingParams:
         values: dict[str, Any] = {}
         for name, value in raw.items():
             if name in _NEUTRAL:
-                if value is not None and value not in _NEUTRAL[name]:
+                if not is_neutral(value, _NEUTRAL[name]):
                     raise SamplingError(f"sampling parameter {name!r} is not supported by the embedded engine")
             elif name not in _READERS:
                 raise SamplingError(f"unknown sampling parameter {name!r}; known: {', '.join(sorted(_READERS))}")
@@ -95,6 +95,11 @@ class SamplingParams:
         ]
         if wrong:
             raise SamplingError("; ".join(wrong))
+
+
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether what is asked for changes nothing: None, False, something empty, or one of the ``neutral`` values."""
+    return value is None or value is False or value in ("", [], {}) or value in neutral
 
 
 def _integer(value: Any) -> int:
@@ -142,18 +147,18 @@ _READERS: Mapping[str, Any] = {
     "no_stop_trim": _flag,
     "sampling_seed": _integer,
 }
-# Parameters of SGLang that this engine does not implement, with the values that change nothing.
+# Parameters of SGLang that this engine does not implement, with the values that change nothing (see is_neutral).
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
-    "stop_regex": ([], ""),
+    "stop_regex": (),
     "json_schema": (),
     "regex": (),
     "ebnf": (),
     "structural_tag": (),
-    "custom_params": ({},),
-    "logit_bias": ({},),
+    "custom_params": (),
+    "logit_bias": (),
     "stream_interval": (1,),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from buffer_rl.engine.embedded.request import Request
@@ -20,11 +21,18 @@ class TextCodec:
         assert self.tokenizer is not None
         return list(self.tokenizer.encode(text))
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Text of ``ids``."""
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool, *, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """Text of ``ids``. spaces_between_special_tokens matters to tokenizers written in Python alone."""
         if self.tokenizer is None or not ids:
             return ""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        text = self.tokenizer.decode(
+            ids,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
+        return str(text)
 
     def stop_string(self, request: Request) -> str | None:
         """The stop string that the newest token completed, or None; of several the one that begins first."""
@@ -35,8 +43,9 @@ class TextCodec:
     def output_text(self, request: Request) -> str:
         """The answer's text: without what stopped it (unless ``no_stop_trim``); the token ids keep it."""
         params, ids = request.params, request.output_ids
+        decode = partial(self.decode, spaces_between_special_tokens=params.spaces_between_special_tokens)
         matched = (request.finish_reason or {}).get("matched") if not params.no_stop_trim else None
         if isinstance(matched, str):
-            return text_before_stop(self.decode, ids, [matched], params.skip_special_tokens)
+            return text_before_stop(decode, ids, [matched], params.skip_special_tokens)
         stopped = matched is not None and ids and ids[-1] == matched
-        return self.decode(ids[:-1] if stopped else ids, params.skip_special_tokens)
+        return decode(ids[:-1] if stopped else ids, params.skip_special_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from buffer_rl.contracts import rows_may_choose
+from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample
 from buffer_rl_sums.options import SumsOptions
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.contracts import is_for_rows
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.scope import is_for_rows
 from buffer_rl.types import GroupUid, Sample, SampleGroup, Status
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -236,7 +236,9 @@ def test_a_rollout_is_kept_before_the_trainer_adds_to_it(tmp_path: Path) -> None
     world = World(tmp_path)
     world.roles["record"] = kept = Kept(world.state)
     world.driver(replace(PLAN, records=True)).run()
-    assert kept.kept == {r: ["loss_mask", "response_length", "reward", "sample_total_tokens", "tokens"] for r in range(3)}
+    assert kept.kept == {
+        r: ["loss_mask", "response_length", "reward", "sample_total_tokens", "tokens"] for r in range(3)
+    }
 
 
 def test_early_stop_ends_the_run_after_the_evaluation_that_reached_it_and_saves(tmp_path: Path) -> None:

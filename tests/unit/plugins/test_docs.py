@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from buffer_rl.config import compose, flag_of, plugin_kind_of
-from buffer_rl.contracts import LossInputs, is_for_rows
+from buffer_rl.contracts import LossInputs
 from buffer_rl.data.custom import CustomSource
 from buffer_rl.data.delivery import DeliveryRequest
 from buffer_rl.errors import PluginError
@@ -20,7 +20,7 @@ from buffer_rl.hookspecs import Hooks
 from buffer_rl.kinds import KINDS
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import Scope, scope_of
+from buffer_rl.scope import Scope, is_for_rows, scope_of
 from buffer_rl.types import Sample
 
 PAGE = Path(__file__).parents[3] / "docs" / "plugins.md"

@@ -19,8 +19,8 @@ import sympy.physics.units  # which evaluates its own constants when it is impor
 from reasoning_gym.factory import DATASETS
 from sympy.parsing import sympy_parser
 
-from buffer_rl.contracts import is_for_rows
 from buffer_rl.errors import RewardError
+from buffer_rl.scope import is_for_rows
 from buffer_rl.types import Sample, Status
 from rm_hub import dapo, deepscaler, exact_match, f1, gpqa, ifeval, math, numeric
 from rm_hub import reasoning_gym as hub

@@ -225,7 +225,7 @@ def test_rows_choose_a_reward_that_is_listed_and_marked_as_safe_for_them(
         assert "--row-rm-types" in message
         assert words in message
     (folder / "my_plugin.py").write_text(
-        "from buffer_rl.contracts import rows_may_choose\nfrom buffer_rl.hookspecs import hookimpl\n"
+        "from buffer_rl.scope import rows_may_choose\nfrom buffer_rl.hookspecs import hookimpl\n"
         "async def unmarked(args, sample): return 1.0\n"
         "@rows_may_choose\nasync def marked(args, sample): return 1.0\n"
         "@rows_may_choose\nclass Marked:\n    def __call__(self, args, sample): return 1.0\n"

@@ -16,6 +16,9 @@ from safetensors.torch import load_file, save_file
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.engine.router import Router
+from buffer_rl.errors import EngineError
+from buffer_rl.testing.fake_engine import FakeEngine
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +185,16 @@ async def test_a_stop_token_is_cut_from_the_text_and_kept_in_the_tokens(http):
         ({"input_ids": [5], "sampling_params": {"top_p": 3}}, "top_p"),
         ({"input_ids": [5], "colour": "blue"}, "colour"),
         ({"input_ids": [5], "stream": True}, "stream"),
+        ({"input_ids": [5], "return_routed_experts": True}, "'return_routed_experts' is not supported"),
+        ({"input_ids": [5], "return_hidden_states": True}, "'return_hidden_states' is not supported"),
+        ({"input_ids": [5], "extra_key": "a"}, "'extra_key' is not supported"),
+        ({"input_ids": [5], "session_params": {"id": "s"}}, "'session_params' is not supported"),
+        ({"input_ids": [5], "lora_path": "a"}, "'lora_path' is not supported"),
+        ({"input_ids": [5], "bootstrap_room": 0}, "'bootstrap_room' is not supported"),
+        ({"input_ids": [5], "sampling_params": {"custom_params": {"a": 1}}}, "'custom_params' is not supported"),
+        ({"input_ids": [5], "sampling_params": {"stop_regex": "a+"}}, "'stop_regex' is not supported"),
+        ({"input_ids": [5], "return_logprob": "yes"}, "return_logprob"),
+        ({"input_ids": [[5], [6]], "return_logprob": [True]}, "return_logprob"),
         ({"input_ids": []}, "input_ids"),
         ({"input_ids": [[5], []]}, "empty"),
         ({"input_ids": [99]}, r"\[0, 99\)"),
@@ -200,6 +213,55 @@ async def test_a_wrong_request_is_400_and_says_what_is_wrong(http, body, named):
     status, answer = await http.post("/generate", raw=json.dumps(body))
     assert status == 400
     assert re.search(named, answer["error"]["message"])
+
+
+async def test_fields_that_ask_for_nothing_pass(http):
+    empty = {"session_params": {}, "modalities": [], "lora_path": "", "return_routed_experts": False, "stream": False}
+    numbers = {"logprob_start_len": -1, "top_logprobs_num": 0, "routed_experts_start_len": 0, "priority": None}
+    params = {"max_new_tokens": 1, "custom_params": {}, "logit_bias": None, "json_schema": "", "stop_regex": []}
+    body = {"input_ids": [5], "rid": "r", "log_metrics": True, **empty, **numbers, "sampling_params": params}
+    status, answer = await http.post("/generate", body)
+    assert (status, len(answer["output_ids"])) == (200, 1)
+
+
+async def test_log_probs_are_given_to_the_prompts_that_asked(http):
+    body = {"input_ids": [[5], [6]], "return_logprob": [False, True], "sampling_params": {"max_new_tokens": 1}}
+    status, answers = await http.post("/generate", body)
+    assert status == 200
+    assert ["output_token_logprobs" in answer["meta_info"] for answer in answers] == [False, True]
+
+
+async def test_what_the_router_would_drop_is_refused_and_the_rest_arrives(fleet):
+    with FakeEngine() as engine:
+        log = str(Path(fleet.engines[0].process.log_path).with_name("dropping_router.log"))
+        router = Router([engine.url], log, request_timeout_s=30, deadline=time.monotonic() + 60)
+        try:
+            async with EngineClient(router.url, [engine.url]) as client:
+                forwarded = {
+                    "max_new_tokens": 3, "min_new_tokens": 1, "temperature": 0.5, "top_p": 0.5, "top_k": 3,
+                    "min_p": 0.1, "n": 1, "sampling_seed": 2, "stop": ["a"], "stop_token_ids": [3], "ignore_eos": True,
+                    "skip_special_tokens": False, "no_stop_trim": True, "frequency_penalty": 0.5,
+                    "presence_penalty": 0.5, "repetition_penalty": 1.5,
+                }  # fmt: skip
+                for grammar in ("json_schema", "regex", "ebnf"):
+                    await client.agenerate(grammar, [5], forwarded | {grammar: "x"})
+                    assert engine.log.requests[-1]["sampling_params"] == forwarded | {grammar: "x"}
+                neutral = {"custom_params": {}, "stop_regex": None, "spaces_between_special_tokens": False}
+                await client.agenerate("neutral", [5], neutral)
+                for name in ("custom_params", "logit_bias", "stop_regex", "structural_tag", "max_tokens"):
+                    with pytest.raises(
+                        EngineError, match=f"does not forward the sampling parameter '{name}'"
+                    ) as caught:
+                        await client.agenerate(name, [5], {name: {"a": 1}})
+                    assert caught.value.status == 400
+                async with client._http.session().post(
+                    f"{router.url}/generate", json={"input_ids": [5], "sampling_params": {"stop_regex": "a"}}
+                ) as response:
+                    assert response.status == 200
+                assert len(engine.log.requests) == 5
+                assert "stop_regex" not in engine.log.requests[-1]["sampling_params"]
+        finally:
+            router.stop()
 
 
 async def test_a_body_that_is_not_json_is_400(http):
