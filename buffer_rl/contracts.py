@@ -303,8 +303,6 @@ class ModelProvider(Protocol):
 class Trainer(Protocol):
     """One rank of a trainer backend. Constructed as ``cls(args, rank, world_size)`` in the rank's process.
 
-    Fine-grained on purpose: the driver decides what overlaps with what.
-
     ``--stream-gradients`` needs three methods more. ``accumulate(batch)`` is a forward and backward pass of some
     groups, whose losses are not divided yet; ``finish_accumulation(total_samples, total_tokens)`` divides by the totals
     of the step, which are known at its end, and returns the metrics that ``forward_backward`` would have;
