@@ -1,6 +1,6 @@
 # One environment, in .venv, made anew when what it depends on changes. Commands that people type:
 #   make quickstart   a first training run, set-up included
-#   make test         all tests, set-up included
+#   make test         the tests but the slow ones, set-up included
 # PYTHON names the interpreter that .venv is made from; VENV puts the environment elsewhere.
 
 PYTHON ?= python3
@@ -9,11 +9,14 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart test bench bench-schedules lint format format-check types imports wheel ci clean
+.PHONY: help env quickstart test test-all test-times golden golden-record bench bench-schedules lint format format-check types imports wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
-	@echo "make test         run the tests (PYTEST_ARGS='-k name' to choose)"
+	@echo "make test         run the tests but the slow ones, in minutes (PYTEST_ARGS='-k name' to choose)"
+	@echo "make test-all     run all tests"
+	@echo "make test-times   run tests and say where their time went (PYTEST_ARGS='tests/unit/algo')"
+	@echo "make golden-record  note what the golden runs end with, before code is moved; make golden compares"
 	@echo "make lint         format check, ruff, mypy --strict, import rules"
 	@echo "make format       reformat and apply ruff's safe fixes"
 	@echo "make bench        step time by phase, and the engine against transformers"
@@ -41,8 +44,23 @@ quickstart: $(VENV)/.stamp-examples
 
 env: $(VENV)/.stamp-dev
 
+# Two processes: one runs what needs Ray, on one cluster, the other the rest, file by file.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+
 test: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+
+test-all: $(VENV)/.stamp-dev
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-times: $(VENV)/.stamp-dev
+	$(BIN)/python tests/session_times/report.py $(PYTEST_ARGS)
+
+golden-record: $(VENV)/.stamp-dev
+	$(BIN)/python tests/golden/runs.py record
+
+golden: $(VENV)/.stamp-dev
+	$(BIN)/python tests/golden/runs.py compare
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python benchmarks/run.py
