@@ -131,10 +131,11 @@ def _check_top_k(args: Any) -> None:
 
 
 def _check_kl(args: Any) -> None:
-    """The built-in policy loss has no other place for the coefficient; a function of the user's own may read it."""
+    """The built-in policy loss has no other place for the coefficient; a loss or an estimator of others may read it."""
     trains = args.num_rollout != 0 and not rollout_only(args)
-    builtin = args.loss_type == "policy_loss" and not args.custom_loss_function_path
-    if trains and builtin and args.kl_loss_coef and not args.use_kl_loss and not args.custom_advantage_function_path:
+    of_others = args.custom_loss_function_path or args.custom_advantage_function_path
+    builtin = (args.loss_type, args.advantage_estimator) == ("policy_loss", "grpo") and not of_others
+    if trains and builtin and args.kl_loss_coef and not args.use_kl_loss:
         raise ConfigError(
             f"the loss has no KL penalty that {args.kl_loss_coef:g} could be the weight of",
             where="--kl-loss-coef",
