@@ -13,7 +13,7 @@ from buffer_rl.driver.modes import check_modes, rollout_only, train_only
 from buffer_rl.driver.role_checks import check_role_options
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.errors import ConfigError
-from buffer_rl.rollout.options import RolloutOptions
+from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
 from buffer_rl.weights.locality import require_local_engines
 
@@ -96,7 +96,7 @@ def _check_partial_rollout(args: Any) -> None:
 
 def _check_reward(args: Any) -> None:
     """A rollout function of the user's own may score for itself; the built-in ones cannot."""
-    own_rollout = args.rollout_function_path != RolloutOptions.model_fields["rollout_function_path"].default
+    own_rollout = not is_built_in_rollout(args)
     scores = any((args.rm_type, args.custom_rm_path, args.custom_group_rm_path))
     if not scores and not own_rollout and args.loss_type != "sft_loss":
         raise ConfigError(

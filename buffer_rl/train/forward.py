@@ -54,14 +54,15 @@ class _Entropy(torch.autograd.Function):
     def forward(ctx: Any, log_probs_nv: torch.Tensor) -> torch.Tensor:
         """``[num_response_tokens, vocabulary]`` to ``[num_response_tokens]``."""
         ctx.save_for_backward(log_probs_nv)
-        return -(log_probs_nv.exp() * _finite(log_probs_nv)).sum(-1)
+        entropy_n: torch.Tensor = -(log_probs_nv.exp() * _finite(log_probs_nv)).sum(-1)
+        return entropy_n
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
         """``d(-p log p) / d(log p) = -p (log p + 1)``."""
         (log_probs_nv,) = ctx.saved_tensors
-        slope_nv: torch.Tensor = -log_probs_nv.exp() * (_finite(log_probs_nv) + 1)
-        return slope_nv * gradients[0][:, None]
+        slope_nv: torch.Tensor = -log_probs_nv.exp() * (_finite(log_probs_nv) + 1) * gradients[0][:, None]
+        return slope_nv
 
 
 def _finite(log_probs_nv: torch.Tensor) -> torch.Tensor:

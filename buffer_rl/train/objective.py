@@ -24,7 +24,7 @@ class Objective:
     ``--advantage-estimator``. Raises PluginError if one does not resolve.
 
     supervised: the loss is the built-in supervised one, which has no advantages. scope: of the loss; needs: of the
-    estimator (see ``buffer_rl.scope.scoped``). entropy_gradient: whether the loss gets entropies with a gradient, 
+    estimator (see ``buffer_rl.scope.scoped``). entropy_gradient: whether the loss gets entropies with a gradient:
     any but the built-in losses, and these under ``--entropy-coef``.
     """
 
