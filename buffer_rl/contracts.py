@@ -103,7 +103,7 @@ class RolloutFunction(Protocol):
 class GenerateFunction(Protocol):
     """Fills one sample's response; may return several samples (parts) of one prompt. May be sync.
 
-    One that has a parameter ``evaluation``, or ``**kwargs``, also receives ``evaluation=True`` or ``False``.
+    One that has a parameter ``evaluation`` also receives ``evaluation=True`` or ``False``.
     A sample that it gives up, with status ``aborted`` or ``failed`` and ``remove_sample = True``, is not trained on,
     and its group stays; any other sample of these statuses costs its group.
     With the attribute ``continues_partial = True`` and ``--partial-rollout`` it also receives samples of status

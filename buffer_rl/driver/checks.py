@@ -13,7 +13,7 @@ from buffer_rl.driver.modes import check_modes, rollout_only, train_only
 from buffer_rl.driver.role_checks import check_role_options
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.errors import ConfigError
-from buffer_rl.rollout.options import RolloutOptions
+from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
 from buffer_rl.weights.locality import require_local_engines
 
@@ -96,7 +96,7 @@ def _check_partial_rollout(args: Any) -> None:
 
 def _check_reward(args: Any) -> None:
     """A rollout function of the user's own may score for itself; the built-in ones cannot."""
-    own_rollout = args.rollout_function_path != RolloutOptions.model_fields["rollout_function_path"].default
+    own_rollout = not is_built_in_rollout(args)
     scores = any((args.rm_type, args.custom_rm_path, args.custom_group_rm_path))
     if not scores and not own_rollout and args.loss_type != "sft_loss":
         raise ConfigError(
@@ -131,10 +131,11 @@ def _check_top_k(args: Any) -> None:
 
 
 def _check_kl(args: Any) -> None:
-    """The built-in policy loss has no other place for the coefficient; a function of the user's own may read it."""
+    """The built-in policy loss has no other place for the coefficient; a loss or an estimator of others may read it."""
     trains = args.num_rollout != 0 and not rollout_only(args)
-    builtin = args.loss_type == "policy_loss" and not args.custom_loss_function_path
-    if trains and builtin and args.kl_loss_coef and not args.use_kl_loss and not args.custom_advantage_function_path:
+    of_others = args.custom_loss_function_path or args.custom_advantage_function_path
+    builtin = (args.loss_type, args.advantage_estimator) == ("policy_loss", "grpo") and not of_others
+    if trains and builtin and args.kl_loss_coef and not args.use_kl_loss:
         raise ConfigError(
             f"the loss has no KL penalty that {args.kl_loss_coef:g} could be the weight of",
             where="--kl-loss-coef",

@@ -316,7 +316,7 @@ class _Run:
 def engines_may_differ(args: Args) -> bool:
     """Whether engines may have started with other weights than the trainer: those behind ``--router-url`` were started
     by others, and a model provider or converter may change what is in ``--hf-checkpoint``."""
-    return any((args.router_url, args.custom_model_provider_path, args.model_converter_path))
+    return any((args.engine_urls, args.custom_model_provider_path, args.model_converter_path))
 
 
 class _TrainExport:

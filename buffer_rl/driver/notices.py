@@ -8,7 +8,7 @@ from buffer_rl.config import flag_of
 from buffer_rl.driver.modes import rollout_only, train_only
 from buffer_rl.driver.role_checks import whole_rollout_functions
 from buffer_rl.driver.schedule import Schedule
-from buffer_rl.rollout.options import RolloutOptions
+from buffer_rl.rollout.options import is_built_in_rollout
 
 _TRUNCATING = (("rollout_top_p", 1.0), ("rollout_top_k", -1), ("rollout_min_p", 0.0))
 
@@ -28,7 +28,7 @@ def notices(args: Any) -> list[str]:
             "the trainer's, are of the whole; nothing corrects for it, so gradients are biased towards the tokens that "
             "are kept (the same flags with --eval- touch evaluations only)"
         )
-    built_in = args.rollout_function_path == RolloutOptions.model_fields["rollout_function_path"].default
+    built_in = is_built_in_rollout(args)
     if trains and built_in and not train_only(args) and _is_alone_in_its_group(args):
         found.append(
             "--n-samples-per-prompt 1: a reward minus the mean of its group is 0 where the group has one sample, so "

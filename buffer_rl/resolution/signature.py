@@ -68,9 +68,9 @@ def call_rollout(function: Any, args: Any, rollout_id: int, buffer: Any, evaluat
 
 
 def takes_evaluation(function: Any) -> bool:
-    """Whether a generate function can be given ``evaluation`` by keyword; False if it does not tell."""
+    """Whether a generate function has a parameter ``evaluation``; ``**kwargs``, which it may pass on, is none."""
     signature = _signature(function)
-    return signature is not None and _bind_error(signature, 3, ("evaluation",)) is None
+    return signature is not None and "evaluation" in signature.parameters
 
 
 def takes(function: Any, num_positional: int) -> bool:

@@ -42,7 +42,9 @@ class LogFunctions:
             kind, path = "eval_rollout_log", self._args.custom_eval_rollout_log_function_path
         ordered = sorted(groups, key=lambda group: group.uid)
         shared = dict(metrics)
-        facts: tuple[Any, ...] = ([sample for group in ordered for sample in group], shared, seconds)
+        # A sample that was given up may have no reward; a function that takes the mean of all must not meet it.
+        scored = [sample for group in ordered for sample in group if sample.reward is not None]
+        facts: tuple[Any, ...] = (scored, shared, seconds)
         if ticket.evaluation:
             facts = (self._answers(ordered), shared)
         logged = await call_plugin(kind, path, function, ticket.rollout_id, self._args, *facts, at=ticket.task)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from buffer_rl.config import Section, option
 
@@ -163,3 +163,9 @@ class EvalOptions(Section):
     eval_top_k: int | None = option(None, "as --rollout-top-k, for evaluation", ge=-1)
     eval_min_p: float | None = option(None, "as --rollout-min-p, for evaluation", ge=0, le=1)
     eval_max_response_len: int | None = option(None, "as --rollout-max-response-len, for evaluation", ge=1)
+
+
+def is_built_in_rollout(args: Any) -> bool:
+    """Whether ``--rollout-function-path`` is as it is where nothing is said."""
+    default = RolloutOptions.model_fields["rollout_function_path"].default
+    return bool(args.rollout_function_path == default)

@@ -42,10 +42,32 @@ def response_log_probs(
     entropy_n = torch.zeros_like(log_probs_n)
     if with_entropy:
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            # The clamp makes a token of probability 0 contribute 0, the limit of p log p, where its log is -inf.
-            lowest = torch.finfo(all_log_probs_nv.dtype).min
-            entropy_n = -(all_log_probs_nv.exp() * all_log_probs_nv.clamp(min=lowest)).sum(-1)
+            entropy_n = _Entropy.apply(all_log_probs_nv)  # type: ignore[no-untyped-call]
     return _pad(log_probs_n, micro), _pad(entropy_n, micro)
+
+
+class _Entropy(torch.autograd.Function):
+    """``-sum(p log p)`` over the vocabulary, in nats. Its backward pass needs the log-probabilities alone, which
+    ``log_softmax`` keeps anyway: a loss that does not use the entropy pays no memory for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, log_probs_nv: torch.Tensor) -> torch.Tensor:
+        """``[num_response_tokens, vocabulary]`` to ``[num_response_tokens]``."""
+        ctx.save_for_backward(log_probs_nv)
+        entropy_n: torch.Tensor = -(log_probs_nv.exp() * _finite(log_probs_nv)).sum(-1)
+        return entropy_n
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
+        """``d(-p log p) / d(log p) = -p (log p + 1)``."""
+        (log_probs_nv,) = ctx.saved_tensors
+        slope_nv: torch.Tensor = -log_probs_nv.exp() * (_finite(log_probs_nv) + 1) * gradients[0][:, None]
+        return slope_nv
+
+
+def _finite(log_probs_nv: torch.Tensor) -> torch.Tensor:
+    """A token of probability 0 contributes 0, the limit of p log p, where its log is -inf."""
+    return log_probs_nv.clamp(min=torch.finfo(log_probs_nv.dtype).min)
 
 
 def _response_logits(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:

@@ -21,7 +21,7 @@ from buffer_rl.cluster.logs import redirect_output
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Trainer
-from buffer_rl.errors import TrainError
+from buffer_rl.errors import BufferStateError, TrainError
 from buffer_rl.observe.work import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
@@ -110,7 +110,11 @@ class TrainRank:
     def compare_log_probs(self, rollout_id: int) -> LogProbGap:
         """How far the engine's log-probabilities are from this trainer's on the first of this rank's rows, which were
         fetched or streamed. Raises TrainError above ``--max-logprob-diff``."""
-        batch = self._batches[0] if self._batches else self._buffer.get_data(rollout_id, self._rank, self._world_size)
+        try:
+            own = self._batches[:1] or [self._buffer.get_data(rollout_id, self._rank, self._world_size)]
+        except BufferStateError:  # more ranks than streamed rows: some had none
+            return LogProbGap()
+        (batch,) = own
         return compare_log_probs(
             self._args, batch, lambda rows: self._trainer.log_probs("actor", rows), where=f"trainer rank {self._rank}"
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.errors import TrainError
+from buffer_rl.errors import DataError, TrainError
 from buffer_rl.types import RowId, TrainBatch
 
 MAX_ROWS = 8
@@ -89,31 +89,52 @@ class _Row:
 def compare_log_probs(
     args: Any, batch: TrainBatch, log_probs: Callable[[TrainBatch], Sequence[np.ndarray]], *, where: str
 ) -> LogProbGap:
-    """Compare the unmasked tokens of the first ``MAX_ROWS`` rows of ``batch`` that have some.
+    """Compare the unmasked tokens of at most ``MAX_ROWS`` rows of ``batch``: the longest one, and others from all over
+    it, so that several prompts are among them.
 
-    log_probs: the trainer's, per row ``[response_length]``, in nats. The gap has no tokens where there is nothing to
-    compare: no row has an unmasked token, or the rows have no ``rollout_log_probs``.
+    log_probs: the trainer's, per row ``[response_length]``, in nats. Tokens where these are not finite are passed over:
+    they are for ``--max-non-finite-steps``. The gap has no tokens where there is nothing to compare: no row has an
+    unmasked token, or the rows have no ``rollout_log_probs``.
 
     Raises TrainError, naming ``where``, the likely causes and the rows, if the mean gap is above
-    ``args.max_logprob_diff`` or is not finite."""
-    if "rollout_log_probs" not in batch.columns:
+    ``args.max_logprob_diff`` or is not finite; DataError for a row whose ``rollout_log_probs`` are not one a token."""
+    chosen = _spread(batch)
+    if "rollout_log_probs" not in batch.columns or not chosen:
         return LogProbGap()
-    masks = batch.columns["loss_mask"]
-    chosen = [index for index in range(len(batch)) if np.any(masks[index])][:MAX_ROWS]
-    if not chosen:
-        return LogProbGap()
-    first = batch.select(chosen)
+    few = batch.select(chosen)
     rows = []
-    columns = (first.columns["loss_mask"], first.columns["rollout_log_probs"], log_probs(first))
-    for row_id, mask, engine, trainer in zip(first.row_ids, *columns, strict=True):
-        offsets = np.flatnonzero(mask)
-        pair = (np.asarray(values, dtype=np.float64)[offsets] for values in (engine, trainer))
-        rows.append(_Row(row_id, offsets, *pair))
+    columns = (few.columns["loss_mask"], few.columns["rollout_log_probs"], log_probs(few))
+    for row_id, mask, engine, trainer in zip(few.row_ids, *columns, strict=True):
+        if len(engine) != len(mask):
+            raise DataError(
+                f"rollout_log_probs has {len(engine)} values for a response of {len(mask)} tokens",
+                where=str(row_id),
+                expected="one value for each response token",
+            )
+        offsets = np.flatnonzero((np.asarray(mask) != 0) & np.isfinite(trainer))
+        if len(offsets):
+            pair = (np.asarray(values, dtype=np.float64)[offsets] for values in (engine, trainer))
+            rows.append(_Row(row_id, offsets, *pair))
+    if not rows:
+        return LogProbGap()
     gaps = np.concatenate([row.gaps for row in rows])
     gap = LogProbGap(mean=float(gaps.mean()), largest=float(gaps.max()), num_tokens=len(gaps))
     if gap.mean > args.max_logprob_diff:
         raise _too_far(args, gap, rows, where)
     return gap
+
+
+def _spread(batch: TrainBatch) -> list[int]:
+    """Indices of rows with unmasked tokens. Where no row has one, the first row: every rank that has rows computes log
+    probabilities, whatever is masked, since a backend may need all ranks for that."""
+    masks = batch.columns["loss_mask"] if len(batch) else []
+    trained = [index for index in range(len(batch)) if np.any(masks[index])] or list(range(len(batch)))[:1]
+    if len(trained) <= MAX_ROWS:
+        return trained
+    longest = max(trained, key=lambda index: batch.lengths[index])
+    others = [index for index in trained if index != longest]
+    step = len(others) / (MAX_ROWS - 1)
+    return sorted([longest, *(others[int(number * step)] for number in range(MAX_ROWS - 1))])
 
 
 def likely_causes(

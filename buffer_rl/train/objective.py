@@ -24,8 +24,8 @@ class Objective:
     ``--advantage-estimator``. Raises PluginError if one does not resolve.
 
     supervised: the loss is the built-in supervised one, which has no advantages. scope: of the loss; needs: of the
-    estimator (see ``buffer_rl.scope.scoped``). entropy_gradient: whether the loss gets entropies with a gradient, whose
-    graph holds two more arrays of logits: any but the built-in losses, and these under ``--entropy-coef``.
+    estimator (see ``buffer_rl.scope.scoped``). entropy_gradient: whether the loss gets entropies with a gradient:
+    any but the built-in losses, and these under ``--entropy-coef``.
     """
 
     def __init__(self, args: Any, registry: PluginRegistry) -> None:

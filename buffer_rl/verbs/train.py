@@ -30,6 +30,7 @@ from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.remote import is_remote, local_path
 from buffer_rl.resolution.calls import returned
+from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.scoring import check_row_choice, unmarked_reward
 from buffer_rl.scope import is_for_rows
 from buffer_rl.verbs.dry_run import DataFile, DryRun, PluginUse, print_json, print_text
@@ -159,7 +160,7 @@ def read_data(args: Any, registry: PluginRegistry) -> list[DataFile]:
     files = []
     own = args.data_source_path is not None  # the user's data source reads --prompt-data, in its own way
     for path, dataset in () if own else zip(args.prompt_data or (), read_sources(args), strict=True):
-        if args.num_rollout != 0:  # else no row is trained on, nor scored
+        if args.num_rollout != 0 and is_built_in_rollout(args):  # others score by themselves, not at all, or ask again
             check_row_rewards(dataset, args, registry)
         files.append(DataFile(use="train", path=path, num_rows=len(dataset), source_hash=dataset.source_hash))
     keys = RowKeys.from_args(args)

@@ -27,12 +27,9 @@ class TextCodec:
         """Text of ``ids``. spaces_between_special_tokens matters to tokenizers written in Python alone."""
         if self.tokenizer is None or not ids:
             return ""
-        text = self.tokenizer.decode(
-            ids,
-            skip_special_tokens=skip_special_tokens,
-            spaces_between_special_tokens=spaces_between_special_tokens,
-        )
-        return str(text)
+        # Named only where it is not the default: some tokenizers take no keyword that they do not know.
+        more = {} if spaces_between_special_tokens else {"spaces_between_special_tokens": False}
+        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, **more))
 
     def stop_string(self, request: Request) -> str | None:
         """The stop string that the newest token completed, or None; of several the one that begins first."""

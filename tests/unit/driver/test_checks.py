@@ -52,6 +52,7 @@ def check(**changes: Any) -> None:
         {"use_kl_loss": True, "kl_loss_coef": 0.0},
         {"kl_loss_coef": 0.01, "custom_loss_function_path": "mine:loss"},
         {"kl_loss_coef": 0.01, "custom_advantage_function_path": "mine:advantages"},
+        {"kl_loss_coef": 0.01, "advantage_estimator": "registered"},
         {"kl_loss_coef": 0.01, "loss_type": "sft_loss"},
         {"kl_loss_coef": 0.01, "num_rollout": 0},
         {"kl_loss_coef": 0.01, **ROLLOUT_ONLY},

@@ -90,3 +90,11 @@ def test_a_stop_string_behind_a_character_of_several_tokens_leaves_it_whole() ->
     assert text_before_stop(decode, tokens, ["<s>→"], True) == "é→"
     assert text_before_stop(decode, tokens, ["→é!"], False) == "é→<s>"
     assert text_before_stop(decode, tokens, ["zz"], True) == "é→→é!"
+
+
+def test_a_tokenizer_that_knows_no_other_keyword_is_asked_with_none() -> None:
+    class Strict:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return str(TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    assert TextCodec(Strict()).decode(ids("ab", EOS), True) == "ab"

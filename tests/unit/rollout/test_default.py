@@ -271,12 +271,12 @@ async def test_a_status_may_be_text_and_must_be_one(kit: Any, kind: str) -> None
 async def test_a_generate_function_that_asks_for_it_knows_whether_it_is_an_evaluation(
     kit: Any, evaluation: bool
 ) -> None:
-    for function in ("notes_evaluation", "notes_keywords"):
+    for function, noted in (("notes_evaluation", evaluation), ("passes_keywords_on", "not received")):
         buffer = FakeBuffer([kit.make_group(0)], kit.make_ticket(1, evaluation=evaluation))
         options = {"custom_generate_function_path": kit.user(function), "custom_rm_path": kit.user("slow_async")}
         async with kit.opened(kit.ScriptedEngine(), **options) as context:
             await roll(context, buffer)
-        assert [sample.metadata for sample in buffer.finished[0]] == [{"evaluation": evaluation}] * 2
+        assert [sample.metadata for sample in buffer.finished[0]] == [{"evaluation": noted}] * 2
 
 
 async def test_the_first_error_is_raised_and_every_other_request_is_cancelled(kit: Any) -> None:

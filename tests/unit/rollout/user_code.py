@@ -359,6 +359,6 @@ async def notes_evaluation(args: Any, sample: Sample, sampling_params: Any, eval
     return await generate(args, sample, sampling_params)
 
 
-def notes_keywords(args: Any, sample: Sample, sampling_params: Any, **kwargs: Any) -> Sample:
-    sample.metadata |= kwargs
-    return sync_generate(args, sample, sampling_params)
+async def passes_keywords_on(args: Any, sample: Sample, sampling_params: Any, **kwargs: Any) -> Sample:
+    sample.metadata["evaluation"] = "not received"
+    return await generate(args, sample, sampling_params, **kwargs)

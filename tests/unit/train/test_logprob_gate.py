@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.errors import TrainError
+from buffer_rl.errors import DataError, TrainError
 from buffer_rl.train.logprob_gate import CAUSES, MAX_ROWS, LogProbGap, compare_log_probs, likely_causes
 from buffer_rl.types import GroupUid, RowId, TrainBatch
 
@@ -74,23 +74,56 @@ def test_above_the_limit_the_error_names_the_rows_and_the_causes_in_order() -> N
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-def test_a_log_probability_that_is_not_finite_is_above_every_limit(odd: float) -> None:
-    for engine, trainer in (([-1.0, odd], [-1.0, -1.0]), ([-1.0, -1.0], [-1.0, odd])):
-        with pytest.raises(TrainError, match="inf nats a token"):
-            compare_log_probs(args_with(max_logprob_diff=1e9), batch_of([engine]), trainer_of(trainer), where="")
+def test_an_engine_s_log_probability_that_is_not_finite_is_above_every_limit(odd: float) -> None:
+    with pytest.raises(TrainError, match="inf nats a token"):
+        compare_log_probs(args_with(max_logprob_diff=1e9), batch_of([[-1.0, odd]]), trainer_of([-1.0, -1.0]), where="")
 
 
-def test_only_the_first_rows_that_train_are_computed_again() -> None:
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_what_the_trainer_cannot_compute_is_left_to_the_step(odd: float) -> None:
+    batch = batch_of([[-1.0, -1.0], [-1.0]])
+    gap = compare_log_probs(args_with(), batch, trainer_of([-1.0, odd], [-1.0]), where="")
+    assert gap == LogProbGap(mean=0.0, largest=0.0, num_tokens=2)
+    assert compare_log_probs(args_with(), batch, trainer_of([odd, odd], [odd]), where="") == LogProbGap()
+
+
+def test_a_row_with_log_probabilities_of_another_length_is_named() -> None:
+    batch = batch_of([[-1.0, -1.0], [-1.0]])
+    batch.columns["rollout_log_probs"] = [np.zeros(2, dtype=np.float32), np.zeros(3, dtype=np.float32)]
+    with pytest.raises(DataError, match="3 values for a response of 1 tokens") as caught:
+        compare_log_probs(args_with(), batch, trainer_of([-1.0, -1.0], [-1.0]), where="")
+    assert caught.value.where == str(batch.row_ids[1])
+
+
+def test_the_rows_that_are_computed_again_are_spread_over_the_step_and_hold_the_longest() -> None:
     seen: list[int] = []
 
     def log_probs(batch: TrainBatch) -> list[np.ndarray]:
         seen.extend(row.uid.row for row in batch.row_ids)
-        return [np.array([-1.0], dtype=np.float32)] * len(batch)
+        return [np.full(len(mask), -1.0, dtype=np.float32) for mask in batch.columns["loss_mask"]]
 
-    masks = [[0]] + [[1]] * (MAX_ROWS + 3)
-    gap = compare_log_probs(args_with(), batch_of([[-1.0]] * len(masks), masks), log_probs, where="")
-    assert seen == list(range(1, MAX_ROWS + 1))
-    assert gap == LogProbGap(mean=0.0, largest=0.0, num_tokens=MAX_ROWS)
+    engine = [[-1.0]] * 40
+    engine[13] = [-1.0] * 5
+    masks = [[int(number % 2)] * len(row) for number, row in enumerate(engine)]  # the even rows are not trained on
+    gap = compare_log_probs(args_with(), batch_of(engine, masks), log_probs, where="")
+    assert len(seen) == MAX_ROWS
+    assert 13 in seen
+    assert all(number % 2 for number in seen)
+    assert min(seen) < 5
+    assert max(seen) > 30
+    assert gap == LogProbGap(mean=0.0, largest=0.0, num_tokens=MAX_ROWS + 4)
+
+
+def test_a_rank_whose_rows_are_all_masked_computes_too() -> None:
+    asked: list[int] = []
+
+    def log_probs(batch: TrainBatch) -> list[np.ndarray]:
+        asked.append(len(batch))
+        return [np.array([-9.0], dtype=np.float32)] * len(batch)
+
+    masked = batch_of([[-1.0]] * 3, masks=[[0]] * 3)
+    assert compare_log_probs(args_with(), masked, log_probs, where="") == LogProbGap()
+    assert asked == [1]
 
 
 def test_without_log_probabilities_or_tokens_nothing_is_compared_and_it_says_so() -> None:
@@ -99,7 +132,7 @@ def test_without_log_probabilities_or_tokens_nothing_is_compared_and_it_says_so(
 
     bare = batch_of([[-1.0]])
     del bare.columns["rollout_log_probs"]
-    for batch in (bare, batch_of([]), batch_of([[-1.0]], masks=[[0]])):
+    for batch in (bare, batch_of([])):
         assert "were not compared" in str(compare_log_probs(args_with(), batch, never, where=""))
 
 

@@ -219,6 +219,8 @@ def test_rows_choose_a_reward_that_is_listed_and_marked_as_safe_for_them(
     assert train("--rm-type", "exact_match", "--row-rm-types", "numeric", "f1") == 0
     assert train("--rm-type", "f1") == 0  # the user's own choice
     assert train("--custom-group-rm-path", "rm_hub.remote:score_group", "--rm-url", "http://127.0.0.1/x") == 0
+    no_evaluation = ["--eval-prompt-data", "--eval-interval", "none"]
+    assert train("--rollout-function-path", "sft", "--loss-type", "sft_loss", *no_evaluation) == 0  # scores no row
     capsys.readouterr()
     for name, words in (("remote", "not marked as safe"), ("reasoning_gym", "@rows_may_choose"), ("f2", "f1")):
         message = refusal(capsys, "--rm-type", "f1", "--row-rm-types", name)
