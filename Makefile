@@ -9,12 +9,13 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart test test-all test-times golden golden-record bench bench-schedules lint format format-check types imports wheel ci clean
+.PHONY: help env quickstart test test-all campaign test-times golden golden-record bench bench-schedules lint format format-check types imports wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
 	@echo "make test         run the tests but the slow ones, in minutes (PYTEST_ARGS='-k name' to choose)"
 	@echo "make test-all     run all tests"
+	@echo "make campaign     long fault campaigns (an hour); writes docs/campaigns.md"
 	@echo "make test-times   run tests and say where their time went (PYTEST_ARGS='tests/unit/algo')"
 	@echo "make golden-record  note what the golden runs end with, before code is moved; make golden compares"
 	@echo "make lint         format check, ruff, mypy --strict, import rules"
@@ -52,6 +53,9 @@ test: $(VENV)/.stamp-dev
 
 test-all: $(VENV)/.stamp-dev
 	$(PYTEST) $(PYTEST_ARGS)
+
+campaign: $(VENV)/.stamp-dev
+	$(BIN)/python benchmarks/campaign.py $(ARGS)
 
 test-times: $(VENV)/.stamp-dev
 	$(BIN)/python tests/session_times/report.py $(PYTEST_ARGS)

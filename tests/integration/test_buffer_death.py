@@ -213,6 +213,7 @@ STREAMED = {"schedule": "pipelined", "stream_gradients": True, "num_train_ranks"
     [(LOCKSTEP, LOCKSTEP_MOMENTS), (STREAMED, set())],
     ids=["lockstep", "streamed"],
 )
+@pytest.mark.slow
 def test_a_run_whose_buffer_dies_at_every_moment_of_a_step_ends_as_if_it_had_not(
     run: Run,
     undisturbed: Path,

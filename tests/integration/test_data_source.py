@@ -80,6 +80,7 @@ def prompts_of(template: str, rollout_ids: range) -> list[tuple[str, list[int]]]
     return found
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_takes_the_groups_of_an_uninterrupted_one(
     train: Run, make_options: MakeOptions, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def trained(args: Any) -> bool:
     return metrics.exists() and metrics.stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_end_when_their_drivers_are_terminated_and_killed_and_leave_nothing(
     make_options: MakeOptions, tmp_path: Path
 ) -> None:

@@ -148,6 +148,7 @@ def test_a_run_goes_on_without_an_engine_that_is_killed_and_every_group_is_train
     assert all(torch.equal(left[name], right[name]) for name in right)
 
 
+@pytest.mark.slow
 def test_a_run_whose_engines_all_die_ends_with_the_end_of_the_last_ones_log(
     train: Run, make_options: MakeOptions, killer: str
 ) -> None:

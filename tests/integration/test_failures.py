@@ -29,6 +29,7 @@ async def score(args, sample):
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["lockstep", "streamed"])
+@pytest.mark.slow
 def test_a_run_goes_on_without_a_bad_prompt_and_a_bad_step(
     train: Run, make_options: MakeOptions, tmp_path: Path, streams: bool
 ) -> None:

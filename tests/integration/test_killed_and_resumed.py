@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 STEPS = 7
 
 
+@pytest.mark.slow
 def test_a_lineage_of_killed_runs_ends_as_if_nothing_had_happened(train: Callable[[Any], Any], tmp_path: Path) -> None:
     make_task(tmp_path)
     saves = tmp_path / "cut" / "saves"

@@ -160,6 +160,7 @@ def test_with_kl_every_schedule_ends_with_the_parameters_of_lockstep(
     assert overlapping(streamed, "train") > 0
 
 
+@pytest.mark.slow
 def test_without_kl_and_with_dropped_groups_too(run: Run, folder: Path, tmp_path: Path) -> None:
     options = {"dynamic_sampling_filter_path": "filter_hub.reward_deviation:nonzero"}
     first = run("filtered", **options)
@@ -221,6 +222,7 @@ async def score(args, sample):
 """
 
 
+@pytest.mark.slow
 def test_a_reference_role_that_is_killed_in_mid_rollout_does_its_work_again(
     run: Run, lockstep: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,7 @@ def test_who_has_another_token_is_refused(ray_cluster, environ, answer):
     assert said == answer
 
 
+@pytest.mark.slow
 def test_the_key_of_the_engines_is_in_no_argument_list_no_log_no_dump_and_no_checkpoint(
     train, make_options, tmp_path, monkeypatch
 ):

@@ -36,6 +36,7 @@ def engine_answers(args: Any, run_dir: Path, prompts: list[list[int]]) -> list[G
         return asyncio.run(ask(fleet))
 
 
+@pytest.mark.slow
 def test_transformers_and_the_engine_continue_every_prompt_alike(
     train: Callable[[Any], Any], make_options: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -130,6 +130,7 @@ def test_a_run_trains_evaluates_calls_hooks_and_leaves_a_model_that_transformers
 SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 4}
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_metrics_and_parameters(train: Run, make_options: MakeOptions, whole_run: Any) -> None:
     again = make_options(deterministic=True, num_rollout=4, **SCHEDULE)
     train(again)
@@ -196,6 +197,7 @@ def blocking(args, rollout_id, buffer, evaluation=False):
 """
 
 
+@pytest.mark.slow
 def test_a_blocking_rollout_function_that_returns_a_bare_list_trains(
     train: Run, make_options: MakeOptions, tmp_path: Path
 ) -> None:
@@ -212,6 +214,7 @@ def test_a_blocking_rollout_function_that_returns_a_bare_list_trains(
 @pytest.mark.parametrize(
     ("role", "with_engine"), [("RolloutWorker", True), ("TrainRank", False), ("BufferActor", False)]
 )
+@pytest.mark.slow
 def test_a_killed_actor_ends_the_run_and_is_named(
     train: Run, make_options: MakeOptions, tmp_path: Path, role: str, with_engine: bool
 ) -> None:

@@ -32,6 +32,7 @@ def test_generate_prints_one_answer_a_prompt_and_response(task: Path, capsys: py
     assert len({row["response"] for row in rows}) > 1
 
 
+@pytest.mark.slow
 def test_generate_asks_the_model_of_a_checkpoint(whole_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     greedy = ["--json", "--rollout-temperature", "0", *ENGINE]
     prompts = [word for text in ("ab=", "abc=", "bca=", "cc=") for word in ("--prompt", text)]
@@ -61,6 +62,7 @@ def test_eval_of_a_checkpoint_has_its_weights_and_calls_the_log_function(whole_r
     assert again["eval/held/samples"] == 4
 
 
+@pytest.mark.slow
 def test_the_tool_use_example_trains(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     spec = importlib.util.spec_from_file_location("tool_use_prepare", EXAMPLE / "prepare.py")

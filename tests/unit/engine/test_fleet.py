@@ -87,6 +87,7 @@ def test_a_dead_engine_is_named_with_its_log(engine_args, tmp_path):
         assert "engine_0.log" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_load_fails_the_start_with_its_log_and_stops_the_others(engine_args, tmp_path):
     broken = tmp_path / "model"
     broken.mkdir()
@@ -137,6 +138,7 @@ def test_an_external_router_is_used_as_it_is(engine_args, tmp_path):
         EngineFleet(engine_args(router_url="http://router:1"), str(tmp_path), launch)
 
 
+@pytest.mark.slow
 def test_engines_and_router_die_with_a_parent_that_is_killed(engine_args, tmp_path):
     script = f"""
 import sys, time

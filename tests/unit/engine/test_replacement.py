@@ -104,6 +104,7 @@ def test_requests_at_an_engine_that_is_killed_get_the_same_answers_elsewhere_and
     assert (tmp_path / "logs" / "engine_1_restart_1.log").exists()
 
 
+@pytest.mark.slow
 def test_a_replacement_takes_the_weights_of_the_newest_version_and_the_last_death_ends_the_run(
     engine_args, closing, model_folder, tmp_path
 ):
@@ -137,6 +138,7 @@ def test_a_replacement_takes_the_weights_of_the_newest_version_and_the_last_deat
     assert "engine_0_restart_1.log" in str(raised[0])
 
 
+@pytest.mark.slow
 def test_a_router_that_is_too_busy_to_let_go_of_a_dead_engine_is_asked_again(engine_args, tmp_path, monkeypatch):
     notices: list[str] = []
     args = engine_args(rollout_num_engines=2, engine_max_restarts=0)
@@ -156,6 +158,7 @@ def test_a_router_that_is_too_busy_to_let_go_of_a_dead_engine_is_asked_again(eng
     assert f"the router still lists {lost}: " in notices[1]
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_noticed_by_its_silence_and_replaced_and_its_requests_are_answered_elsewhere(
     engine_args, tmp_path
 ):
@@ -201,6 +204,7 @@ class InProcess:
             self.fake.__exit__()
 
 
+@pytest.mark.slow
 def test_a_replacement_that_hangs_while_it_takes_the_weights_is_replaced_and_holds_no_publication_up(
     engine_args, closing, tmp_path
 ):

@@ -78,6 +78,7 @@ def test_each_name_meets_its_contract(command: Command, kind: str, name: str) ->
     assert "buffer_rl_sums" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_uses_its_names_and_its_options(command: Command, run_yaml: str) -> None:
     done = command("train", "--config", run_yaml, "--sums-tolerance", "5", "--dry-run", "--json")
     assert done.returncode == 0, done.stderr

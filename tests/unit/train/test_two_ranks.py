@@ -82,6 +82,7 @@ def test_two_ranks_equal_one_rank(
         assert two[0]["metrics"][step][1]["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_infinite_on_one_rank_alone_leaves_both_ranks_as_they_were(
     make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch], tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ class Role:
         return self.group.combine("stream", [future.result(timeout=0) for future in futures])
 
 
+@pytest.mark.slow
 def test_replaced_processes_have_the_weights_of_those_that_died() -> None:
     role = Role()
     role.group.update_weights_from_disk("v3", 3)

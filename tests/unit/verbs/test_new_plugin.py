@@ -18,6 +18,7 @@ def test_there_is_a_skeleton_for_every_kind() -> None:
     assert set(SKELETONS) == set(KINDS)
 
 
+@pytest.mark.slow
 def test_every_skeleton_meets_its_contract_passes_its_test_and_is_clean(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,81 @@
+"""Long fault campaigns and statistics, too long for every change: runs them one after another and writes a dated table.
+
+    python benchmarks/campaign.py [--only NAME ...]
+
+The table of a whole campaign is ``docs/campaigns.md``; with ``--only`` it is printed and not written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "campaigns.md"
+TIMEOUT_S = 3600.0
+CAMPAIGNS: Mapping[str, tuple[str, ...]] = {
+    "ledger": ("benchmarks/ledger_kills.py",),
+    "buffer, lockstep": ("benchmarks/faults.py", "buffer"),
+    "buffer, pipelined": ("benchmarks/faults.py", "buffer", "--schedule", "pipelined"),
+    "driver": ("benchmarks/faults.py", "driver"),
+    "rank": ("benchmarks/faults.py", "rank"),
+    "schedules": ("benchmarks/schedule_equality.py", "--whole"),
+    "golden runs": ("tests/golden/runs.py", "record"),
+    "golden mutants": ("tests/golden/mutants.py",),
+}
+_HEAD = """\
+# Campaigns
+
+What runs too long for every change: `make campaign` runs it and writes this page.
+Of {day}, Python {python}, {cores} cores.
+
+| campaign | command | status | minutes | last line |
+|---|---|---|---|---|
+"""
+
+
+def run(name: str) -> tuple[str, bool]:
+    """One row of the table, and whether the campaign passed."""
+    command, started = CAMPAIGNS[name], time.monotonic()
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    answer = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    minutes = (time.monotonic() - started) / 60
+    lines = [line for line in answer.stdout.splitlines() if line.strip()] or answer.stderr.splitlines()[-1:] or [""]
+    last = lines[-1].strip().replace("|", "\\|")[:160]
+    return f"| {name} | `{' '.join(command)}` | {answer.returncode} | {minutes:.1f} | {last} |", answer.returncode == 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 if one of them failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(CAMPAIGNS), help="these alone")
+    args = parser.parse_args(argv)
+    rows, passed = [], True
+    for name in args.only or CAMPAIGNS:
+        row, good = run(name)
+        print(row, flush=True)
+        rows.append(row)
+        passed &= good
+    if not args.only:
+        facts = {"day": date.today().isoformat(), "python": platform.python_version(), "cores": os.cpu_count()}
+        PAGE.write_text(_HEAD.format(**facts) + "\n".join(rows) + "\n", encoding="utf-8")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
