@@ -47,6 +47,18 @@ from rm_hub.gpqa import choice, score
         ("Answer: B, or I am wrong", "B"),
         ("Answer: B, a metal", "B"),
         ("Answer: A</think>Answer: B", "B"),
+        ("The answer is C, I think.", "C"),
+        ("The answer is B and I am sure.", "B"),
+        ("The answer is B, A metal conducts.", "B"),
+        ("The answer is A and not B.", "A"),
+        ("The answer is A. So: the answer is D or B", None),
+        ("The answer is A. Answer: I think C", None),
+        ("The answer is B. The answer follows from symmetry.", "B"),
+        ("The answer is B or A.", None),
+        ("The answer is B or A is right", None),
+        ("Answer: B, or C", None),
+        ("Answer: B (or C)", None),
+        ("Answer: D, I and A", None),
     ],
 )
 def test_the_chosen_letter(response: str, letter: str | None) -> None:
