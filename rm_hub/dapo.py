@@ -74,10 +74,10 @@ def normalize(answer: str) -> str:
     answer = _SPACING.sub(" ", answer)
     if answer.count("$") >= 2:
         answer = answer.split("$")[-2]
-    answer = answer.replace("$", "").rpartition("=")[2]
+    answer = answer.replace("$", "")
     while (inner := _WRAPPED.sub(r"\1", answer)) != answer:
         answer = inner
-    answer = _without_unit(_without_text(_ARTICLE.sub("", answer)))
+    answer = _without_unit(_without_text(_ARTICLE.sub("", answer.rpartition("=")[2])))
     answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", full_fractions(answer))
     answer = answer.replace("^\\circ", "").replace("^{\\circ}", "")
     answer = _SPACE.sub("", " ".join(answer.split())).rstrip(".")

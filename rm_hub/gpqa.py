@@ -17,10 +17,16 @@ from rm_hub.answers import after_reasoning, last_boxed, last_line, response_of, 
 
 LAST_CHARACTERS = 1000
 
-_STATED = re.compile(r"(?i:answer(?: is)?)[ \t]*:?[ \t*$]*(?=\(?[A-Z]\)?(?:[\s.,:;*/&$)]|\Z))")
+_STATED = re.compile(
+    r"(?i:answer(?:[ \t*]++is\b)?+[ \t*]*+:?[ \t*$\"`\[]*+(?:(?:option|choice)[ \t*]++)?)"
+    r"(?=\(?[A-Z]\)?(?:[\s.,:;*/&$)\"`\]]|\Z))"
+)
 # "I" and "A" before another word are words. Of "B or C" and "B, C" neither letter is chosen.
 _LETTER = r"(?:[B-HJ-Z]|[AI](?![ \t]+(?!(?:because|since|as|for|due|which|is|are|both|and|or|but|if)\b)[\w']))(?![\w'])"
-_ONE = re.compile(rf"\(?({_LETTER})(?![ \t*$()]*(?:(?:or|and|&|/|,)[ \t*$(]*)+{_LETTER})")
+_ONE = re.compile(
+    rf"\(?({_LETTER})(?![ \t*$()\"`\[\]]*(?:(?:or|and|&|/|,)[ \t*$(\"`\[]*)+{_LETTER}"
+    r"(?![ \t]+is[ \t]+(?:wrong|incorrect|false|not)\b))"
+)
 _ALONE = re.compile(r"[*$( ]*([A-Z])[*$) .:]*")
 _BOXED = re.compile(r"(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Z])\)?\}?[.:]?")
 

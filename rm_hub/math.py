@@ -26,6 +26,7 @@ _QUOTED = re.compile(r"\\\$|\\text\{[^{}]*\}")
 _DOLLARS = re.compile(r"\$(\d[\d,]*(?:\.\d+)?)")
 _FULL_STOP = re.compile(r"(?<!\\right)(?<!\.)\.\Z")
 _BOLD = re.compile(r"(?<![\w)}\]])\*\*(?=\S)|(?<=\S)\*\*(?![\w({\\])")  # 2**3 is a power
+_MATH_MODE = re.compile(r"\$|(?<!\\)\\[()\[\]]|`")
 _COLON = re.compile(r"(?<!\d): ")  # of "3: 4", a ratio, both numbers are the answer
 # What the parser takes for products: 1\,000 for 1 * 0, 2 1/2 for 3/2.
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\,|\\ |~| )\d{3})+(?![\d/])")
@@ -95,7 +96,7 @@ def _stated(text: str) -> str:
     before, _, value = line.rpartition(" = ")
     if " = " not in before or not _NEXT_EQUATION.search(before):  # of several equations no single one is the answer
         line = value
-    return line.replace("$", "").strip("* ")
+    return _MATH_MODE.sub("", line).strip("* ")
 
 
 @functools.cache  # the import of sympy takes a second

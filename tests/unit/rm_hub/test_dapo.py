@@ -35,6 +35,8 @@ from rm_hub.dapo import LAST_CHARACTERS, answer_line, normalize, score, score_bi
         (r"5\text{ or }6", "5 6"),
         ("x + 1", "x+1"),
         (r"\boxed{7}", "7"),
+        (r"\boxed{x = 7}", "7"),
+        (r"x = \boxed{7}", "7"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\frac12", r"\frac{1}{2}"),
         (r"\dfrac{1}2", r"\frac{1}{2}"),
