@@ -14,6 +14,12 @@ from buffer_rl.types import Sample
 
 END_OF_REASONING = "</think>"
 
+TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*(?:\^\{-?\d\}[^{}]*)*)\}")
+"""``\\text{...}`` and its like; the first group is what it holds."""
+
+UNIT = re.compile(TEXT.pattern + r"(?:\^(?:\d|\{-?\d\}))?")
+"""The same with the exponent of a unit, inside or after it."""
+
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\w))\s*(?:\{([^{}]*)\}|(\w))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
