@@ -14,6 +14,14 @@ from buffer_rl.types import Sample
 
 END_OF_REASONING = "</think>"
 
+TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*(?:\^\{-?\d\}[^{}]*)*)\}")
+"""``\\text{...}`` and its like; the first group is what it holds."""
+
+UNIT = re.compile(TEXT.pattern + r"(?:\^(?:\d|\{-?\d\}))?")
+"""The same with the exponent of a unit, inside or after it."""
+
+# As models name them: <|im_end|>, <|eot_id|>, </s>, <eos>, <end_of_turn>; some write other bars.
+_END_TOKEN = re.compile("(?:<[|\uff5c][^<>|\uff5c]{1,40}[|\uff5c]>|</s>|<eos>|<end_of_turn>)\\Z")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\w))\s*(?:\{([^{}]*)\}|(\w))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
@@ -25,11 +33,12 @@ def after_reasoning(text: str) -> str:
 
 
 def response_of(args: Any, sample: Sample) -> str:
-    """The response without the stop string of ``--rollout-stop`` that it ends with, which is in the text of a response
-    as in its tokens."""
+    """The response without what ended it, which is in the text of a response as in its tokens: the stop string of
+    ``--rollout-stop``, and the end token where ``--no-rollout-skip-special-tokens`` shows it."""
     stops = getattr(args, "rollout_stop", None) or ()
     ending = max((stop for stop in stops if sample.response.endswith(stop)), key=len, default="")
-    return sample.response.removesuffix(ending)
+    response = sample.response.removesuffix(ending)
+    return response if getattr(args, "rollout_skip_special_tokens", True) else _END_TOKEN.sub("", response)
 
 
 def last_boxed(text: str) -> str | None:

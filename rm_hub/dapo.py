@@ -13,7 +13,7 @@ from typing import Any
 
 from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, full_fractions, labels_of, response_of
+from rm_hub.answers import TEXT, UNIT, after_reasoning, full_fractions, labels_of, response_of
 
 RIGHT, WRONG = 1.0, -1.0
 LAST_CHARACTERS = 300
@@ -24,8 +24,8 @@ UNITS = ("dollars", "cents", "degrees", "percent", "units", "hours", "minutes", 
 _ANSWER = re.compile(r"answer[ \t]*:", re.IGNORECASE)
 _UNIT = re.compile(rf"(?<![a-z\\])(?:{'|'.join(UNITS)})(?![a-z])", re.IGNORECASE)
 _ARTICLE = re.compile(r"(?<![A-Za-z\\])an? (?=\S)")
-_TEXT = re.compile(r"\\(?:text|textbf|mbox|mathrm)\{([^{}]*)\}")
 _WRAPPED = re.compile(r"\\(?:boxed|overline)\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
+_SPACING = re.compile(r"(?<!\\)\\[,;: ]|~")
 _SHORT_ROOT = re.compile(r"\\sqrt(\w)")
 _SPACE = re.compile(r" (?=\d{3}(?![\d/]))|(?<!\d) | (?!\d)")  # the others, as of 2 1/2, keep two numbers apart
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -71,12 +71,13 @@ def normalize(answer: str) -> str:
         ("\\right", ""),
     ):
         answer = answer.replace(spelling, kept)
+    answer = _SPACING.sub(" ", answer)
     if answer.count("$") >= 2:
         answer = answer.split("$")[-2]
-    answer = answer.replace("$", "").rpartition("=")[2]
+    answer = answer.replace("$", "")
     while (inner := _WRAPPED.sub(r"\1", answer)) != answer:
         answer = inner
-    answer = _without_unit(_without_text(_ARTICLE.sub("", answer)))
+    answer = _without_unit(_without_text(_ARTICLE.sub("", answer.rpartition("=")[2])))
     answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", full_fractions(answer))
     answer = answer.replace("^\\circ", "").replace("^{\\circ}", "")
     answer = _SPACE.sub("", " ".join(answer.split())).rstrip(".")
@@ -91,5 +92,5 @@ def _without_unit(answer: str) -> str:
 
 def _without_text(answer: str) -> str:
     r"""Drop ``\text{...}`` beside something else (a unit); keep its content where it is the whole answer."""
-    bare = _TEXT.sub(" ", answer)
-    return bare if bare.strip() else _TEXT.sub(r"\1", answer)
+    bare = UNIT.sub(" ", answer)
+    return bare if bare.strip() else TEXT.sub(r"\1", answer)

@@ -12,12 +12,12 @@ from typing import Any
 
 from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import END_OF_REASONING, after_reasoning, full_fractions, labels_of, last_boxed
+from rm_hub.answers import END_OF_REASONING, TEXT, UNIT, after_reasoning, full_fractions, labels_of, last_boxed
 from rm_hub.expressions import MAX_CHARACTERS, equal
 
 _SPACING = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\s+|\\\$|\$|\^\{?\\circ\}?|\\?%")
-_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}")
-_WORDS_BETWEEN = re.compile(rf"(?<=[\d )}}]){_TEXT.pattern}(?=\s*\d)")
+_SPACE = re.compile(r"(?<!\\)\\ |~")
+_WORDS_BETWEEN = re.compile(rf"(?<=[\d )}}]){UNIT.pattern}(?=\s*\d)")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")
 _INTEGER = re.compile(r"[-+]?\d+(?:\.0*)?")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(\d+)\}|(-?)(\d+)/(\d+)")
@@ -51,8 +51,9 @@ def score(args: Any, sample: Sample) -> float:
 def normalize(answer: str) -> str:
     """One spelling: no white space, units, currency, percent signs or separators of thousands."""
     answer = _SCALE.sub(lambda scale: f"*10^{{{_ZEROS[scale[1]]}}}", answer)
-    bare = _TEXT.sub("", _WORDS_BETWEEN.sub(";", answer))
-    answer = bare if bare.strip() else _TEXT.sub(r"\1", answer)
+    answer = _SPACE.sub(" ", answer)
+    bare = UNIT.sub("", _WORDS_BETWEEN.sub(";", answer))
+    answer = bare if bare.strip() else TEXT.sub(r"\1", answer)
     answer = _APART.sub(";", _MIXED.sub(r"(\1+\2)", answer.strip()))
     answer = full_fractions(_SPACING.sub("", answer).replace("{,}", ","))
     if len(_elements(answer)) == 1:  # of a point (1,234) the comma separates its numbers

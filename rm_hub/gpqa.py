@@ -17,11 +17,15 @@ from rm_hub.answers import after_reasoning, last_boxed, last_line, response_of, 
 
 LAST_CHARACTERS = 1000
 
-# "I" and "A" before another word are words. Of "B or C" and "B, C" neither letter is chosen.
 _STATED = re.compile(
-    r"(?i:answer(?: is)?)[ \t]*:?[ \t*$]*\(?([A-Z])\)?"
-    r"(?=[\s.,:;*$)]|$)(?![ \t*$)]*(?:or|and|&|/|,)[ \t*$]*\(?[A-Z](?![\w']))"
-    r"(?:(?<![IA])|(?![ \t]+(?!because|since|as\b|for\b|due|which)[\w']))"
+    r"(?i:answer(?:[ \t*]++is\b)?+[ \t*]*+:?[ \t*$\"`\[]*+(?:(?:option|choice)[ \t*]++)?)"
+    r"(?=\(?[A-Z]\)?(?:[\s.,:;*/&$)\"`\]]|\Z))"
+)
+# "I" and "A" before another word are words. Of "B or C" and "B, C" neither letter is chosen.
+_LETTER = r"(?:[B-HJ-Z]|[AI](?![ \t]+(?!(?:because|since|as|for|due|which|is|are|both|and|or|but|if)\b)[\w']))(?![\w'])"
+_ONE = re.compile(
+    rf"\(?({_LETTER})(?![ \t*$()\"`\[\]]*(?:(?:or|and|&|/|,)[ \t*$(\"`\[]*)+{_LETTER}"
+    r"(?![ \t]+is[ \t]+(?:wrong|incorrect|false|not)\b))"
 )
 _ALONE = re.compile(r"[*$( ]*([A-Z])[*$) .:]*")
 _BOXED = re.compile(r"(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Z])\)?\}?[.:]?")
@@ -32,9 +36,9 @@ def score(args: Any, sample: Sample) -> float:
     r"""1.0 if the response chooses the label's letter and ended by itself, else 0.0.
 
     The choice is, after the reasoning, the last ``\boxed{C}``; else the last "answer is C" or "Answer: C", where the
-    letter comes next (not "Answer: I think C") and is the only one (not "C or D"); else a last line that is a letter
-    alone. The label is a letter; or, with ``choices`` in the metadata, the text of one
-    of them or its number counted from 0. Raises RewardError if it is none of these.
+    letter comes next (not "Answer: I think C") and is the only one (not "C or D"; an earlier sentence does not count
+    then); else a last line that is a letter alone. The label is a letter; or, with ``choices`` in the metadata, the
+    text of one of them or its number counted from 0. Raises RewardError if it is none of these.
     """
     letter = _label(sample)
     return float(sample.status is Status.COMPLETED and choice(response_of(args, sample)) == letter)
@@ -47,9 +51,10 @@ def choice(response: str) -> str | None:
         found = _BOXED.fullmatch(boxed)
         return found[1] if found else None
     text = text[-LAST_CHARACTERS:]
-    stated = _STATED.findall(text)
+    *_, stated = (None, *_STATED.finditer(text))
     if stated:
-        return str(stated[-1])
+        found = _ONE.match(text, stated.end())
+        return found[1] if found else None
     alone = _ALONE.fullmatch(last_line(text))
     return alone[1] if alone else None
 

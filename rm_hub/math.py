@@ -23,6 +23,10 @@ from rm_hub.bounds import MAX_CHARACTERS, is_bounded
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _PROSE = re.compile(r"\$|####|\b(?:is|answer)\b", re.IGNORECASE)
 _QUOTED = re.compile(r"\\\$|\\text\{[^{}]*\}")
+_DOLLARS = re.compile(r"\$(\d[\d,]*(?:\.\d+)?)")
+_FULL_STOP = re.compile(r"(?<!\\right)(?<!\.)\.\Z")
+_BOLD = re.compile(r"(?<![\w)}\]])\*\*(?=\S)|(?<=\S)\*\*(?![\w({\\])")  # 2**3 is a power
+_MATH_MODE = re.compile(r"\$|(?<!\\)\\[()\[\]]|`")
 _COLON = re.compile(r"(?<!\d): ")  # of "3: 4", a ratio, both numbers are the answer
 # What the parser takes for products: 1\,000 for 1 * 0, 2 1/2 for 3/2.
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\,|\\ |~| )\d{3})+(?![\d/])")
@@ -35,10 +39,10 @@ def score(args: Any, sample: Sample) -> float:
     r"""1.0 if the final answer is mathematically equal to the label (any one of a list) and the sample ended by itself.
 
     The final answer is the last ``\boxed{...}`` after the reasoning, else what the last line states after ``:``,
-    ``=`` or "is". The label is one LaTeX expression as a whole (``3: 4`` is a ratio), in dollars or without, or text
-    with such an expression in a box. An answer beyond the limits of ``rm_hub/bounds.py`` earns 1.0 only if it is the
-    label's own text. Raises RewardError if there is no label, or one with words around an expression, or math-verify is
-    not installed.
+    ``=``, ``####`` or "is". The label is one LaTeX expression as a whole (``3: 4`` is a ratio), in dollars or without,
+    a price (``$18``), or text with such an expression in a box. An answer beyond the limits of ``rm_hub/bounds.py``
+    earns 1.0 only if it is the label's own text. Raises RewardError if there is no label, or one with words around an
+    expression, or math-verify is not installed.
     """
     labels = [_label(label, sample) for label in labels_of(sample, reward="rm_hub.math")]
     equal = _comparison()
@@ -54,8 +58,10 @@ def score(args: Any, sample: Sample) -> float:
 
 def _label(text: str, sample: Sample) -> str:
     """The expression that a label is as a whole, or has in its last box."""
+    if price := _DOLLARS.fullmatch(text.strip()):
+        return price[1]
     boxed = "\\boxed" in text or "\\fbox" in text
-    expression = last_boxed(text) if boxed else _undelimited(text.rstrip(". \n"))
+    expression = _boxed(text) if boxed else _undelimited(text.rstrip(". \n"))
     if not expression or (not boxed and _PROSE.search(_QUOTED.sub("", expression))):
         raise RewardError(
             f"the label is {text!r:.80}",
@@ -74,18 +80,23 @@ def _undelimited(text: str) -> str:
     return text
 
 
+def _boxed(text: str) -> str:
+    """What the last box holds, without a full stop; empty if there is none."""
+    return _FULL_STOP.sub("", last_boxed(text) or "")
+
+
 def _stated(text: str) -> str:
     """The expression that a response states; empty if there is none."""
     if "\\boxed" in text or "\\fbox" in text:
-        return last_boxed(text) or ""
-    line = last_line(text)[-MAX_CHARACTERS:].rstrip(". ")
+        return _boxed(text)
+    line = _BOLD.sub("", last_line(text)[-MAX_CHARACTERS:]).rpartition("####")[2].strip("* ").rstrip(". *")
     if line.count("$") >= 2:
         return line.strip("$").rpartition("$")[2].strip() if line.endswith("$") else line.split("$")[-2].strip()
     line = _COLON.split(line)[-1].rpartition(" is ")[2]
     before, _, value = line.rpartition(" = ")
     if " = " not in before or not _NEXT_EQUATION.search(before):  # of several equations no single one is the answer
         line = value
-    return line.replace("$", "").strip()
+    return _MATH_MODE.sub("", line).strip("* ")
 
 
 @functools.cache  # the import of sympy takes a second

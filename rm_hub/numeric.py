@@ -2,11 +2,14 @@ r"""Numeric answers: 1 if the final number equals the label, else 0.
 
 After the reasoning, the final answer is the last ``\boxed{...}`` (MATH, Hendrycks et al. 2021, arXiv:2103.03874,
 section 3.1); else what follows the last ``####`` on its line (GSM8K, Cobbe et al. 2021, arXiv:2110.14168); else the
-last number of the text.
+last number of the text. A ``####`` before a word or a numbered title (``#### Step 1``, ``#### 2. Total``) is a Markdown
+heading, which is no mark.
 
 A label, a box and what follows ``####`` must be one number as a whole: ``-1,000``, ``1{,}000.5``, ``1\,000``, ``.5``,
-``1e-3``, ``3/4``, ``\frac{3}{4}``. A currency sign, a percent sign, a degree sign and a unit in ``\text{...}`` are
-left out: ``50\%`` is 50. An expression (``2\sqrt{3}``, ``x = 5``) and a number with words beside it are no number.
+``1e-3``, ``3/4``, ``\frac{3}{4}``. Left out are a currency sign, a percent sign (``50\%`` is 50), a degree sign, a
+letter and ``=`` before the number (``x = 5``), and a unit: any in ``\text{...}`` or ``\mathrm{...}``, also with the
+number (``\text{72 clips}``), and the symbols ``UNITS`` without (``72\,km``). An expression (``2\sqrt{3}``) and a number
+with other words beside it (``72 apples``) are no number.
 """
 
 from __future__ import annotations
@@ -28,7 +31,12 @@ MAX_DIGITS = 64
 MAX_EXPONENT = 64
 MAX_CHARACTERS = 4096
 
-_MARK = "####"
+UNITS = ("mm", "cm", "dm", "km", "mg", "kg", "ml", "mL", "ft", "km/h", "m/s", "mph")
+"""Symbols that are units without ``\\text{...}`` too. A single letter may be a variable."""
+
+_MARK = re.compile(
+    r"####\s*+(?:\*\*\s*+)?(?![0-9]{1,2}[.)][ \t]+[^\W\d])(?=(?:[A-Za-z] ?= ?)?[-+.$€£¥\\\d\u2212\u2013]|\Z)"
+)
 _GROUP = r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)"
 _SPELLINGS = (
     (re.compile("[\N{MINUS SIGN}\N{EN DASH}]"), "-"),
@@ -36,6 +44,7 @@ _SPELLINGS = (
     (re.compile(r"\\!"), ""),
     (re.compile(r"\\([$%])"), r"\1"),
     (re.compile(rf"{_GROUP}\{{(\s*[-+]?\$?\d[\d.,]*\s*)\}}"), r" \1 "),
+    (re.compile(rf"({_GROUP})\{{(\s*[-+]?\$?\d[\d.,]*)(\s[^{{}}\d]*)\}}"), r" \2\1{\3}"),
     (re.compile(r"(?<=[\w.)}\]])\\[dt]?frac"), r" \\frac"),  # beside another factor, as of a mixed number
     (re.compile(r"\\[dt]?frac(?:\{\s*(-?\d+)\s*\}\{\s*(\d+)\s*\}|(\d)(\d))"), r"\1\3/\2\4 "),
     (re.compile(r"\\[,;: ]|~"), " "),
@@ -45,10 +54,12 @@ _SPELLINGS = (
 _LITERAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?"
 _CURRENCY = "[$€£¥]"
 _SCALE = "dozen|hundred|thousand|million|billion|trillion"  # a number beside one of these is another number
-_UNIT = rf"{_GROUP}\{{(?![^{{}}]*(?:{_SCALE}))[^{{}}\d]*\}}(?:\^\{{?[23]\}}?)?"
+_IN_UNIT = r"(?:[^{}\d^]|(?<=[A-Za-z])\^(?:-?[1-9]|\{-?[1-9]\}))"
+_UNIT = rf"{_GROUP}\{{(?!{_IN_UNIT}*(?:{_SCALE})){_IN_UNIT}*\}}(?:\^\{{?[23]\}}?)?"
 _WHOLE = re.compile(  # of a text with single spaces
-    rf"(?:([-+]) ?{_CURRENCY}? ?|{_CURRENCY} ?([-+]?) ?|)({_LITERAL})\.?"
-    rf" ?(?:%|{_CURRENCY}|°|\^\{{?\\circ\}}?)? ?(?:{_UNIT})? ?\.?"
+    rf"(?:[A-Za-z] ?= ?)?(?:([-+]) ?{_CURRENCY}? ?|{_CURRENCY} ?([-+]?) ?|)({_LITERAL})\.?"
+    rf" ?(?:%|{_CURRENCY}|(?:°|\^\{{?\\circ\}}?|\\degree)(?: ?[CF])?)?"
+    rf" ?(?:{_UNIT}|(?:{'|'.join(UNITS)})(?:\^\{{?[23]\}}?)?)? ?\.?"
 )
 _WRAPPERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
 
@@ -57,7 +68,7 @@ _TOKEN = re.compile(
     rf"\\[a-zA-Z]+|[^\W\d]\w*(?:(?<=_)\{{[^{{}}]*\}})?|(?P<number>(?:(?<![\w)\].}}])[-+]\$?|\$-?)?{_LITERAL})"
 )
 _OPERATOR = r"(?:[\u00d7·÷√]|\\(?:cdot|times|div|pm|sqrt|[dt]?frac|pi))"
-_PART_BEFORE = re.compile(rf"(?:[\^{{]|\d(?:[.,:]| +)|(?:[\d)\]}}]\s*\*|[\w)\]}}]\s*\+|/|{_OPERATOR})\s*)$")
+_PART_BEFORE = re.compile(rf"(?:[\^{{]|\d(?:[.,:]| +)|(?:[\d)\]}}]\s*\*|[\w)\]}}]\s*\+|/|{_OPERATOR})\s*)\Z")
 _PART_AFTER = re.compile(
     rf"\s*(?:{_OPERATOR}|\+\s*[\w\\($]|\*\s*[\d(]|(?:{_GROUP}\{{\s*)?(?:{_SCALE}))"
     r"|[+*/]?(?:[inxyz](?![A-Za-z])|[π²³¼½¾({])|\^(?!\{?\\circ)"
@@ -110,7 +121,8 @@ def _marked(text: str) -> str | None:
     """What the last box holds, else the line that follows the last mark; None in a text without either."""
     if "\\boxed" in text or "\\fbox" in text:
         return last_boxed(text) or ""
-    return text.rpartition(_MARK)[2].lstrip().partition("\n")[0] if _MARK in text else None
+    *_, mark = (None, *_MARK.finditer(text))
+    return text[mark.end() :].partition("\n")[0].strip("* \t") if mark else None
 
 
 def _last_number(text: str) -> Fraction | None:

@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from typing import Any
 
@@ -27,16 +27,19 @@ from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import response_of
 from rm_hub.expressions import ExpressionError, evaluate
+from rm_hub.numeric import whole_number
 
 FULL_MARKS = 1.0
+PROBABILITY_TOLERANCE = Fraction(1, 10**4)
+"""Of ``coin_flip``, as in reasoning-gym."""
 
 SAFE = frozenset(
     """
     ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation boxnet
-    caesar_cipher calendar_arithmetic chain_sum circuit_logic codeio coin_flip color_cube_rotation
+    caesar_cipher calendar_arithmetic chain_sum circuit_logic codeio color_cube_rotation
     complex_arithmetic count_bits count_primes course_schedule cryptarithm decimal_arithmetic decimal_chain_sum
     dice emoji_mystery family_relationships figlet_font fraction_simplification futoshiki game_of_life
-    game_of_life_halting gcd graph_color group_anagrams gsm_symbolic isomorphic_strings jugs kakurasu
+    gcd graph_color group_anagrams gsm_symbolic isomorphic_strings jugs kakurasu
     knight_swap knights_knaves largest_island lcm leg_counting letter_counting letter_jumble list_functions
     mahjong_puzzle manipulate_matrix maze mini_sudoku modulo_grid needle_haystack number_filtering number_format
     number_sequence number_sorting palindrome_generation palindrome_partitioning path_star polynomial_equations
@@ -63,7 +66,7 @@ def score(args: Any, sample: Sample) -> float:
     ``sample.metadata`` holds ``source_dataset`` (or ``dataset``), the task's name, and ``entry``, the task as
     reasoning-gym made it; without ``entry``, it is put together from the prompt, the label and the metadata.
     Raises RewardError if reasoning-gym is not installed, or knows no such task, or the task is in neither ``SAFE``
-    nor ``OWN``, or its grader fails.
+    nor ``OWN``, or its grader fails on the row's own answer too. A response that a grader fails on is wrong.
     """
     return float(score_partial(args, sample) >= FULL_MARKS)
 
@@ -78,16 +81,30 @@ def score_partial(args: Any, sample: Sample) -> float:
     if entry.get("answer") is None and name not in WITHOUT_ANSWER:
         raise _no_answer(sample)
     grade = OWN.get(name) or _grader(name)
-    if sample.status is not Status.COMPLETED:
+    response = response_of(args, sample).strip()
+    if sample.status is not Status.COMPLETED or _is_no_number(name, response):
         return 0.0
-    try:
-        entry = _as_graded(name, entry)
+
+    def graded(answer: str) -> float:
+        as_graded = _as_graded(name, entry)
         with _watch().running():
-            return float(grade(response_of(args, sample).strip(), entry))
+            return float(grade(answer, as_graded))
+
+    try:
+        return graded(response)
     except Exception as error:  # the fault boundary around graders of others
+        if not _watch().stopped:
+            with suppress(Exception):
+                graded("{}" if name in WITHOUT_ANSWER else str(entry["answer"]))  # {}: no moves, no colours
+                return 0.0
         raise RewardError(
             f"the grader of {name!r} failed: {type(error).__name__}: {error}", where=_where(sample)
         ) from error
+
+
+def _is_no_number(name: str, response: str) -> bool:
+    """Whether the response is "nan", which the grader of ``complex_arithmetic`` takes for the right number."""
+    return name == "complex_arithmetic" and "nan" in response.replace(" ", "").lower()
 
 
 def _same_text(response: str, entry: dict[str, Any]) -> float:
@@ -109,6 +126,15 @@ def _same_integer(response: str, entry: dict[str, Any]) -> float:
         return 0.0
 
 
+def _same_probability(response: str, entry: dict[str, Any]) -> float:
+    """Whether two numbers differ by ``PROBABILITY_TOLERANCE`` at most; the grader that is replaced computes
+    ``1e9999999`` exactly."""
+    right, answer = whole_number(entry["answer"]), whole_number(response)
+    if right is None:
+        raise ValueError("the answer is no number")
+    return float(answer is not None and abs(answer - right) <= PROBABILITY_TOLERANCE)
+
+
 def _reaches(response: str, target: Any, numbers: Any) -> float:
     """Whether an expression of whole numbers, + - * / and brackets has the value ``target`` and uses each of
     ``numbers`` once."""
@@ -128,10 +154,13 @@ OWN: Mapping[str, Grader] = {
     "string_insertion": _same_text,
     "n_queens": _one_of_the_boards,
     "bitwise_arithmetic": _same_integer,
+    "coin_flip": _same_probability,
+    "game_of_life_halting": _same_text,
     "countdown": lambda response, entry: _reaches(response, entry["metadata"]["target"], entry["metadata"]["numbers"]),
     "puzzle24": lambda response, entry: _reaches(response, 24, entry["metadata"]["numbers"]),
 }
-"""Tasks whose graders in reasoning-gym evaluate text, graded here by what earns full marks there.
+"""Tasks whose graders in reasoning-gym evaluate text, compute huge numbers (``coin_flip``) or give every text full
+marks (``game_of_life_halting``), graded here by what earns full marks there.
 
 ``countdown`` and ``puzzle24`` want every given number once; the grader of ``puzzle24`` accepts any four numbers.
 """

@@ -84,3 +84,14 @@ def test_a_stop_string_within_a_response_stays() -> None:
     text = "<search>a</search> found it"
     assert response_of(args, Sample(response=text)) == text
     assert response_of(None, Sample(response=text)) == text
+
+
+@pytest.mark.parametrize(
+    "end", ["<|im_end|>", "</s>", "<eos>", "<end_of_turn>", "<\uff5cend\u2581of\u2581sentence\uff5c>"]
+)
+def test_an_end_token_that_is_shown_is_no_part_of_the_answer(end: str) -> None:
+    shown = SimpleNamespace(rollout_stop=[], rollout_skip_special_tokens=False)
+    hidden = SimpleNamespace(rollout_stop=[], rollout_skip_special_tokens=True)
+    assert response_of(shown, Sample(response=f"72{end}")) == "72"
+    assert response_of(shown, Sample(response=f"72{end} more")) == f"72{end} more"
+    assert response_of(hidden, Sample(response=f"72{end}")) == f"72{end}"  # then it is text that the model wrote

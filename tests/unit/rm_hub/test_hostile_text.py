@@ -135,7 +135,7 @@ def test_no_task_runs_what_a_row_or_a_response_says(
     with recorded(monkeypatch) as calls:
         for name, entry in entries.items():
             for payload in PAYLOADS:
-                graded(name, entry, payload)
+                assert name in REFUSED or graded(name, entry, payload) is not None, (name, payload)
             for hostile in hostile_entries(entry):
                 for response in (str(entry["answer"]), PROGRAM):
                     graded(name, copy.deepcopy(hostile), response)
@@ -157,7 +157,9 @@ def test_the_record_sees_what_the_graders_of_refused_tasks_run(
             grade(PROGRAM, copy.deepcopy(entries[name]))
         if calls:
             seen.add(name)
-    assert seen == (REFUSED | set(hub.OWN)) - {"composite", "propositional_logic", "rubiks_cube"}
+    assert seen == (REFUSED | set(hub.OWN)) - {
+        "coin_flip", "composite", "game_of_life_halting", "propositional_logic", "rubiks_cube"
+    }  # fmt: skip
 
 
 def test_every_installed_task_is_graded_or_refused_by_name(entries: dict[str, dict[str, Any]]) -> None:
@@ -175,13 +177,41 @@ def test_right_answers_earn_full_marks_and_others_do_not(entries: dict[str, dict
             assert graded(name, entries[name], "no move") in (0.0, 0.01)
             continue
         assert hub.score(None, sample_of(name, entries[name], answer)) == 1.0, name
-        if name != "game_of_life_halting":  # its grader takes every text for True
-            assert graded(name, entries[name], "?!") != 1.0, name
+        assert graded(name, entries[name], "?!") != 1.0, name
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "", "?!", "nan", "NaN + n ani", "inf", "-inf", "{}", "null", "-1", "0", "[1]", "[[1]]", "[]", '{"a": 1}',
+        '[{"a": 1}]', "1e400", "1e9999999", "-1e-9999999", "9" * 5000, "1/0", "True", '"a"', "a b\nc d", "\0",
+        "[" * 5000, "x^2 = 1, \u00b2",
+    ],
+)  # fmt: skip
+def test_wrong_text_earns_a_number_and_is_never_an_error(entries: dict[str, dict[str, Any]], response: str) -> None:
+    for name, entry in entries.items():
+        if name not in REFUSED:
+            marks = hub.score_partial(None, sample_of(name, copy.deepcopy(entry), response))
+            assert 0.0 <= marks < 1.0 or response == entry["answer"], (name, marks)
+
+
+@pytest.mark.parametrize("name", ["boxnet", "coin_flip", "prime_factorization"])
+def test_a_row_that_no_response_can_be_graded_on_is_an_error(name: str) -> None:
+    with pytest.raises(RewardError, match=f"the grader of '{name}' failed"):
+        hub.score(None, sample_of(name, {"answer": "?", "metadata": {}}, "[1]"))
 
 
 @pytest.mark.parametrize(
     ("name", "response", "marks"),
     [
+        ("game_of_life_halting", "True", 1.0),
+        ("game_of_life_halting", "False", 0.0),
+        ("coin_flip", "0.375", 1.0),
+        ("coin_flip", "3/8", 1.0),
+        ("coin_flip", "0.37509", 1.0),
+        ("coin_flip", "0.3752", 0.0),
+        ("coin_flip", "37.5%", 0.0),
+        ("coin_flip", "about 0.375", 0.0),
         ("countdown", "(6 - 2) * 5", 1.0),
         ("countdown", " ( 6-2 )*5 ", 1.0),
         ("countdown", "(6 - 2) * 5 + 0", 0.0),  # 0 is not given
@@ -215,7 +245,12 @@ def test_tasks_whose_graders_evaluate_are_graded_without(name: str, response: st
         "number_sorting": {"direction": "ascending"},
         "n_queens": {"valid_answers": ["Q _\n_ _"]},
     }
-    answer = {"bitwise_arithmetic": "-0x1f", "number_sorting": "['-2', '1.5', '10']"}.get(name, "?")
+    answer = {
+        "coin_flip": "0.375",
+        "game_of_life_halting": "True",
+        "bitwise_arithmetic": "-0x1f",
+        "number_sorting": "['-2', '1.5', '10']",
+    }.get(name, "?")
     assert graded(name, {"answer": answer, "metadata": metadata.get(name, {})}, response) == marks
 
 

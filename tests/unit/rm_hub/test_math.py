@@ -55,6 +55,23 @@ def graded(response: str, label: Any, status: Status = Status.COMPLETED) -> floa
         (r"\boxed{12}", r"\$12", 1.0),
         ("5", r"\(5\)", 1.0),
         (r"\boxed{\frac{2}{4}}", r"\frac12", 1.0),
+        (r"\boxed{18}", "$18", 1.0),
+        (r"\boxed{1000.5}", "$1,000.50", 1.0),
+        ("The answer is **72**.", "72", 1.0),
+        ("**Answer: 72**", "72", 1.0),
+        ("**Answer:** 72", "72", 1.0),
+        ("**The answer is $72$.**", "72", 1.0),
+        ("#### 72", "72", 1.0),
+        (r"\[x = 6\]", "6", 1.0),
+        (r"The answer is \(6\).", "6", 1.0),
+        ("Answer: `6`", "6", 1.0),
+        ("#### 2**3", "23", 0.0),
+        ("**2**3", "2**3", 1.0),
+        (r"\boxed{72.}", "72", 1.0),
+        (r"\boxed{\left\{ 1, 2 \right\}.}", r"\{1,2\}", 1.0),
+        (r"\boxed{\left. x \right.}", r"\boxed{\left. x \right.}", 1.0),
+        ("72", r"\boxed{72.}", 1.0),
+        ("The answer is **71** or **72**.", "72", 0.0),
         (r"\boxed{__import__('os').getpid()}", "5", 0.0),
     ],
 )
@@ -74,7 +91,9 @@ def test_a_truncated_answer_earns_nothing_and_a_missing_label_is_an_error() -> N
         graded("5", None)
 
 
-@pytest.mark.parametrize("label", ["The answer is 5", "$5$ or $6$", "2 + 3 = 5\n#### 5", r"\boxed{5", "x is 5", "$"])
+@pytest.mark.parametrize(
+    "label", ["The answer is 5", "$5$ or $6$", "2 + 3 = 5\n#### 5", r"\boxed{5", "x is 5", "$", "$18 each"]
+)
 def test_a_label_with_words_around_an_expression_is_an_error_that_names_the_row(label: str) -> None:
     with pytest.raises(RewardError, match="data:4:0: the label is"):
         score(None, Sample(response="5", label=["5", label], uid=GroupUid("data", 4, 0)))

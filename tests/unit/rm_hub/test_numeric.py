@@ -51,6 +51,22 @@ def graded(response: str, label: Any, status: Status = Status.COMPLETED) -> floa
         ("#### 72 of 80", None),
         ("#### 1\n#### 1,000", 1000),
         ("7 ####", None),
+        ("Altogether 48 + 24 = 72.\n72", 72),
+        ("Total: 72.\n$72", 72),
+        ("Step 3:\n72", 72),
+        ("She has 24.\n72", 72),
+        ("48 +\n72", None),
+        ("#### Solution\nThe answer is 72.", 72),
+        ("#### Final answer\n72", 72),
+        ("#### Final Answer:\n\n**72**", 72),
+        ("#### Step 1\n48 + 24\n\nAnswer: 72", 72),
+        ("#### 1. Total\n48 + 24 = 72", 72),
+        ("####\n72", 72),
+        ("**#### 72**", 72),
+        ("#### **$72**", 72),
+        (r"#### \$72", 72),
+        ("#### -72\n#### Check\n5", -72),
+        ("#### 71\n#### 2. Check\n72", 71),
     ],
 )
 def test_the_final_number_of_a_text(text: str, expected: Any) -> None:
@@ -75,7 +91,24 @@ def test_the_final_number_of_a_text(text: str, expected: Any) -> None:
         ("\N{MINUS SIGN}3", -3),
         (r"2\sqrt{3}", None),
         ("x^2", None),
-        ("x = 5", None),
+        ("x = 5", 5),
+        ("x = y = 5", None),
+        ("xy = 5", None),
+        ("2x = 5", None),
+        (r"72\,km", 72),
+        ("72 cm^2", 72),
+        (r"72\,k", None),
+        (r"72\,kmx", None),
+        (r"72\,\mathrm{m^2}", 72),
+        (r"72\,\mathrm{kg\,m/s^{2}}", 72),
+        (r"72\degree", 72),
+        (r"20^\circ\text{C}", 20),
+        (r"\text{72 clips}", 72),
+        (r"x = \text{$72 each}", 72),
+        (r"\text{72 million}", None),
+        (r"\text{72 or 73}", None),
+        (r"72\mathrm{^2}", None),
+        (r"72\mathrm{m^{2} million}", None),
         (r"2\frac{1}{2}", None),
         (r"3\times10^5", None),
         (r"3 \text{ million}", None),
@@ -117,7 +150,7 @@ def test_a_part_of_an_expression_is_no_number_and_no_other_is_tried(part: str) -
     [
         "the area is 72 m^2.", "72 cm^{2}", r"72\text{ m}^2", "72 g of CO2", "72 for x_1", "72km/h", "$72/hour", "*72*",
         "**72**.", "Step 3: 72", "answer:72", "=72.", "x = 3, y = 72", r"x\approx72", r"$\mathbf{72}$", "72!", "[72]",
-        r"72^\circ",
+        r"72^\circ", r"72\degree", r"\text{72 clips}", r"72\,\mathrm{m^2}",
     ],
 )  # fmt: skip
 def test_punctuation_units_and_names_may_stand_around_the_last_number(text: str) -> None:
@@ -178,5 +211,10 @@ def test_huge_numbers_cost_nothing_and_earn_nothing() -> None:
     assert final_number("9" * (MAX_DIGITS + 1)) is None
     for attack in ("9" * 1_000_000, "1e" + "9" * 1_000_000, "1," * 500_000, "{" * 1_000_000, r"\boxed{" * 200_000):
         assert graded(attack, 72) == 0.0
+    for text in ("####" + " " * 500_000 + "x", "#" * 1_000_000, "####**" * 150_000, "#### 1." + " " * 500_000):
+        assert graded(text, 72) == 0.0
+    for text in (r"\mathrm{" + "m^2" * 1000, r"\text{7" * 500, r"72\mathrm{" + "a" * 4000, r"\text{" + "7." * 2000):
+        assert graded(f"\\boxed{{{text}}}", 72) == 0.0
+        assert final_number(text + "x") in (None, 7, 72)
     for space in (" ", "{,}", "\\,", "a"):  # a grammar with many ways to divide what follows
         assert graded(f"\\boxed{{72{space * 1000}x}}", 72) == 0.0
