@@ -45,14 +45,11 @@ quickstart: $(VENV)/.stamp-examples
 
 env: $(VENV)/.stamp-dev
 
-# Two processes: one runs what needs Ray, on one cluster, the other the rest, file by file.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
-
 test: $(VENV)/.stamp-dev
-	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+	$(BIN)/python tests/run.py -m 'not slow' $(PYTEST_ARGS)
 
 test-all: $(VENV)/.stamp-dev
-	$(PYTEST) $(PYTEST_ARGS)
+	$(BIN)/python tests/run.py $(PYTEST_ARGS)
 
 campaign: $(VENV)/.stamp-dev
 	$(BIN)/python benchmarks/campaign.py $(ARGS)

@@ -8,14 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two processes share the tests: those that need Ray stay together, so that one cluster serves them all; others go
-    by file, so that what a file's tests share is made once."""
-    for item in items:
-        group = "ray" if item.get_closest_marker("ray") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(autouse=True)
 def restored_import_path() -> Iterator[None]:
     """Plugins named by file put their folder on the import path of the process; the next test must not see it."""

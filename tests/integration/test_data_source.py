@@ -130,6 +130,7 @@ def test_what_a_sources_constructor_raises_ends_the_run_by_its_name(
     assert holds_within(30, lambda: not [p for p in descendants(os.getpid()) if p.command.startswith(gone)])
 
 
+@pytest.mark.slow
 def test_the_example_packages_source_is_used_by_its_name(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", characters="0123456789+=", hidden_size=32, intermediate_size=48)
     site = tmp_path / "site"

@@ -52,6 +52,7 @@ def others(
         )
 
 
+@pytest.mark.slow
 def test_engines_of_others_get_the_run_s_weights_before_the_first_rollout(
     train: Callable[[Any], Any],
     make_options: Callable[..., Any],

@@ -167,6 +167,7 @@ def fails(args, sample):
 """
 
 
+@pytest.mark.slow
 def test_a_failing_reward_ends_the_run_with_its_own_words_and_nothing_running(
     train: Run, make_options: MakeOptions, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def test_a_kill_at_any_statement_leaves_what_was_acknowledged(folder: Path, batc
     assert report.kills > 29
 
 
+@pytest.mark.slow
 def test_random_kills_duplicate_and_lose_nothing(folder: Path) -> None:
     report = kill_at_random(folder, 60)
     assert report.faults == []

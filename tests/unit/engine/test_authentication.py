@@ -84,6 +84,7 @@ def test_a_client_with_the_key_generates_and_controls_and_one_without_is_told_so
         control.flush()
 
 
+@pytest.mark.slow
 def test_an_engine_that_joins_later_gets_requests_with_the_key(fleet, engine_args, tmp_path):
     late = launch(engine_args(engine_api_key=KEY), 1, str(tmp_path / "late.log"))
     try:

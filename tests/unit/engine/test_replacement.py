@@ -78,6 +78,7 @@ async def answers_of(fleet, params, name, at_work=lambda: None):
         return [result.output_ids for result in await asyncio.gather(*tasks)]
 
 
+@pytest.mark.slow
 def test_requests_at_an_engine_that_is_killed_get_the_same_answers_elsewhere_and_it_is_replaced(engine_args, tmp_path):
     notices: list[str] = []
     args = engine_args(rollout_num_engines=2)

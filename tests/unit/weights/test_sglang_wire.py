@@ -46,6 +46,7 @@ def test_a_process_that_is_no_child_reads_the_named_tensors_and_release_frees_th
     assert files_of(os.getpid()) == []
 
 
+@pytest.mark.slow
 def test_a_killed_sender_leaves_nothing(start_sharing: Callable[..., Any]) -> None:
     sender, _ = start_sharing(SHARE)
     assert files_of(sender.pid)
