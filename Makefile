@@ -48,8 +48,9 @@ env: $(VENV)/.stamp-dev
 test: $(VENV)/.stamp-dev
 	$(BIN)/python tests/run.py -m 'not slow' $(PYTEST_ARGS)
 
+# One after another: the tests that kill and hang parts of a run have deadlines of seconds.
 test-all: $(VENV)/.stamp-dev
-	$(BIN)/python tests/run.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 campaign: $(VENV)/.stamp-dev
 	$(BIN)/python benchmarks/campaign.py $(ARGS)

@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_runs_that_must_end_with_equal_weights_do() -> None:
-    command = [sys.executable, str(Path(__file__).with_name("runs.py")), "check", "--jobs", "1"]
+    command = [sys.executable, str(Path(__file__).with_name("runs.py")), "check"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=1190, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr[-2000:]
     assert "17 golden runs are as they must be" in answer.stdout
