@@ -87,7 +87,7 @@ RUNS: Mapping[str, Golden] = {
     "masked": Golden(options={"rollout_sample_filter_path": "./functions.py:mask_some"}),
     "custom_loss": Golden(options={"custom_loss_function_path": "./functions.py:half_loss", "use_kl_loss": False}),
     "data_source": Golden(options={"data_source_path": "./functions.py:Letters", "prompt_data": []}),
-    "requeued": Golden(options={"rollout_function_path": "./functions.py:every_other", "rollout_shuffle": False}),
+    "requeued": Golden(options={"rollout_function_path": "./functions.py:some_of_many", "rollout_shuffle": False}),
     "over_sampling": Golden(
         options={
             "over_sampling_batch_size": 5,

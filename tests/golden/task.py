@@ -101,15 +101,16 @@ def ask(args, sample):
     sample.reward = count_a(args, sample)
 
 
-async def every_other(args, rollout_id, buffer, evaluation=False):
-    """Leases twice as many groups as it finishes, and gives every other one back, the last one first."""
-    wanted = buffer.ticket.num_groups
-    groups = await buffer.aget_samples(2 * wanted)
-    for group in groups[::2]:
+async def some_of_many(args, rollout_id, buffer, evaluation=False):
+    """Leases six groups, finishes the first, the second and the fourth, and gives the others back, the last one first:
+    which are finished next depends on the order of the queue."""
+    groups = await buffer.aget_samples(6)
+    chosen = [groups[0], groups[1], groups[3]]
+    for group in chosen:
         for sample in group:
             await asyncio.to_thread(ask, args, sample)
-    await buffer.aadd_samples(groups[1::2][::-1])
-    return groups[::2]
+    await buffer.aadd_samples([groups[5], groups[4], groups[2]])
+    return chosen
 '''
 
 
