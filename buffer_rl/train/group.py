@@ -6,8 +6,9 @@ gradient reduction; the driver waits for all ranks, with a deadline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +22,7 @@ from buffer_rl.cluster.logs import redirect_output
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Trainer
-from buffer_rl.errors import BufferStateError, TrainError
+from buffer_rl.errors import BufferRestartedError, BufferStateError, TrainError
 from buffer_rl.observe.work import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
@@ -110,11 +111,10 @@ class TrainRank:
     def compare_log_probs(self, rollout_id: int) -> LogProbGap:
         """How far the engine's log-probabilities are from this trainer's on the first of this rank's rows, which were
         fetched or streamed. Raises TrainError above ``--max-logprob-diff``."""
-        try:
-            own = self._batches[:1] or [self._buffer.get_data(rollout_id, self._rank, self._world_size)]
-        except BufferStateError:  # more ranks than streamed rows: some had none
+        share = partial(self._buffer.get_data, rollout_id, self._rank, self._world_size)
+        batch = self._batches[0] if self._batches else streamed_rows(share)
+        if batch is None:
             return LogProbGap()
-        (batch,) = own
         return compare_log_probs(
             self._args, batch, lambda rows: self._trainer.log_probs("actor", rows), where=f"trainer rank {self._rank}"
         )
@@ -199,6 +199,18 @@ def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: in
     name = args.train_backend
     backend = registry.resolve("trainer", name)
     return cast(Trainer, construct("trainer", name, backend, args, rank, world_size, error_class=TrainError))
+
+
+def streamed_rows(share: Callable[[], TrainBatch]) -> TrainBatch | None:
+    """A rank's share of a rollout that was streamed; None where there are more ranks than rows.
+
+    Raises BufferRestartedError if the rollout was lost with the Buffer: it is produced again, and compared then."""
+    try:
+        return share()
+    except BufferRestartedError:
+        raise
+    except BufferStateError:
+        return None
 
 
 def combine_metrics(method: str, answers: list[Any]) -> Any:
