@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.config import compose
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.testing.processes import descendants
 from buffer_rl.testing.tiny import make_tiny_model
 
 WORDS = ("ab", "ba", "abc", "bca", "cab", "acb", "bb", "cc")
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    with ray_session(None):
-        yield
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Ray as a run starts it, but for its workers, which are forked from one process that has imported what they need."""
+    folder = tmp_path_factory.mktemp("workers")
+    program, socket = str(Path(__file__).with_name("forked_workers.py")), str(folder / "socket")
+    job = {"runtime_env": {"py_executable": shlex.join([sys.executable, "-I", "-S", program, "ask", socket])}}
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+            stack.enter_context(ray_session(None))
+        (raylet,) = (process.pid for process in descendants(os.getpid()) if "/raylet " in process.command)
+        of_workers = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), "RAY_RAYLET_PID": str(raylet)}
+        environment = {**os.environ, **of_workers, "OMP_NUM_THREADS": "1"}
+        with (folder / "log").open("wb") as log:
+            command = [sys.executable, program, "serve", socket]
+            server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            yield
+        finally:
+            server.kill()
+            server.wait()
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import dump_args
 from buffer_rl.errors import BufferStateError, DeadlineError, PluginError, TrainError, WorkerError
+from buffer_rl.testing.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
@@ -150,5 +151,6 @@ def test_a_buffer_that_hangs_is_named_at_the_callers_deadline_and_a_repeat_chang
     client.close_rollout(ticket)
     assert client.get_data(0).row_ids == client.get_data(0).row_ids
     ray.kill(actor)
+    assert holds_within(30, lambda: pid not in {process.pid for process in descendants(os.getpid())})
     with pytest.raises(WorkerError, match=r"buffer\.generate: the process of the Buffer died"):
         client.generate(1)

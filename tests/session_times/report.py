@@ -24,8 +24,10 @@ ROOT = HERE.parents[1]
 POLL_S = 0.2
 TICKS = os.sysconf("SC_CLK_TCK")
 _ROLES = (
-    (r"\bpytest\b", "pytest"),
+    (r"-m pytest\b", "pytest"),
     (r"ray::(\w+)", r"\1"),
+    (r"forked_workers\.py serve", "what Ray workers are forked from"),
+    (r"setup_worker|forked_workers\.py ask", "ray worker, starting"),
     (r"embedded\.server", "embedded engine"),
     (r"sglang_router|router_process", "router"),
     (r"reward_process", "reward process"),

@@ -19,6 +19,11 @@ def _watch(folder: str) -> None:
         with open(path, "w") as file:
             file.write(f"{os.getpid()}\t{start:.3f}\t{seconds:.3f}\n")
 
+    def begin_in_child() -> None:
+        nonlocal path, start, lock, seconds, written
+        path, start, lock = os.path.join(folder, str(os.getpid())), 0.0, threading.Lock()
+        seconds = written = 0.0
+
     def timed(*args, **kwargs):  # type: ignore[no-untyped-def]
         nonlocal seconds, written
         if getattr(local, "inside", False):
@@ -34,6 +39,7 @@ def _watch(folder: str) -> None:
                     written = seconds
                     write()
 
+    os.register_at_fork(after_in_child=begin_in_child)
     builtins.__import__ = timed
     write()
 
