@@ -29,7 +29,7 @@ WORDS = ("ab", "ba", "abc", "bca", "cab", "acb", "bb", "cc")
 
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Ray as a run starts it, but for its workers, which are forked from one process that has imported what they need."""
+    """Ray as a run starts it; its workers are forked from one process that has imported what they need."""
     folder = tmp_path_factory.mktemp("workers")
     program, socket = str(Path(__file__).with_name("forked_workers.py")), str(folder / "socket")
     job = {"runtime_env": {"py_executable": shlex.join([sys.executable, "-I", "-S", program, "ask", socket])}}
