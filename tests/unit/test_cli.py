@@ -92,8 +92,7 @@ def test_an_interrupt_is_status_130(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
     # The pipe is closed: a signal that comes just before the program reads would else be seen after the read alone.
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err == "buffer-rl: interrupted\n"
+    assert (process.returncode, err) == (130, "buffer-rl: interrupted\n")
 
 
 def test_a_termination_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
