@@ -7,11 +7,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.observe.files import read_jsonl
 from buffer_rl.observe.html_report import Report, render_report
 from buffer_rl.observe.metrics import read_metrics
-from buffer_rl.observe.run_facts import read_facts
-from buffer_rl.observe.samples import SAMPLES_FILE
+from buffer_rl.observe.run_folder import SAMPLES_FILE, read_facts, read_jsonl
 from buffer_rl.observe.summary import REPORT_FILE, run_files
 from buffer_rl.observe.timeline import read_trace
 

@@ -9,12 +9,13 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from buffer_rl.observe.board import DROP_PREFIX, format_duration
 from buffer_rl.observe.curve import ALL_NAME, REWARD_NAME, curves_of, moving_mean
 from buffer_rl.observe.html_samples import chosen_samples, sample_table
 from buffer_rl.observe.html_style import SCRIPT, STYLE, content_security_policy
 from buffer_rl.observe.html_timeline import timeline_section
-from buffer_rl.observe.run_facts import RunFacts
+from buffer_rl.observe.metrics import DROP_PREFIX
+from buffer_rl.observe.progress import format_duration
+from buffer_rl.observe.run_folder import RunFacts
 from buffer_rl.observe.summary import EvalGain, eval_gains
 from buffer_rl.observe.svg_chart import COLOURS, Line, format_number, legend, line_chart, stacked_bars
 from buffer_rl.observe.timeline_stats import Spans

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.contracts import MetricLogger
-from buffer_rl.observe.files import JsonlWriter, read_jsonl, records_before
+from buffer_rl.observe.run_folder import JsonlWriter, read_jsonl, records_before
 
 METRICS_FILE = "metrics.jsonl"
+DROP_PREFIX = "rollout/drop_"
 _log = logging.getLogger(__name__)
 
 
@@ -102,3 +103,21 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """
     file = Path(path)
     return read_jsonl(file / METRICS_FILE if file.is_dir() else file)
+
+
+def drops_of(metrics: Mapping[str, float]) -> dict[str, int]:
+    """Dropped groups by reason, from ``rollout/drop_REASON``; reasons with no group are left out."""
+    return {
+        name.removeprefix(DROP_PREFIX): int(value)
+        for name, value in metrics.items()
+        if name.startswith(DROP_PREFIX) and value
+    }
+
+
+def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Mean reward of each evaluation set, from ``eval/NAME``; finer metrics (``eval/NAME/...``) are left out."""
+    return {
+        name.removeprefix("eval/"): float(value)
+        for name, value in metrics.items()
+        if name.startswith("eval/") and name.count("/") == 1 and value is not None
+    }

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from buffer_rl.observe.board import format_duration
 from buffer_rl.observe.curve import CURVE_FILE, curves_of, sparkline, write_curve
 from buffer_rl.observe.metrics import METRICS_FILE, read_metrics
-from buffer_rl.observe.samples import SAMPLES_FILE
+from buffer_rl.observe.progress import format_duration
+from buffer_rl.observe.run_folder import SAMPLES_FILE
 from buffer_rl.observe.timeline import TRACE_FILE
 
 REPORT_FILE = "report.html"

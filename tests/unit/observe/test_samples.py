@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from buffer_rl.observe.samples import SampleDump, sample_record
+from buffer_rl.observe.run_folder import SampleDump, sample_record
 from buffer_rl.types import GroupUid, Sample, Status, VersionSpan
 
 

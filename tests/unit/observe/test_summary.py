@@ -7,7 +7,7 @@ from rich.console import Console
 
 from buffer_rl.errors import DataError
 from buffer_rl.observe.metrics import MetricsFile
-from buffer_rl.observe.samples import SampleDump
+from buffer_rl.observe.run_folder import SampleDump
 from buffer_rl.observe.summary import run_report
 
 
