@@ -31,7 +31,6 @@ class MetricsFile:
 
     def __init__(self, run_dir: str | Path, *, resume_step: int | None = None) -> None:
         self._writer = JsonlWriter(Path(run_dir) / METRICS_FILE, keep=records_before(resume_step, "step"))
-        self.path = self._writer.path
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line for each kind of metric in ``metrics``; a number that is not finite becomes null."""
@@ -62,11 +61,6 @@ class MetricHub:
     ) -> None:
         self._file = MetricsFile(run_dir, resume_step=resume_step)
         self._loggers = dict(loggers or {})
-
-    @property
-    def active(self) -> tuple[str, ...]:
-        """Names of the loggers that have not failed."""
-        return tuple(self._loggers)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write ``metrics`` of ``step`` everywhere. Raises ``OSError`` if the JSONL file cannot be written."""

@@ -67,11 +67,10 @@ class RunObserver:
         self._stack.__exit__(kind, error, trace)
 
     def phase(self, name: str) -> None:
-        """The driver entered a phase."""
         self._progress.phase(name)
 
     def notice(self, line: str) -> None:
-        """Something that the user should know and that does not end the run; may be called from any thread."""
+        """One line for the user about what does not end the run; may be called from any thread."""
         self._progress.notice(line)
 
     def groups(self, done: int, wanted: int, drops: Mapping[str, int]) -> None:
@@ -81,7 +80,6 @@ class RunObserver:
     def rollout_ended(
         self, rollout_id: int, evaluation: bool, metrics: Mapping[str, float], samples: list[dict[str, Any]]
     ) -> None:
-        """A rollout or an evaluation is done."""
         kind = "eval" if evaluation else "train"
         if not evaluation:
             self._say(self._incidents.rollout(rollout_id, metrics))
@@ -91,21 +89,17 @@ class RunObserver:
         )
 
     def trained(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
-        """The optimizer took a step and the Buffer committed the rollout."""
         self._registry.call_hook("buffer_rl_on_train_step", rollout_id=rollout_id, step=step, metrics=metrics)
 
     def published(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Every engine has ``version``."""
         self._registry.call_hook("buffer_rl_on_weight_update", version=version, metrics=metrics)
 
     def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
-        """What a role did, and when."""
         if self._trace is not None:
             self._trace.write(role, spans)
         self._spans.setdefault(role, []).extend(spans)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Rollout ``step`` was trained on and published."""
         metrics = {**metrics, **step_metrics(self._spans, step, self._overlap)}
         self._spans = {role: [span for span in self._spans[role] if span.step > step] for role in self._spans}
         self._metrics.log(metrics, step)
@@ -113,7 +107,6 @@ class RunObserver:
         self._say(self._incidents.step(step, metrics))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The weights of version ``step`` were evaluated."""
         self._metrics.log(metrics, step)
         self._progress.eval(metrics, step)
 

@@ -50,7 +50,6 @@ class JsonlWriter:
             set_aside(path)
         elif path.exists():
             _keep_records(path, keep)
-        self.path = path
         self._lock = threading.Lock()
         self._file: TextIO = path.open("a", encoding="utf-8")
 
@@ -134,7 +133,6 @@ class SampleDump:
 
     def __init__(self, run_dir: str | Path, *, resume_step: int | None = None) -> None:
         self._writer = JsonlWriter(Path(run_dir) / SAMPLES_FILE, keep=records_before(resume_step, "rollout_id"))
-        self.path = self._writer.path
 
     def write(self, rollout_id: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append one line a sample (see ``sample_record``), each with its ``rollout_id``."""
