@@ -1,4 +1,4 @@
-"""Metrics: a JSONL file that is always written, and a hub that hands them to every logger besides.
+"""Metrics: a JSONL file that is always written, and a hub that also passes them to every logger.
 
 A metric's name is ``part/name`` (``rollout/raw_reward``, ``train/loss``, ``perf/step_time``, ``eval/dev``); its
 part becomes the ``kind`` of its line. ``step`` is the rollout id; an evaluation is logged at the number of
@@ -50,10 +50,10 @@ class MetricsFile:
 
 
 class MetricHub:
-    """Hands flat metrics to the JSONL file and to every logger.
+    """Writes flat metrics to the JSONL file and passes them to every logger.
 
-    loggers: by the name that a user asked for. One that raises is named, closed and dropped; the run goes on,
-    because what one sees must not end what one trains. The file is not a logger: an error there is raised.
+    loggers: by the name in ``--logger``. A logger that raises is logged, closed and dropped, and the run goes on:
+    observation must not end training. The file is not a logger: an error there is raised.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class MetricHub:
         for name, logger in list(self._loggers.items()):
             try:
                 logger.log(metrics, step)
-            except Exception as error:  # fault boundary: a logger is somebody else's code
+            except Exception as error:  # fault boundary: a logger is a plugin
                 _log.warning(
                     "logger %r failed at step %d and is dropped: %s: %s", name, step, type(error).__name__, error
                 )

@@ -1,4 +1,4 @@
-"""What the driver reports goes to the display, the metrics and the sample dump."""
+"""The run's observer: passes what the driver reports to display, metrics, sample dump, trace and hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from buffer_rl.resolution.calls import construct
 
 
 class RunObserver:
-    """See ``buffer_rl.driver.tasks.Observer``. A context manager.
+    """Implements ``buffer_rl.driver.tasks.Observer``, which says when each method is called. A context manager.
 
     resume_step: steps of the checkpoint that the run goes on from; its files are then continued from there.
     provenance: what code and data the run is made of, for ``run.json``.
@@ -116,7 +116,9 @@ class RunObserver:
 
 
 class Incidents:
-    """Counts them, and says each where it happens and all of them at the end."""
+    """What went wrong in a run that went on: groups in quarantine, optimizer steps that were left out.
+
+    The methods return lines for the user: one for each incident, and all of them at the end."""
 
     def __init__(self, run_dir: str) -> None:
         self._run_dir = Path(run_dir)
@@ -124,19 +126,19 @@ class Incidents:
         self._left_out = 0
 
     def rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> list[str]:
-        """What to say of a training rollout."""
+        """The incidents of a training rollout."""
         count = int(metrics.get("rollout/drop_quarantined", 0))
         self._quarantined += count
         return [f"rollout {rollout_id}: {_groups(count)} put into quarantine"] if count else []
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """What to say of a training step."""
+        """The incidents of a training step."""
         total = int(metrics.get("train/non_finite_steps", 0))
         fresh, self._left_out = total - self._left_out, max(total, self._left_out)
         return [f"step {step}: loss or gradient not finite; the weights stay as they were"] if fresh > 0 else []
 
     def summary(self) -> list[str]:
-        """What to say at the end of the run."""
+        """All incidents of the run."""
         lines = []
         if self._quarantined:
             where = self._run_dir / "quarantine.jsonl"

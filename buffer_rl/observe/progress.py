@@ -58,11 +58,11 @@ class Board:
 
     @property
     def steps_done(self) -> int:
-        """Training steps that this run, resumed or not, has behind it."""
+        """Training steps done, those before a resume included."""
         return 0 if self.last_step is None else self.last_step + 1
 
     def record_step(self, metrics: Mapping[str, float], step: int, now: float) -> None:
-        """Take over the metrics of training step ``step``, which has just ended."""
+        """Store the metrics of training step ``step``, which has just ended."""
         if self.first_step is None:
             self.first_step = step
             duration = metrics.get("perf/step_time", 0.0)
@@ -77,7 +77,7 @@ class Board:
         self.running_drops = {}
 
     def record_eval(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take over the results of the evaluation after ``step`` training steps."""
+        """Store the results of the evaluation after ``step`` training steps."""
         self.evals = eval_scores(metrics)
         self.eval_step = step
 

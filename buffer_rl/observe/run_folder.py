@@ -1,4 +1,8 @@
-"""Files of a run's folder."""
+"""Files of a run's folder: JSONL files in general, the sample dump, and ``run.json``, what the run was started with.
+
+A JSONL file has one object a line; readers see complete lines only. A new run keeps an earlier run's file under another
+name. ``run.json`` has no secrets.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,8 @@ RUN_FILE = "run.json"
 def set_aside(path: Path) -> Path | None:
     """Rename ``path`` (a file or a folder) to the first free ``NAME.N.SUFFIX``, N from 1, where it exists.
 
-    A run that starts anew in a folder that was used before then neither mixes its records with the old ones
-    nor deletes them. Returns the new path, or None if there was nothing to move.
+    A new run in a folder that was used before thus neither mixes its records with the old ones nor deletes
+    them. Returns the new path, or None if there was nothing to move.
     """
     if not path.exists():
         return None
@@ -145,7 +149,7 @@ class SampleDump:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON can hold it: labels and rewards are the user's, so anything may turn up here."""
+    """``value`` as JSON can hold it: labels and rewards come from user code and may be of any type."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -159,7 +163,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known of a run. Everything is empty for a run of which nothing was written down.
+    """Facts of a run, as in ``run.json``; all empty where there is no such file.
 
     started: UTC, ISO 8601. changed: the options that differ from their defaults, by flag.
     """
@@ -197,7 +201,7 @@ def write_facts(run_dir: str | Path, args: Options, provenance: Mapping[str, Any
 
 
 def read_facts(run_dir: str | Path) -> RunFacts:
-    """The facts of the run in ``run_dir``; empty where the file is missing or is none of ours."""
+    """The facts of the run in ``run_dir``; empty where the file is missing or has another format."""
     try:
         found = json.loads((Path(run_dir) / RUN_FILE).read_text(encoding="utf-8"))
         return RunFacts(started=str(found["started"]), version=str(found["version"]), changed=dict(found["changed"]))

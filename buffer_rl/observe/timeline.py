@@ -1,4 +1,4 @@
-"""Who worked on what, and when: spans of all roles of a run, as a trace that Perfetto and Chrome open.
+"""The timeline of a run: spans of work of all roles, as a trace that Perfetto and Chrome open.
 
 Times are those of the monotonic clock of the driver's machine, which its processes share. Roles on other machines have
 clocks of their own: their spans are shifted to the driver's by what the machines' wall clocks say, and are as exact as
@@ -96,7 +96,7 @@ class TraceFile:
 
     A clean end writes the closing bracket; without it, after a kill, Perfetto, Chrome and ``read_trace`` still read
     the file. resume_step: go on with the file that is there, up to the checkpoint after that many steps; new spans
-    then follow the last one kept without a gap, because the clock may have started anew in between. Where it is None,
+    then follow the last one kept without a gap, because the clock may have restarted in between. Where it is None,
     an existing file is kept aside as ``trace.N.json``.
     """
 

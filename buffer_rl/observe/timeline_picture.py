@@ -112,10 +112,10 @@ def _lane(members: Sequence[WorkSpan], stats: StepStats, top: float, scale: floa
     for number, row in enumerate(rows):
         for first, last, count in _joined(row, 0.6 / scale if len(members) > MAX_POINTS else 0.0):
             start, end = max(first.start, stats.start), min(last.end, stats.end)
-            rows_told = f", {first.num_rows} rows" if first.num_rows and count == 1 else ""
+            rows_text = f", {first.num_rows} rows" if first.num_rows and count == 1 else ""
             times = f"{format_seconds(end - start)} from {format_seconds(start - stats.start)}"
             name = f"{first.name} ({count} times)" if count > 1 else first.name
-            title = f"{name}, rollout {first.rollout_id}{rows_told}: {times}"
+            title = f"{name}, rollout {first.rollout_id}{rows_text}: {times}"
             width = max((end - start) * scale - 0.6, 0.6)
             parts.append(
                 f'<rect class="bar c{_colour(_kind(first))}" x="{_LEFT + (start - stats.start) * scale:.1f}"'
