@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from buffer_rl.observe.html_style import picture_style
-from buffer_rl.observe.html_timeline import WIDTH, headline, names_shown, step_lanes
+from buffer_rl.observe.report import TEMPLATES
 from buffer_rl.observe.timeline import WorkSpan
+from buffer_rl.observe.timeline_picture import WIDTH, headline, names_shown, step_lanes
 from buffer_rl.observe.timeline_stats import Spans, spans_within, step_stats
 
 PICTURE = Path(__file__).with_name("schedules.svg")
@@ -62,10 +62,17 @@ def render() -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'role="img" aria-label="One step under each schedule, on one time scale">\n'
-        f'<style>{picture_style()}\n{rule}</style>\n<rect class="page" width="{WIDTH}" height="{height}"/>\n'
+        f'<style>{_style()}\n{rule}</style>\n<rect class="page" width="{WIDTH}" height="{height}"/>\n'
         + "\n".join(parts)
         + "\n</svg>\n"
     )
+
+
+def _style() -> str:
+    """The colours of the report's style and its rules for what is inside a picture."""
+    style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
+    rules = [line for line in style.splitlines() if line.startswith(("svg text{", "svg ."))]
+    return "\n" + style[style.index(":root") : style.index("*{box-sizing")] + "\n".join(rules)
 
 
 def _as_finished(name: str, cost: float) -> list[WorkSpan]:

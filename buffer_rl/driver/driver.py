@@ -25,8 +25,7 @@ from buffer_rl.driver.role_calls import RoleCalls, RolePlan
 from buffer_rl.driver.schedule import Schedule
 from buffer_rl.driver.tasks import Observer, Runtime, Task
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
-from buffer_rl.observe.timeline import WorkSpan
-from buffer_rl.observe.work import clock_origin
+from buffer_rl.observe.timeline import WorkSpan, clock_origin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,8 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.observe.board import eval_scores
-from buffer_rl.observe.metrics import read_metrics
+from buffer_rl.observe.metrics import eval_scores, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Metrics: a JSONL file that is always written, and a hub that hands them to every logger besides.
+"""Metrics: a JSONL file that is always written, and a hub that also passes them to every logger.
 
 A metric's name is ``part/name`` (``rollout/raw_reward``, ``train/loss``, ``perf/step_time``, ``eval/dev``); its
 part becomes the ``kind`` of its line. ``step`` is the rollout id; an evaluation is logged at the number of
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.contracts import MetricLogger
-from buffer_rl.observe.files import JsonlWriter, read_jsonl, records_before
+from buffer_rl.observe.run_folder import JsonlWriter, read_jsonl, records_before
 
 METRICS_FILE = "metrics.jsonl"
+DROP_PREFIX = "rollout/drop_"
 _log = logging.getLogger(__name__)
 
 
@@ -30,7 +31,6 @@ class MetricsFile:
 
     def __init__(self, run_dir: str | Path, *, resume_step: int | None = None) -> None:
         self._writer = JsonlWriter(Path(run_dir) / METRICS_FILE, keep=records_before(resume_step, "step"))
-        self.path = self._writer.path
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line for each kind of metric in ``metrics``; a number that is not finite becomes null."""
@@ -50,10 +50,10 @@ class MetricsFile:
 
 
 class MetricHub:
-    """Hands flat metrics to the JSONL file and to every logger.
+    """Writes flat metrics to the JSONL file and passes them to every logger.
 
-    loggers: by the name that a user asked for. One that raises is named, closed and dropped; the run goes on,
-    because what one sees must not end what one trains. The file is not a logger: an error there is raised.
+    loggers: by the name in ``--logger``. A logger that raises is logged, closed and dropped, and the run goes on:
+    observation must not end training. The file is not a logger: an error there is raised.
     """
 
     def __init__(
@@ -62,18 +62,13 @@ class MetricHub:
         self._file = MetricsFile(run_dir, resume_step=resume_step)
         self._loggers = dict(loggers or {})
 
-    @property
-    def active(self) -> tuple[str, ...]:
-        """Names of the loggers that have not failed."""
-        return tuple(self._loggers)
-
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write ``metrics`` of ``step`` everywhere. Raises ``OSError`` if the JSONL file cannot be written."""
         self._file.write(metrics, step)
         for name, logger in list(self._loggers.items()):
             try:
                 logger.log(metrics, step)
-            except Exception as error:  # fault boundary: a logger is somebody else's code
+            except Exception as error:  # fault boundary: a logger is a plugin
                 _log.warning(
                     "logger %r failed at step %d and is dropped: %s: %s", name, step, type(error).__name__, error
                 )
@@ -102,3 +97,21 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """
     file = Path(path)
     return read_jsonl(file / METRICS_FILE if file.is_dir() else file)
+
+
+def drops_of(metrics: Mapping[str, float]) -> dict[str, int]:
+    """Dropped groups by reason, from ``rollout/drop_REASON``; reasons with no group are left out."""
+    return {
+        name.removeprefix(DROP_PREFIX): int(value)
+        for name, value in metrics.items()
+        if name.startswith(DROP_PREFIX) and value
+    }
+
+
+def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Mean reward of each evaluation set, from ``eval/NAME``; finer metrics (``eval/NAME/...``) are left out."""
+    return {
+        name.removeprefix("eval/"): float(value)
+        for name, value in metrics.items()
+        if name.startswith("eval/") and name.count("/") == 1 and value is not None
+    }

@@ -1,4 +1,4 @@
-"""What the driver reports goes to the display, the metrics and the sample dump."""
+"""The run's observer: passes what the driver reports to display, metrics, sample dump, trace and hooks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from types import TracebackType
 from typing import Any
 
 from buffer_rl.config import Options
-from buffer_rl.observe.incidents import Incidents
 from buffer_rl.observe.metrics import MetricHub
 from buffer_rl.observe.progress import Progress
-from buffer_rl.observe.run_facts import write_facts
-from buffer_rl.observe.samples import SampleDump
+from buffer_rl.observe.run_folder import SampleDump, write_facts
 from buffer_rl.observe.timeline import TraceFile, WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, step_metrics
 from buffer_rl.plugins import PluginRegistry
@@ -21,7 +19,7 @@ from buffer_rl.resolution.calls import construct
 
 
 class RunObserver:
-    """See ``buffer_rl.driver.tasks.Observer``. A context manager.
+    """Implements ``buffer_rl.driver.tasks.Observer``, which says when each method is called. A context manager.
 
     resume_step: steps of the checkpoint that the run goes on from; its files are then continued from there.
     provenance: what code and data the run is made of, for ``run.json``.
@@ -69,11 +67,10 @@ class RunObserver:
         self._stack.__exit__(kind, error, trace)
 
     def phase(self, name: str) -> None:
-        """The driver entered a phase."""
         self._progress.phase(name)
 
     def notice(self, line: str) -> None:
-        """Something that the user should know and that does not end the run; may be called from any thread."""
+        """One line for the user about what does not end the run; may be called from any thread."""
         self._progress.notice(line)
 
     def groups(self, done: int, wanted: int, drops: Mapping[str, int]) -> None:
@@ -83,7 +80,6 @@ class RunObserver:
     def rollout_ended(
         self, rollout_id: int, evaluation: bool, metrics: Mapping[str, float], samples: list[dict[str, Any]]
     ) -> None:
-        """A rollout or an evaluation is done."""
         kind = "eval" if evaluation else "train"
         if not evaluation:
             self._say(self._incidents.rollout(rollout_id, metrics))
@@ -93,21 +89,17 @@ class RunObserver:
         )
 
     def trained(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
-        """The optimizer took a step and the Buffer committed the rollout."""
         self._registry.call_hook("buffer_rl_on_train_step", rollout_id=rollout_id, step=step, metrics=metrics)
 
     def published(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Every engine has ``version``."""
         self._registry.call_hook("buffer_rl_on_weight_update", version=version, metrics=metrics)
 
     def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
-        """What a role did, and when."""
         if self._trace is not None:
             self._trace.write(role, spans)
         self._spans.setdefault(role, []).extend(spans)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Rollout ``step`` was trained on and published."""
         metrics = {**metrics, **step_metrics(self._spans, step, self._overlap)}
         self._spans = {role: [span for span in self._spans[role] if span.step > step] for role in self._spans}
         self._metrics.log(metrics, step)
@@ -115,10 +107,47 @@ class RunObserver:
         self._say(self._incidents.step(step, metrics))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The weights of version ``step`` were evaluated."""
         self._metrics.log(metrics, step)
         self._progress.eval(metrics, step)
 
     def _say(self, lines: Sequence[str]) -> None:
         for line in lines:
             self._progress.notice(line)
+
+
+class Incidents:
+    """What went wrong in a run that went on: groups in quarantine, optimizer steps that were left out.
+
+    The methods return lines for the user: one for each incident, and all of them at the end."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._run_dir = Path(run_dir)
+        self._quarantined = 0
+        self._left_out = 0
+
+    def rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> list[str]:
+        """The incidents of a training rollout."""
+        count = int(metrics.get("rollout/drop_quarantined", 0))
+        self._quarantined += count
+        return [f"rollout {rollout_id}: {_groups(count)} put into quarantine"] if count else []
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """The incidents of a training step."""
+        total = int(metrics.get("train/non_finite_steps", 0))
+        fresh, self._left_out = total - self._left_out, max(total, self._left_out)
+        return [f"step {step}: loss or gradient not finite; the weights stay as they were"] if fresh > 0 else []
+
+    def summary(self) -> list[str]:
+        """All incidents of the run."""
+        lines = []
+        if self._quarantined:
+            where = self._run_dir / "quarantine.jsonl"
+            lines.append(f"{_groups(self._quarantined)} of this run in quarantine: {where}")
+        if self._left_out:
+            where = self._run_dir / "non_finite"
+            lines.append(f"{self._left_out} optimizer steps were not finite and were left out; their rows: {where}")
+        return lines
+
+
+def _groups(count: int) -> str:
+    return "1 prompt group" if count == 1 else f"{count} prompt groups"

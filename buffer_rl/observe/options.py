@@ -1,4 +1,4 @@
-"""Options of what one sees: progress, metrics, sample dumps."""
+"""Options of progress display, metrics, sample dumps and trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from buffer_rl.config import Section, option
 
 
 class ObserveOptions(Section):
-    """What one sees."""
+    """Progress display, metric loggers, sample dump and trace."""
 
     heading: ClassVar[str] = "Observation"
 

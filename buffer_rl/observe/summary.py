@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from buffer_rl.observe.board import format_duration
 from buffer_rl.observe.curve import CURVE_FILE, curves_of, sparkline, write_curve
 from buffer_rl.observe.metrics import METRICS_FILE, read_metrics
-from buffer_rl.observe.samples import SAMPLES_FILE
+from buffer_rl.observe.progress import format_duration
+from buffer_rl.observe.run_folder import SAMPLES_FILE
 from buffer_rl.observe.timeline import TRACE_FILE
 
 REPORT_FILE = "report.html"
@@ -34,6 +34,11 @@ class EvalGain:
     def gain(self) -> float:
         """``after - before``."""
         return self.after - self.before
+
+    @property
+    def shown_gain(self) -> str:
+        """The gain with its sign, three digits and no negative zero."""
+        return f"{round(self.gain, 3) + 0.0:+.3f}"
 
 
 def eval_gains(records: Iterable[Mapping[str, Any]]) -> list[EvalGain]:
@@ -62,7 +67,7 @@ def gain_table(gains: Iterable[EvalGain], title: str = "Mean reward on evaluatio
             continue
         style = "green" if gain.gain > 0 else "red" if gain.gain < 0 else ""
         steps = f"{gain.first_step} → {gain.last_step}"
-        change = Text(f"{round(gain.gain, 3) + 0.0:+.3f}", style=style)  # + 0.0: no negative zero
+        change = Text(gain.shown_gain, style=style)
         table.add_row(gain.name, f"{gain.before:.3f}", f"{gain.after:.3f}", change, steps)
     return table
 
@@ -90,7 +95,7 @@ def run_report(run_dir: str | Path, console: Console | None = None, title: str =
 
     Returns the gains that the table shows. Raises DataError if the run has no metrics.
     """
-    from buffer_rl.observe.html_files import write_report  # its page shows the gains of this module
+    from buffer_rl.observe.report import write_report  # its page shows the gains of this module
 
     out = console or Console()
     records = read_metrics(run_dir)

@@ -126,12 +126,6 @@ def stacked_bars(
     return _svg(frame, label, parts)
 
 
-def legend(names: Mapping[str, int]) -> str:
-    """Names beside their colours."""
-    items = (f'<li><span class="key c{colour % COLOURS}"></span>{escape(name)}</li>' for name, colour in names.items())
-    return f'<ul class="legend">{"".join(items)}</ul>'
-
-
 def thinned(line: Line) -> Line:
     """The line with at most ``MAX_POINTS`` points, each the mean of its neighbours."""
     edges = _edges(len(line.points), MAX_POINTS)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.observe.files import set_aside
+from buffer_rl.observe.run_folder import set_aside
 
 
 class TensorBoardLogger:

@@ -1,25 +1,29 @@
-"""Who worked on what, and when: spans of all roles of a run, as a trace that Perfetto and Chrome open.
+"""The timeline of a run: spans of work of all roles, as a trace that Perfetto and Chrome open.
 
 Times are those of the monotonic clock of the driver's machine, which its processes share. Roles on other machines have
 clocks of their own: their spans are shifted to the driver's by what the machines' wall clocks say, and are as exact as
-these agree (see ``buffer_rl.observe.work``).
+these agree (see ``WorkReport``).
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from buffer_rl.errors import DataError
-from buffer_rl.observe.files import set_aside
+from buffer_rl.observe.run_folder import set_aside
 
 TRACE_FILE = "trace.json"
 ROLES = ("rollout", "ref", "actor_fwd", "advantages", "train", "publish", "save")
 """The order in which roles are shown; others come after them."""
+SAME_CLOCK_S = 0.05
+"""Processes of one machine share the monotonic clock; what they measure differs by how long a look at two clocks takes.
+Differences up to this are no shift."""
 _NAMED_BY_VERSION = ("publish", "save", "evaluate")
 _MICROSECONDS = 1e6
 
@@ -49,13 +53,50 @@ class WorkSpan:
         return self.rollout_id - (self.name in _NAMED_BY_VERSION)
 
 
+def clock_origin() -> float:
+    """When this machine's monotonic clock was 0, in seconds of the wall clock."""
+    return time.time() - time.monotonic()
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkReport:
+    """What a role did with one rollout.
+
+    origin: ``clock_origin()`` of the process whose monotonic clock the spans are on.
+    """
+
+    spans: list[WorkSpan] = field(default_factory=list)
+    num_rows: int = 0
+    origin: float = field(default_factory=clock_origin)
+
+    def add(self, span: WorkSpan) -> None:
+        """One more span, and its rows."""
+        self.spans.append(span)
+        self.num_rows += span.num_rows
+
+    @classmethod
+    def joined(cls, reports: Iterable[WorkReport]) -> WorkReport:
+        """The reports of several processes of one role, which may be on several machines; on the first one's clock."""
+        parts = list(reports)
+        origin = parts[0].origin if parts else clock_origin()
+        spans = [span for part in parts for span in part.spans_on(origin)]
+        return cls(spans=spans, num_rows=sum(part.num_rows for part in parts), origin=origin)
+
+    def spans_on(self, origin: float) -> list[WorkSpan]:
+        """The spans on the monotonic clock of another machine, as exactly as the two machines' wall clocks agree."""
+        shift = self.origin - origin
+        if abs(shift) <= SAME_CLOCK_S:
+            return self.spans
+        return [replace(span, start=span.start + shift, end=span.end + shift) for span in self.spans]
+
+
 class TraceFile:
     """Writes spans in the Trace Event Format: one process row a role, one event a line, times in microseconds since the
     first span. A context manager.
 
     A clean end writes the closing bracket; without it, after a kill, Perfetto, Chrome and ``read_trace`` still read
     the file. resume_step: go on with the file that is there, up to the checkpoint after that many steps; new spans
-    then follow the last one kept without a gap, because the clock may have started anew in between. Where it is None,
+    then follow the last one kept without a gap, because the clock may have restarted in between. Where it is None,
     an existing file is kept aside as ``trace.N.json``.
     """
 

@@ -1,4 +1,4 @@
-"""What a step's spans say: who was idle, who waited for whom, and how much overlap was reached against the bound.
+"""Statistics of a step from its spans: idle roles, waits between roles, overlap, and the lower bound of its time.
 
 A step is what happens from the start of its rollout to the start of the next one; evaluations are no part of it. Its
 streamed work is what roles do with single groups once they are finished: reference and old log-probabilities,
@@ -26,13 +26,13 @@ from buffer_rl.observe.timeline import WorkSpan, in_order
 
 Spans = Mapping[str, Sequence[WorkSpan]]
 Interval = tuple[float, float]
-NOBODY = "nobody"
+NO_ROLE = "no role"
 PHASES_OF_OTHERS = ("publish", "save")
 """Rows of the timeline that are no roles with processes of their own, so that nothing is idle in them."""
 
 
 class Overlap(StrEnum):
-    """What of a step's work may be done while its rollout still runs."""
+    """The work of a step that may overlap its rollout."""
 
     LOCKSTEP = "lockstep"
     PIPELINED = "pipelined"
@@ -51,7 +51,7 @@ class StepStats:
     """One step. All times in seconds; ``start`` and ``end`` on the clock of the spans.
 
     busy: by role, the time in which it worked, on this rollout or another one. idle: by role, the share of the step in
-    which it did not. waits: by role, for how long another one worked while it was idle (``nobody``: none did).
+    which it did not. waits: by role, for how long another one worked while it was idle (``no role``: none did).
     streamed: the sum of the streamed work; overlapped: how much of it lay inside generation.
     """
 
@@ -215,7 +215,7 @@ def _waits(role: str, busy: Mapping[str, Sequence[Interval]], start: float, end:
     for a, b in pairwise(edges):
         at_work = [other for other, intervals in busy.items() if _covers(intervals, (a + b) / 2)]
         if role not in at_work:
-            for other in at_work or [NOBODY]:
+            for other in at_work or [NO_ROLE]:
                 waits[other] = waits.get(other, 0.0) + b - a
     return waits
 

@@ -22,7 +22,7 @@ from buffer_rl.cluster.logs import redirect_output
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args
 from buffer_rl.engine.client import EngineClient
-from buffer_rl.observe.samples import sample_record
+from buffer_rl.observe.run_folder import sample_record
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place
 from buffer_rl.rollout.context import RolloutContext

@@ -9,7 +9,7 @@ import numpy as np
 
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import WorkerDiedError
-from buffer_rl.observe.work import WorkReport
+from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.types import RolloutReport, SampleGroup, Ticket
 
 

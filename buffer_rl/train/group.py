@@ -23,7 +23,7 @@ from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import BufferRestartedError, BufferStateError, TrainError
-from buffer_rl.observe.work import WorkReport
+from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
 from buffer_rl.train.duties import (

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from buffer_rl.buffer.pool import ReadRequest, Writer
-from buffer_rl.observe.timeline import WorkSpan
-from buffer_rl.observe.work import WorkReport
+from buffer_rl.observe.timeline import WorkReport, WorkSpan
 from buffer_rl.train.stream import RowSource, Started, StreamingDataset
 from buffer_rl.types import Column, RowId, TrainBatch
 

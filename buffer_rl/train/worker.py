@@ -22,7 +22,7 @@ from buffer_rl.cluster.logs import redirect_output
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args
 from buffer_rl.errors import TrainError, WorkerDiedError
-from buffer_rl.observe.work import WorkReport
+from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.train import model as models
 from buffer_rl.train.duties import advantage_stage, log_prob_stage, longest_wait, rows_per_batch

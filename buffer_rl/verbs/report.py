@@ -25,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 def run(namespace: argparse.Namespace) -> int:
     """Write the page and say where it is. Raises ConfigError or DataError."""
-    from buffer_rl.observe.html_files import write_report
+    from buffer_rl.observe.report import write_report
 
     if not Path(namespace.run_dir).is_dir():
         raise ConfigError(f"there is no folder {namespace.run_dir!r}", where="RUN_DIR", expected="a run's folder")

@@ -20,8 +20,7 @@ from buffer_rl.driver.early_stop import parse_early_stop
 from buffer_rl.driver.role_calls import RolePlan
 from buffer_rl.driver.schedule import Mode, Schedule
 from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError, TrainError, WorkerDiedError, WorkerError
-from buffer_rl.observe.timeline import WorkSpan
-from buffer_rl.observe.work import WorkReport, clock_origin
+from buffer_rl.observe.timeline import WorkReport, WorkSpan, clock_origin
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
 from buffer_rl.testing.saved_state import load_saved, saved_state

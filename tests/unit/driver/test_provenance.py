@@ -18,7 +18,7 @@ from buffer_rl.config import compose
 from buffer_rl.driver.checkpoints import RunCheckpoints
 from buffer_rl.driver.provenance import changed_plugins, provenance_of
 from buffer_rl.errors import ConfigError
-from buffer_rl.observe.run_facts import RUN_FILE, read_facts, write_facts
+from buffer_rl.observe.run_folder import RUN_FILE, read_facts, write_facts
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.shipping import MAX_BYTES

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from buffer_rl.observe.incidents import Incidents
+from buffer_rl.observe.observer import Incidents
 
 
 def test_each_is_said_once_and_all_of_them_at_the_end(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_one_line_a_kind_with_step_and_flat_numbers(tmp_path):
     file = MetricsFile(tmp_path)
     file.write({"rollout/raw_reward": 0.5, "train/loss": -1, "train/lr": 3e-4}, step=7)
     file.close()
-    lines = [json.loads(line) for line in file.path.read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [
         {"step": 7, "kind": "rollout", "rollout/raw_reward": 0.5},
         {"step": 7, "kind": "train", "train/loss": -1.0, "train/lr": 3e-4},
@@ -51,7 +51,7 @@ def test_numbers_that_are_not_finite_become_null_with_a_warning_naming_them(tmp_
     with caplog.at_level(logging.WARNING):
         file.write({"train/loss": float("nan"), "train/grad_norm": float("inf"), "train/lr": 1.0}, step=3)
     file.close()
-    assert read_metrics(file.path) == [
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
         {"step": 3, "kind": "train", "train/loss": None, "train/grad_norm": None, "train/lr": 1.0}
     ]
     assert "train/loss" in caplog.text
@@ -64,7 +64,7 @@ def test_a_logger_that_fails_is_named_once_closed_and_dropped_while_the_others_g
     with caplog.at_level(logging.WARNING):
         hub.log({"train/loss": 1.0}, 0)
         hub.log({"train/loss": 0.5}, 1)
-    assert hub.active == ("good",)
+    assert (good.closed, bad.closed) == (0, 1)
     hub.close()
     assert [step for step, _ in good.seen] == [0, 1]
     assert len(bad.seen) == 1

@@ -6,8 +6,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from buffer_rl.observe.board import format_count, format_duration
-from buffer_rl.observe.progress import Progress
+from buffer_rl.observe.progress import Progress, format_count, format_duration
 
 STEP = {
     "rollout/raw_reward": 0.4125,

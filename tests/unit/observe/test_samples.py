@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from buffer_rl.observe.samples import SampleDump, sample_record
+from buffer_rl.observe.run_folder import SampleDump, sample_record
 from buffer_rl.types import GroupUid, Sample, Status, VersionSpan
 
 
@@ -23,7 +23,7 @@ def test_a_sample_is_dumped_with_what_one_reads_it_for(tmp_path):
     dump = SampleDump(tmp_path)
     dump.write(4, [sample_record(sample)])
     dump.close()
-    assert json.loads(dump.path.read_text()) == {
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {
         "rollout_id": 4,
         "uid": "abc:7:1",
         "sample_index": 3,
@@ -40,7 +40,7 @@ def test_values_that_json_lacks_are_written_as_text_or_plain_numbers(tmp_path):
     dump = SampleDump(tmp_path)
     dump.write(0, [{"reward": {"a": math.nan, "b": np.float32(0.5)}, "label": {1, 2}.__class__, "prompt": [{"x": 1}]}])
     dump.close()
-    record = json.loads(dump.path.read_text())
+    record = json.loads((tmp_path / "samples.jsonl").read_text())
     assert record["reward"] == {"a": "nan", "b": 0.5}
     assert record["prompt"] == [{"x": 1}]
     assert isinstance(record["label"], str)

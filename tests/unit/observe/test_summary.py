@@ -7,7 +7,7 @@ from rich.console import Console
 
 from buffer_rl.errors import DataError
 from buffer_rl.observe.metrics import MetricsFile
-from buffer_rl.observe.samples import SampleDump
+from buffer_rl.observe.run_folder import SampleDump
 from buffer_rl.observe.summary import run_report
 
 
@@ -36,7 +36,7 @@ def test_the_report_shows_first_and_last_evaluation_of_each_set_and_the_files_th
     assert "TensorBoard" not in text
 
 
-def test_a_run_without_evaluations_is_told_how_to_get_them(tmp_path):
+def test_the_report_of_a_run_without_evaluations_names_the_option(tmp_path):
     file = MetricsFile(tmp_path)
     file.write({"rollout/raw_reward": 0.3}, 0)
     file.close()

@@ -41,7 +41,7 @@ LOCKSTEP: Spans = {
     "save": spans_of("save", (18, 20), rollout_id=1),
 }
 # The reference works on four groups, the last of which is finished at 10; the trainer takes 1 s for each of them after
-# the reference, and its own wait of 0.5 s before the update is nobody's.
+# the reference, and while it waits 0.5 s before the update no role works.
 PIPELINED: Spans = {
     "rollout": spans_of("rollout", (0, 10)),
     "ref": spans_of("ref", (2, 3), (4, 5), (5, 6), (10, 11)),
@@ -181,9 +181,9 @@ def test_two_processes_of_a_role_at_once_are_busy_once() -> None:
 
 def test_while_one_waits_the_others_that_work_are_named() -> None:
     waits = step_stats(PIPELINED, 0).waits
-    assert waits["rollout"] == pytest.approx({"ref": 1, "train": 5, "publish": 1, "nobody": 0.5})
+    assert waits["rollout"] == pytest.approx({"ref": 1, "train": 5, "publish": 1, "no role": 0.5})
     # Before 10 the trainer waits for 7 s, in 2 of which the reference is at work (2 to 3, 4 to 5), and then 1 s more.
-    assert waits["train"] == pytest.approx({"rollout": 7, "ref": 3, "publish": 1, "nobody": 0.5})
+    assert waits["train"] == pytest.approx({"rollout": 7, "ref": 3, "publish": 1, "no role": 0.5})
     assert set(waits) == {"rollout", "ref", "train"}
 
 

@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from buffer_rl.observe.timeline import WorkSpan
+from buffer_rl.observe.timeline import WorkReport, WorkSpan, clock_origin
 from buffer_rl.observe.timeline_stats import Overlap, step_metrics
-from buffer_rl.observe.work import WorkReport, clock_origin
 
 NOW = 1_800_000_000.0
 

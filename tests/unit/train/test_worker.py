@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from buffer_rl.errors import DeadlineError, TrainError, WorkerDiedError
-from buffer_rl.observe.work import WorkReport
+from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.train.worker import RoleGroup
 
 

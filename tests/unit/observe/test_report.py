@@ -13,10 +13,20 @@ import pytest
 
 from buffer_rl.config import compose
 from buffer_rl.errors import DataError
-from buffer_rl.observe.html_files import write_report
-from buffer_rl.observe.html_report import Report, phase_seconds, render_report, steps_of
-from buffer_rl.observe.html_samples import MAX_CHARACTERS, MAX_PER_STEP, MAX_STEPS, chosen_samples, plain_text, spread
-from buffer_rl.observe.run_facts import RunFacts, changed_options, read_facts, write_facts
+from buffer_rl.observe.report import (
+    MAX_CHARACTERS,
+    MAX_PER_STEP,
+    MAX_STEPS,
+    Report,
+    chosen_samples,
+    phase_seconds,
+    plain_text,
+    render_report,
+    spread,
+    steps_of,
+    write_report,
+)
+from buffer_rl.observe.run_folder import RunFacts, changed_options, read_facts, write_facts
 from buffer_rl.options import CORE_SECTIONS
 
 METRICS: list[dict[str, Any]] = [

@@ -1,22 +1,13 @@
-"""The timeline of a few steps for the report: one lane a role, as inline SVG in the colours of the page's style."""
+"""The timeline of a step: one lane a role, as inline SVG in the colours of the page's style."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from buffer_rl.observe.svg_chart import MAX_POINTS, legend, ticks
+from buffer_rl.observe.svg_chart import MAX_POINTS, ticks
 from buffer_rl.observe.timeline import WorkSpan, in_order
-from buffer_rl.observe.timeline_stats import (
-    PHASES_OF_OTHERS,
-    Interval,
-    Spans,
-    StepStats,
-    overlap_of,
-    spans_within,
-    step_stats,
-    step_windows,
-)
+from buffer_rl.observe.timeline_stats import PHASES_OF_OTHERS, Interval, Spans, StepStats
 
 WIDTH = 1000
 _LEFT, _RIGHT, _TOP, _BOTTOM = 108, 84, 4, 22
@@ -44,30 +35,6 @@ _COLOURS = {
     "advantages": 6,
     "save": 7,
 }
-
-
-def timeline_section(spans: Spans) -> str:
-    """The report's section: the first step, the one of median length, and the last; empty without a step."""
-    windows = step_windows(spans)
-    if not windows:
-        return ""
-    kind, figures, rows = overlap_of(spans), [], []
-    for rollout_id, which in chosen_steps(windows).items():
-        stats = step_stats(spans, rollout_id, windows[rollout_id], kind)
-        members = spans_within(spans, stats.start, stats.end)
-        name = f"Step {rollout_id} ({which})" if which else f"Step {rollout_id}"
-        figures.append(
-            f'<figure class="wide"><h3>{name}: {escape(headline(stats))}</h3>'
-            f"{legend(names_shown(members))}{step_picture(members, stats)}</figure>"
-        )
-        rows.append(_waits(stats))
-    heads = "<tr><th>step</th><th>role</th><th>idle</th><th>meanwhile at work</th></tr>"
-    return (
-        '<h2>Who worked when</h2><p class="note">Shares at the right end: how much of the step the role was idle. '
-        "Bound: what the step could not take less than under its schedule.</p>"
-        f'<div class="charts">{"".join(figures)}</div><details><summary>Who waited for whom</summary>'
-        f'<div class="scroll"><table>{heads}{"".join(rows)}</table></div></details>'
-    )
 
 
 def chosen_steps(windows: Mapping[int, Interval]) -> dict[int, str]:
@@ -145,10 +112,10 @@ def _lane(members: Sequence[WorkSpan], stats: StepStats, top: float, scale: floa
     for number, row in enumerate(rows):
         for first, last, count in _joined(row, 0.6 / scale if len(members) > MAX_POINTS else 0.0):
             start, end = max(first.start, stats.start), min(last.end, stats.end)
-            rows_told = f", {first.num_rows} rows" if first.num_rows and count == 1 else ""
+            rows_text = f", {first.num_rows} rows" if first.num_rows and count == 1 else ""
             times = f"{format_seconds(end - start)} from {format_seconds(start - stats.start)}"
             name = f"{first.name} ({count} times)" if count > 1 else first.name
-            title = f"{name}, rollout {first.rollout_id}{rows_told}: {times}"
+            title = f"{name}, rollout {first.rollout_id}{rows_text}: {times}"
             width = max((end - start) * scale - 0.6, 0.6)
             parts.append(
                 f'<rect class="bar c{_colour(_kind(first))}" x="{_LEFT + (start - stats.start) * scale:.1f}"'
@@ -179,18 +146,6 @@ def _joined(row: Sequence[WorkSpan], gap: float) -> list[tuple[WorkSpan, WorkSpa
                 continue
         joined.append((span, span, 1))
     return joined
-
-
-def _waits(stats: StepStats) -> str:
-    rows = []
-    for role, share in stats.idle.items():
-        waits = sorted(stats.waits[role].items(), key=lambda item: -item[1])
-        meanwhile = ", ".join(f"{other} {format_seconds(seconds)}" for other, seconds in waits)
-        rows.append(
-            f'<tr><td>{stats.rollout_id}</td><td>{escape(role)}</td><td class="num">{share:.0%}</td>'
-            f"<td>{escape(meanwhile)}</td></tr>"
-        )
-    return "".join(rows)
 
 
 def _kind(span: WorkSpan) -> str:

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from buffer_rl.observe.html_report import Report, render_report
-from buffer_rl.observe.html_timeline import chosen_steps, format_seconds, step_picture, timeline_section
+from buffer_rl.observe.report import Report, render_report
 from buffer_rl.observe.svg_chart import MAX_POINTS
 from buffer_rl.observe.timeline import WorkSpan
+from buffer_rl.observe.timeline_picture import chosen_steps, format_seconds, step_picture
 from buffer_rl.observe.timeline_stats import Spans, step_stats
 
 
@@ -30,6 +30,12 @@ SPANS: Spans = {
 def bars(svg: str) -> list[dict[str, str]]:
     root = ElementTree.fromstring(svg)
     return [{**rect.attrib, "title": str(rect.findtext("title"))} for rect in root.iter("rect")]
+
+
+def timeline_section(spans: Spans) -> str:
+    """What the page has between the heading of the timeline and the page's own script at its end."""
+    page = render_report(Report(title="t", metrics=[], spans=spans))
+    return page.partition("<h2>Who worked when")[2].rpartition("<script>")[0]
 
 
 def test_bars_lie_where_their_seconds_are() -> None:

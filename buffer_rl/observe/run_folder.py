@@ -1,0 +1,209 @@
+"""Files of a run's folder: JSONL files in general, the sample dump, and ``run.json``, what the run was started with.
+
+A JSONL file has one object a line; readers see complete lines only. A new run keeps an earlier run's file under another
+name. ``run.json`` has no secrets.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from buffer_rl import __version__
+from buffer_rl.config import Options, flag_of
+from buffer_rl.errors import DataError
+from buffer_rl.redaction import mask_secrets
+from buffer_rl.types import Sample
+
+SAMPLES_FILE = "samples.jsonl"
+RUN_FILE = "run.json"
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename ``path`` (a file or a folder) to the first free ``NAME.N.SUFFIX``, N from 1, where it exists.
+
+    A new run in a folder that was used before thus neither mixes its records with the old ones nor deletes
+    them. Returns the new path, or None if there was nothing to move.
+    """
+    if not path.exists():
+        return None
+    number = 1
+    while (target := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(target)
+    return target
+
+
+class JsonlWriter:
+    """Appends records to a file; every line is flushed, so that a reader never waits for a buffer.
+
+    keep: go on with the file that is there, keeping the records for which ``keep(record)`` is true; a last line
+    that a killed run left unfinished goes too. Where it is None, an existing file is set aside. Safe to use from
+    several threads.
+    """
+
+    def __init__(self, path: Path, *, keep: Callable[[Mapping[str, Any]], bool] | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if keep is None:
+            set_aside(path)
+        elif path.exists():
+            _keep_records(path, keep)
+        self._lock = threading.Lock()
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line. Raises ``ValueError`` for NaN or infinity and ``TypeError`` for what JSON cannot hold."""
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False)
+        with self._lock:
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        with self._lock:
+            self._file.close()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All complete records of ``path``; an unfinished last line (a run still writing, or killed) is left out.
+
+    Raises DataError naming file and line for a line that is not a JSON object, or if there is no such file.
+    """
+    if not path.is_file():
+        raise DataError("there is no such file", where=str(path), expected="the metrics or samples of a run")
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"not JSON: {error}", where=f"{path}:{number}", expected="one object a line") from error
+        if not isinstance(record, dict):
+            raise DataError(
+                f"a {type(record).__name__}, not an object", where=f"{path}:{number}", expected="one object a line"
+            )
+        records.append(record)
+    return records
+
+
+def records_before(resume_step: int | None, step_field: str) -> Callable[[Mapping[str, Any]], bool] | None:
+    """Which records of an earlier run stay when a run goes on after ``resume_step`` steps; None keeps no file.
+
+    Step ``r`` of training is the work of rollout ``r``, so it stays if it is below; an evaluation at step ``r`` is of
+    the weights after ``r`` steps, so the one at ``resume_step`` itself stays as well.
+    """
+    if resume_step is None:
+        return None
+    last_eval, last_step = resume_step, resume_step - 1
+    return lambda record: record[step_field] <= (last_eval if record.get("kind") == "eval" else last_step)
+
+
+def _keep_records(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Rewrite ``path`` with the records to keep; it is replaced in one go."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        for record in read_jsonl(path):
+            if keep(record):
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    temporary.replace(path)
+
+
+def sample_record(sample: Sample) -> dict[str, Any]:
+    """The readable part of a sample, as JSON values.
+
+    ``versions`` lists ``[version, start, end]``: response tokens start to end were sampled by that version.
+    """
+    return {
+        "uid": None if sample.uid is None else str(sample.uid),
+        "sample_index": sample.sample_index,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "reward": sample.reward,
+        "status": str(sample.status),
+        "versions": [[span.version, span.start, span.end] for span in sample.weight_versions],
+    }
+
+
+class SampleDump:
+    """Writes ``samples.jsonl`` in a run's folder. ``resume_step`` as in ``MetricsFile``."""
+
+    def __init__(self, run_dir: str | Path, *, resume_step: int | None = None) -> None:
+        self._writer = JsonlWriter(Path(run_dir) / SAMPLES_FILE, keep=records_before(resume_step, "rollout_id"))
+
+    def write(self, rollout_id: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Append one line a sample (see ``sample_record``), each with its ``rollout_id``."""
+        for sample in samples:
+            self._writer.write({"rollout_id": rollout_id, **{name: _plain(value) for name, value in sample.items()}})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON can hold it: labels and rewards come from user code and may be of any type."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    return _plain(value.item()) if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else str(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Facts of a run, as in ``run.json``; all empty where there is no such file.
+
+    started: UTC, ISO 8601. changed: the options that differ from their defaults, by flag.
+    """
+
+    started: str = ""
+    version: str = ""
+    changed: Mapping[str, Any] = field(default_factory=dict)
+
+
+def changed_options(args: Options) -> dict[str, Any]:
+    """The options that are not at their default, by flag, as JSON values without secrets."""
+    values = args.model_dump(mode="json")
+    fields = type(args).model_fields
+    return {
+        flag_of(name): mask_secrets(value, name)
+        for name, value in values.items()
+        if getattr(args, name) != fields[name].get_default(call_default_factory=True, validated_data={})
+    }
+
+
+def write_facts(run_dir: str | Path, args: Options, provenance: Mapping[str, Any] | None = None) -> Path:
+    """Write ``run_dir/run.json`` in place of an earlier one. Raises ``OSError``.
+
+    provenance: what code and data the run is made of, as JSON values."""
+    path = Path(run_dir) / RUN_FILE
+    facts = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "changed": changed_options(args),
+        **(provenance or {}),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(facts, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def read_facts(run_dir: str | Path) -> RunFacts:
+    """The facts of the run in ``run_dir``; empty where the file is missing or has another format."""
+    try:
+        found = json.loads((Path(run_dir) / RUN_FILE).read_text(encoding="utf-8"))
+        return RunFacts(started=str(found["started"]), version=str(found["version"]), changed=dict(found["changed"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return RunFacts()
