@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from typing import TYPE_CHECKING
 
 from buffer_rl.errors import BufferRLError
-from buffer_rl.rollout.context import RolloutContext, TokenGenerator
+from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.types import RowId, SampleGroup, Ticket
+
+if TYPE_CHECKING:
+    from buffer_rl.engine.client import EngineClient
 
 DEADLINE_S = 30.0
 """More than the client's own retries take. Engines that are busy for longer say nothing."""
@@ -46,7 +50,7 @@ class Canary:
                 task.cancel()
             await asyncio.gather(ask, stop, return_exceptions=True)
 
-    async def _ask(self, engine: TokenGenerator, row: RowId) -> bool:
+    async def _ask(self, engine: EngineClient, row: RowId) -> bool:
         """One token, under a request id that was never used."""
         rid = f"{self._ticket.task}:{row}:canary:{uuid.uuid4().hex}"
         params = {"temperature": 0.0, "max_new_tokens": 1, "sampling_seed": 0}

@@ -3,51 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.rollout.requests import RequestNumbers, Requests
 from buffer_rl.rollout.scoring import Scorer
-from buffer_rl.types import VersionSpan
 
 if TYPE_CHECKING:
+    from buffer_rl.engine.client import EngineClient
     from buffer_rl.plugins import PluginRegistry
-
-
-class Generated(Protocol):
-    """One engine's answer to one request.
-
-    output_ids, log_probs: ``[num_tokens]``; log-probabilities in nats of the sampled tokens.
-    finish_reason: ``stop``, ``length`` or ``abort``. spans: which weight version sampled which tokens.
-    """
-
-    @property
-    def output_ids(self) -> Sequence[int]: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def log_probs(self) -> Sequence[float]: ...
-    @property
-    def finish_reason(self) -> str: ...
-    @property
-    def spans(self) -> Sequence[VersionSpan]: ...
-
-
-class TokenGenerator(Protocol):
-    """Tokens in, tokens out. ``buffer_rl.engine.client.EngineClient`` is one."""
-
-    def agenerate(
-        self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any]
-    ) -> Awaitable[Generated]: ...
-    def abort(self, rids: Iterable[str] | None = None) -> Awaitable[None]:
-        """Have these requests answered with what they have, finish reason ``abort``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +54,7 @@ class RolloutContext:
     tokenizer: Any
     prompts: PromptEncoder
     scorer: Scorer
-    engine: TokenGenerator | None
+    engine: EngineClient | None
     semaphore: asyncio.Semaphore
     seed: int
     generate: Callable[..., Any] | None = None
@@ -100,7 +70,7 @@ class RolloutContext:
         args: Any,
         *,
         registry: PluginRegistry,
-        engine: TokenGenerator | None,
+        engine: EngineClient | None,
         tokenizer: Any = None,
         run_dir: Path | None = None,
     ) -> RolloutContext:

@@ -14,7 +14,8 @@ from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failure_policy import DATA_ATTEMPTS, FailurePolicy
 from buffer_rl.rollout.failures import UNUSABLE, AttemptFailure, Domain, failure_of
 from buffer_rl.rollout.generate import sampling_params_for
-from buffer_rl.rollout.production import produce, run_all, within_deadline
+from buffer_rl.rollout.production import generate_group, run_all, score_group, within_deadline
+from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.types import GroupUid, RolloutOutput, SampleGroup, Status
 
@@ -96,7 +97,8 @@ class _Evaluation:
         """Produce the group; what it failed with, if anything. Raises what must end the run."""
         params = self._params | group.sampling_params
         try:
-            failures = await produce(self._context, self._buffer.ticket, group, params, self.stats)
+            await generate_group(self._context, self._buffer.ticket, group, params, self.stats, Requests())
+            failures = await score_group(self._context, group, self.stats)
         except BufferRLError as error:
             if (failure := failure_of(error)) is None:
                 raise

@@ -6,24 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from buffer_rl.errors import BufferRLError, DataError, DeadlineError, EngineError, RewardError, RolloutError
-from buffer_rl.resolution.calls import traceback_tail
-
-__all__ = [
-    "CONVERSION_FAILED",
-    "COSTLY",
-    "STALE_WEIGHTS",
-    "UNUSABLE",
-    "AttemptFailure",
-    "Domain",
-    "FailureKind",
-    "GenerateTimeoutError",
-    "RewardFailure",
-    "failure_of",
-    "is_refusal",
-    "kind_of",
-    "status_of",
-    "traceback_tail",
-]
 
 PASSING_STATUS = frozenset({408, 425, 429})  # the only HTTP 4xx that another try may end otherwise
 REFUSED_PROMPT = frozenset({400, 413, 414, 422})  # the request is wrong; an engine's other 4xx say that the set-up is

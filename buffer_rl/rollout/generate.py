@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import EngineError, RolloutError
-from buffer_rl.rollout.context import Generated, current_context, current_scope
+from buffer_rl.rollout.context import current_context, current_scope
 from buffer_rl.rollout.continuing import SoFar, end_of_straddling_stop, response_text, so_far, stops_of
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.types import GroupUid, Sample, Status, VersionSpan, tile
+
+if TYPE_CHECKING:
+    from buffer_rl.engine.answer import GenerateResult
 
 SEED_BITS = 31  # the widest seed that every engine and every random generator behind one accepts
 
@@ -68,7 +71,7 @@ def is_stopped() -> bool:
     return requests is not None and requests.stopped
 
 
-async def answer_for(sample: Sample, input_ids: list[int], sampling_params: dict[str, Any]) -> Generated:
+async def answer_for(sample: Sample, input_ids: list[int], sampling_params: dict[str, Any]) -> GenerateResult:
     """The engine's answer to ``input_ids``, checked; it may be aborted as soon as the rollout does not need the sample.
 
     The seed is the ``sampling_seed`` of ``sampling_params``, where they have one; else the sample's own, and for each
@@ -165,7 +168,7 @@ def room_for(args: Any, sample: Sample, prompt_length: int, max_new_tokens: int)
     return int(min(max_new_tokens, limit - prompt_length))
 
 
-def _fill(sample: Sample, prompt_ids: list[int], before: SoFar, result: Generated) -> None:
+def _fill(sample: Sample, prompt_ids: list[int], before: SoFar, result: GenerateResult) -> None:
     output_ids = list(result.output_ids)
     start = len(before)
     spans = [VersionSpan(span.version, span.start + start, span.end + start) for span in result.spans]

@@ -24,18 +24,6 @@ from buffer_rl.types import Sample, SampleGroup, Status, Ticket
 T = TypeVar("T")
 
 
-async def produce(
-    context: RolloutContext, ticket: Ticket, group: SampleGroup, params: dict[str, Any], stats: RolloutStats
-) -> list[RewardFailure]:
-    """Generate every sample of ``group`` in place, then score those that were not aborted.
-
-    Returns the failures of rewards. Raises what the generate function raised, as RolloutError unless it is
-    one of ``buffer_rl.errors`` already; the group's other requests are cancelled and awaited first.
-    """
-    await generate_group(context, ticket, group, params, stats, Requests())
-    return await score_group(context, group, stats)
-
-
 async def generate_group(
     context: RolloutContext,
     ticket: Ticket,
@@ -44,7 +32,11 @@ async def generate_group(
     stats: RolloutStats,
     requests: Requests,
 ) -> None:
-    """Generate every sample of ``group`` in place; those that an earlier lease completed stay as they are."""
+    """Generate every sample of ``group`` in place; those that an earlier lease completed stay as they are.
+
+    Raises what the generate function raised, as RolloutError unless it is one of ``buffer_rl.errors`` already; the
+    group's other requests are cancelled and awaited first.
+    """
     incarnation = group.incarnation or ticket.incarnation
     numbers = RequestNumbers()  # of this attempt: the next one asks under the same seeds again
     scope = LeaseScope(

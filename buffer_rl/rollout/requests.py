@@ -12,7 +12,8 @@ from buffer_rl.errors import EngineError
 from buffer_rl.types import RowId, Sample
 
 if TYPE_CHECKING:
-    from buffer_rl.rollout.context import Generated, TokenGenerator
+    from buffer_rl.engine.answer import GenerateResult
+    from buffer_rl.engine.client import EngineClient
 
 REPEAT_S = 0.5
 """A request may reach its engine after the abort did, so the abort is repeated until every answer is here."""
@@ -54,8 +55,8 @@ class Requests:
         self._running: set[str] = set()
 
     async def ask(
-        self, engine: TokenGenerator, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any]
-    ) -> Generated:
+        self, engine: EngineClient, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any]
+    ) -> GenerateResult:
         """The engine's answer; ``stop`` may end it early, with finish reason ``abort``."""
         self._running.add(rid)
         try:
@@ -63,7 +64,7 @@ class Requests:
         finally:
             self._running.discard(rid)
 
-    async def stop(self, engine: TokenGenerator | None, tasks: Callable[[], Sequence[asyncio.Task[Any]]]) -> None:
+    async def stop(self, engine: EngineClient | None, tasks: Callable[[], Sequence[asyncio.Task[Any]]]) -> None:
         """Abort exactly these requests, and wait until ``tasks()``, those that still generate, are none.
 
         What is left after ``grace_s`` is cancelled, and awaited too. An engine that cannot be reached has nothing to

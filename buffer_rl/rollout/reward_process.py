@@ -26,7 +26,8 @@ from buffer_rl.config import load_args
 from buffer_rl.contract_check import check_group_rewards, check_reward
 from buffer_rl.errors import BufferRLError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.rollout.failures import FailureKind, kind_of, traceback_tail
+from buffer_rl.resolution.calls import traceback_tail
+from buffer_rl.rollout.failures import FailureKind, kind_of
 from buffer_rl.types import Sample, SampleGroup
 
 HEADER = struct.Struct(">I")

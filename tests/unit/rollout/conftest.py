@@ -70,7 +70,7 @@ def answer(tokens: Sequence[int], finish_reason: str = "stop", version: int = 3)
 
 @dataclass
 class ScriptedEngine:
-    """A TokenGenerator in this process: answers at once, or in an order drawn from ``order``."""
+    """An engine in this process: answers at once, or in an order drawn from ``order``."""
 
     respond: Callable[[list[int], dict[str, Any]], Answer] = field(
         default=lambda input_ids, params: answer([params["sampling_seed"] % 7 + 3] * 3)
