@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import RolloutError
+from buffer_rl.rollout.generate import RequestNumbers, Requests
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
-from buffer_rl.rollout.requests import RequestNumbers, Requests
 from buffer_rl.rollout.scoring import Scorer
+from buffer_rl.rollout.user_functions import resolve_function
 
 if TYPE_CHECKING:
     from buffer_rl.engine.client import EngineClient
@@ -88,10 +89,12 @@ class RolloutContext:
             engine=engine,
             semaphore=asyncio.Semaphore(args.rollout_concurrency),
             seed=args.rollout_seed,
-            generate=_function(registry, "generate", args.custom_generate_function_path),
-            dynamic_filter=_function(registry, "filter", args.dynamic_sampling_filter_path),
-            sample_filter=_function(registry, "sample_filter", args.rollout_sample_filter_path),
-            all_samples_process=_function(registry, "all_samples_process", args.rollout_all_samples_process_path),
+            generate=resolve_function(registry, "generate", args.custom_generate_function_path),
+            dynamic_filter=resolve_function(registry, "filter", args.dynamic_sampling_filter_path),
+            sample_filter=resolve_function(registry, "sample_filter", args.rollout_sample_filter_path),
+            all_samples_process=resolve_function(
+                registry, "all_samples_process", args.rollout_all_samples_process_path
+            ),
             run_dir=run_dir,
         )
 
@@ -137,7 +140,3 @@ def lease_scope(scope: LeaseScope) -> Iterator[None]:
         yield
     finally:
         _SCOPE.reset(token)
-
-
-def _function(registry: PluginRegistry, kind: str, reference: str | None) -> Callable[..., Any] | None:
-    return cast("Callable[..., Any]", registry.resolve(kind, reference)) if reference else None

@@ -6,24 +6,32 @@ run in which something failed has the same groups, in the same order, as one in 
 
 A prompt may show as a failure of the infrastructure: one that an engine answers with HTTP 500, or never. Such a group
 goes into quarantine, too, but only when the engines are known to be well: they answered the prompt of another group
-before and after the failure that was one too many.
+before and after the failure that was one too many (``Canary``).
+
+The report on groups in quarantine has one line of JSON each, in ``quarantine.jsonl`` of the run's folder.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
+import uuid
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.contracts import RolloutBuffer
-from buffer_rl.errors import RolloutError
-from buffer_rl.rollout.canary import Canary
+from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.redaction import mask_secrets
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failures import CONVERSION_FAILED, STALE_WEIGHTS, AttemptFailure, Domain
-from buffer_rl.rollout.quarantine import write_record
 from buffer_rl.rollout.stats import RolloutStats
-from buffer_rl.types import GroupUid, SampleGroup
+from buffer_rl.types import GroupUid, RowId, SampleGroup, Ticket
+
+if TYPE_CHECKING:
+    from buffer_rl.engine.client import EngineClient
 
 DATA_ATTEMPTS = 2
 INFRA_ATTEMPTS = 4  # of one group in one rollout, while the engines answer others
@@ -33,6 +41,11 @@ FAILURES_PER_GROUP = 4  # of --rollout-batch-size, where a budget is absent
 LEAST_BUDGET = 16
 FIRST_PAUSE_S = 0.1  # doubled with each failure of the infrastructure in a row
 LONGEST_PAUSE_S = 5.0
+CANARY_DEADLINE_S = 30.0
+"""More than the client's own retries take. Engines that are busy for longer say nothing."""
+QUARANTINE_FILE = "quarantine.jsonl"
+EXCERPT_CHARS = 400
+ERROR_CHARS = 4000
 _WHOSE = {Domain.INFRA: "of the engines or the network", Domain.DATA: "of the data"}
 
 
@@ -168,3 +181,73 @@ class FailurePolicy:
             ending = RolloutError(text, where=self._buffer.ticket.task, hint=hint)
         ending.__cause__ = error
         return ending  # type: ignore[no-any-return]
+
+
+class Canary:
+    """Belongs to one rollout. stop: set when the rollout needs no answers any more."""
+
+    def __init__(self, context: RolloutContext, ticket: Ticket, stop: asyncio.Event) -> None:
+        self.engine = context.engine
+        self._ticket = ticket
+        self._stop = stop
+        self._row: RowId | None = None
+        self._prompt: list[int] = []
+
+    def remember(self, group: SampleGroup) -> None:
+        """A group that was generated: its prompt is the one to ask for. Passed over where it is not plain numbers,
+        which nobody checked of a group that is dropped."""
+        tokens, length = group[0].tokens, group[0].response_length
+        if isinstance(tokens, list) and isinstance(length, int) and 0 <= length < len(tokens):
+            prompt = tokens[: len(tokens) - length]
+            if all(isinstance(token, int) for token in prompt):
+                self._row, self._prompt = group[0].row_id, prompt
+
+    async def is_answered(self) -> bool:
+        """Whether the engines answer now; False, too, where no prompt is known, or they need too long."""
+        if self.engine is None or self._row is None:
+            return False
+        ask = asyncio.create_task(self._ask(self.engine, self._row))
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            done, _ = await asyncio.wait({ask, stop}, timeout=CANARY_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            return ask in done and ask.result()
+        finally:
+            for task in (ask, stop):
+                task.cancel()
+            await asyncio.gather(ask, stop, return_exceptions=True)
+
+    async def _ask(self, engine: EngineClient, row: RowId) -> bool:
+        """One token, under a request id that was never used."""
+        rid = f"{self._ticket.task}:{row}:canary:{uuid.uuid4().hex}"
+        params = {"temperature": 0.0, "max_new_tokens": 1, "sampling_seed": 0}
+        try:
+            await engine.agenerate(rid, self._prompt, params)
+        except BufferRLError:
+            return False
+        return True
+
+
+def quarantine_record(group: SampleGroup, task: str, failure: AttemptFailure, attempts: int) -> dict[str, Any]:
+    """What is written down of one group: who it is, the beginning of its prompt, and the end of its error.
+
+    attempts: how many of them failed for reasons of this domain."""
+    prompt = group[0].prompt
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
+    record = {
+        "uid": str(group.uid),
+        "task": task,
+        "time": time.time(),
+        "reason": failure.reason,
+        "attempts": attempts,
+        "prompt": text[:EXCERPT_CHARS],
+        "error": str(failure.error)[-ERROR_CHARS:],
+    }
+    masked: dict[str, Any] = mask_secrets(record)
+    return masked
+
+
+def write_record(run_dir: Path, group: SampleGroup, task: str, failure: AttemptFailure, attempts: int) -> None:
+    """Append the group's line; several workers may write one file."""
+    line = json.dumps(quarantine_record(group, task, failure, attempts), ensure_ascii=False) + "\n"
+    with (run_dir / QUARANTINE_FILE).open("ab") as file:
+        file.write(line.encode("utf-8", errors="replace"))

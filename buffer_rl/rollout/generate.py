@@ -1,21 +1,34 @@
-"""The built-in generate function: one prompt in, one response out, as tokens."""
+"""The built-in generate function: one prompt in, one response out, as tokens.
+
+Beside it: sampling parameters and seeds, the continuation of a response that was aborted (its tokens become part of
+the prompt and stay in the sample), and the requests of a rollout that an engine works on, their numbers and their stop.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.engine.stop_strings import stop_window, text_before_stop
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.rollout.context import current_context, current_scope
-from buffer_rl.rollout.continuing import SoFar, end_of_straddling_stop, response_text, so_far, stops_of
-from buffer_rl.rollout.requests import Requests
-from buffer_rl.types import GroupUid, Sample, Status, VersionSpan, tile
+from buffer_rl.types import GroupUid, RowId, Sample, SampleGroup, Status, VersionSpan, tile
 
 if TYPE_CHECKING:
     from buffer_rl.engine.answer import GenerateResult
+    from buffer_rl.engine.client import EngineClient
 
+REPEAT_S = 0.5
+"""A request may reach its engine after the abort did, so the abort is repeated until every answer is here."""
+GRACE_S = 30.0
+"""An answer to an abort comes at once; a generate function of the user's may take longer to see it. Then it is
+cancelled."""
 SEED_BITS = 31  # the widest seed that every engine and every random generator behind one accepts
-
 STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
@@ -199,3 +212,133 @@ def _mend_end(tokenizer: Any, sample: Sample, start: int, params: dict[str, Any]
     if end is not None:
         sample.status, matched = Status.COMPLETED, None
     sample.response = response_text(tokenizer, ids[:end], params, matched)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoFar:
+    """What a sample has of its response: ``[num_tokens]`` each. Without tokens, everything is yet to be generated."""
+
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    loss_mask: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def so_far(args: Any, sample: Sample) -> SoFar:
+    """What is to be kept of the sample's response: under ``--partial-rollout``, that of an aborted one."""
+    length = sample.response_length
+    if not args.partial_rollout or sample.status is not Status.ABORTED or length == 0:
+        return SoFar()
+    return SoFar(
+        ids=list(sample.tokens[-length:]),
+        log_probs=list(sample.rollout_log_probs or ()),
+        spans=list(sample.weight_versions),
+        loss_mask=None if sample.loss_mask is None else list(sample.loss_mask),
+    )
+
+
+def start_anew(sample: Sample) -> Sample:
+    """The sample with its prompt alone."""
+    return SampleGroup(uid=sample.row_id.uid, samples=[sample]).as_prompts()[0]
+
+
+def stops_of(params: dict[str, Any]) -> list[str]:
+    """The stop strings of sampling parameters."""
+    stops = params.get("stop") or []
+    return [stops] if isinstance(stops, str) else list(stops)
+
+
+def end_of_straddling_stop(tokenizer: Any, ids: Sequence[int], start: int, stops: Sequence[str]) -> int | None:
+    """How many of ``ids`` belong to a response in which a stop string begins before token ``start`` and ends after
+    it: an engine that was asked to go on from ``start`` does not see such a one. None if there is none.
+    """
+    if not stops or start == 0:
+        return None
+    width = stop_window(stops)
+    first = max(0, start - width)
+    head = tokenizer.decode(ids[first:start], skip_special_tokens=False)
+    for end in range(start + 1, min(len(ids), start + width) + 1):
+        tail = tokenizer.decode(ids[first:end], skip_special_tokens=False)
+        if any(stop in tail and stop not in head for stop in stops):
+            return end
+    return None
+
+
+def response_text(tokenizer: Any, ids: Sequence[int], params: dict[str, Any], matched: object) -> str:
+    """Text of a whole response as an engine would give it for these sampling parameters. matched: the token, or the
+    string, that stopped it."""
+    skip_special_tokens = bool(params.get("skip_special_tokens", True))
+
+    def decode(chosen: Sequence[int], skip: bool) -> str:
+        return str(tokenizer.decode(list(chosen), skip_special_tokens=skip))
+
+    if params.get("no_stop_trim"):
+        return decode(ids, skip_special_tokens)
+    shown = ids[:-1] if isinstance(matched, int) and ids and ids[-1] == matched else ids
+    return text_before_stop(decode, shown, stops_of(params), skip_special_tokens)
+
+
+class RequestNumbers:
+    """Numbers the responses that are asked for during one attempt at a group, for their seeds and request ids.
+
+    Each row counts from 0, in the order of the calls. A response that goes on, such as with its next turn, keeps its
+    number: it asks from a later position.
+    """
+
+    def __init__(self) -> None:
+        self._next: Counter[RowId] = Counter()
+        # By identity, with the sample itself, so that no other one can have its identity; and where it asked from.
+        self._last: dict[int, tuple[Sample, RowId, int, int]] = {}
+
+    def number(self, sample: Sample) -> int:
+        """The number of the response that ``sample`` asks for now."""
+        row_id, position = sample.row_id, sample.response_length
+        _, last_row_id, last_position, number = self._last.get(id(sample), (None, None, 0, 0))
+        if row_id != last_row_id or position <= last_position:
+            number = self._next[row_id]
+            self._next[row_id] += 1
+        self._last[id(sample)] = (sample, row_id, position, number)
+        return number
+
+
+class Requests:
+    """Belongs to one rollout and one event loop. ``stopped``: nothing is to be generated any more."""
+
+    grace_s = GRACE_S
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._running: set[str] = set()
+
+    async def ask(
+        self, engine: EngineClient, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any]
+    ) -> GenerateResult:
+        """The engine's answer; ``stop`` may end it early, with finish reason ``abort``."""
+        self._running.add(rid)
+        try:
+            return await engine.agenerate(rid, input_ids, sampling_params)
+        finally:
+            self._running.discard(rid)
+
+    async def stop(self, engine: EngineClient | None, tasks: Callable[[], Sequence[asyncio.Task[Any]]]) -> None:
+        """Abort exactly these requests, and wait until ``tasks()``, those that still generate, are none.
+
+        What is left after ``grace_s`` is cancelled, and awaited too. An engine that cannot be reached has nothing to
+        abort.
+        """
+        self.stopped = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.grace_s):
+                while pending := tasks():
+                    if self._running and engine is not None:
+                        with contextlib.suppress(EngineError):
+                            await engine.abort(sorted(self._running))
+                    await asyncio.wait(pending, timeout=REPEAT_S)
+        late = tasks()
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)

@@ -12,13 +12,11 @@ from buffer_rl.contract_check import check_statuses
 from buffer_rl.errors import DeadlineError, RolloutError
 from buffer_rl.resolution.calls import place, returned
 from buffer_rl.resolution.signature import takes_evaluation
-from buffer_rl.rollout.calling import call_plugin
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
-from buffer_rl.rollout.continuing import start_anew
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
-from buffer_rl.rollout.generate import generate
-from buffer_rl.rollout.requests import RequestNumbers, Requests
+from buffer_rl.rollout.generate import RequestNumbers, Requests, generate, start_anew
 from buffer_rl.rollout.stats import RolloutStats
+from buffer_rl.rollout.user_functions import call_plugin
 from buffer_rl.types import Sample, SampleGroup, Status, Ticket
 
 T = TypeVar("T")

@@ -12,10 +12,9 @@ from buffer_rl.config import dump_args
 from buffer_rl.contract_check import check_reward, check_statuses
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
 from buffer_rl.resolution.calls import traceback_tail
-from buffer_rl.rollout.calling import is_async
 from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of
-from buffer_rl.rollout.reward_pool import Outcome, RewardPool
-from buffer_rl.rollout.reward_process import RewardTarget
+from buffer_rl.rollout.reward_process import Outcome, RewardPool, RewardTarget
+from buffer_rl.rollout.user_functions import is_async
 from buffer_rl.scope import is_for_rows
 from buffer_rl.types import Sample, SampleGroup, Status
 

@@ -9,7 +9,7 @@ import pytest
 
 from buffer_rl.errors import ConfigError, DataError, PluginError
 from buffer_rl.rollout.failures import FailureKind
-from buffer_rl.rollout.reward_pool import MAX_LOST_PER_CALL
+from buffer_rl.rollout.reward_process import MAX_LOST_PER_CALL
 from buffer_rl.types import Status
 
 TIMEOUT_S = 0.5
