@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import RolloutError
-from buffer_rl.rollout.generate import RequestNumbers, Requests
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.rollout.scoring import Scorer
 from buffer_rl.rollout.user_functions import resolve_function
@@ -19,6 +18,7 @@ from buffer_rl.rollout.user_functions import resolve_function
 if TYPE_CHECKING:
     from buffer_rl.engine.client import EngineClient
     from buffer_rl.plugins import PluginRegistry
+    from buffer_rl.rollout.generate import RequestNumbers, Requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

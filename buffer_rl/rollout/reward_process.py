@@ -181,14 +181,17 @@ class Outcome:
 
 
 class RewardPool:
-    """At most ``num_workers`` reward processes, started when first needed. Belongs to one event loop."""
+    """At most ``num_workers`` reward processes, started when first needed. Belongs to one event loop.
+
+    live: the processes that run; idle: those of them without a batch.
+    """
 
     def __init__(self, args_json: str, *, num_workers: int, timeout_s: float) -> None:
         self._args_json = args_json
         self._timeout_s = timeout_s
         self._free = asyncio.Semaphore(num_workers)
-        self._idle: list[_Process] = []
-        self._live: set[_Process] = set()
+        self.idle: list[_Process] = []
+        self.live: set[_Process] = set()
         self._closed = False
 
     async def score(self, target: RewardTarget, samples: Sequence[Sample | SampleGroup]) -> list[Outcome]:
@@ -210,31 +213,21 @@ class RewardPool:
     async def aclose(self) -> None:
         """Kill every process and wait until they are gone."""
         self._closed = True
-        self._idle.clear()
-        for process in list(self._live):
+        self.idle.clear()
+        for process in list(self.live):
             self._discard(process)
             await process.gone()
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the live reward processes."""
-        return sorted(process.pid for process in self._live)
-
-    @property
-    def num_busy(self) -> int:
-        """Reward processes that have a batch in hand."""
-        return len(self._live) - len(self._idle)
 
     async def _score_on_one(
         self, target: RewardTarget, samples: Sequence[Sample | SampleGroup], outcomes: list[Outcome]
     ) -> None:
-        process = self._idle.pop() if self._idle else await self._start()
+        process = self.idle.pop() if self.idle else await self._start()
         healthy = False
         try:
             healthy = await process.score(target, samples, outcomes, self._timeout_s)
         finally:  # a cancelled process is in the middle of a batch: its later answers would go to the wrong samples
             if healthy and not self._closed:
-                self._idle.append(process)
+                self.idle.append(process)
             else:
                 self._discard(process)
 
@@ -242,7 +235,7 @@ class RewardPool:
         if self._closed:
             raise RolloutError("the reward processes were stopped")
         process = _Process.spawn()
-        self._live.add(process)
+        self.live.add(process)
         try:
             await process.set_up(self._args_json)
         except BaseException:
@@ -252,7 +245,7 @@ class RewardPool:
 
     def _discard(self, process: _Process) -> None:
         process.kill()
-        self._live.discard(process)
+        self.live.discard(process)
 
 
 class _Process:
