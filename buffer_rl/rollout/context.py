@@ -1,4 +1,4 @@
-"""What user functions of a rollout may reach: tokenizer, engine, scorer; held in a ContextVar."""
+"""The context of a rollout for user functions: tokenizer, engine, scorer; held in a ContextVar."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LeaseScope:
     task: the pool (``train_3``, ``eval_3``); incarnation and attempt: those of the group's lease. A repeated
     lease of one row gets new request ids, so that an engine never answers it from an earlier request.
     requests: those of the rollout; None outside one.
-    numbers: of the responses that were asked for during this attempt; None outside one.
+    numbers: of the responses that were requested during this attempt; None outside one.
     """
 
     task: str = ""
@@ -108,7 +108,7 @@ class RolloutContext:
             _CONTEXT.reset(token)
 
     async def aclose(self) -> None:
-        """Stop the reward processes. The engine client belongs to whoever made it."""
+        """Stop the reward processes. The caller of ``build`` closes the engine client."""
         if not self._closed:
             self._closed = True
             await self.scorer.aclose()

@@ -12,7 +12,7 @@ from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failure_policy import DATA_ATTEMPTS, FailurePolicy
-from buffer_rl.rollout.failures import UNUSABLE, AttemptFailure, Domain, failure_of
+from buffer_rl.rollout.failures import GROUP_ERRORS, AttemptFailure, Domain, failure_of
 from buffer_rl.rollout.generate import Requests, sampling_params_for
 from buffer_rl.rollout.production import generate_group, run_all, score_group, within_deadline
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
@@ -107,7 +107,7 @@ class _Evaluation:
         if not any(sample.status in WITHOUT_ANSWER for sample in group):
             try:
                 self._encoded[group.uid] = self._buffer.encode(group)
-            except UNUSABLE as error:
+            except GROUP_ERRORS as error:
                 return AttemptFailure.of_conversion(error)
         return None
 

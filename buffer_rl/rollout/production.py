@@ -14,7 +14,7 @@ from buffer_rl.resolution.calls import place, returned
 from buffer_rl.resolution.signature import takes_evaluation
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
-from buffer_rl.rollout.generate import RequestNumbers, Requests, generate, start_anew
+from buffer_rl.rollout.generate import RequestNumbers, Requests, generate, reset_to_prompt
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.rollout.user_functions import call_plugin
 from buffer_rl.types import Sample, SampleGroup, Status, Ticket
@@ -75,7 +75,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def within_deadline(work: Coroutine[Any, Any, T], timeout_s: float, ticket: Ticket, stats: RolloutStats) -> T:
-    """Await ``work``; raises DeadlineError saying how far it came if it takes longer than ``timeout_s``."""
+    """Await ``work``; raises DeadlineError with its progress if it takes longer than ``timeout_s``."""
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
@@ -101,7 +101,7 @@ async def _generate_one(
         if context.generate is None:
             return [await generate(context.args, sample, params)]
         if sample.status is Status.ABORTED and not getattr(context.generate, "continues_partial", False):
-            sample = start_anew(sample)
+            sample = reset_to_prompt(sample)
         if requests.stopped:
             sample.status = Status.ABORTED
             return [sample]

@@ -3,7 +3,7 @@
 
 Who waits for whom: ``RewardPool.score`` waits for a free process, then for one answer per sample, each within its
 deadline. A process that misses a deadline is killed, one that dies is noticed by the end of its stream; either way
-the sample in hand has failed, and a fresh process goes on with the samples behind it. The child waits for the next
+the sample that it worked on has failed, and a fresh process goes on with the next ones. The child waits for the next
 batch.
 
 Frames are a 4-byte big-endian length and a body: pickle towards the child, JSON towards the parent, which therefore
@@ -87,7 +87,7 @@ def main(file_descriptor: int) -> None:
         try:
             _serve(channel)
         except (EOFError, ConnectionError):
-            return  # the parent has gone or has closed the pool
+            return  # the parent has ended or has closed the pool
 
 
 def _serve(channel: socket.socket) -> None:
@@ -142,11 +142,11 @@ async def _awaited(value: Any) -> Any:
 
 
 def _receive(channel: socket.socket) -> bytes:
-    (length,) = HEADER.unpack(_exactly(channel, HEADER.size))
-    return _exactly(channel, length)
+    (length,) = HEADER.unpack(_receive_exactly(channel, HEADER.size))
+    return _receive_exactly(channel, length)
 
 
-def _exactly(channel: socket.socket, length: int) -> bytes:
+def _receive_exactly(channel: socket.socket, length: int) -> bytes:
     parts = bytearray()
     while len(parts) < length:
         block = channel.recv(min(length - len(parts), 1 << 20))
@@ -205,18 +205,18 @@ class RewardPool:
             while len(outcomes) < len(samples):
                 lost = [outcome.kind for outcome in outcomes if outcome.kind in COSTLY]
                 if len(lost) >= MAX_LOST_PER_CALL:
-                    outcomes.extend([_given_up(lost[-1])] * (len(samples) - len(outcomes)))
+                    outcomes.extend([_skipped_outcome(lost[-1])] * (len(samples) - len(outcomes)))
                     break
                 await self._score_on_one(target, samples[len(outcomes) :], outcomes)
         return outcomes
 
     async def aclose(self) -> None:
-        """Kill every process and wait until they are gone."""
+        """Kill every process and wait until they are reaped."""
         self._closed = True
         self.idle.clear()
         for process in list(self.live):
             self._discard(process)
-            await process.gone()
+            await process.reaped()
 
     async def _score_on_one(
         self, target: RewardTarget, samples: Sequence[Sample | SampleGroup], outcomes: list[Outcome]
@@ -282,7 +282,7 @@ class _Process:
             answer = await self._receive(START_TIMEOUT_S)
         except (TimeoutError, EOFError, ConnectionError) as error:
             raise RolloutError(
-                f"a reward process did not start: {await self._ending(error)}",
+                f"a reward process did not start: {await self._exit_reason(error)}",
                 where=f"process {self.pid}",
                 hint="its own error is above, on the standard error of the rollout worker",
             ) from error
@@ -297,7 +297,7 @@ class _Process:
             await self._send((target, list(samples)))
             answer = await self._receive(START_TIMEOUT_S)
         except (TimeoutError, EOFError, ConnectionError) as error:
-            outcomes.append(Outcome(kind=FailureKind.CRASH, text=f"on import, {await self._ending(error)}"))
+            outcomes.append(Outcome(kind=FailureKind.CRASH, text=f"on import, {await self._exit_reason(error)}"))
             return False
         if "error" in answer:
             raise PluginError(answer["error"], where="reward process")
@@ -309,7 +309,7 @@ class _Process:
                 outcomes.append(Outcome(kind=FailureKind.TIMEOUT, text=text))
                 return False
             except (EOFError, ConnectionError) as error:
-                outcomes.append(Outcome(kind=FailureKind.CRASH, text=await self._ending(error)))
+                outcomes.append(Outcome(kind=FailureKind.CRASH, text=await self._exit_reason(error)))
                 return False
             outcomes.append(_read_outcome(answer))
         return True
@@ -326,7 +326,7 @@ class _Process:
             self._channel.close()
         self._child.poll()
 
-    async def gone(self) -> None:
+    async def reaped(self) -> None:
         """Wait until the process has been reaped."""
         await asyncio.to_thread(self._child.wait, EXIT_TIMEOUT_S)
 
@@ -344,7 +344,7 @@ class _Process:
             answer: dict[str, Any] = orjson.loads(await self._reader.readexactly(length))
         return answer
 
-    async def _ending(self, error: BaseException) -> str:
+    async def _exit_reason(self, error: BaseException) -> str:
         if isinstance(error, TimeoutError):
             return f"no answer within {START_TIMEOUT_S:g} s"
         try:
@@ -362,5 +362,5 @@ def _read_outcome(answer: dict[str, Any]) -> Outcome:
     return Outcome(value=answer["ok"])
 
 
-def _given_up(kind: FailureKind | None) -> Outcome:
+def _skipped_outcome(kind: FailureKind | None) -> Outcome:
     return Outcome(kind=kind, text=f"not run: {MAX_LOST_PER_CALL} samples of this group already cost a reward process")

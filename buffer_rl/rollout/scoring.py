@@ -85,12 +85,12 @@ class Scorer:
         failures: dict[int, RewardFailure] = {}
         for sample in samples:
             if sample.reward is not None:
-                self._settle(sample, "set by the generate function", Outcome(value=sample.reward), failures)
+                self._set_reward(sample, "set by the generate function", Outcome(value=sample.reward), failures)
             else:
                 by_target.setdefault(self._target(sample, of_set), []).append(sample)
         for target, rows in by_target.items():
             for sample, outcome in zip(rows, await self._run(target, rows), strict=True):
-                self._settle(sample, repr(target.reference), outcome, failures)
+                self._set_reward(sample, repr(target.reference), outcome, failures)
         return [failures[id(sample)] for sample in samples if id(sample) in failures]
 
     async def _score_together(self, samples: Sequence[Sample]) -> list[RewardFailure]:
@@ -166,7 +166,7 @@ class Scorer:
             text = f"{type(error).__name__}: {error}\n{traceback_tail(error)}"
             return Outcome(kind=kind_of(error), text=text)
 
-    def _settle(self, sample: Sample, origin: str, outcome: Outcome, failures: dict[int, RewardFailure]) -> None:
+    def _set_reward(self, sample: Sample, origin: str, outcome: Outcome, failures: dict[int, RewardFailure]) -> None:
         where = f"reward {origin}, row {sample.row_id}"
         kind, text, expected = outcome.kind, outcome.text, outcome.expected
         if kind is None:

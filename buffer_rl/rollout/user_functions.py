@@ -47,8 +47,8 @@ async def call_user(function: Callable[..., Any], invoke: Callable[[], Any]) -> 
 async def call_plugin(
     kind: str, reference: object, function: Callable[..., Any], *arguments: Any, at: str, **keywords: Any
 ) -> Any:
-    """``call_user`` for a plugin: what it raises becomes a RolloutError that names it, and bears its HTTP status if it
-    has one; the project's errors pass."""
+    """``call_user`` for a plugin: what it raises becomes a RolloutError that names it, with its HTTP status if it
+    has one; errors of ``buffer_rl.errors`` pass."""
     try:
         return await call_user(function, partial(function, *arguments, **keywords))
     except BufferRLError:
@@ -82,8 +82,8 @@ async def apply_sample_filter(
 ) -> None:
     """Let the user's filter mark samples of a whole rollout with ``remove_sample``.
 
-    Raises RolloutError, naming the filter, if it raises, or returns something: what it keeps, perhaps, which would
-    be lost.
+    Raises RolloutError, naming the filter, if it raises, or returns something, which would be lost: for
+    example the samples to keep.
     """
     kind = "sample_filter"
     answer = await call_plugin(kind, reference, function, args, groups, at=task)
@@ -121,7 +121,7 @@ def choose_queued(
 ) -> list[GroupUid]:
     """The uids of the queued groups that the user's buffer filter chooses, in its order.
 
-    Raises RolloutError, naming the filter, if it raises, or returns something that it was not given.
+    Raises RolloutError, naming the filter, if it raises, or returns anything but headers from the list.
     """
     kind, at = "buffer_filter", f"rollout {rollout_id}"
     expected = "a list of some of the headers (buffer_rl.types.QueueHeader) in the list that it received"
@@ -154,7 +154,7 @@ class LogFunctions:
     async def metrics(
         self, ticket: Ticket, groups: Iterable[SampleGroup], metrics: dict[str, float], seconds: float
     ) -> dict[str, float]:
-        """What is to be logged of ``ticket``'s rollout, after the user's function has seen it.
+        """The metrics to log of ``ticket``'s rollout, after the call of the user's function.
 
         Raises RolloutError, naming the function, if it raises, returns something else than a boolean or None, or
         leaves something in the metrics that is no number.
@@ -167,11 +167,11 @@ class LogFunctions:
             kind, path = "eval_rollout_log", self._args.custom_eval_rollout_log_function_path
         ordered = sorted(groups, key=lambda group: group.uid)
         shared = dict(metrics)
-        # A sample that was given up may have no reward; a function that takes the mean of all must not meet it.
+        # A removed sample may have no reward; a function that takes the mean of all samples must not see it.
         scored = [sample for group in ordered for sample in group if sample.reward is not None]
         facts: tuple[Any, ...] = (scored, shared, seconds)
         if ticket.evaluation:
-            facts = (self._answers(ordered), shared)
+            facts = (self._eval_data(ordered), shared)
         logged = await call_plugin(kind, path, function, ticket.rollout_id, self._args, *facts, at=ticket.task)
         if logged is not None and not isinstance(logged, bool):
             expected = "True (it did the logging), False or None"
@@ -179,7 +179,7 @@ class LogFunctions:
         checked = check_metrics(shared, where=place(kind, path, ticket.task))
         return {name: value for name, value in checked.items() if self._kept(name)} if logged else checked
 
-    def _answers(self, groups: list[SampleGroup]) -> dict[str, dict[str, list[Any]]]:
+    def _eval_data(self, groups: list[SampleGroup]) -> dict[str, dict[str, list[Any]]]:
         data: dict[str, dict[str, list[Any]]] = {}
         for group in groups:
             own = data.setdefault(group.data_set or UNNAMED, {"rewards": [], "truncated": [], "samples": []})
@@ -189,7 +189,7 @@ class LogFunctions:
         return data
 
     def _kept(self, name: str) -> bool:
-        """Whether progress, learning curve or ``--early-stop`` are made of the metric."""
+        """Whether progress, learning curve or ``--early-stop`` need the metric."""
         mean_of_set = name.startswith("eval/") and name.count("/") == 1
         return name in REWARD_METRICS or mean_of_set or (self._args.early_stop or "").startswith(name)
 

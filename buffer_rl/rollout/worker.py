@@ -1,7 +1,7 @@
 """The process in which rollout functions, generate functions and filters run.
 
-Who waits for whom: user code waits for the engines (a deadline each request) and for the Buffer (a deadline each
-call); the driver waits for ``run``, with a deadline for the whole rollout.
+Who waits for whom: user code waits for the engines and for the Buffer, with a deadline for each request and each
+call; the driver waits for ``run``, with a deadline for the whole rollout.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class VirtualRuntime:
         return mine.answer
 
     def restart(self, role: str) -> None:
-        """Have the role's object start anew."""
+        """Restart the role's object."""
         self._roles[role].restart()
 
     def now(self) -> float:

@@ -251,7 +251,7 @@ async def settled(kit: Any, failure: AttemptFailure, well: list[bool]) -> list[b
         policy.succeeded(other)
         for now[0] in well:
             (leased,) = buffer.get_samples(1)
-            results.append(await policy.settle(leased, failure))
+            results.append(await policy.handle(leased, failure))
     assert all(ids == [3, 4] and params["max_new_tokens"] == 1 for _, ids, params in engine.calls)
     return results
 
