@@ -141,8 +141,9 @@ class GroupConverter:
 
 
 def checked_columns(answer: object, samples: Sequence[Sample], where: str) -> dict[str, Column]:
-    """What a user's conversion returned, with the types that the trainer reads. Raises RolloutError if a required
-    column is missing, or one has not a row for each sample; all but the required ones pass as they are."""
+    """The columns that a user's conversion returned, with the types that the trainer reads. Raises RolloutError if a
+    required column is missing, or a column lacks a row for a sample. Other columns than the required ones pass as they
+    are."""
     num_rows = len(samples)
     if not isinstance(answer, dict) or REQUIRED_COLUMNS - answer.keys():
         got = f"a dict of {', '.join(map(str, answer))}" if isinstance(answer, dict) else short_repr(answer)

@@ -70,8 +70,8 @@ class _Evaluation:
             await run_all(self._produce_one(group) for group in groups)
 
     async def _produce_one(self, group: SampleGroup) -> None:
-        attempts = 0  # of this evaluation that failed: the Buffer counts those of all evaluations, whose uids are equal
-        while (failure := await self._failure(group)) is not None:
+        attempts = 0  # that failed in this evaluation; the Buffer counts over all evaluations, whose uids are equal
+        while (failure := await self._attempt(group)) is not None:
             total, _ = await self._failures.count(group, failure)
             self._failures.check_budget(failure, total)
             attempts += failure.domain is Domain.DATA
@@ -92,8 +92,8 @@ class _Evaluation:
         await self._buffer.afinish(group, self._encoded.pop(group.uid))
         self.stats.count_kept(group, rewards_of(self._context.args, group))
 
-    async def _failure(self, group: SampleGroup) -> AttemptFailure | None:
-        """Produce the group; what it failed with, if anything. Raises what must end the run."""
+    async def _attempt(self, group: SampleGroup) -> AttemptFailure | None:
+        """Generate, score and encode the group. Returns its failure, if any. Raises errors that must end the run."""
         params = self._params | group.sampling_params
         try:
             await generate_group(self._context, self._buffer.ticket, group, params, self.stats, Requests())

@@ -31,7 +31,7 @@ COSTLY = frozenset({FailureKind.TIMEOUT, FailureKind.CRASH})  # each costs a dea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailure:
-    """One sample without a reward: why, and the error that says so in full."""
+    """Why one sample has no reward: the kind, and the error with all details."""
 
     kind: FailureKind
     error: RewardError

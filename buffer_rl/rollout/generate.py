@@ -281,7 +281,7 @@ def response_text(tokenizer: Any, ids: Sequence[int], params: dict[str, Any], ma
 
 
 class RequestNumbers:
-    """Numbers the responses that are asked for during one attempt at a group, for their seeds and request ids.
+    """Numbers the responses that are requested during one attempt at a group, for their seeds and request ids.
 
     Each row counts from 0, in the order of the calls. A response that continues, for example with its next turn, keeps
     its number: its request starts at a later position.

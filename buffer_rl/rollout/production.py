@@ -135,8 +135,8 @@ async def _call_custom(
 
 @asynccontextmanager
 async def _generate_deadline(args: Any, where: str) -> AsyncIterator[None]:
-    """A user's generate function may make many requests, so it has more time than one; but not all of the rollout's,
-    or one prompt at which it hangs would end that."""
+    """The deadline of one call of the user's generate function: longer than one request's, because the function may
+    make many; shorter than the rollout's, so that one prompt at which it hangs does not end the rollout."""
     limit = args.custom_generate_timeout_s or args.rollout_timeout_s / 2
     deadline = asyncio.timeout(limit)
     try:

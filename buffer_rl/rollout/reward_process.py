@@ -51,7 +51,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @dataclass(frozen=True, slots=True)
 class RewardTarget:
-    """Which reward function: a reference of the user's, or (``registered``) a name that data may choose.
+    """Which reward function: the user's reference, or (``registered``) a name that data may choose.
 
     of_group: it scores a whole ``SampleGroup``, and answers with one number a sample.
     """
@@ -216,7 +216,7 @@ class RewardPool:
         self.idle.clear()
         for process in list(self.live):
             self._discard(process)
-            await process.reaped()
+            await process.wait_reaped()
 
     async def _score_on_one(
         self, target: RewardTarget, samples: Sequence[Sample | SampleGroup], outcomes: list[Outcome]
@@ -326,7 +326,7 @@ class _Process:
             self._channel.close()
         self._child.poll()
 
-    async def reaped(self) -> None:
+    async def wait_reaped(self) -> None:
         """Wait until the process has been reaped."""
         await asyncio.to_thread(self._child.wait, EXIT_TIMEOUT_S)
 

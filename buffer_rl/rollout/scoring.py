@@ -94,7 +94,7 @@ class Scorer:
         return [failures[id(sample)] for sample in samples if id(sample) in failures]
 
     async def _score_together(self, samples: Sequence[Sample]) -> list[RewardFailure]:
-        """Score the samples of one prompt by ``--custom-group-rm-path``; without an answer all of them have failed."""
+        """Score the samples of one prompt by ``--custom-group-rm-path``; if it fails, all of them have failed."""
         target = RewardTarget(self._args.custom_group_rm_path, registered=False, of_group=True)
         group = SampleGroup(uid=samples[0].row_id.uid, samples=list(samples))
         (outcome,) = await self._run(target, [group])

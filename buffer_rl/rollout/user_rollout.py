@@ -1,4 +1,4 @@
-"""Calls a rollout function of the user's and makes a ``RolloutOutput`` of what it returns.
+"""Calls a user's rollout function and reads its answer as a ``RolloutOutput``.
 
 Evaluation functions written for slime return, for each data set, ``rewards``, ``truncated`` and ``samples``, one entry
 a sample; this mapping may stand in the field ``data`` of a record that has ``metrics`` too.
@@ -26,15 +26,15 @@ EXPECTED_EVALUATION = (
     "{data set: {'rewards': [a number a sample], 'truncated': [a boolean a sample], 'samples': [...]}}"
 )
 GRACE_S = 30.0
-"""The built-in functions keep the deadline themselves, and say more when it passes; this one is for all others."""
+"""Added to the deadline: the built-in functions keep it themselves and report their progress; others end here."""
 
 
 class LeaseRecorder:
-    """A ``RolloutBuffer`` that remembers what it leased, so that plain lists of samples are groups again, and that
-    checks the status of each sample that is reported.
+    """A ``RolloutBuffer`` that records its leases, so that plain lists of samples can become groups again, and checks
+    the status of each reported sample.
 
-    groups: the leases by uid, the last one of each. finished: the groups that were reported as such. where: of the
-    errors. Everything that is not here is the buffer's own.
+    groups: the last lease of each uid. finished: the groups reported as finished. where: names the function in errors.
+    All other calls go to ``buffer``.
     """
 
     def __init__(self, buffer: RolloutBuffer, where: str) -> None:
@@ -47,34 +47,28 @@ class LeaseRecorder:
         return getattr(self._buffer, name)
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
-        """Lease groups."""
         return self._record(self._buffer.get_samples(num_samples))
 
     async def aget_samples(self, num_samples: int) -> list[SampleGroup]:
-        """Lease groups."""
         return self._record(await self._buffer.aget_samples(num_samples))
 
     def add_samples(self, groups: Sequence[SampleGroup | Sequence[Sample]]) -> None:
-        """Give leased groups back; a list of a group's samples stands for the group."""
+        """Requeue leased groups; a list of a group's samples stands for the group."""
         self._buffer.add_samples([self._group(group) for group in groups])
 
     async def aadd_samples(self, groups: Sequence[SampleGroup | Sequence[Sample]]) -> None:
-        """Give leased groups back; a list of a group's samples stands for the group."""
         await self._buffer.aadd_samples([self._group(group) for group in groups])
 
     def encode(self, group: SampleGroup) -> Any:
-        """What ``finish`` would store of a group."""
         check_statuses(group, where=self._where)
         return self._buffer.encode(group)
 
     def finish(self, group: SampleGroup, encoded: Any = None) -> None:
-        """Report a finished group."""
         check_statuses(group, where=self._where)
         self._buffer.finish(group, encoded)
         self.finished[group.uid] = group
 
     async def afinish(self, group: SampleGroup, encoded: Any = None) -> None:
-        """Report a finished group."""
         check_statuses(group, where=self._where)
         await self._buffer.afinish(group, encoded)
         self.finished[group.uid] = group
@@ -100,8 +94,8 @@ async def run_user_rollout(
 ) -> RolloutOutput:
     """The checked output of ``function`` for ``buffer.ticket``, with the metrics of ``finished_metrics``.
 
-    Raises RolloutError, naming ``where``, if the function raises, returns something else, or is not done at
-    ``--rollout-timeout-s`` and a grace.
+    Raises RolloutError, naming ``where``, if the function raises, returns something else, or exceeds
+    ``--rollout-timeout-s`` by ``GRACE_S``.
     """
     recorder: Any = LeaseRecorder(buffer, where)
     ticket = buffer.ticket
@@ -195,7 +189,7 @@ def _metrics_of(name: str, result: Mapping[str, Any], args: Any, where: str) -> 
 
 
 def _sample_of(sample: object, place: int) -> object:
-    """What the parts of one sample share; one that was never leased is a sample by itself."""
+    """A key that is equal for the parts of one sample; a sample that was never leased has a key of its own."""
     if isinstance(sample, Sample) and sample.uid is not None:
         return sample.uid, sample.sample_index
     return place
@@ -220,11 +214,11 @@ def _reward(value: object, args: Any, where: str) -> float:
 
 
 def _whole_groups(samples: Sequence[Sample], leased: Mapping[GroupUid, SampleGroup]) -> list[SampleGroup]:
-    """The leased groups of which all samples are there; the Buffer counts the others as unreported."""
+    """The leased groups whose samples are all in ``samples``; the Buffer counts the others as unreported."""
     by_uid: dict[GroupUid, dict[int, Sample]] = {}
     for sample in samples:
         if sample.uid is not None and sample.uid in leased:
-            by_uid.setdefault(sample.uid, {})[id(sample)] = sample  # it may be in several data sets
+            by_uid.setdefault(sample.uid, {})[id(sample)] = sample  # a sample may be in several data sets
     groups = [as_leased_group(list(found.values()), leased) for found in by_uid.values()]
     return [group for group in groups if group and _indices(group) == _indices(leased[group.uid])]
 

@@ -103,7 +103,7 @@ class RolloutWorker(PayloadProducer):
         return report, _named(metrics), self._shown(ticket, buffer)
 
     def _context(self) -> RolloutContext:
-        """Made on first use, because it belongs to the event loop that runs the rollouts."""
+        """The context, made on first use because it belongs to the event loop that runs the rollouts."""
         if self._opened is None:
             args = self._args
             engine = EngineClient.from_args(args) if args.router_url else None
