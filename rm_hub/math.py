@@ -127,7 +127,7 @@ def _comparison() -> Callable[[str, str], bool]:
 
 
 def _read_numbers_as_literals() -> None:
-    """Has the LaTeX parser make its numbers itself: ``sympy.Number(text)`` hands the text of each to ``eval``."""
+    """Has the LaTeX parser make its numbers itself: ``sympy.Number(text)`` passes the text of each to ``eval``."""
     from latex2sympy2_extended import latex2sympy2
     from sympy import Float, Integer
 

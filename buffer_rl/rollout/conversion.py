@@ -14,6 +14,7 @@ from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place, returned, traceback_tail
 from buffer_rl.resolution.errors import short_repr
+from buffer_rl.rollout.user_functions import resolve_function
 from buffer_rl.types import Column, RowId, Sample, SampleGroup
 
 REQUIRED_COLUMNS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
@@ -50,14 +51,13 @@ class GroupConverter:
     def from_args(cls, args: Any, registry: PluginRegistry) -> GroupConverter:
         """With the functions that ``--custom-reward-post-process-path`` and
         ``--custom-convert-samples-to-train-data-path`` name. Raises PluginError."""
-        post_process, to_train_data = (
-            registry.resolve(kind, path) if path else None
-            for kind, path in (
-                ("reward_post_process", args.custom_reward_post_process_path),
-                ("samples_to_train_data", args.custom_convert_samples_to_train_data_path),
-            )
+        return cls(
+            args,
+            post_process=resolve_function(registry, "reward_post_process", args.custom_reward_post_process_path),
+            to_train_data=resolve_function(
+                registry, "samples_to_train_data", args.custom_convert_samples_to_train_data_path
+            ),
         )
-        return cls(args, post_process=post_process, to_train_data=to_train_data)
 
     def encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
         """The group's row ids and columns. Raises RolloutError, naming the row, for what cannot be used."""

@@ -28,7 +28,7 @@ from buffer_rl.resolution.calls import call, place
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.source.client import SourceClient
-from buffer_rl.rollout.user_functions import LogFunctions, choose_queued
+from buffer_rl.rollout.user_functions import LogFunctions, choose_queued, resolve_function
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.types import RolloutReport, Ticket
 
@@ -66,8 +66,7 @@ class RolloutWorker(PayloadProducer):
         path = self._args.eval_function_path
         evaluate = _construct(self._registry, path, self._args) if path else train
         self._functions = {False: train, True: evaluate}
-        filter_path = self._args.buffer_filter_path
-        self._buffer_filter = self._registry.resolve("buffer_filter", filter_path) if filter_path else None
+        self._buffer_filter = resolve_function(self._registry, "buffer_filter", self._args.buffer_filter_path)
         self._log_functions = LogFunctions(self._args, self._registry)
         self._opened: RolloutContext | None = None
 

@@ -36,7 +36,7 @@ class Span:
 
 
 class VirtualRuntime:
-    """See ``buffer_rl.driver.tasks.Runtime``. Calls to one role follow one another; roles overlap.
+    """A ``buffer_rl.driver.tasks.Runtime`` without processes. Calls to one role follow one another; roles overlap.
 
     roles: an object for each role, whose methods are called. ``spans`` lists every call in order of submission.
     """
