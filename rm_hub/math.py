@@ -3,7 +3,7 @@ r"""Mathematical answers, compared by math-verify: fractions, sets, intervals, m
 Source: the package math-verify (Kydlíček et al. 2024, https://github.com/huggingface/Math-Verify), which parses LaTeX
 into sympy. Its own time limits use SIGALRM, which cannot stop arithmetic that runs in C and fails off the main
 thread; they are off. A synchronous reward runs in a process that is killed at ``--rm-timeout-s``, and what could
-only end so is refused before it is parsed (``rm_hub/bounds.py``). Plain text is never handed to sympy's ``eval``.
+only end so is refused before it is parsed (``rm_hub/bounds.py``). Plain text never reaches sympy's ``eval``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _comparison() -> Callable[[str, str], bool]:
             "math-verify is not installed", where="rm_hub.math", hint="pip install 'buffer-rl[math]'"
         ) from error
     _read_numbers_as_literals()
-    # It warns that its time limits are off, as if nobody had set others.
+    # It warns that its time limits are off, although the process has a limit of its own.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     extraction = [LatexExtractionConfig(boxed_match_priority=0)]
 
@@ -127,7 +127,7 @@ def _comparison() -> Callable[[str, str], bool]:
 
 
 def _read_numbers_as_literals() -> None:
-    """Has the LaTeX parser make its numbers itself: ``sympy.Number(text)`` hands the text of each to ``eval``."""
+    """Has the LaTeX parser make its numbers itself: ``sympy.Number(text)`` passes the text of each to ``eval``."""
     from latex2sympy2_extended import latex2sympy2
     from sympy import Float, Integer
 

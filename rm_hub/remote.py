@@ -25,7 +25,7 @@ MAX_ANSWER_BYTES = 1 << 20
 RETRIED = frozenset({429, 500, 502, 503, 504})  # another 4xx says that the request is wrong, and stays so
 
 
-class _PassingFailureError(Exception):
+class _RetryableError(Exception):
     """Worth another attempt."""
 
 
@@ -72,9 +72,9 @@ async def _ask(args: Any, payload: dict[str, Any], place: str) -> Any:
                     await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
                 try:
                     return await _post(session, url, payload, place)
-                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _PassingFailureError) as error:
+                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _RetryableError) as error:
                     failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                    failure = failure.removeprefix("_PassingFailureError: ")
+                    failure = failure.removeprefix("_RetryableError: ")
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):  # their text is the address
         expected = "http://HOST:PORT/PATH"
         raise ConfigError(f"{_shown(url)!r} is no address", where="--rm-url", expected=expected) from None
@@ -101,7 +101,7 @@ async def _post(session: aiohttp.ClientSession, url: str, payload: dict[str, Any
                 raise RewardError(f"the reward server sent more than {MAX_ANSWER_BYTES} bytes", where=place)
         text = body.decode(errors="replace")
         if response.status in RETRIED:
-            raise _PassingFailureError(f"HTTP {response.status}: {text:.200}")
+            raise _RetryableError(f"HTTP {response.status}: {text:.200}")
         if response.status != 200:
             refusal = RewardError(f"the reward server answered HTTP {response.status}: {text:.200}", where=place)
             refusal.status = response.status

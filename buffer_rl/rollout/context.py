@@ -1,53 +1,24 @@
-"""What user functions of a rollout may reach: tokenizer, engine, scorer; held in a ContextVar."""
+"""The context of a rollout for user functions: tokenizer, engine, scorer; held in a ContextVar."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
-from buffer_rl.rollout.requests import RequestNumbers, Requests
 from buffer_rl.rollout.scoring import Scorer
-from buffer_rl.types import VersionSpan
+from buffer_rl.rollout.user_functions import resolve_function
 
 if TYPE_CHECKING:
+    from buffer_rl.engine.client import EngineClient
     from buffer_rl.plugins import PluginRegistry
-
-
-class Generated(Protocol):
-    """One engine's answer to one request.
-
-    output_ids, log_probs: ``[num_tokens]``; log-probabilities in nats of the sampled tokens.
-    finish_reason: ``stop``, ``length`` or ``abort``. spans: which weight version sampled which tokens.
-    """
-
-    @property
-    def output_ids(self) -> Sequence[int]: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def log_probs(self) -> Sequence[float]: ...
-    @property
-    def finish_reason(self) -> str: ...
-    @property
-    def spans(self) -> Sequence[VersionSpan]: ...
-
-
-class TokenGenerator(Protocol):
-    """Tokens in, tokens out. ``buffer_rl.engine.client.EngineClient`` is one."""
-
-    def agenerate(
-        self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any]
-    ) -> Awaitable[Generated]: ...
-    def abort(self, rids: Iterable[str] | None = None) -> Awaitable[None]:
-        """Have these requests answered with what they have, finish reason ``abort``."""
-        ...
+    from buffer_rl.rollout.generate import RequestNumbers, Requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +28,7 @@ class LeaseScope:
     task: the pool (``train_3``, ``eval_3``); incarnation and attempt: those of the group's lease. A repeated
     lease of one row gets new request ids, so that an engine never answers it from an earlier request.
     requests: those of the rollout; None outside one.
-    numbers: of the responses that were asked for during this attempt; None outside one.
+    numbers: of the responses that were requested during this attempt; None outside one.
     """
 
     task: str = ""
@@ -84,7 +55,7 @@ class RolloutContext:
     tokenizer: Any
     prompts: PromptEncoder
     scorer: Scorer
-    engine: TokenGenerator | None
+    engine: EngineClient | None
     semaphore: asyncio.Semaphore
     seed: int
     generate: Callable[..., Any] | None = None
@@ -100,7 +71,7 @@ class RolloutContext:
         args: Any,
         *,
         registry: PluginRegistry,
-        engine: TokenGenerator | None,
+        engine: EngineClient | None,
         tokenizer: Any = None,
         run_dir: Path | None = None,
     ) -> RolloutContext:
@@ -118,10 +89,12 @@ class RolloutContext:
             engine=engine,
             semaphore=asyncio.Semaphore(args.rollout_concurrency),
             seed=args.rollout_seed,
-            generate=_function(registry, "generate", args.custom_generate_function_path),
-            dynamic_filter=_function(registry, "filter", args.dynamic_sampling_filter_path),
-            sample_filter=_function(registry, "sample_filter", args.rollout_sample_filter_path),
-            all_samples_process=_function(registry, "all_samples_process", args.rollout_all_samples_process_path),
+            generate=resolve_function(registry, "generate", args.custom_generate_function_path),
+            dynamic_filter=resolve_function(registry, "filter", args.dynamic_sampling_filter_path),
+            sample_filter=resolve_function(registry, "sample_filter", args.rollout_sample_filter_path),
+            all_samples_process=resolve_function(
+                registry, "all_samples_process", args.rollout_all_samples_process_path
+            ),
             run_dir=run_dir,
         )
 
@@ -135,7 +108,7 @@ class RolloutContext:
             _CONTEXT.reset(token)
 
     async def aclose(self) -> None:
-        """Stop the reward processes. The engine client belongs to whoever made it."""
+        """Stop the reward processes. The caller of ``build`` closes the engine client."""
         if not self._closed:
             self._closed = True
             await self.scorer.aclose()
@@ -167,7 +140,3 @@ def lease_scope(scope: LeaseScope) -> Iterator[None]:
         yield
     finally:
         _SCOPE.reset(token)
-
-
-def _function(registry: PluginRegistry, kind: str, reference: str | None) -> Callable[..., Any] | None:
-    return cast("Callable[..., Any]", registry.resolve(kind, reference)) if reference else None

@@ -14,6 +14,7 @@ from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place, returned, traceback_tail
 from buffer_rl.resolution.errors import short_repr
+from buffer_rl.rollout.user_functions import resolve_function
 from buffer_rl.types import Column, RowId, Sample, SampleGroup
 
 REQUIRED_COLUMNS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
@@ -50,14 +51,13 @@ class GroupConverter:
     def from_args(cls, args: Any, registry: PluginRegistry) -> GroupConverter:
         """With the functions that ``--custom-reward-post-process-path`` and
         ``--custom-convert-samples-to-train-data-path`` name. Raises PluginError."""
-        post_process, to_train_data = (
-            registry.resolve(kind, path) if path else None
-            for kind, path in (
-                ("reward_post_process", args.custom_reward_post_process_path),
-                ("samples_to_train_data", args.custom_convert_samples_to_train_data_path),
-            )
+        return cls(
+            args,
+            post_process=resolve_function(registry, "reward_post_process", args.custom_reward_post_process_path),
+            to_train_data=resolve_function(
+                registry, "samples_to_train_data", args.custom_convert_samples_to_train_data_path
+            ),
         )
-        return cls(args, post_process=post_process, to_train_data=to_train_data)
 
     def encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
         """The group's row ids and columns. Raises RolloutError, naming the row, for what cannot be used."""
@@ -107,9 +107,9 @@ class GroupConverter:
             try:
                 rewards[i] = sample.get_reward_value(self._args)
             except (TypeError, ValueError) as error:
-                raise _refused(sample, f"its reward cannot be used: {error}", "one finite number") from error
+                raise _unusable(sample, f"its reward cannot be used: {error}", "one finite number") from error
             if not abs(rewards[i]) <= np.finfo(np.float32).max:
-                raise _refused(sample, f"its reward is {rewards[i]}", "a number that is finite in float32")
+                raise _unusable(sample, f"its reward is {rewards[i]}", "a number that is finite in float32")
         return rewards
 
     def _rewards(self, samples: list[Sample], raw: np.ndarray, *, at: str) -> tuple[np.ndarray, np.ndarray]:
@@ -141,8 +141,9 @@ class GroupConverter:
 
 
 def checked_columns(answer: object, samples: Sequence[Sample], where: str) -> dict[str, Column]:
-    """What a user's conversion returned, with the types that the trainer reads. Raises RolloutError if a required
-    column is missing, or one has not a row for each sample; all but the required ones pass as they are."""
+    """The columns that a user's conversion returned, with the types that the trainer reads. Raises RolloutError if a
+    required column is missing, or a column lacks a row for a sample. Other columns than the required ones pass as they
+    are."""
     num_rows = len(samples)
     if not isinstance(answer, dict) or REQUIRED_COLUMNS - answer.keys():
         got = f"a dict of {', '.join(map(str, answer))}" if isinstance(answer, dict) else short_repr(answer)
@@ -210,9 +211,9 @@ def _spread(values: np.ndarray, places: list[int], length: int, fill: float) -> 
 def _response_length(sample: Sample, evaluation: bool) -> int:
     length = sample.response_length
     if length < (0 if evaluation else 1):
-        raise _refused(sample, f"its response has {length} tokens", "at least one token to train on")
+        raise _unusable(sample, f"its response has {length} tokens", "at least one token to train on")
     if length > len(sample.tokens):
-        raise _refused(
+        raise _unusable(
             sample, f"response_length is {length}, but there are {len(sample.tokens)} tokens", "at most that"
         )
     return length
@@ -221,9 +222,9 @@ def _response_length(sample: Sample, evaluation: bool) -> int:
 def _tokens(sample: Sample) -> np.ndarray:
     tokens = _array(sample, sample.tokens, "tokens")
     if tokens.dtype.kind not in "iu":
-        raise _refused(sample, f"its tokens are of type {tokens.dtype}", "integers")
+        raise _unusable(sample, f"its tokens are of type {tokens.dtype}", "integers")
     if tokens.min() < 0 or tokens.max() > INT32_MAX:
-        raise _refused(sample, f"its tokens go from {tokens.min()} to {tokens.max()}", "ids that fit into int32")
+        raise _unusable(sample, f"its tokens go from {tokens.min()} to {tokens.max()}", "ids that fit into int32")
     return tokens.astype(np.int32)
 
 
@@ -235,7 +236,7 @@ def _loss_mask(sample: Sample) -> np.ndarray:
         return np.ones(length, dtype=np.float32)
     mask = _per_token(sample, sample.loss_mask, "loss_mask")
     if not np.isin(mask, (0.0, 1.0)).all():
-        raise _refused(sample, "its loss_mask holds something else", "0 or 1 for each response token")
+        raise _unusable(sample, "its loss_mask holds something else", "0 or 1 for each response token")
     return mask
 
 
@@ -243,18 +244,18 @@ def _log_probs(sample: Sample) -> np.ndarray:
     if sample.rollout_log_probs is None and sample.remove_sample:
         return np.zeros(sample.response_length, dtype=np.float32)
     if sample.rollout_log_probs is None:
-        raise _refused(sample, "it has no rollout_log_probs, but others of its group have", "all or none")
+        raise _unusable(sample, "it has no rollout_log_probs, but others of its group have", "all or none")
     log_probs = _per_token(sample, sample.rollout_log_probs, "rollout_log_probs")
     if not np.isfinite(log_probs).all():
         at = int(np.flatnonzero(~np.isfinite(log_probs))[0])
-        raise _refused(sample, f"rollout_log_probs[{at}] is {log_probs[at]}", "finite numbers")
+        raise _unusable(sample, f"rollout_log_probs[{at}] is {log_probs[at]}", "finite numbers")
     return log_probs
 
 
 def _per_token(sample: Sample, values: Sequence[float], name: str) -> np.ndarray:
     if len(values) != sample.response_length:
         expected = f"{sample.response_length}, one for each response token"
-        raise _refused(sample, f"{name} has {len(values)} entries", expected)
+        raise _unusable(sample, f"{name} has {len(values)} entries", expected)
     return _array(sample, values, name, lambda v: np.asarray(v, dtype=np.float32))
 
 
@@ -264,7 +265,7 @@ def _array(
     try:
         return make(values)
     except (TypeError, ValueError, OverflowError) as error:
-        raise _refused(sample, f"its {name} are no numbers: {error}", "numbers") from error
+        raise _unusable(sample, f"its {name} are no numbers: {error}", "numbers") from error
 
 
 def _oldest_version(sample: Sample) -> int:
@@ -272,5 +273,5 @@ def _oldest_version(sample: Sample) -> int:
     return NO_VERSION if oldest is None else oldest
 
 
-def _refused(sample: Sample, what: str, expected: str) -> RolloutError:
+def _unusable(sample: Sample, what: str, expected: str) -> RolloutError:
     return RolloutError(f"the sample cannot be used: {what}", where=f"row {sample.row_id}", expected=expected)

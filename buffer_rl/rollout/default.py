@@ -8,13 +8,13 @@ With N = P, a group is leased only because one before it was dropped: the leased
 data order, and the kept ones are the first P of that order that can be kept, however long each takes. There is no
 surplus.
 
-With N > P, the order of completion selects: the first P that are done and kept are trained on, so that nobody waits
-for the slowest. Then the requests of the others are aborted and awaited, and their groups go back to the queue,
-where they keep their place in the order of admission: they come first in the next rollout. Nothing is lost, nothing
-counts as dropped; but which groups a step trains on may differ from run to run, and slow ones come later.
+With N > P, the order of completion selects: the first P that are done and kept are trained on, so that a step does
+not wait for the slowest. Then the requests of the others are aborted and awaited, and their groups are requeued: they
+keep their place in the order of admission and come first in the next rollout. Nothing is lost, nothing counts as
+dropped; but which groups a step trains on may differ from run to run, and slow ones come later.
 
-An attempt that fails ends nothing: its group is tried again or goes into quarantine (``FailurePolicy``), and the slot
-leases the next one, which is the same one if it went back to the queue.
+After a failed attempt the rollout continues: the group is requeued or goes into quarantine (``FailurePolicy``), and the
+slot leases the next one, which is the same group if it was requeued.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.failure_policy import FailurePolicy
-from buffer_rl.rollout.failures import STALE_WEIGHTS, UNUSABLE, AttemptFailure, Domain, failure_of
-from buffer_rl.rollout.filtering import apply_filter, apply_sample_filter, process_all_samples
-from buffer_rl.rollout.generate import sampling_params_for
+from buffer_rl.rollout.failures import GROUP_ERRORS, STALE_WEIGHTS, AttemptFailure, Domain, failure_of
+from buffer_rl.rollout.generate import Requests, sampling_params_for
 from buffer_rl.rollout.production import generate_group, run_all, score_group, task_group, within_deadline
 from buffer_rl.rollout.prompts import TOO_LONG
-from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
+from buffer_rl.rollout.user_functions import apply_filter, apply_sample_filter, process_all_samples
 from buffer_rl.types import RolloutOutput, SampleGroup, Status
 
 SCORING_GRACE_S = 2.0  # for rewards that are not needed any more
@@ -58,8 +57,8 @@ class DefaultRollout:
         """Report every group through ``buffer``; the output holds metrics only.
 
         Raises RolloutError if too many groups are dropped, DeadlineError at ``--rollout-timeout-s``, what
-        ``FailurePolicy.settle`` raises, and the first error that is no group's own, such as that of a filter. Nothing
-        that was started is left running then.
+        ``FailurePolicy.handle`` raises, and the first error that is not the fault of a group, such as a filter's.
+        No task is left running then.
         """
         context = current_context()
         if evaluation:
@@ -79,10 +78,10 @@ class _Phase(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class _Slot:
-    """One place in flight. ``group`` is the live lease, None once it is reported."""
+    """One of the groups in flight. ``group``: the leased group, None once it is reported."""
 
     group: SampleGroup | None
-    encoded: Any = None  # what the Buffer will store of a group that is kept
+    encoded: Any = None  # the rows of a group that is kept, as the Buffer stores them
     phase: _Phase = _Phase.OTHER
     task: asyncio.Task[None] | None = None
 
@@ -99,12 +98,12 @@ class _Run:
         self._wanted = buffer.ticket.num_groups
         self._requests = Requests()
         self._enough = asyncio.Event()
-        self._num_taken = 0
+        self._num_kept = 0
         self._failures = FailurePolicy(context, buffer, self.stats, self._enough)
         self._kept: list[SampleGroup] = []
         self._dropped: list[SampleGroup] = []
         # Functions that see the whole rollout may change samples, so no group is done before all are.
-        self._holds = context.sample_filter is not None or context.all_samples_process is not None
+        self._finishes_at_end = context.sample_filter is not None or context.all_samples_process is not None
 
     async def produce_all(self) -> None:
         in_flight = max(self._wanted, self._args.over_sampling_batch_size or 0)
@@ -114,9 +113,9 @@ class _Run:
                 slot.task = tasks.create_task(self._fill(slot))
             if in_flight > self._wanted:
                 tasks.create_task(self._stop_when_enough(slots))
-        await self._give_back([slot.group for slot in slots if slot.group is not None])
-        if self._holds:
-            await self._finish_held()
+        await self._requeue([slot.group for slot in slots if slot.group is not None])
+        if self._finishes_at_end:
+            await self._finish_all()
 
     async def _lease(self, num_groups: int) -> list[SampleGroup]:
         groups = await self.buffer.aget_samples(num_groups)
@@ -127,45 +126,45 @@ class _Run:
         return groups
 
     async def _fill(self, slot: _Slot) -> None:
-        """Take one group more, unless there are enough before it is done: then it stays in the slot."""
+        """Attempt groups until one is kept; if enough are kept before that, the last group stays in the slot."""
         while (group := slot.group) is not None:
             result = await self._attempt(slot, group)
             if self._requests.stopped:
                 return
             slot.group = None
             if not result:
-                await self._take(group, slot.encoded)
+                await self._keep(group, slot.encoded)
                 return
             if isinstance(result, AttemptFailure):
-                await self._settle(group, result)
+                await self._handle_failure(group, result)
             else:
                 await self.buffer.areject(group, result)
                 self._count_drop(group, result)
             if not self._requests.stopped:
                 (slot.group,) = await self._lease(1)
 
-    async def _settle(self, group: SampleGroup, failure: AttemptFailure) -> None:
-        """Have the policy decide on a group that failed, and give the infrastructure time where that is ill."""
-        if await self._failures.settle(group, failure):
+    async def _handle_failure(self, group: SampleGroup, failure: AttemptFailure) -> None:
+        """Requeue or quarantine a group that failed, and pause while the infrastructure is unhealthy."""
+        if await self._failures.handle(group, failure):
             self._remember_dropped(group)
         if failure.domain is Domain.INFRA:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._failures.pause_s):
                     await self._enough.wait()
 
-    async def _take(self, group: SampleGroup, encoded: Any) -> None:
-        self._num_taken += 1
-        if self._num_taken == self._wanted:
+    async def _keep(self, group: SampleGroup, encoded: Any) -> None:
+        self._num_kept += 1
+        if self._num_kept == self._wanted:
             self._requests.stopped = True
             self._enough.set()
-        if self._holds:
+        if self._finishes_at_end:
             self._kept.append(group)
         else:
             await self.buffer.afinish(group, encoded)
         self.stats.count_kept(group, rewards_of(self._args, group))
 
     async def _attempt(self, slot: _Slot, group: SampleGroup) -> str | AttemptFailure:
-        """Produce the group; why it is not kept, or an empty text."""
+        """Generate, score and filter the group. Returns an empty text if it is kept, else the reason or the failure."""
         slot.phase = _Phase.GENERATING
         try:
             if self.context.prompts.too_long(group[0], self._args.rollout_max_prompt_len):
@@ -173,7 +172,7 @@ class _Run:
             await generate_group(self.context, self.buffer.ticket, group, self._params, self.stats, self._requests)
             check_spans(group)
         except BufferRLError as error:
-            if not self._requests.stopped:  # else nobody needs the answer any more
+            if not self._requests.stopped:  # else the rollout does not need the answer any more
                 if (failure := failure_of(error)) is None:
                     raise
                 return failure
@@ -183,30 +182,30 @@ class _Run:
             return ""
         try:
             check_versions(self.buffer.ticket, group)
-        except RolloutError as error:  # an engine that missed an update; nothing of it may be trained on
+        except RolloutError as error:  # an engine that missed an update: its tokens may not be trained on
             return AttemptFailure(domain=Domain.INFRA, reason=STALE_WEIGHTS, error=error)
         slot.phase = _Phase.SCORING
-        verdict = await self._verdict(group)
+        result = await self._score_and_filter(group)
         slot.phase = _Phase.OTHER
-        if verdict or self._requests.stopped:
-            return verdict
+        if result or self._requests.stopped:
+            return result
         try:
-            slot.encoded = self._encoded(group)
-        except UNUSABLE as error:
+            slot.encoded = self._encode(group)
+        except GROUP_ERRORS as error:
             return AttemptFailure.of_conversion(error)
         self._failures.succeeded(group)
         return ""
 
-    def _encoded(self, group: SampleGroup) -> Any:
-        """The rows of a group that is kept; None where the functions that see the whole rollout may yet change it."""
-        if not self._holds:
+    def _encode(self, group: SampleGroup) -> Any:
+        """The rows of a group that is kept; None where functions that see the whole rollout may still change it."""
+        if not self._finishes_at_end:
             return self.buffer.encode(group)
         copied = [replace(s, **{f.name: copy(getattr(s, f.name)) for f in fields(s)}) for s in group]
         self.buffer.encode(replace(group, samples=copied))  # the user's code in it may change samples, too
         return None
 
-    async def _verdict(self, group: SampleGroup) -> str | AttemptFailure:
-        """Score the generated group; why it is not kept, or an empty text."""
+    async def _score_and_filter(self, group: SampleGroup) -> str | AttemptFailure:
+        """Score and filter the generated group. Returns an empty text if it is kept, else the reason or the failure."""
         if failures := await score_group(self.context, group, self.stats):
             return AttemptFailure.of_reward(failures[0])
         for status, reason in ((Status.ABORTED, "aborted"), (Status.FAILED, "generate_failed")):
@@ -227,8 +226,8 @@ class _Run:
         return decision.reason
 
     async def _stop_when_enough(self, slots: list[_Slot]) -> None:
-        """End the slots that are not needed: abort what they generate, and leave their rewards a moment to end by
-        themselves, since a reward process that is cancelled at work must be started anew."""
+        """End the slots that are not needed: abort their requests, and give their rewards a moment to end by
+        themselves, since a reward process that is cancelled at work must be restarted."""
         await self._enough.wait()
 
         def in_phase(phase: _Phase) -> list[asyncio.Task[None]]:
@@ -243,8 +242,8 @@ class _Run:
         stop_generating = self._requests.stop(self.context.engine, lambda: in_phase(_Phase.GENERATING))
         await run_all([stop_generating, stop_scoring()])
 
-    async def _give_back(self, groups: list[SampleGroup]) -> None:
-        """Return what is not needed to the queue, as far as it came."""
+    async def _requeue(self, groups: list[SampleGroup]) -> None:
+        """Requeue the groups that are not needed, with what was generated of them."""
         for group in groups:
             if is_complete(group):
                 self.stats.num_surplus_groups += 1
@@ -253,8 +252,8 @@ class _Run:
         if groups:
             await self.buffer.aadd_samples(groups)
 
-    async def _finish_held(self) -> None:
-        """Show the whole rollout to the functions that asked for it, sorted by uid, and report the kept groups."""
+    async def _finish_all(self) -> None:
+        """Call the functions that see the whole rollout, with its groups sorted by uid, then finish the kept groups."""
         kept = sorted(self._kept, key=lambda group: group.uid)  # not in the order of time, which differs by run
         task = self.buffer.ticket.task
         if self.context.sample_filter is not None:

@@ -12,13 +12,13 @@ from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failure_policy import DATA_ATTEMPTS, FailurePolicy
-from buffer_rl.rollout.failures import UNUSABLE, AttemptFailure, Domain, failure_of
-from buffer_rl.rollout.generate import sampling_params_for
-from buffer_rl.rollout.production import produce, run_all, within_deadline
+from buffer_rl.rollout.failures import GROUP_ERRORS, AttemptFailure, Domain, failure_of
+from buffer_rl.rollout.generate import Requests, sampling_params_for
+from buffer_rl.rollout.production import generate_group, run_all, score_group, within_deadline
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
+from buffer_rl.rollout.user_functions import UNNAMED
 from buffer_rl.types import GroupUid, RolloutOutput, SampleGroup, Status
 
-UNNAMED = "default"
 WITHOUT_ANSWER = (Status.ABORTED, Status.FAILED)
 
 
@@ -70,8 +70,8 @@ class _Evaluation:
             await run_all(self._produce_one(group) for group in groups)
 
     async def _produce_one(self, group: SampleGroup) -> None:
-        attempts = 0  # of this evaluation that failed: the Buffer counts those of all evaluations, whose uids are equal
-        while (failure := await self._failure(group)) is not None:
+        attempts = 0  # that failed in this evaluation; the Buffer counts over all evaluations, whose uids are equal
+        while (failure := await self._attempt(group)) is not None:
             total, _ = await self._failures.count(group, failure)
             self._failures.check_budget(failure, total)
             attempts += failure.domain is Domain.DATA
@@ -92,11 +92,12 @@ class _Evaluation:
         await self._buffer.afinish(group, self._encoded.pop(group.uid))
         self.stats.count_kept(group, rewards_of(self._context.args, group))
 
-    async def _failure(self, group: SampleGroup) -> AttemptFailure | None:
-        """Produce the group; what it failed with, if anything. Raises what must end the run."""
+    async def _attempt(self, group: SampleGroup) -> AttemptFailure | None:
+        """Generate, score and encode the group. Returns its failure, if any. Raises errors that must end the run."""
         params = self._params | group.sampling_params
         try:
-            failures = await produce(self._context, self._buffer.ticket, group, params, self.stats)
+            await generate_group(self._context, self._buffer.ticket, group, params, self.stats, Requests())
+            failures = await score_group(self._context, group, self.stats)
         except BufferRLError as error:
             if (failure := failure_of(error)) is None:
                 raise
@@ -106,7 +107,7 @@ class _Evaluation:
         if not any(sample.status in WITHOUT_ANSWER for sample in group):
             try:
                 self._encoded[group.uid] = self._buffer.encode(group)
-            except UNUSABLE as error:
+            except GROUP_ERRORS as error:
                 return AttemptFailure.of_conversion(error)
         return None
 

@@ -1,4 +1,4 @@
-"""What can go wrong with an attempt at a group, and whose fault it is."""
+"""Failures of an attempt at a group: kinds, domains (infrastructure or data), and how exceptions map to them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from buffer_rl.errors import BufferRLError, DataError, DeadlineError, EngineError, RewardError, RolloutError
-from buffer_rl.resolution.calls import traceback_tail
 
-__all__ = [
-    "CONVERSION_FAILED",
-    "COSTLY",
-    "STALE_WEIGHTS",
-    "UNUSABLE",
-    "AttemptFailure",
-    "Domain",
-    "FailureKind",
-    "GenerateTimeoutError",
-    "RewardFailure",
-    "failure_of",
-    "is_refusal",
-    "kind_of",
-    "status_of",
-    "traceback_tail",
-]
-
-PASSING_STATUS = frozenset({408, 425, 429})  # the only HTTP 4xx that another try may end otherwise
+RETRYABLE_STATUS = frozenset({408, 425, 429})  # the only HTTP 4xx after which a retry may succeed
 REFUSED_PROMPT = frozenset({400, 413, 414, 422})  # the request is wrong; an engine's other 4xx say that the set-up is
 STALE_WEIGHTS = "stale_weights"  # tokens of other weights than the step's: whatever the prompt is
 CONVERSION_FAILED = "conversion_failed"
 GENERATE_TIMEOUT = "generate_timeout"
-UNUSABLE = (RolloutError, DataError, RewardError)
-"""What the conversion of a group raises where the group, or the user's code that converts it, is at fault."""
+GROUP_ERRORS = (RolloutError, DataError, RewardError)
+"""Errors of the conversion of a group that are the fault of the group, or of the user's code that converts it."""
 
 
 class FailureKind(StrEnum):
@@ -49,14 +31,14 @@ COSTLY = frozenset({FailureKind.TIMEOUT, FailureKind.CRASH})  # each costs a dea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailure:
-    """One sample without a reward: why, and the error that says so in full."""
+    """Why one sample has no reward: the kind, and the error with all details."""
 
     kind: FailureKind
     error: RewardError
 
 
 class GenerateTimeoutError(RolloutError):
-    """A call of the user's generate function took longer than it may. repeatable: whether there is time for another."""
+    """A call of the user's generate function exceeded its deadline. repeatable: whether there is time for another."""
 
     def __init__(self, what: str, *, where: str = "", expected: str = "", hint: str = "") -> None:
         super().__init__(what, where=where, expected=expected, hint=hint)
@@ -64,7 +46,7 @@ class GenerateTimeoutError(RolloutError):
 
 
 class Domain(StrEnum):
-    """Whose fault a failed attempt is; each domain has a budget of its own."""
+    """The cause of a failed attempt; each domain has its own budget."""
 
     INFRA = "infra"  # engines, network, weights: the same group succeeds elsewhere or later
     DATA = "data"  # the prompt, or its reward
@@ -72,10 +54,10 @@ class Domain(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFailure:
-    """An attempt at a group that came to nothing.
+    """A failed attempt at a group.
 
-    reason: in short, for the ledger. reward: what became of the reward, where that is what failed. repeatable: whether
-    a second attempt may end otherwise.
+    reason: a short name, for the ledger. reward: how the reward failed, where the reward is what failed. repeatable:
+    whether a second attempt may succeed.
     """
 
     domain: Domain
@@ -86,7 +68,7 @@ class AttemptFailure:
 
     @classmethod
     def of_reward(cls, failure: RewardFailure) -> AttemptFailure:
-        """A group of which one reward is missing."""
+        """A group with a missing reward."""
         return cls(
             domain=Domain.DATA,
             reason=f"reward_failed:{failure.kind}",
@@ -97,17 +79,17 @@ class AttemptFailure:
 
     @classmethod
     def of_conversion(cls, error: BufferRLError) -> AttemptFailure:
-        """A group that was generated and scored, and of which no rows can be made."""
+        """A group that was generated and scored, but cannot be converted to rows."""
         return cls(domain=Domain.DATA, reason=CONVERSION_FAILED, error=error)
 
     @property
     def is_costly(self) -> bool:
-        """Whether the attempt took a whole deadline, or the start of a process."""
+        """Whether the attempt cost a whole deadline, or the start of a process."""
         return self.reward in COSTLY or self.reason == GENERATE_TIMEOUT
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status that an exception bears, as those of this project and of the usual HTTP libraries do."""
+    """The HTTP status of an exception of this project or of a common HTTP library; None if it has none."""
     of_aiohttp, of_httpx = getattr(error, "status", None), getattr(error, "response", None)
     for value in (of_aiohttp, getattr(of_httpx, "status_code", None)):
         if isinstance(value, int) and not isinstance(value, bool):
@@ -116,19 +98,21 @@ def status_of(error: BaseException) -> int | None:
 
 
 def is_refusal(status: int | None) -> bool:
-    """Whether an HTTP status says that asking again is of no use."""
-    return status is not None and 400 <= status < 500 and status not in PASSING_STATUS
+    """Whether an HTTP status says that a retry is useless."""
+    return status is not None and 400 <= status < 500 and status not in RETRYABLE_STATUS
 
 
 def kind_of(error: BaseException) -> FailureKind:
-    """What an exception of a reward function is; an HTTP refusal where it bears such a status."""
+    """The kind of an exception of a reward function: REFUSED where it has the HTTP status of a refusal."""
     return FailureKind.REFUSED if is_refusal(status_of(error)) else FailureKind.EXCEPTION
 
 
 def failure_of(error: BufferRLError) -> AttemptFailure | None:
-    """The failure that ``error`` of the generation is; None for one that must end the run, such as a wrong option.
+    """The failure that an error of the generation means; None for an error that must end the run, such as a wrong
+    option.
 
-    An engine is the set-up's; whatever else refuses a request, such as a tool, may do so for one prompt alone."""
+    An engine that refuses a request for other reasons than its prompt is set up wrongly, which ends the run; a tool may
+    refuse the request of one prompt alone."""
     if is_refusal(error.status):
         if isinstance(error, EngineError) and error.status not in REFUSED_PROMPT:
             return None
@@ -140,6 +124,6 @@ def failure_of(error: BufferRLError) -> AttemptFailure | None:
     if isinstance(error, GenerateTimeoutError):
         repeatable = error.repeatable
         return AttemptFailure(domain=Domain.DATA, reason=GENERATE_TIMEOUT, error=error, repeatable=repeatable)
-    if isinstance(error, UNUSABLE):
+    if isinstance(error, GROUP_ERRORS):
         return AttemptFailure(domain=Domain.DATA, reason="generate_failed", error=error)
     return None

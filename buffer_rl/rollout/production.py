@@ -12,28 +12,14 @@ from buffer_rl.contract_check import check_statuses
 from buffer_rl.errors import DeadlineError, RolloutError
 from buffer_rl.resolution.calls import place, returned
 from buffer_rl.resolution.signature import takes_evaluation
-from buffer_rl.rollout.calling import call_plugin
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
-from buffer_rl.rollout.continuing import start_anew
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
-from buffer_rl.rollout.generate import generate
-from buffer_rl.rollout.requests import RequestNumbers, Requests
+from buffer_rl.rollout.generate import RequestNumbers, Requests, generate, reset_to_prompt
 from buffer_rl.rollout.stats import RolloutStats
+from buffer_rl.rollout.user_functions import call_plugin
 from buffer_rl.types import Sample, SampleGroup, Status, Ticket
 
 T = TypeVar("T")
-
-
-async def produce(
-    context: RolloutContext, ticket: Ticket, group: SampleGroup, params: dict[str, Any], stats: RolloutStats
-) -> list[RewardFailure]:
-    """Generate every sample of ``group`` in place, then score those that were not aborted.
-
-    Returns the failures of rewards. Raises what the generate function raised, as RolloutError unless it is
-    one of ``buffer_rl.errors`` already; the group's other requests are cancelled and awaited first.
-    """
-    await generate_group(context, ticket, group, params, stats, Requests())
-    return await score_group(context, group, stats)
 
 
 async def generate_group(
@@ -44,7 +30,11 @@ async def generate_group(
     stats: RolloutStats,
     requests: Requests,
 ) -> None:
-    """Generate every sample of ``group`` in place; those that an earlier lease completed stay as they are."""
+    """Generate every sample of ``group`` in place; those that an earlier lease completed stay as they are.
+
+    Raises what the generate function raised, as RolloutError unless it is one of ``buffer_rl.errors`` already; the
+    group's other requests are cancelled and awaited first.
+    """
     incarnation = group.incarnation or ticket.incarnation
     numbers = RequestNumbers()  # of this attempt: the next one asks under the same seeds again
     scope = LeaseScope(
@@ -85,7 +75,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def within_deadline(work: Coroutine[Any, Any, T], timeout_s: float, ticket: Ticket, stats: RolloutStats) -> T:
-    """Await ``work``; raises DeadlineError saying how far it came if it takes longer than ``timeout_s``."""
+    """Await ``work``; raises DeadlineError with its progress if it takes longer than ``timeout_s``."""
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
@@ -111,7 +101,7 @@ async def _generate_one(
         if context.generate is None:
             return [await generate(context.args, sample, params)]
         if sample.status is Status.ABORTED and not getattr(context.generate, "continues_partial", False):
-            sample = start_anew(sample)
+            sample = reset_to_prompt(sample)
         if requests.stopped:
             sample.status = Status.ABORTED
             return [sample]
@@ -145,8 +135,8 @@ async def _call_custom(
 
 @asynccontextmanager
 async def _generate_deadline(args: Any, where: str) -> AsyncIterator[None]:
-    """A user's generate function may make many requests, so it has more time than one; but not all of the rollout's,
-    or one prompt at which it hangs would end that."""
+    """The deadline of one call of the user's generate function: longer than one request's, because the function may
+    make many; shorter than the rollout's, so that one prompt at which it hangs does not end the rollout."""
     limit = args.custom_generate_timeout_s or args.rollout_timeout_s / 2
     deadline = asyncio.timeout(limit)
     try:

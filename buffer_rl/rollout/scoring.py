@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.config import dump_args
 from buffer_rl.contract_check import check_reward, check_statuses
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
-from buffer_rl.rollout.calling import is_async
-from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of, traceback_tail
-from buffer_rl.rollout.reward_pool import Outcome, RewardPool
-from buffer_rl.rollout.reward_process import RewardTarget
+from buffer_rl.resolution.calls import traceback_tail
+from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of
+from buffer_rl.rollout.reward_process import Outcome, RewardPool, RewardTarget
+from buffer_rl.rollout.user_functions import is_async
 from buffer_rl.scope import is_for_rows
 from buffer_rl.types import Sample, SampleGroup, Status
 
@@ -85,16 +85,16 @@ class Scorer:
         failures: dict[int, RewardFailure] = {}
         for sample in samples:
             if sample.reward is not None:
-                self._settle(sample, "set by the generate function", Outcome(value=sample.reward), failures)
+                self._set_reward(sample, "set by the generate function", Outcome(value=sample.reward), failures)
             else:
                 by_target.setdefault(self._target(sample, of_set), []).append(sample)
         for target, rows in by_target.items():
             for sample, outcome in zip(rows, await self._run(target, rows), strict=True):
-                self._settle(sample, repr(target.reference), outcome, failures)
+                self._set_reward(sample, repr(target.reference), outcome, failures)
         return [failures[id(sample)] for sample in samples if id(sample) in failures]
 
     async def _score_together(self, samples: Sequence[Sample]) -> list[RewardFailure]:
-        """Score the samples of one prompt by ``--custom-group-rm-path``; without an answer all of them have failed."""
+        """Score the samples of one prompt by ``--custom-group-rm-path``; if it fails, all of them have failed."""
         target = RewardTarget(self._args.custom_group_rm_path, registered=False, of_group=True)
         group = SampleGroup(uid=samples[0].row_id.uid, samples=list(samples))
         (outcome,) = await self._run(target, [group])
@@ -166,7 +166,7 @@ class Scorer:
             text = f"{type(error).__name__}: {error}\n{traceback_tail(error)}"
             return Outcome(kind=kind_of(error), text=text)
 
-    def _settle(self, sample: Sample, origin: str, outcome: Outcome, failures: dict[int, RewardFailure]) -> None:
+    def _set_reward(self, sample: Sample, origin: str, outcome: Outcome, failures: dict[int, RewardFailure]) -> None:
         where = f"reward {origin}, row {sample.row_id}"
         kind, text, expected = outcome.kind, outcome.text, outcome.expected
         if kind is None:

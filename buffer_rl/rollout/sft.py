@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as a rollout function: the response is the row's label, no engine is asked."""
+"""Supervised fine-tuning as a rollout function: the response is the row's label, without an engine."""
 
 from __future__ import annotations
 

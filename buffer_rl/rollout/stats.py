@@ -1,4 +1,4 @@
-"""What one rollout counts while it runs, and the metrics made of it."""
+"""The counts of one rollout while it runs, and its metrics."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class RolloutStats:
 
     has_filter: whether a dynamic filter decides which groups are kept. filtered_rewards: those of the groups that it
     dropped.
-    num_aborted_groups, num_surplus_groups: groups of an over-sampled rollout that were not needed, and went back to
-    the queue in mid-generation or generated. failures: failed attempts at groups, by domain (``infra``, ``data``).
+    num_aborted_groups, num_surplus_groups: groups of an over-sampled rollout that were not needed, and were requeued
+    in mid-generation or fully generated. failures: failed attempts at groups, by domain (``infra``, ``data``).
     """
 
     has_filter: bool = False
@@ -117,7 +117,7 @@ class RolloutStats:
 
     def metrics_of_kept(self) -> dict[str, float]:
         """Rewards, lengths and truncation of the kept groups, and ``raw_reward_all`` with those that a filter dropped;
-        what there is none of is left out."""
+        metrics without values are left out."""
         values: dict[str, float] = {}
         if self.rewards:
             rewards = sorted(self.rewards)  # they came in the order of time; the last bits of a sum depend on its order

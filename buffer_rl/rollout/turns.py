@@ -1,8 +1,8 @@
 """Several turns in one sample: what the model writes is trained on, what a tool or an environment says is not.
 
-A generate function of one's own calls ``generate_turn``, looks at the text, adds what the tool says with
-``add_observation``, and goes on; ``examples/tool_use`` is one. Tokens are only ever appended, so every turn's request
-has the earlier ones as its prefix, and log-probabilities stay with the tokens that they were computed for.
+A user's generate function calls ``generate_turn``, reads the text, adds the tool's answer with ``add_observation``,
+and continues; see ``examples/tool_use``. Tokens are only ever appended, so every turn's request has the earlier ones as
+its prefix, and log-probabilities stay with the tokens that they were computed for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from buffer_rl.types import Sample, Status
 
 
 async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> str:
-    """Let the engine go on after the sample's tokens (the prompt, on the first turn), and return the new text.
+    """Have the engine continue the sample's tokens (the prompt, on the first turn), and return the new text.
 
     Appends to tokens, response, rollout_log_probs, loss_mask (1) and weight_versions, and sets status: ``completed`` if
     the model ended the turn, also by a stop string; ``truncated`` where there is no room; ``aborted`` where the rollout

@@ -1,4 +1,8 @@
-"""Calls a rollout function of the user's and makes a ``RolloutOutput`` of what it returns."""
+"""Calls a user's rollout function and reads its answer as a ``RolloutOutput``.
+
+Evaluation functions written for slime return, for each data set, ``rewards``, ``truncated`` and ``samples``, one entry
+a sample; this mapping may stand in the field ``data`` of a record that has ``metrics`` too.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from buffer_rl.contract_check import as_leased_group, check_rollout_output, check_statuses
+from buffer_rl.contract_check import as_leased_group, check_reward, check_rollout_output, check_statuses
 from buffer_rl.contracts import RolloutBuffer
-from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.errors import BufferRLError, RewardError, RolloutError
 from buffer_rl.resolution.calls import traceback_tail
+from buffer_rl.resolution.errors import short_repr
 from buffer_rl.resolution.signature import call_rollout
-from buffer_rl.rollout.calling import call_user
 from buffer_rl.rollout.evaluate import eval_metrics
-from buffer_rl.rollout.slime_evaluation import read_evaluation
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
-from buffer_rl.types import GroupUid, RolloutOutput, Sample, SampleGroup
+from buffer_rl.rollout.user_functions import call_user
+from buffer_rl.types import GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
 
+EXPECTED_EVALUATION = (
+    "{data set: {'rewards': [a number a sample], 'truncated': [a boolean a sample], 'samples': [...]}}"
+)
 GRACE_S = 30.0
-"""The built-in functions keep the deadline themselves, and say more when it passes; this one is for all others."""
+"""Added to the deadline: the built-in functions keep it themselves and report their progress; others end here."""
 
 
 class LeaseRecorder:
-    """A ``RolloutBuffer`` that remembers what it leased, so that plain lists of samples are groups again, and that
-    checks the status of each sample that is reported.
+    """A ``RolloutBuffer`` that records its leases, so that plain lists of samples can become groups again, and checks
+    the status of each reported sample.
 
-    groups: the leases by uid, the last one of each. finished: the groups that were reported as such. where: of the
-    errors. Everything that is not here is the buffer's own.
+    groups: the last lease of each uid. finished: the groups reported as finished. where: names the function in errors.
+    All other calls go to ``buffer``.
     """
 
     def __init__(self, buffer: RolloutBuffer, where: str) -> None:
@@ -40,34 +47,28 @@ class LeaseRecorder:
         return getattr(self._buffer, name)
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
-        """Lease groups."""
         return self._record(self._buffer.get_samples(num_samples))
 
     async def aget_samples(self, num_samples: int) -> list[SampleGroup]:
-        """Lease groups."""
         return self._record(await self._buffer.aget_samples(num_samples))
 
     def add_samples(self, groups: Sequence[SampleGroup | Sequence[Sample]]) -> None:
-        """Give leased groups back; a list of a group's samples stands for the group."""
+        """Requeue leased groups; a list of a group's samples stands for the group."""
         self._buffer.add_samples([self._group(group) for group in groups])
 
     async def aadd_samples(self, groups: Sequence[SampleGroup | Sequence[Sample]]) -> None:
-        """Give leased groups back; a list of a group's samples stands for the group."""
         await self._buffer.aadd_samples([self._group(group) for group in groups])
 
     def encode(self, group: SampleGroup) -> Any:
-        """What ``finish`` would store of a group."""
         check_statuses(group, where=self._where)
         return self._buffer.encode(group)
 
     def finish(self, group: SampleGroup, encoded: Any = None) -> None:
-        """Report a finished group."""
         check_statuses(group, where=self._where)
         self._buffer.finish(group, encoded)
         self.finished[group.uid] = group
 
     async def afinish(self, group: SampleGroup, encoded: Any = None) -> None:
-        """Report a finished group."""
         check_statuses(group, where=self._where)
         await self._buffer.afinish(group, encoded)
         self.finished[group.uid] = group
@@ -93,8 +94,8 @@ async def run_user_rollout(
 ) -> RolloutOutput:
     """The checked output of ``function`` for ``buffer.ticket``, with the metrics of ``finished_metrics``.
 
-    Raises RolloutError, naming ``where``, if the function raises, returns something else, or is not done at
-    ``--rollout-timeout-s`` and a grace.
+    Raises RolloutError, naming ``where``, if the function raises, returns something else, or exceeds
+    ``--rollout-timeout-s`` by ``GRACE_S``.
     """
     recorder: Any = LeaseRecorder(buffer, where)
     ticket = buffer.ticket
@@ -138,3 +139,89 @@ def finished_metrics(
         for name, value in stats.metrics_of_kept().items()
         if name not in names and (args.loss_type != "sft_loss" or name.startswith("response_len/"))
     }
+
+
+def read_evaluation(answer: Any, args: Any, leased: Mapping[GroupUid, SampleGroup], *, where: str) -> Any:
+    """``answer`` as a ``RolloutOutput``, if it is such a mapping; anything else as it is.
+
+    The metrics are ``eval/{name}``, the mean reward, and where they are there ``eval/{name}/truncated`` and
+    ``eval/{name}/response_len``; parts of one sample, which have its uid and ``sample_index``, count as one. Samples of
+    leased groups become finished groups where all of a group are there.
+    Raises RolloutError, naming ``where``, for a mapping of another form.
+    """
+    if isinstance(answer, RolloutOutput | Sequence):
+        return answer
+    data = answer if isinstance(answer, Mapping) else getattr(answer, "data", None)
+    if not isinstance(data, Mapping):
+        return answer
+    extra = None if isinstance(answer, Mapping) else getattr(answer, "metrics", None)
+    metrics: dict[str, Any] = {}
+    samples: list[Sample] = []
+    for name, result in data.items():
+        at = f"{where}, data set {name!r}"
+        if not isinstance(result, Mapping) or "rewards" not in result:
+            raise RolloutError(f"it returned {short_repr(result)}", where=at, expected=EXPECTED_EVALUATION)
+        metrics |= _metrics_of(str(name), result, args, at)
+        own = [sample for sample in _entries(result, "samples", at) if isinstance(sample, Sample)]
+        check_statuses(own, where=at)
+        samples += own
+    return RolloutOutput(groups=_whole_groups(samples, leased), metrics=metrics | dict(extra or {}))
+
+
+def _metrics_of(name: str, result: Mapping[str, Any], args: Any, where: str) -> dict[str, float]:
+    rewards = [_reward(value, args, where) for value in _entries(result, "rewards", where)]
+    if not rewards:
+        raise RolloutError("there are no rewards", where=where, expected=EXPECTED_EVALUATION)
+    samples = _entries(result, "samples", where)
+
+    def mean(values: Sequence[float]) -> float:
+        """Over samples, where each of ``values`` has its sample; else over the values."""
+        keys = [_sample_of(samples[i], i) if len(samples) == len(values) else i for i in range(len(values))]
+        means = sample_means(keys, values)
+        return sum(means) / len(means)
+
+    metrics = {f"eval/{name}": mean(rewards)}
+    if truncated := _entries(result, "truncated", where):
+        metrics[f"eval/{name}/truncated"] = mean([float(bool(value)) for value in truncated])
+    if samples and all(isinstance(sample, Sample) for sample in samples):
+        metrics[f"eval/{name}/response_len"] = mean([sample.response_length for sample in samples])
+    return metrics
+
+
+def _sample_of(sample: object, place: int) -> object:
+    """A key that is equal for the parts of one sample; a sample that was never leased has a key of its own."""
+    if isinstance(sample, Sample) and sample.uid is not None:
+        return sample.uid, sample.sample_index
+    return place
+
+
+def _entries(result: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
+    values = result.get(name)
+    if values is None:
+        return ()
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise RolloutError(f"{name} is {short_repr(values)}", where=where, expected=EXPECTED_EVALUATION)
+    return values
+
+
+def _reward(value: object, args: Any, where: str) -> float:
+    try:
+        checked = check_reward(value, where=where)
+        return Sample(reward=checked).get_reward_value(args) if isinstance(checked, dict) else checked
+    except (RewardError, ValueError) as error:
+        what = error.what if isinstance(error, RewardError) else "--reward-key names none of a reward's numbers"
+        raise RolloutError(what, where=where, expected=EXPECTED_EVALUATION) from error
+
+
+def _whole_groups(samples: Sequence[Sample], leased: Mapping[GroupUid, SampleGroup]) -> list[SampleGroup]:
+    """The leased groups whose samples are all in ``samples``; the Buffer counts the others as unreported."""
+    by_uid: dict[GroupUid, dict[int, Sample]] = {}
+    for sample in samples:
+        if sample.uid is not None and sample.uid in leased:
+            by_uid.setdefault(sample.uid, {})[id(sample)] = sample  # a sample may be in several data sets
+    groups = [as_leased_group(list(found.values()), leased) for found in by_uid.values()]
+    return [group for group in groups if group and _indices(group) == _indices(leased[group.uid])]
+
+
+def _indices(group: SampleGroup) -> set[int]:
+    return {sample.sample_index for sample in group}

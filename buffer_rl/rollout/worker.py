@@ -1,7 +1,7 @@
 """The process in which rollout functions, generate functions and filters run.
 
-Who waits for whom: user code waits for the engines (a deadline each request) and for the Buffer (a deadline each
-call); the driver waits for ``run``, with a deadline for the whole rollout.
+Who waits for whom: user code waits for the engines and for the Buffer, with a deadline for each request and each
+call; the driver waits for ``run``, with a deadline for the whole rollout.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.rollout.filtering import choose_queued
-from buffer_rl.rollout.log_functions import LogFunctions
 from buffer_rl.rollout.source.client import SourceClient
+from buffer_rl.rollout.user_functions import LogFunctions, choose_queued, resolve_function
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.types import RolloutReport, Ticket
 
@@ -67,8 +66,7 @@ class RolloutWorker(PayloadProducer):
         path = self._args.eval_function_path
         evaluate = _construct(self._registry, path, self._args) if path else train
         self._functions = {False: train, True: evaluate}
-        filter_path = self._args.buffer_filter_path
-        self._buffer_filter = self._registry.resolve("buffer_filter", filter_path) if filter_path else None
+        self._buffer_filter = resolve_function(self._registry, "buffer_filter", self._args.buffer_filter_path)
         self._log_functions = LogFunctions(self._args, self._registry)
         self._opened: RolloutContext | None = None
 
@@ -104,7 +102,7 @@ class RolloutWorker(PayloadProducer):
         return report, _named(metrics), self._shown(ticket, buffer)
 
     def _context(self) -> RolloutContext:
-        """Made on first use, because it belongs to the event loop that runs the rollouts."""
+        """The context, made on first use because it belongs to the event loop that runs the rollouts."""
         if self._opened is None:
             args = self._args
             engine = EngineClient.from_args(args) if args.router_url else None

@@ -36,7 +36,7 @@ class Span:
 
 
 class VirtualRuntime:
-    """See ``buffer_rl.driver.tasks.Runtime``. Calls to one role follow one another; roles overlap.
+    """A ``buffer_rl.driver.tasks.Runtime`` without processes. Calls to one role follow one another; roles overlap.
 
     roles: an object for each role, whose methods are called. ``spans`` lists every call in order of submission.
     """
@@ -77,7 +77,7 @@ class VirtualRuntime:
         return mine.answer
 
     def restart(self, role: str) -> None:
-        """Have the role's object start anew."""
+        """Restart the role's object."""
         self._roles[role].restart()
 
     def now(self) -> float:

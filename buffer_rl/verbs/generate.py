@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.checkpoint import opened_checkpoint
 from buffer_rl.config import compose
 from buffer_rl.configuration.help import add_options, given_flags
 from buffer_rl.configuration.sources import resolve
+from buffer_rl.data.reader import read_dataset
+from buffer_rl.data.row import RowKeys
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.rollout.prompts import check_template_kwargs
+from buffer_rl.rollout.prompts import PromptEncoder, check_template_kwargs, load_tokenizer
+from buffer_rl.types import GroupUid, Sample
 from buffer_rl.verbs.preflight import check_folders
 from buffer_rl.verbs.train import plugins_named, sections_of
+
+if TYPE_CHECKING:
+    from buffer_rl.engine.client import EngineClient
 
 _DESCRIPTION = """\
 Sample responses to prompts, as the rollouts of a run would. The options, their file (--config) and their variables
@@ -89,19 +96,82 @@ def _answers(args: Any, namespace: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _ask(args: Any, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
-    import asyncio
-
     from buffer_rl.engine.api_key import with_engine_key
     from buffer_rl.engine.fleet import EngineFleet
-    from buffer_rl.rollout.ask import ask_engine, prompt_samples
 
-    samples = prompt_samples(args, texts, count)
+    samples = _prompt_samples(args, texts, count)
     registry = PluginRegistry.from_flags(args.plugin)
     args = with_engine_key(args)
     with tempfile.TemporaryDirectory(prefix="buffer-rl-") as logs, EngineFleet(args, logs, registry) as fleet:
         fleet.wait_ready()
         args = args.model_copy(update=fleet.addresses)
-        return asyncio.run(ask_engine(args, samples))
+        return asyncio.run(_answers_of_engine(args, samples))
+
+
+def _prompt_samples(args: Any, texts: Sequence[str], count: int) -> list[Sample]:
+    """``count`` samples for each text, then for each row of ``args.prompt_data``. Raises DataError."""
+    prompts: list[tuple[GroupUid, Any, Any, dict[str, Any]]] = [
+        (GroupUid("prompt", row, 0), text, None, {}) for row, text in enumerate(texts)
+    ]
+    for path in args.prompt_data or ():
+        dataset = read_dataset(path, RowKeys.from_args(args))
+        prompts += [(GroupUid(dataset.source_hash, row.row, 0), row.prompt, row.label, row.metadata) for row in dataset]
+    return [
+        Sample(uid=uid, sample_index=index, prompt=prompt, label=label, metadata=dict(metadata))
+        for uid, prompt, label, metadata in prompts
+        for index in range(count)
+    ]
+
+
+async def _answers_of_engine(args: Any, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """One answer a sample, in their order: uid, sample_index, prompt, label, response, status and its tokens' number.
+
+    args: with ``router_url`` and ``engine_urls``. Raises DataError for a prompt that cannot be rendered, EngineError
+    and DeadlineError.
+    """
+    from buffer_rl.engine.client import EngineClient
+    from buffer_rl.rollout.generate import sampling_params_for
+
+    encoder = PromptEncoder.from_args(
+        args, load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    )
+    gate = asyncio.Semaphore(args.rollout_concurrency)
+    params = sampling_params_for(args, evaluation=False)
+    async with EngineClient.from_args(args) as client:
+        tasks = [
+            asyncio.create_task(_answer_of_engine(args, client, gate, encoder, params, sample)) for sample in samples
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # after the first error the others need not end
+                task.cancel()
+
+
+async def _answer_of_engine(
+    args: Any,
+    client: EngineClient,
+    gate: asyncio.Semaphore,
+    encoder: PromptEncoder,
+    params: dict[str, Any],
+    sample: Sample,
+) -> dict[str, Any]:
+    from buffer_rl.rollout.generate import sampling_seed
+
+    seed = sampling_seed(args.rollout_seed, sample.row_id.uid, sample.sample_index)
+    async with gate:
+        result = await client.agenerate(
+            f"ask:{sample.row_id}", encoder.encode(sample), {**params, "sampling_seed": seed}
+        )
+    return {
+        "uid": str(sample.uid),
+        "sample_index": sample.sample_index,
+        "prompt": sample.prompt,
+        "label": sample.label,
+        "response": result.text,
+        "status": str(result.status),
+        "tokens": len(result.output_ids),
+    }
 
 
 def _print(answer: dict[str, Any], *, as_json: bool) -> None:

@@ -26,8 +26,7 @@ from buffer_rl.resolution.calls import construct
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
-from buffer_rl.rollout.filtering import choose_queued
-from buffer_rl.rollout.log_functions import LogFunctions
+from buffer_rl.rollout.user_functions import LogFunctions, choose_queued
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_roles import FakeEngines

@@ -70,7 +70,7 @@ def answer(tokens: Sequence[int], finish_reason: str = "stop", version: int = 3)
 
 @dataclass
 class ScriptedEngine:
-    """A TokenGenerator in this process: answers at once, or in an order drawn from ``order``."""
+    """An engine in this process: answers at once, or in an order drawn from ``order``."""
 
     respond: Callable[[list[int], dict[str, Any]], Answer] = field(
         default=lambda input_ids, params: answer([params["sampling_seed"] % 7 + 3] * 3)
@@ -115,6 +115,11 @@ async def opened(engine: Any = None, **options: Any) -> AsyncIterator[RolloutCon
         await context.aclose()
 
 
+def pids(context: RolloutContext) -> list[int]:
+    """Process ids of the live reward processes."""
+    return sorted(process.pid for process in context.scorer.pool.live)
+
+
 class Kit:
     """The builders of this file."""
 
@@ -124,6 +129,7 @@ class Kit:
     make_ticket = staticmethod(make_ticket)
     answer = staticmethod(answer)
     opened = staticmethod(opened)
+    pids = staticmethod(pids)
     ScriptedEngine = ScriptedEngine
 
 

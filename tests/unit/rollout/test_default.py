@@ -303,14 +303,15 @@ async def test_cancelling_a_rollout_leaves_no_tasks_and_no_reward_process_at_wor
     before = asyncio.all_tasks()
     async with kit.opened(kit.ScriptedEngine(), custom_rm_path=kit.user(RULE)) as context:
         await context.scorer.score(kit.make_group(99, labels=["1"]).samples)  # the process stands
+        pool = context.scorer.pool
         rolling = asyncio.create_task(roll(context, make_buffer(kit, ["hang"] * 3, wanted=3)))
-        while not rolling.done() and context.scorer.pool.num_busy == 0:  # noqa: ASYNC110 (no event tells)
+        while not rolling.done() and len(pool.live) == len(pool.idle):  # noqa: ASYNC110 (no event tells)
             await asyncio.sleep(0)
         rolling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await rolling
         assert asyncio.all_tasks() == before
-        assert context.scorer.pool.pids == []
+        assert kit.pids(context) == []
 
 
 async def test_the_deadline_of_the_rollout_says_how_far_it_came(kit: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import RolloutError
-from buffer_rl.rollout.filtering import apply_filter, choose_queued
+from buffer_rl.rollout.user_functions import apply_filter, choose_queued
 from buffer_rl.types import FilterDecision, GroupUid, QueueHeader
 
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.rollout.context import LeaseScope, current_context, lease_scope
-from buffer_rl.rollout.generate import generate, request_id, sampling_params_for, sampling_seed
+from buffer_rl.rollout.generate import Requests, generate, request_id, sampling_params_for, sampling_seed
 from buffer_rl.rollout.production import generate_group
-from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.types import GroupUid, Status, VersionSpan
 

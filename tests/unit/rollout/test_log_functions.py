@@ -9,7 +9,7 @@ import pytest
 
 from buffer_rl.errors import PluginError, RolloutError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.rollout.log_functions import LogFunctions
+from buffer_rl.rollout.user_functions import LogFunctions
 from buffer_rl.types import Status
 
 TRAIN = {"rollout/raw_reward": 0.5, "rollout/raw_reward_all": 0.25, "perf/rollout_time": 2.0}

@@ -15,14 +15,11 @@ from buffer_rl.buffer.ledger import MemoryLedger
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import DeadlineError, EngineError, RewardError, RolloutError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.rollout import canary as canary_module
 from buffer_rl.rollout import failure_policy
-from buffer_rl.rollout.canary import Canary
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
-from buffer_rl.rollout.failure_policy import FailurePolicy
+from buffer_rl.rollout.failure_policy import QUARANTINE_FILE, Canary, FailurePolicy
 from buffer_rl.rollout.failures import STALE_WEIGHTS, AttemptFailure, Domain, FailureKind, failure_of, kind_of
-from buffer_rl.rollout.quarantine import QUARANTINE_FILE
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.local_buffer import local_client, local_state
@@ -254,7 +251,7 @@ async def settled(kit: Any, failure: AttemptFailure, well: list[bool]) -> list[b
         policy.succeeded(other)
         for now[0] in well:
             (leased,) = buffer.get_samples(1)
-            results.append(await policy.settle(leased, failure))
+            results.append(await policy.handle(leased, failure))
     assert all(ids == [3, 4] and params["max_new_tokens"] == 1 for _, ids, params in engine.calls)
     return results
 
@@ -284,7 +281,7 @@ async def test_a_question_to_the_engines_ends_when_the_rollout_needs_no_answer(k
         canary.remember(odd)
         assert not await canary.is_answered()  # nothing to ask for
         canary.remember(group)
-        async with asyncio.timeout(canary_module.DEADLINE_S / 2):
+        async with asyncio.timeout(failure_policy.CANARY_DEADLINE_S / 2):
             assert not await canary.is_answered()
     assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -20,7 +20,7 @@ from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
-from buffer_rl.rollout.quarantine import QUARANTINE_FILE
+from buffer_rl.rollout.failure_policy import QUARANTINE_FILE
 from buffer_rl.testing.local_buffer import local_client, local_state
 from buffer_rl.types import GroupUid
 

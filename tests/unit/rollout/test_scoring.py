@@ -9,7 +9,7 @@ import pytest
 
 from buffer_rl.errors import ConfigError, DataError, PluginError
 from buffer_rl.rollout.failures import FailureKind
-from buffer_rl.rollout.reward_pool import MAX_LOST_PER_CALL
+from buffer_rl.rollout.reward_process import MAX_LOST_PER_CALL
 from buffer_rl.types import Status
 
 TIMEOUT_S = 0.5
@@ -216,14 +216,14 @@ async def test_groups_are_scored_by_as_many_processes_as_allowed(kit: Any) -> No
     groups = [kit.make_group(row, labels=["x"]) for row in range(6)]
     async with kit.opened(custom_rm_path=kit.user("process_id"), rm_workers=2) as context:
         await asyncio.gather(*(context.scorer.score(group.samples) for group in groups))
-        assert {int(group[0].reward) for group in groups} == set(context.scorer.pool.pids)
-        assert len(context.scorer.pool.pids) <= 2
+        assert {int(group[0].reward) for group in groups} == set(kit.pids(context))
+        assert len(kit.pids(context)) <= 2
 
 
 async def test_closing_ends_the_processes_even_while_one_hangs(kit: Any) -> None:
     async with kit.opened(custom_rm_path=kit.user("told_by_label"), rm_timeout_s=60) as context:
         await context.scorer.score(kit.make_group(0, labels=["1"]).samples)
-        (pid,) = context.scorer.pool.pids
+        (pid,) = kit.pids(context)
         hanging = asyncio.create_task(context.scorer.score(kit.make_group(1, labels=["hang"]).samples))
         await asyncio.sleep(0)
         hanging.cancel()
@@ -232,7 +232,7 @@ async def test_closing_ends_the_processes_even_while_one_hangs(kit: Any) -> None
         group = kit.make_group(2, labels=["2"])
         await context.scorer.score(group.samples)  # a fresh process: an old answer must not reach this sample
         assert group[0].reward == 2.0
-        (fresh,) = context.scorer.pool.pids
+        (fresh,) = kit.pids(context)
         assert fresh != pid
     assert not alive(fresh)
 

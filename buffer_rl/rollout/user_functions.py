@@ -1,0 +1,199 @@
+"""Calls the user's functions in and after a rollout: filters of groups, samples and the queue, log functions."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from buffer_rl.contract_check import check_filter_decision, check_metrics
+from buffer_rl.contracts import RolloutBuffer
+from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.resolution.calls import call, place, raised, returned
+from buffer_rl.resolution.errors import short_repr
+from buffer_rl.resolution.signature import takes
+from buffer_rl.rollout.failures import status_of
+from buffer_rl.types import FilterDecision, GroupUid, QueueHeader, SampleGroup, Status, Ticket
+
+if TYPE_CHECKING:
+    from buffer_rl.plugins import PluginRegistry
+
+
+DEFAULT_REASON = "filtered"
+UNNAMED = "default"  # the evaluation set of groups that name none
+REWARD_METRICS = ("rollout/raw_reward", "rollout/raw_reward_all")
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling ``function`` gives something to await; objects with an asynchronous ``__call__`` count."""
+    called = getattr(function, "__call__", None)  # noqa: B004 (not whether it can be called, but how)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+async def call_user(function: Callable[..., Any], invoke: Callable[[], Any]) -> Any:
+    """``invoke()``, which calls ``function`` with its arguments.
+
+    A synchronous function runs in a thread, so that it cannot hold up the event loop; an awaitable that it
+    returns is awaited.
+    """
+    if is_async(function):
+        return await invoke()
+    answer = await asyncio.to_thread(invoke)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+async def call_plugin(
+    kind: str, reference: object, function: Callable[..., Any], *arguments: Any, at: str, **keywords: Any
+) -> Any:
+    """``call_user`` for a plugin: what it raises becomes a RolloutError that names it, with its HTTP status if it
+    has one; errors of ``buffer_rl.errors`` pass."""
+    try:
+        return await call_user(function, partial(function, *arguments, **keywords))
+    except BufferRLError:
+        raise
+    except Exception as error:  # fault boundary: the user's code
+        named = raised(kind, reference, error, at=at, error_class=RolloutError)
+        named.status = status_of(error)
+        raise named from error
+
+
+async def apply_filter(
+    function: Callable[..., Any] | None, reference: str | None, args: Any, group: SampleGroup
+) -> FilterDecision:
+    """The filter's decision; a group is kept where there is no filter.
+
+    The function may be sync or async and may return a bool. A drop without a reason is counted as
+    ``filtered``. Raises RolloutError, naming the filter and the group, if it raises or returns something else.
+    """
+    if function is None:
+        return FilterDecision(keep=True)
+    at = f"group {group.uid}"
+    answer = await call_plugin("filter", reference, function, args, group, at=at)
+    decision = check_filter_decision(answer, where=place("filter", reference, at))
+    if not decision.keep and not decision.reason:
+        return FilterDecision(keep=False, reason=DEFAULT_REASON)
+    return decision
+
+
+async def apply_sample_filter(
+    function: Callable[..., Any], reference: str | None, args: Any, groups: list[SampleGroup], task: str
+) -> None:
+    """Let the user's filter mark samples of a whole rollout with ``remove_sample``.
+
+    Raises RolloutError, naming the filter, if it raises, or returns something, which would be lost: for
+    example the samples to keep.
+    """
+    kind = "sample_filter"
+    answer = await call_plugin(kind, reference, function, args, groups, at=task)
+    if answer is not None:
+        expected = "None: it marks samples with sample.remove_sample = True"
+        raise returned(kind, reference, answer, expected, at=task, error_class=RolloutError)
+
+
+async def process_all_samples(
+    function: Callable[..., Any],
+    reference: str | None,
+    args: Any,
+    groups: list[SampleGroup],
+    buffer: RolloutBuffer,
+    *,
+    at: str,
+) -> None:
+    """Show the user's function all generated groups of a rollout. One that takes three arguments, as slime's do, gets
+    the buffer as its data source.
+
+    Raises RolloutError, naming the function, if it raises, or returns something, which would be lost."""
+    kind, arguments = "all_samples_process", (args, groups, buffer) if takes(function, 3) else (args, groups)
+    answer = await call_plugin(kind, reference, function, *arguments, at=at)
+    if answer is not None:
+        raise returned(kind, reference, answer, "None: it changes samples in place", at=at, error_class=RolloutError)
+
+
+def choose_queued(
+    function: Callable[..., Any],
+    reference: str | None,
+    args: Any,
+    rollout_id: int,
+    headers: list[QueueHeader],
+    num_samples: int,
+) -> list[GroupUid]:
+    """The uids of the queued groups that the user's buffer filter chooses, in its order.
+
+    Raises RolloutError, naming the filter, if it raises, or returns anything but headers from the list.
+    """
+    kind, at = "buffer_filter", f"rollout {rollout_id}"
+    expected = "a list of some of the headers (buffer_rl.types.QueueHeader) in the list that it received"
+    try:
+        answer = call(
+            kind, reference, function, args, rollout_id, list(headers), num_samples, at=at, error_class=RolloutError
+        )
+    except RolloutError as error:
+        if isinstance(error.__cause__, AttributeError | TypeError):
+            error.expected, error.hint = expected, "buffer holds headers of the queued groups, not their samples"
+        raise
+    if not isinstance(answer, Sequence) or isinstance(answer, str | bytes):
+        raise returned(kind, reference, answer, expected, at=at, error_class=RolloutError)
+    known = {header.uid for header in headers}
+    strangers = [entry for entry in answer if not isinstance(entry, QueueHeader) or entry.uid not in known]
+    if strangers:
+        hint = f"one of its entries is {short_repr(strangers[0])}"
+        raise returned(kind, reference, answer, expected, at=at, hint=hint, error_class=RolloutError)
+    return [header.uid for header in answer]
+
+
+class LogFunctions:
+    """``--custom-rollout-log-function-path`` and ``--custom-eval-rollout-log-function-path``, where they are given."""
+
+    def __init__(self, args: Any, registry: PluginRegistry) -> None:
+        self._args = args
+        self._train = resolve_function(registry, "rollout_log", args.custom_rollout_log_function_path)
+        self._eval = resolve_function(registry, "eval_rollout_log", args.custom_eval_rollout_log_function_path)
+
+    async def metrics(
+        self, ticket: Ticket, groups: Iterable[SampleGroup], metrics: dict[str, float], seconds: float
+    ) -> dict[str, float]:
+        """The metrics to log of ``ticket``'s rollout, after the call of the user's function.
+
+        Raises RolloutError, naming the function, if it raises, returns something else than a boolean or None, or
+        leaves something in the metrics that is no number.
+        """
+        function = self._eval if ticket.evaluation else self._train
+        if function is None:
+            return metrics
+        kind, path = "rollout_log", self._args.custom_rollout_log_function_path
+        if ticket.evaluation:
+            kind, path = "eval_rollout_log", self._args.custom_eval_rollout_log_function_path
+        ordered = sorted(groups, key=lambda group: group.uid)
+        shared = dict(metrics)
+        # A removed sample may have no reward; a function that takes the mean of all samples must not see it.
+        scored = [sample for group in ordered for sample in group if sample.reward is not None]
+        facts: tuple[Any, ...] = (scored, shared, seconds)
+        if ticket.evaluation:
+            facts = (self._eval_data(ordered), shared)
+        logged = await call_plugin(kind, path, function, ticket.rollout_id, self._args, *facts, at=ticket.task)
+        if logged is not None and not isinstance(logged, bool):
+            expected = "True (it did the logging), False or None"
+            raise returned(kind, path, logged, expected, at=ticket.task, error_class=RolloutError)
+        checked = check_metrics(shared, where=place(kind, path, ticket.task))
+        return {name: value for name, value in checked.items() if self._kept(name)} if logged else checked
+
+    def _eval_data(self, groups: list[SampleGroup]) -> dict[str, dict[str, list[Any]]]:
+        data: dict[str, dict[str, list[Any]]] = {}
+        for group in groups:
+            own = data.setdefault(group.data_set or UNNAMED, {"rewards": [], "truncated": [], "samples": []})
+            own["rewards"] += [sample.get_reward_value(self._args) for sample in group]
+            own["truncated"] += [sample.status is Status.TRUNCATED for sample in group]
+            own["samples"] += group.samples
+        return data
+
+    def _kept(self, name: str) -> bool:
+        """Whether progress, learning curve or ``--early-stop`` need the metric."""
+        mean_of_set = name.startswith("eval/") and name.count("/") == 1
+        return name in REWARD_METRICS or mean_of_set or (self._args.early_stop or "").startswith(name)
+
+
+def resolve_function(registry: PluginRegistry, kind: str, reference: str | None) -> Callable[..., Any] | None:
+    """The user's function that ``reference`` names; None without a reference."""
+    return cast("Callable[..., Any]", registry.resolve(kind, reference)) if reference else None
