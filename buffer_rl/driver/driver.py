@@ -16,67 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.buffer.pool import FIELD_OF_MODEL
-from buffer_rl.driver.early_stop import EarlyStop
-from buffer_rl.driver.role_calls import RoleCalls, RolePlan
-from buffer_rl.driver.schedule import Schedule
-from buffer_rl.driver.tasks import Observer, Runtime, Task
+from buffer_rl.driver.plan import RunPlan, RunResult
+from buffer_rl.driver.tasks import Observer, RoleCalls, Runtime, Task
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.observe.work import clock_origin
+from buffer_rl.train.roles import FIELD_OF_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from buffer_rl.types import Ticket
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
-    """What a run does, as data.
-
-    first_rollout: 0, or the step of the checkpoint that the run continues from.
-    train: false for rollouts alone: nothing is trained or published, every rollout comes from the initial weights.
-    publish_each_step: false where rollouts never ask the engine; weights are then published for evaluations only.
-    compare_log_probs: whether engine and trainer are compared before the first optimizer step.
-    roles: what adds fields to each rollout's groups.
-    saves: whether checkpoints are written. records: whether each rollout's rows are kept, for debugging.
-    max_redos: how often, over the whole run, a rollout that was lost is produced again.
-    """
-
-    num_rollouts: int
-    schedule: Schedule
-    first_rollout: int = 0
-    train: bool = True
-    publish_at_start: bool = False
-    publish_each_step: bool = True
-    compare_log_probs: bool = False
-    roles: RolePlan = field(default_factory=RolePlan)
-    evaluate: bool = False
-    eval_interval: int | None = None
-    eval_before_train: bool = True
-    saves: bool = False
-    save_interval: int | None = None
-    records: bool = False
-    early_stop: EarlyStop | None = None
-    max_redos: int = 0
-    rollout_timeout_s: float
-    train_timeout_s: float
-    publish_timeout_s: float
-    save_timeout_s: float
-    buffer_timeout_s: float
-
-
-@dataclass(slots=True, kw_only=True)
-class RunResult:
-    """How a run ended: trained steps, the newest evaluation, and whether ``--early-stop`` ended it."""
-
-    steps: int
-    evaluation: dict[str, float] = field(default_factory=dict)
-    stopped_early: bool = False
 
 
 class Driver:

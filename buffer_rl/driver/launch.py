@@ -18,22 +18,25 @@ from buffer_rl.buffer.storage.actor import start_storage
 from buffer_rl.buffer.storage.offer import StorageUnit
 from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.cluster.buffer_watch import BufferWatch
-from buffer_rl.cluster.resources import train_gpus
-from buffer_rl.cluster.session import ray_session
+from buffer_rl.cluster.session import ray_session, train_gpus
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import dump_args
-from buffer_rl.driver.checkpoints import RunCheckpoints
-from buffer_rl.driver.driver import Driver, RunPlan, RunResult
-from buffer_rl.driver.early_stop import parse_early_stop
-from buffer_rl.driver.modes import reads_data_source, rollout_only, train_only
-from buffer_rl.driver.process import sole_user, termination_as_exception
+from buffer_rl.driver.driver import Driver
+from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints
+from buffer_rl.driver.plan import (
+    RolePlan,
+    RunPlan,
+    RunResult,
+    Schedule,
+    parse_early_stop,
+    reads_data_source,
+    role_plan,
+    rollout_only,
+    train_only,
+)
+from buffer_rl.driver.process import check_lineage, sole_saver, sole_user, termination_as_exception
 from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, provenance_of, ships_code
-from buffer_rl.driver.role_calls import RolePlan
-from buffer_rl.driver.roles import role_plan, start_roles
-from buffer_rl.driver.rollout_files import RecordedRollouts, RolloutRecorder
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
-from buffer_rl.driver.save_folder import check_lineage, sole_saver
-from buffer_rl.driver.schedule import Schedule
 from buffer_rl.engine.api_key import with_engine_key
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.observe.observer import RunObserver
@@ -42,8 +45,9 @@ from buffer_rl.resolution.calls import construct
 from buffer_rl.rollout.source.actor import start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
-from buffer_rl.train.estimator import is_supervised
 from buffer_rl.train.group import start_train_group
+from buffer_rl.train.roles import is_supervised
+from buffer_rl.train.worker import start_roles
 from buffer_rl.weights.locality import require_local_trainer
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.role_weights import RolePublisher
@@ -134,7 +138,7 @@ class _Run:
             stack.callback(self.train.stop)
         trains = self.train is not None and self.num_rollouts > 0  # else no rollout has work for a role
         self.role_plan = role_plan(args, self.rollouts_use_engine) if trains else RolePlan()
-        self.roles = start_roles(args, self.role_plan, args_text, actor, logs)
+        self.roles = start_roles(args, self.role_plan.own, args_text, actor, logs)
         for group in self.roles.values():
             stack.callback(group.stop)
         self.rollout = None if train_only(args) else self._start_rollout(args, args_text, actor, logs)

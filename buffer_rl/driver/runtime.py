@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol, cast
 
-from buffer_rl.cluster.failures import name_failure, root_failure
+from buffer_rl.cluster.worker_group import name_failure, root_failure
 from buffer_rl.driver.tasks import Task
 from buffer_rl.errors import DeadlineError, WorkerError
 

@@ -1,12 +1,15 @@
-"""What the driver asks of what executes its calls, and of what shows them.
+"""The driver's calls: what executes them, what shows them, and those on the roles that add fields to rollouts.
 
 A runtime with processes and one with virtual time both fit, so that a schedule can be tested without processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from buffer_rl.driver.plan import RolePlan
+from buffer_rl.errors import BufferRLError, WorkerDiedError
 from buffer_rl.observe.timeline import WorkSpan
 
 
@@ -80,3 +83,77 @@ class Observer(Protocol):
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The weights of version ``step`` were evaluated."""
         ...
+
+
+class RoleNotices(Protocol):
+    """Hears what the user should know of roles."""
+
+    def notice(self, text: str) -> None:
+        """Something happened that does not end the run."""
+        ...
+
+
+@dataclass(slots=True)
+class RoleCalls:
+    """The calls on roles that are under way, by rollout."""
+
+    _plan: RolePlan
+    _runtime: Runtime
+    _notices: RoleNotices
+    _calls: dict[int, dict[str, Task]] = field(default_factory=dict)
+    _restarts: int = 0
+
+    def start(self, rollout_id: int, *, trainer_too: bool) -> None:
+        """Have the roles work on a rollout; the trainer too, if it is to work while the rollout runs."""
+        calls = {role: self._runtime.submit(role, "stream", rollout_id) for role in self._plan.own}
+        plan = self._plan
+        if trainer_too and (plan.trainer_models or plan.stream_gradients):
+            duties = (list(plan.trainer_models), list(plan.given), plan.stream_gradients)
+            calls["train"] = self._runtime.submit("train", "stream", rollout_id, *duties)
+        self._calls[rollout_id] = calls
+
+    def tasks(self, rollout_id: int) -> Iterator[tuple[str, Task]]:
+        """The roles and their calls on a rollout, one after another as they are waited for; then they are forgotten."""
+        calls = self._calls.get(rollout_id, {})
+        while calls:
+            role = next(iter(calls))
+            yield role, calls[role]
+            del calls[role]
+        self._calls.pop(rollout_id, None)
+
+    def all_tasks(self) -> list[Task]:
+        """Every call under way."""
+        return [task for calls in self._calls.values() for task in calls.values()]
+
+    def forget(self) -> list[Task]:
+        """Give up all calls under way. Returns what to wait for: the calls, and one behind them on each role, whose
+        processes may not end together."""
+        ended = [*self.all_tasks(), *(self._runtime.submit(role, "ready") for role in self._plan.own)]
+        self._calls.clear()
+        return ended
+
+    def replace(self, ended: Task, error: BufferRLError, buffer: Callable[..., Any]) -> Task:
+        """Replace the role whose process died in the call ``ended``, and have it do again what was lost.
+
+        Returns the new call. Raises ``error`` if the call is none of a replaceable role, if it failed otherwise than
+        by a death, or if there were too many restarts."""
+        place = self._place(ended)
+        if place is None or not isinstance(error, WorkerDiedError) or self._restarts >= self._plan.max_restarts:
+            raise error
+        role = ended.role
+        self._restarts += 1
+        self._notices.notice(
+            f"{role} died and is replaced ({self._restarts} of {self._plan.max_restarts}): {error.what}"
+        )
+        # Out of sight first: who waits for the Buffer below looks at every call, and would find these dead again.
+        lost = [rollout_id for rollout_id, calls in self._calls.items() if calls.pop(role, None) is not None]
+        self._runtime.restart(role)
+        for rollout_id in lost:
+            buffer("offer_again", f"train_{rollout_id}", role)
+            self._calls[rollout_id][role] = self._runtime.submit(role, "stream", rollout_id)
+        return self._calls[place][role]
+
+    def _place(self, task: Task) -> int | None:
+        if task.role not in self._plan.own:
+            return None
+        return next((r for r, calls in self._calls.items() if calls.get(task.role) is task), None)

@@ -6,40 +6,42 @@ gradient reduction; the driver waits for all ranks, with a deadline.
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import ray
 import torch
+import torch.distributed as dist
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.partition import Splitting
-from buffer_rl.buffer.pool import FIELD_OF_MODEL
-from buffer_rl.cluster.logs import redirect_output
-from buffer_rl.cluster.worker_group import WorkerGroup
+from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import BufferRestartedError, BufferStateError, TrainError
 from buffer_rl.observe.work import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
-from buffer_rl.train.duties import (
+from buffer_rl.scope import Scope, scope_of
+from buffer_rl.train.logprob_gate import LogProbGap, compare_log_probs
+from buffer_rl.train.options import TrainOptions
+from buffer_rl.train.roles import FIELD_OF_MODEL, estimator_of, is_supervised
+from buffer_rl.train.steps import NON_FINITE_FOLDER, NonFiniteGuard, require_old_log_probs, train_steps
+from buffer_rl.train.stream import (
     GradientTrainer,
     gradient_stage,
     log_prob_stage,
     longest_wait,
     rows_per_batch,
+    run_stage,
 )
-from buffer_rl.train.estimator import mini_batches, splitting
-from buffer_rl.train.logprob_gate import LogProbGap, compare_log_probs
-from buffer_rl.train.non_finite import FOLDER, NonFiniteGuard
-from buffer_rl.train.options import TrainOptions
-from buffer_rl.train.rendezvous import Rendezvous
-from buffer_rl.train.stages import run_stage
-from buffer_rl.train.steps import require_old_log_probs, train_steps
 from buffer_rl.types import TrainBatch
 from buffer_rl.weights.shared_bucket import SharedWeights
 from buffer_rl.weights.tensor import LOAD_FORMAT
@@ -61,7 +63,7 @@ class TrainRank:
         self._rendezvous = Rendezvous()
         self._streamed = 0
         self._splitting = Splitting.GROUPS
-        folder = Path(log_path).parent.parent / FOLDER
+        folder = Path(log_path).parent.parent / NON_FINITE_FOLDER
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
         self._shared = SharedWeights(use_cuda_ipc=self._args.engine_device != "cpu")
 
@@ -246,3 +248,75 @@ def start_train_group(args: TrainOptions, args_text: str, buffer: Any, log_dir: 
         remote.remote(args_text, buffer, rank, world_size, f"{log_dir}/train_{rank}.log") for rank in range(world_size)
     ]
     return WorkerGroup("train", actors, combine=combine_metrics)
+
+
+class SharedRows(Protocol):
+    """Where a rank's rows come from; ``buffer_rl.buffer.client.BufferClient`` is one."""
+
+    def get_data(
+        self, rollout_id: int, dp_rank: int, dp_size: int, num_steps: int, step: int, splitting: Splitting
+    ) -> TrainBatch:
+        """One rank's share of a mini-batch; see ``DataPool.share``."""
+        ...
+
+
+def splitting(args: Any, registry: PluginRegistry) -> Splitting:
+    """What the ranks may share a mini-batch by: whole groups where each rank's estimator must see a prompt's rows
+    together. Under ``--deterministic`` whole groups too, where there are enough: a micro-batch then holds the same rows
+    on any number of ranks. Raises PluginError if the estimator does not resolve."""
+    ranks_estimate = not is_supervised(args) and not args.num_advantage_workers
+    if ranks_estimate and scope_of(registry.resolve("advantage", estimator_of(args)[1])) is not Scope.ROW:
+        return Splitting.GROUPS
+    return Splitting.GROUPS_OR_ROWS if args.deterministic else Splitting.ROWS
+
+
+def mini_batches(
+    rows: SharedRows, rollout_id: int, rank: int, world_size: int, *, num_steps: int, splitting: Splitting
+) -> list[TrainBatch]:
+    """A rank's share of each of a rollout's mini-batches. Raises BufferStateError if one has too little for all ranks
+    (see ``DataPool.share``)."""
+    return [rows.get_data(rollout_id, rank, world_size, num_steps, step, splitting) for step in range(num_steps)]
+
+
+class Rendezvous:
+    """Where the ranks meet: a socket of rank 0, on the address of its node alone.
+
+    Every rank may call ``open``; all call ``join``, with what rank 0's returned.
+
+    Torch's own listener would be on all interfaces, and asks nobody who they are. This one is taken before its port is
+    told to anybody, so no other process can take the port in between.
+    """
+
+    def __init__(self) -> None:
+        self._listener: socket.socket | None = None
+
+    def open(self, address: str) -> tuple[str, int]:
+        """Listen on ``address``, at a free port. Returns both."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
+        return address, int(self._listener.getsockname()[1])
+
+    def join(self, backend: str, address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> None:
+        """Make the default process group of all ranks; returns when they have met."""
+        if _is_loopback(address) and sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else that of the machine's name
+        listener, self._listener = self._listener, None
+        if listener is not None and rank != 0:
+            listener.close()
+        store = cast(Any, dist).TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener is not None and rank == 0 else None,
+        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

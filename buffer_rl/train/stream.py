@@ -1,4 +1,4 @@
-"""A torch dataset over a pool that is still being filled: batches come as rows become ready.
+"""Work on a rollout that is still being generated: a torch dataset of rows that are ready, and the stages of roles.
 
 Who waits for whom: the reader waits for rows whose fields are there, in slices with a deadline for the whole wait; rows
 become ready when the rollout finishes a group or another role writes a field. It ends when the rollout is closed and
@@ -7,19 +7,28 @@ the reader was handed every row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from buffer_rl.buffer.pool import ReadRequest, RowsMeta
+from buffer_rl.buffer.pool import DERIVED_FIELDS, ReadRequest, RowsMeta, Writer
+from buffer_rl.contracts import Trainer
 from buffer_rl.errors import TrainError
+from buffer_rl.observe.timeline import WorkSpan
+from buffer_rl.observe.work import WorkReport
 from buffer_rl.train.collate import MicroBatch, collate
-from buffer_rl.types import TrainBatch
+from buffer_rl.train.roles import ADVANTAGE_FIELDS, FIELD_OF_MODEL, SAMPLED_FIELDS
+from buffer_rl.types import Column, RowId, TrainBatch
 
 T_co = TypeVar("T_co", covariant=True)
+
+
 Taken = tuple[RowsMeta, TrainBatch | None]
 
 
@@ -136,3 +145,149 @@ class StreamingDataLoader(DataLoader[Any]):
     def step(self, partition_id: int) -> None:
         """See ``StreamingDataset.step``."""
         self._streaming.step(partition_id)
+
+
+class FieldStore(RowSource, Protocol):
+    """A row source that takes fields too."""
+
+    def start_put_fields(
+        self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
+    ) -> Started[None]:
+        """Add derived fields to rows of a task, without waiting; see ``DataPool.put_fields``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One kind of work on each ready group of a rollout that still runs: read, compute, write back. The same loop
+    serves the reference, the actor's forward pass, the advantages and the trainer, in a process of their own or in the
+    idle trainer.
+
+    name: its reading task. needs: fields of the rows that it waits for. produces: those that it adds, none where its
+    effect stays in its own process. compute: a batch to these fields. is_final: see ``ReadRequest``.
+    """
+
+    name: str
+    needs: frozenset[str]
+    produces: frozenset[str]
+    compute: Callable[[TrainBatch], Mapping[str, Column]]
+    is_final: bool = False
+
+
+def run_stage(
+    stage: Stage, store: FieldStore, rollout_id: int, *, rows_per_batch: int, num_readers: int = 1, timeout_s: float
+) -> WorkReport:
+    """Work on every group of rollout ``rollout_id`` until it is closed and read to its end.
+
+    While a batch is computed, the next one is fetched and what was computed of the one before is written; so nothing
+    of the rollout is asked for any more when this returns or raises.
+
+    rows_per_batch: whole groups of about so many rows at a time. num_readers: processes that read as this stage; one of
+    them fetches ahead only where a batch is left for each of the others. timeout_s: longest wait for one group.
+    """
+    request = ReadRequest(
+        reader=stage.name,
+        fields=stage.needs,
+        produces=stage.produces,
+        num_rows=rows_per_batch,
+        is_final=stage.is_final,
+    )
+    dataset = StreamingDataset(store, request, timeout_s=timeout_s, replay=False, leave=num_readers - 1)
+    dataset.step(rollout_id)
+    report, written = WorkReport(), None
+    try:
+        for batch in dataset:
+            started = time.monotonic()
+            columns = stage.compute(batch)
+            ended = time.monotonic()
+            if written is not None:
+                written.result()
+            writer = Writer(reader=stage.name, generation=dataset.generation)
+            written = store.start_put_fields(batch.task, batch.row_ids, columns, writer) if columns else None
+            report.add(WorkSpan(name=stage.name, rollout_id=rollout_id, start=started, end=ended, num_rows=len(batch)))
+        if written is not None:
+            written.result()
+    finally:
+        dataset.settle()
+        if written is not None:
+            written.settle()
+    return report
+
+
+STREAMED_GROUPS = 4
+"""Groups that a process works on at a time, at most and where that many are ready: larger passes are cheaper, but the
+last one starts only when the one before has ended."""
+
+
+ROLLOUT_GRACE_S = 120.0
+"""A rollout ends within ``--rollout-timeout-s`` and twice the grace that a user's rollout function has (30 s)."""
+
+
+LogProbs = Callable[[str, TrainBatch], list[np.ndarray]]
+"""``(model, batch) -> rows`` with the model ``ref`` or ``actor``; see ``Trainer.log_probs``."""
+
+
+class GradientTrainer(Trainer, Protocol):
+    """A trainer that can start on a step before all its rows are known."""
+
+    def accumulate(self, batch: TrainBatch) -> None: ...
+    def finish_accumulation(self, total_samples: int, total_tokens: int) -> dict[str, float]: ...
+    def zero_grad(self) -> None: ...
+
+
+def longest_wait(args: Any) -> float:
+    """Seconds that a role waits for a group: longer than any rollout may take, whose own error says more."""
+    return float(args.rollout_timeout_s) + ROLLOUT_GRACE_S
+
+
+def rows_per_batch(args: Any, num_readers: int) -> int:
+    """Rows that each of a role's ``num_readers`` processes asks for at a time: no more groups than its part of a step,
+    so that those that ask later find theirs; under ``--deterministic`` one group."""
+    if args.deterministic:
+        return 1
+    part = math.ceil(int(args.rollout_batch_size) / num_readers)
+    return min(part, STREAMED_GROUPS) * int(args.n_samples_per_prompt)
+
+
+def log_prob_stage(name: str, models: Sequence[str], log_probs: LogProbs) -> Stage:
+    """Log-probabilities under each of ``models``."""
+
+    def compute(batch: TrainBatch) -> Mapping[str, Column]:
+        return {FIELD_OF_MODEL[model]: log_probs(model, batch) for model in models}
+
+    produces = frozenset(FIELD_OF_MODEL[model] for model in models)
+    return Stage(name=name, needs=SAMPLED_FIELDS, produces=produces, compute=compute)
+
+
+def advantage_stage(compute_advantages: Callable[[TrainBatch], None], given: frozenset[str] = frozenset()) -> Stage:
+    """Advantages and returns of each group; ``compute_advantages`` sets them as columns, and needs one group alone.
+    Advantages that came with the group, from the user's converter, are kept.
+
+    given: fields that others add and the estimator needs, waited for. Of others it sees none, whatever is there by
+    chance."""
+
+    def compute(batch: TrainBatch) -> Mapping[str, Column]:
+        if "advantages" in batch.columns:
+            return {} if "returns" in batch.columns else {"returns": batch.columns["advantages"]}
+        for name in DERIVED_FIELDS - given:
+            batch.columns.pop(name, None)
+        compute_advantages(batch)
+        return {name: batch.columns[name] for name in sorted(ADVANTAGE_FIELDS)}
+
+    return Stage(name="advantages", needs=SAMPLED_FIELDS | given, produces=ADVANTAGE_FIELDS, compute=compute)
+
+
+def gradient_stage(trainer: GradientTrainer, models: Sequence[str], given: frozenset[str]) -> Stage:
+    """Forward and backward of each group, after the fields that nobody else computes.
+
+    models: whose log-probabilities the trainer computes itself. given: fields that other roles add, waited for."""
+
+    def compute(batch: TrainBatch) -> Mapping[str, Column]:
+        for model in models:
+            batch.columns[FIELD_OF_MODEL[model]] = trainer.log_probs(model, batch)
+        if "advantages" not in given and "advantages" not in batch.columns:  # the user's converter may give them
+            trainer.compute_advantages(batch)
+        trainer.accumulate(batch)
+        return {}
+
+    return Stage(name="train", needs=SAMPLED_FIELDS | given, produces=frozenset(), compute=compute, is_final=True)

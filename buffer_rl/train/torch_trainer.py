@@ -23,15 +23,12 @@ from buffer_rl.contracts import LossInputs
 from buffer_rl.errors import ConfigError, TrainError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope
-from buffer_rl.train import model as models
-from buffer_rl.train.collate import collate, loss_inputs
-from buffer_rl.train.forward import response_log_probs
-from buffer_rl.train.log_probs import batch_log_probs, row_blocks
-from buffer_rl.train.model_factory import ModelFactory
-from buffer_rl.train.objective import Objective
+from buffer_rl.train.collate import collate, loss_inputs, row_blocks
+from buffer_rl.train.forward import batch_log_probs, response_log_probs
+from buffer_rl.train.model import ModelFactory, load_tokenizer, pick_device, unique_state, weight_buckets
+from buffer_rl.train.objective import Objective, UnscaledShares
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.state import load_state, save_state
-from buffer_rl.train.unscaled import UnscaledShares
 from buffer_rl.types import TrainBatch
 
 
@@ -54,11 +51,11 @@ class TorchTrainer:
         self._objective = Objective(args, registry)
         self._temperature = loss_temperature(args, supervised=self._objective.supervised)
 
-        self._device = models.pick_device(args.train_device)
+        self._device = pick_device(args.train_device)
         _prepare_torch(args, rank, self._device)
         self._models = ModelFactory(args, registry, self._device)
         self._actor = self._models.build(args.hf_checkpoint, "--hf-checkpoint")
-        self._tokenizer = models.load_tokenizer(
+        self._tokenizer = load_tokenizer(
             args.hf_checkpoint, "--hf-checkpoint", trust_remote_code=args.trust_remote_code
         )
         self._ref: PreTrainedModel | None = None
@@ -140,7 +137,7 @@ class TorchTrainer:
         buckets of at most 256 MB (a larger tensor has its own). Available on every rank, and asleep too.
 
         They are the weights themselves where no conversion is needed: read them before the next ``optimizer_step``."""
-        yield from models.weight_buckets(self._models.hf_state(self._actor), copy=False)
+        yield from weight_buckets(self._models.hf_state(self._actor), copy=False)
 
     def save_hf(self, path: str) -> None:
         """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. Only rank 0 writes."""
@@ -153,11 +150,11 @@ class TorchTrainer:
         Raises TrainError between ``forward_backward`` and ``optimizer_step``: gradients are not saved."""
         if self._optimizer.has_gradients:
             raise TrainError("there are gradients of an unfinished step", hint="save after optimizer_step")
-        save_state(path, self._actor, self._optimizer, models.unique_state(self._actor), self._rank)
+        save_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. Raises CheckpointError if something is missing, damaged or does not fit."""
-        load_state(path, self._actor, self._optimizer, models.unique_state(self._actor), self._rank)
+        load_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
 
     def sleep(self) -> None:
         """Move models, gradients and optimizer state to the CPU and give the CUDA memory back.

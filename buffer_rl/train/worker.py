@@ -18,24 +18,21 @@ import ray
 import torch
 
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.cluster.logs import redirect_output
-from buffer_rl.cluster.worker_group import WorkerGroup
+from buffer_rl.cluster.session import role_gpus
+from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.errors import TrainError, WorkerDiedError
 from buffer_rl.observe.work import WorkReport
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.train import model as models
-from buffer_rl.train.duties import advantage_stage, log_prob_stage, longest_wait, rows_per_batch
-from buffer_rl.train.log_probs import batch_log_probs
-from buffer_rl.train.model_factory import ModelFactory
+from buffer_rl.train.forward import batch_log_probs
+from buffer_rl.train.model import ModelFactory, pick_device
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.stages import Stage, run_stage
+from buffer_rl.train.roles import MODEL_OF_ROLE, worker_counts
+from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
 from buffer_rl.train.torch_trainer import loss_temperature
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
-
-MODEL_OF_ROLE = {"ref": "ref", "actor_fwd": "actor"}
 
 
 class RoleWorker:
@@ -88,7 +85,7 @@ class RoleWorker:
         )
 
     def _load(self, path: str | None, flag: str) -> None:
-        self._device = models.pick_device(self._args.train_device)
+        self._device = pick_device(self._args.train_device)
         self._model = ModelFactory(self._args, self._registry, self._device).build(path, flag).requires_grad_(False)
 
     def _make_stage(self) -> Stage:
@@ -176,3 +173,13 @@ def start_role(
         ]
 
     return RoleGroup(role, start_members, args.train_timeout_s)
+
+
+def start_roles(args: Any, roles: Sequence[str], args_text: str, buffer: Any, log_dir: str) -> dict[str, RoleGroup]:
+    """Start the roles with processes of their own."""
+    counts = worker_counts(args)
+    gpus = role_gpus(args)
+    return {
+        role: start_role(role, counts[role], args, args_text, buffer, log_dir, 0.0 if role == "advantages" else gpus)
+        for role in roles
+    }

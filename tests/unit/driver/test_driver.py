@@ -15,10 +15,8 @@ from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
-from buffer_rl.driver.driver import Driver, RunPlan
-from buffer_rl.driver.early_stop import parse_early_stop
-from buffer_rl.driver.role_calls import RolePlan
-from buffer_rl.driver.schedule import Mode, Schedule
+from buffer_rl.driver.driver import Driver
+from buffer_rl.driver.plan import Mode, RolePlan, RunPlan, Schedule, parse_early_stop
 from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError, TrainError, WorkerDiedError, WorkerError
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.observe.work import WorkReport, clock_origin

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.driver.role_checks import check_role_options, check_roles, needs_old_log_probs
-from buffer_rl.driver.roles import role_plan
+from buffer_rl.driver.checks import check_role_options
+from buffer_rl.driver.plan import needs_old_log_probs, role_plan
+from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry

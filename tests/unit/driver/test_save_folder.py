@@ -13,8 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from buffer_rl.checkpoint import upload_checkpoint, write_checkpoint
 from buffer_rl.config import compose, dump_args
-from buffer_rl.driver.process import sole_user
-from buffer_rl.driver.save_folder import check_lineage, sole_saver
+from buffer_rl.driver.process import check_lineage, sole_saver, sole_user
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options import CORE_SECTIONS
 
@@ -106,7 +105,7 @@ def test_a_url_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, mon
 HOLD = """
 import sys
 from buffer_rl.config import load_args
-from buffer_rl.driver.save_folder import sole_saver
+from buffer_rl.driver.process import sole_saver
 with sole_saver(load_args(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

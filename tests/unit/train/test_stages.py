@@ -16,9 +16,15 @@ from buffer_rl.buffer.cells import assemble
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import DeadlineError, TrainError
-from buffer_rl.train.duties import advantage_stage, gradient_stage
-from buffer_rl.train.stages import SAMPLED_FIELDS, Stage, run_stage
-from buffer_rl.train.stream import StreamingDataLoader, StreamingDataset
+from buffer_rl.train.roles import SAMPLED_FIELDS
+from buffer_rl.train.stream import (
+    Stage,
+    StreamingDataLoader,
+    StreamingDataset,
+    advantage_stage,
+    gradient_stage,
+    run_stage,
+)
 from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
 
 

@@ -12,9 +12,9 @@ import torch
 from buffer_rl.config import Options
 from buffer_rl.contracts import LossInputs, LossOutputs
 from buffer_rl.errors import ConfigError
-from buffer_rl.train.gradient_sum import GradientSum
+from buffer_rl.train.objective import UnscaledShares
+from buffer_rl.train.optimizer import GradientSum
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.train.unscaled import UnscaledShares
 from buffer_rl.types import GroupUid, RowId, TrainBatch
 
 
