@@ -8,14 +8,12 @@ from typing import Any
 from buffer_rl.config import did_you_mean, flag_of
 from buffer_rl.data.eval_config import eval_sets_of
 from buffer_rl.data.training_files import check_sources
-from buffer_rl.driver.plan import EarlyStop, Schedule, parse_early_stop, rollout_only, train_only
+from buffer_rl.driver.plan import Schedule, parse_early_stop, rollout_only, train_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
 from buffer_rl.train.roles import is_supervised
 from buffer_rl.weights.locality import require_local_engines
-
-__all__ = ["EarlyStop", "check_options", "parse_early_stop"]
 
 
 def check_options(args: Any) -> None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.driver.plan import RunPlan, RunResult
-from buffer_rl.driver.tasks import Observer, RoleCalls, Runtime, Task
+from buffer_rl.driver.tasks import RoleCalls, Runtime, Task
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.observe.work import clock_origin
@@ -28,6 +28,7 @@ from buffer_rl.train.roles import FIELD_OF_MODEL
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from buffer_rl.observe.observer import RunObserver
     from buffer_rl.types import Ticket
 
 
@@ -38,7 +39,7 @@ class Driver:
     steps. ``record.save(rollout_id)`` keeps the rows of a rollout that is closed and not trained on yet.
     """
 
-    def __init__(self, plan: RunPlan, runtime: Runtime, observer: Observer) -> None:
+    def __init__(self, plan: RunPlan, runtime: Runtime, observer: RunObserver) -> None:
         self._plan = plan
         self._runtime = runtime
         self._observer = observer

@@ -1,16 +1,18 @@
-"""The driver's calls: what executes them, what shows them, and those on the roles that add fields to rollouts.
+"""The driver's calls: what executes them, and those on the roles that add fields to rollouts.
 
 A runtime with processes and one with virtual time both fit, so that a schedule can be tested without processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from buffer_rl.driver.plan import RolePlan
 from buffer_rl.errors import BufferRLError, WorkerDiedError
-from buffer_rl.observe.timeline import WorkSpan
+
+if TYPE_CHECKING:
+    from buffer_rl.observe.observer import RunObserver
 
 
 class Task(Protocol):
@@ -47,59 +49,13 @@ class Runtime(Protocol):
         ...
 
 
-class Observer(Protocol):
-    """Sees what happens. What it raises ends the run."""
-
-    def phase(self, name: str) -> None:
-        """The driver entered a phase: generate, train, save, publish, evaluate."""
-        ...
-
-    def rollout_ended(
-        self, rollout_id: int, evaluation: bool, metrics: Mapping[str, float], samples: list[dict[str, Any]]
-    ) -> None:
-        """A rollout, or the evaluation of version ``rollout_id``, is done; some of its samples to show."""
-        ...
-
-    def trained(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
-        """The optimizer took step ``step`` and the Buffer committed the rollout."""
-        ...
-
-    def published(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Every engine has ``version``."""
-        ...
-
-    def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
-        """What a role did, and when."""
-        ...
-
-    def notice(self, text: str) -> None:
-        """Something happened that does not end the run."""
-        ...
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Rollout ``step`` was trained on and published: all metrics of the step."""
-        ...
-
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The weights of version ``step`` were evaluated."""
-        ...
-
-
-class RoleNotices(Protocol):
-    """Hears what the user should know of roles."""
-
-    def notice(self, text: str) -> None:
-        """Something happened that does not end the run."""
-        ...
-
-
 @dataclass(slots=True)
 class RoleCalls:
     """The calls on roles that are under way, by rollout."""
 
     _plan: RolePlan
     _runtime: Runtime
-    _notices: RoleNotices
+    _observer: RunObserver
     _calls: dict[int, dict[str, Task]] = field(default_factory=dict)
     _restarts: int = 0
 
@@ -142,7 +98,7 @@ class RoleCalls:
             raise error
         role = ended.role
         self._restarts += 1
-        self._notices.notice(
+        self._observer.notice(
             f"{role} died and is replaced ({self._restarts} of {self._plan.max_restarts}): {error.what}"
         )
         # Out of sight first: who waits for the Buffer below looks at every call, and would find these dead again.

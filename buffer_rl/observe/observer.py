@@ -21,7 +21,7 @@ from buffer_rl.resolution.calls import construct
 
 
 class RunObserver:
-    """See ``buffer_rl.driver.tasks.Observer``. A context manager.
+    """Sees what happens in a run; what it raises ends the run. A context manager.
 
     resume_step: steps of the checkpoint that the run goes on from; its files are then continued from there.
     provenance: what code and data the run is made of, for ``run.json``.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import torch
@@ -250,16 +250,6 @@ def start_train_group(args: TrainOptions, args_text: str, buffer: Any, log_dir: 
     return WorkerGroup("train", actors, combine=combine_metrics)
 
 
-class SharedRows(Protocol):
-    """Where a rank's rows come from; ``buffer_rl.buffer.client.BufferClient`` is one."""
-
-    def get_data(
-        self, rollout_id: int, dp_rank: int, dp_size: int, num_steps: int, step: int, splitting: Splitting
-    ) -> TrainBatch:
-        """One rank's share of a mini-batch; see ``DataPool.share``."""
-        ...
-
-
 def splitting(args: Any, registry: PluginRegistry) -> Splitting:
     """What the ranks may share a mini-batch by: whole groups where each rank's estimator must see a prompt's rows
     together. Under ``--deterministic`` whole groups too, where there are enough: a micro-batch then holds the same rows
@@ -271,7 +261,7 @@ def splitting(args: Any, registry: PluginRegistry) -> Splitting:
 
 
 def mini_batches(
-    rows: SharedRows, rollout_id: int, rank: int, world_size: int, *, num_steps: int, splitting: Splitting
+    rows: BufferClient, rollout_id: int, rank: int, world_size: int, *, num_steps: int, splitting: Splitting
 ) -> list[TrainBatch]:
     """A rank's share of each of a rollout's mini-batches. Raises BufferStateError if one has too little for all ranks
     (see ``DataPool.share``)."""

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -24,32 +24,13 @@ from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.observe.work import WorkReport
 from buffer_rl.train.collate import MicroBatch, collate
 from buffer_rl.train.roles import ADVANTAGE_FIELDS, FIELD_OF_MODEL, SAMPLED_FIELDS
-from buffer_rl.types import Column, RowId, TrainBatch
+from buffer_rl.types import Column, TrainBatch
 
-T_co = TypeVar("T_co", covariant=True)
-
+if TYPE_CHECKING:
+    from buffer_rl.buffer.calling import StartedCall
+    from buffer_rl.buffer.client import BufferClient
 
 Taken = tuple[RowsMeta, TrainBatch | None]
-
-
-class Started(Protocol[T_co]):
-    """A call under way, whose answer is asked for once, or settled (see ``buffer_rl.buffer.calling.StartedCall``)."""
-
-    def result(self) -> T_co: ...
-    def settle(self) -> None: ...
-
-
-class RowSource(Protocol):
-    """Where rows come from; ``buffer_rl.buffer.client.BufferClient`` is one."""
-
-    def take(self, task: str, request: ReadRequest, timeout_s: float, fields: Sequence[str] | None = None) -> Taken:
-        """Rows for a reading task, as soon as there are any, with the fields named or all that they have; None at the
-        end. Raises DeadlineError."""
-        ...
-
-    def start_take(self, task: str, request: ReadRequest, fields: Sequence[str] | None = None) -> Started[Taken]:
-        """Ask for the rows that are ready now, without waiting for the answer; None where there are none."""
-        ...
 
 
 class StreamingDataset(IterableDataset[TrainBatch]):
@@ -68,7 +49,7 @@ class StreamingDataset(IterableDataset[TrainBatch]):
 
     def __init__(
         self,
-        source: RowSource,
+        source: BufferClient,
         request: ReadRequest,
         *,
         timeout_s: float,
@@ -78,7 +59,7 @@ class StreamingDataset(IterableDataset[TrainBatch]):
     ) -> None:
         self._replay = replay
         self._ahead = None if leave is None else replace(request, leave=leave)
-        self._asked: Started[Taken] | None = None
+        self._asked: StartedCall[Taken] | None = None
         self._source = source
         self._request = request
         self._fields = fields
@@ -143,18 +124,7 @@ class StreamingDataLoader(DataLoader[Any]):
         self._streaming = dataset
 
     def step(self, partition_id: int) -> None:
-        """See ``StreamingDataset.step``."""
         self._streaming.step(partition_id)
-
-
-class FieldStore(RowSource, Protocol):
-    """A row source that takes fields too."""
-
-    def start_put_fields(
-        self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
-    ) -> Started[None]:
-        """Add derived fields to rows of a task, without waiting; see ``DataPool.put_fields``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +145,7 @@ class Stage:
 
 
 def run_stage(
-    stage: Stage, store: FieldStore, rollout_id: int, *, rows_per_batch: int, num_readers: int = 1, timeout_s: float
+    stage: Stage, store: BufferClient, rollout_id: int, *, rows_per_batch: int, num_readers: int = 1, timeout_s: float
 ) -> WorkReport:
     """Work on every group of rollout ``rollout_id`` until it is closed and read to its end.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -101,31 +100,21 @@ class RoleWorker:
         )
 
 
-class RoleGroup:
+class RoleGroup(WorkerGroup):
     """The processes of one role; a ``Target`` that can be restarted.
 
     start_members: makes the actors anew.
     """
 
     def __init__(self, role: str, start_members: Callable[[], Sequence[Any]], ready_timeout_s: float) -> None:
-        self.role = role
+        super().__init__(role, start_members(), combine=_combine)
         self._start_members = start_members
         self._ready_timeout_s = ready_timeout_s
-        self._group = WorkerGroup(role, start_members(), combine=_combine)
         self._weights: tuple[str, int] | None = None
-
-    @property
-    def combine(self) -> Callable[[str, list[Any]], Any]:
-        """See ``Target.combine``."""
-        return self._group.combine
-
-    def start(self, method: str, *args: Any) -> list[Future[Any]]:
-        """See ``Target.start``."""
-        return self._group.start(method, *args)
 
     def wait_ready(self) -> None:
         """Wait until every worker has its model. Raises DeadlineError or WorkerError."""
-        self._group.call("ready", timeout_s=self._ready_timeout_s)
+        self.call("ready", timeout_s=self._ready_timeout_s)
 
     def update_weights_from_disk(self, path: str, version: int) -> None:
         """Have every worker take the version; one that is restarted later takes it too.
@@ -137,22 +126,18 @@ class RoleGroup:
 
     def versions(self) -> dict[str, str]:
         """The weight version of the role."""
-        return {self.role: str(self._group.call("version", timeout_s=self._ready_timeout_s))}
+        return {self.role: str(self.call("version", timeout_s=self._ready_timeout_s))}
 
     def restart(self) -> None:
         """End all workers and start others, with the weights that these had."""
-        self._group.stop()
-        self._group = WorkerGroup(self.role, self._start_members(), combine=_combine)
+        self.stop()
+        self.actors = list(self._start_members())
         self.wait_ready()
         if self._weights is not None:
             self._take_weights()
 
-    def stop(self) -> None:
-        """End all workers."""
-        self._group.stop()
-
     def _take_weights(self) -> None:
-        self._group.call("update_weights_from_disk", *(self._weights or ()), timeout_s=self._ready_timeout_s)
+        self.call("update_weights_from_disk", *(self._weights or ()), timeout_s=self._ready_timeout_s)
 
 
 def _combine(method: str, answers: list[Any]) -> Any:
