@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import ray
 
-from buffer_rl.cluster.seclusion import secluded_ray
+from buffer_rl.cluster.isolation import isolated_ray
 from buffer_rl.errors import ConfigError, WorkerError
 from buffer_rl.resolution.shipped import use_shipped_code
 from buffer_rl.resolution.shipping import CodeBundle
@@ -42,7 +42,7 @@ def ray_session(
 ) -> Iterator[None]:
     """Connect to Ray for the length of the block, unless this process is connected already.
 
-    What is started here listens on the loopback interface alone and asks for a token (see ``secluded_ray``); a cluster
+    What is started here listens on the loopback interface alone and asks for a token (see ``isolated_ray``); a cluster
     that is joined has its own rules.
 
     code: the user's files to send to the nodes of a cluster that is joined.
@@ -55,7 +55,7 @@ def ray_session(
         yield
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # CUDA_VISIBLE_DEVICES stays what it is
-    with secluded_ray() if address is None else contextlib.nullcontext():
+    with isolated_ray() if address is None else contextlib.nullcontext():
         try:
             with _own_sigterm_handler(), tempfile.TemporaryDirectory(prefix="buffer_rl_code_") as folder:
                 if code is not None and code.files:

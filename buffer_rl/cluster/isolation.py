@@ -21,7 +21,7 @@ TOKEN_BYTES = 32
 
 
 @contextmanager
-def secluded_ray() -> Iterator[None]:
+def isolated_ray() -> Iterator[None]:
     """For a block that starts Ray and ends it again.
 
     ``ray.init`` asks for a token by itself, and keeps it in the home folder, readable by others, for all clusters to
