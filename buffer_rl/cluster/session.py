@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import ray
 
-from buffer_rl.cluster.isolation import isolated_ray
+from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray
 from buffer_rl.errors import ConfigError, WorkerError
 from buffer_rl.resolution.shipped import use_shipped_code
 from buffer_rl.resolution.shipping import CodeBundle
@@ -74,7 +74,7 @@ def _connect(address: str | None, code_folder: str | None, object_store_bytes: i
                 address="local",
                 include_dashboard=False,
                 object_store_memory=object_store_bytes,
-                _node_ip_address="127.0.0.1",
+                **ON_LOOPBACK,
                 **quiet,
             )
         else:
