@@ -23,7 +23,7 @@ TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 _MULTIPLE_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; "0" means one node and loopback on Linux too
 _ALL = (MODE, TOKEN, TOKEN_PATH, _MULTIPLE_NODES)
 TOKEN_BYTES = 32
-ON_LOOPBACK = {"_node_ip_address": "127.0.0.1"}
+ON_LOOPBACK: dict[str, Any] = {"_node_ip_address": "127.0.0.1"}
 """Private arguments of ``ray.init``."""
 
 

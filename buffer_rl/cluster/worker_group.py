@@ -61,16 +61,16 @@ class WorkerGroup:
             raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{self.role}.{method}")
         return self.combine(method, [future.result() for future in futures])
 
-    def stop(self, farewell: str = "", timeout_s: float = 0.0) -> None:
+    def stop(self, close_method: str = "", timeout_s: float = 0.0) -> None:
         """End the members' processes. Never raises: it is called while another error is on its way.
 
-        farewell: a method that every member is asked to execute first, within ``timeout_s`` for all of them.
+        close_method: a method that every member is asked to execute first, within ``timeout_s`` for all of them.
         """
-        if farewell:
+        if close_method:
             asked: list[Future[Any]] = []
             for actor in self.actors:
                 with contextlib.suppress(Exception):  # fault boundary: a member, or Ray itself, may be gone
-                    asked.append(getattr(actor, farewell).remote().future())
+                    asked.append(getattr(actor, close_method).remote().future())
             wait(asked, timeout=timeout_s)
         for actor in self.actors:
             with contextlib.suppress(Exception):  # as above
@@ -102,7 +102,7 @@ def root_failure(errors: Mapping[str, BaseException]) -> tuple[str, BaseExceptio
     """Of the errors that several members of a group ended with, by role, the one to raise.
 
     When one rank fails, the others lose their connection to it, and may say so first. So an error of
-    ``buffer_rl.errors`` comes before a process that died, and that before everything else; equals in given order.
+    ``buffer_rl.errors`` comes before a process that died, and that before everything else; equal ones stay in order.
     """
     return min(errors.items(), key=lambda item: _distance_from_root(item[1]))
 

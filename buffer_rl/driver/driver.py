@@ -2,7 +2,7 @@
 
 Who waits for whom: the driver waits for rollouts and for the trainer, each with a deadline; rollout workers wait
 for engines and for the Buffer; trainer ranks wait for the Buffer and for each other; the publisher waits for the
-trainer and for the engines. Nobody waits for the driver except the Buffer's slots, which ``release`` frees.
+trainer and for the engines. Only the Buffer's slots wait for the driver, until ``release`` frees them.
 
 Order of one step: train → commit → save → publish → release → evaluate. A checkpoint therefore never holds
 weights whose groups still count as untrained.
@@ -48,7 +48,7 @@ class Driver:
         self._next_rollout = plan.first_rollout
         self._generating: dict[int, Task] = {}
         self._tickets: dict[int, Ticket] = {}
-        self._redone = 0
+        self._retries = 0
         self._compared = False
         self._roles = RoleCalls(plan.roles, runtime, observer)
         self._times: dict[str, float] = {}
@@ -125,29 +125,31 @@ class Driver:
                         self._compare_log_probs(rollout_id)
                 return metrics
             except BufferRLError as error:
-                doomed = [*self._generating.values(), *self._roles.forget()]
+                lost_tasks = [*self._generating.values(), *self._roles.forget()]
                 self._generating.clear()
                 self._require_lost(self._tickets[rollout_id], error)
-                self._give_up(rollout_id, doomed)
+                self._reset_rollout(rollout_id, lost_tasks)
             self._start_rollout(rollout_id)
 
     def _require_lost(self, ticket: Ticket, error: BufferRLError) -> None:
         """Raise ``error`` unless it comes from the loss of a rollout that can be produced again. Whatever is raised
-        after the Buffer was replaced may come from that: user code says it in words of its own."""
+        after the Buffer was replaced may come from that: user code may wrap the error."""
         if not isinstance(error, PayloadLostError):
             progress = self._buffer("get_progress")
             if progress["incarnation"] == ticket.incarnation:
                 raise error
-        if self._redone >= self._plan.max_redos:
+        if self._retries >= self._plan.max_rollout_retries:
             raise error
-        self._redone += 1
-        self._observer.notice(f"{ticket.task} is produced again ({self._redone} of {self._plan.max_redos}): {error}")
+        self._retries += 1
+        self._observer.notice(
+            f"{ticket.task} is produced again ({self._retries} of {self._plan.max_rollout_retries}): {error}"
+        )
 
-    def _give_up(self, rollout_id: int, doomed: Sequence[Task]) -> None:
-        """Bring the groups of a rollout back to the queue, and see to it that nobody works on them any more."""
+    def _reset_rollout(self, rollout_id: int, lost_tasks: Sequence[Task]) -> None:
+        """Bring the groups of a rollout back to the queue, and wait until no task works on them."""
         self._buffer("abandon", rollout_id)
-        for task in doomed:
-            with suppress(BufferRLError):  # what they say of a rollout that is gone
+        for task in lost_tasks:
+            with suppress(BufferRLError):  # errors of a rollout that is gone
                 self._wait(task, self._plan.rollout_timeout_s)
         if self._plan.train:
             self._call("train", "discard", timeout_s=self._plan.train_timeout_s)
@@ -171,7 +173,7 @@ class Driver:
 
     def _train_and_commit(self, rollout_id: int, step: int) -> dict[str, float]:
         if not self._plan.train:
-            self._buffer("commit", rollout_id, step)  # the Buffer is to let go of the groups
+            self._buffer("commit", rollout_id, step)  # so that the Buffer drops the groups
             return {}
         with self._timed("train"):
             trained = self._update(rollout_id)
@@ -204,7 +206,8 @@ class Driver:
             self._compared = True
 
     def _update(self, rollout_id: int) -> dict[str, float]:
-        """The optimizer step. It asks nobody for anything, so it is never taken twice for one rollout."""
+        """The optimizer step. It reads nothing from the Buffer, so it cannot fail with PayloadLostError; it is never
+        retried."""
         limit = self._plan.train_timeout_s
         with self._timed("update", "train", rollout_id):
             if self._plan.roles.stream_gradients:
@@ -262,7 +265,7 @@ class Driver:
             if key in progress:
                 before = self._buffer_seconds.get(key, 0.0)
                 self._buffer_seconds[key] = now = progress[key]
-                times[name] = now - before if now >= before else now  # a Buffer that was replaced counts anew
+                times[name] = now - before if now >= before else now  # a Buffer that was replaced counts from 0
         return times
 
     # -- when ----------------------------------------------------------------------------------------

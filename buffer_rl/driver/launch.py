@@ -34,7 +34,7 @@ from buffer_rl.driver.plan import (
     rollout_only,
     train_only,
 )
-from buffer_rl.driver.process import check_lineage, sole_saver, sole_user, termination_as_exception
+from buffer_rl.driver.process import check_lineage, folder_lock, save_lock, termination_as_exception
 from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, provenance_of, ships_code
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
 from buffer_rl.engine.api_key import with_engine_key
@@ -70,10 +70,10 @@ def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping
     args = with_engine_key(args)
     with ExitStack() as stack:
         stack.enter_context(termination_as_exception())
-        stack.enter_context(sole_user(run_dir))
-        stack.enter_context(sole_saver(args))
+        stack.enter_context(folder_lock(run_dir))
+        stack.enter_context(save_lock(args))
         checkpoint = stack.enter_context(opened_checkpoint(args.load, run_dir)) if args.load is not None else None
-        check_lineage(args, checkpoint.step if checkpoint else 0)  # nobody else can write to the folder by now
+        check_lineage(args, checkpoint.step if checkpoint else 0)  # no other run can write to the folder by now
         provenance = provenance_of(args, registry, data)
         registry.call_hook("buffer_rl_configure", config=args)
         run = _Run(args, registry, run_dir, checkpoint, provenance, stack)
@@ -138,7 +138,7 @@ class _Run:
             stack.callback(self.train.stop)
         trains = self.train is not None and self.num_rollouts > 0  # else no rollout has work for a role
         self.role_plan = role_plan(args, self.rollouts_use_engine) if trains else RolePlan()
-        self.roles = start_roles(args, self.role_plan.own, args_text, actor, logs)
+        self.roles = start_roles(args, self.role_plan.dedicated_roles, args_text, actor, logs)
         for group in self.roles.values():
             stack.callback(group.stop)
         self.rollout = None if train_only(args) else self._start_rollout(args, args_text, actor, logs)
@@ -180,7 +180,7 @@ class _Run:
         return Driver(plan, RayRuntime(targets, watchers), self.observer)
 
     def _publisher(self) -> Publisher | RolePublisher | None:
-        """What publishes to the engines and to the roles that need the actor's weights; None if nobody does."""
+        """What publishes to the engines and to the roles that need the actor's weights; None without any."""
         args, publisher = self.args, None
         if self.train is None:
             return None
@@ -241,7 +241,7 @@ class _Run:
             publish_timeout_s=args.update_weights_timeout_s,
             save_timeout_s=args.save_timeout_s + GRACE_S,  # each call's own deadline, which says more, comes first
             buffer_timeout_s=args.buffer_timeout_s,
-            max_redos=args.buffer_max_restarts,
+            max_rollout_retries=args.buffer_max_restarts,
         )
 
     def _wait_ready(self) -> None:
@@ -252,7 +252,7 @@ class _Run:
             self.train.call("setup", master, port, timeout_s=limit)
             if self.checkpoint is not None:
                 self.train.call("load", str(self.checkpoint.folder / "trainer"), timeout_s=limit)
-                if self.num_rollouts > 0:  # who only evaluates may have other data, or none
+                if self.num_rollouts > 0:  # a run that only evaluates may have other data, or none
                     self.buffer.load(str(self.checkpoint.folder))
                     self._restore_source()
         for group in self.roles.values():

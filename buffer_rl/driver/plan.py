@@ -107,31 +107,31 @@ def reads_data_source(args: Any) -> bool:
 class RolePlan:
     """Who computes what of each rollout.
 
-    own: roles with processes of their own, each the name of its reading task. trainer_models: whose
-    log-probabilities the trainer computes: ``ref``, ``actor``. given: fields that ``own`` roles add.
+    dedicated_roles: roles with processes of their own, each the name of its reading task. trainer_models: models whose
+    log-probabilities the trainer computes: ``ref``, ``actor``. external_fields: fields that dedicated roles add.
     stream_gradients: the trainer goes on to forward and backward while the rollout still runs.
     max_restarts: how often, over the whole run, a role's dead processes are replaced.
     """
 
-    own: tuple[str, ...] = ()
+    dedicated_roles: tuple[str, ...] = ()
     trainer_models: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
+    external_fields: tuple[str, ...] = ()
     stream_gradients: bool = False
     max_restarts: int = 0
 
 
 def role_plan(args: Any, rollouts_use_engine: bool) -> RolePlan:
     """The plan that the options mean."""
-    own = tuple(role for role, count in worker_counts(args).items() if count)
+    dedicated = tuple(role for role, count in worker_counts(args).items() if count)
     models = []
-    if args.use_kl_loss and "ref" not in own:
+    if args.use_kl_loss and "ref" not in dedicated:
         models.append("ref")
-    if needs_old_log_probs(args, rollouts_use_engine) and "actor_fwd" not in own:
+    if needs_old_log_probs(args, rollouts_use_engine) and "actor_fwd" not in dedicated:
         models.append("actor")
     return RolePlan(
-        own=own,
+        dedicated_roles=dedicated,
         trainer_models=tuple(models),
-        given=tuple(name for role in own for name in FIELDS_OF_ROLE[role]),
+        external_fields=tuple(name for role in dedicated for name in FIELDS_OF_ROLE[role]),
         stream_gradients=args.stream_gradients,
         max_restarts=args.role_max_restarts,
     )
@@ -158,7 +158,7 @@ class RunPlan:
     compare_log_probs: whether engine and trainer are compared before the first optimizer step.
     roles: what adds fields to each rollout's groups.
     saves: whether checkpoints are written. records: whether each rollout's rows are kept, for debugging.
-    max_redos: how often, over the whole run, a rollout that was lost is produced again.
+    max_rollout_retries: how often, over the whole run, a rollout that was lost is produced again.
     """
 
     num_rollouts: int
@@ -176,7 +176,7 @@ class RunPlan:
     save_interval: int | None = None
     records: bool = False
     early_stop: EarlyStop | None = None
-    max_redos: int = 0
+    max_rollout_retries: int = 0
     rollout_timeout_s: float
     train_timeout_s: float
     publish_timeout_s: float

@@ -44,7 +44,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def sole_user(folder: Path, flag: str = "--run-dir") -> Iterator[None]:
+def folder_lock(folder: Path, flag: str = "--run-dir") -> Iterator[None]:
     """Make ``folder``, which the option ``flag`` names, and keep other runs out of it for the length of the block.
 
     Two runs in one folder would read each other's weights, or remove each other's files. The lock ends with the
@@ -63,7 +63,7 @@ def sole_user(folder: Path, flag: str = "--run-dir") -> Iterator[None]:
             raise ConfigError(
                 f"another run is at work in {str(folder)!r}", where=flag, hint=f"add {flag} PATH"
             ) from None
-        except OSError:  # a file system without locks: who knows whose the files are
+        except OSError:  # a file system without locks: the files may be another run's
             pass
         else:
             remove_unfinished(folder)
@@ -91,14 +91,14 @@ def check_lineage(args: Any, first_step: int) -> None:
 
 
 @contextmanager
-def sole_saver(args: Any) -> Iterator[None]:
-    """``sole_user`` of ``--save``, where the run saves and the folder is local: URLs cannot be locked. ``--run-dir`` is
-    locked already, and may be the same folder."""
+def save_lock(args: Any) -> Iterator[None]:
+    """``folder_lock`` of ``--save``, where the run saves and the folder is local: URLs cannot be locked. ``--run-dir``
+    is locked already, and may be the same folder."""
     folder = local_path(args.save or args.run_dir)
     if not _saves(args) or is_remote(folder) or os.path.realpath(folder) == os.path.realpath(args.run_dir):
         yield
         return
-    with sole_user(Path(folder), "--save"):
+    with folder_lock(Path(folder), "--save"):
         yield
 
 

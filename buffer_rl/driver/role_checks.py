@@ -1,5 +1,5 @@
 """What must hold for roles to have work, for gradients to be streamed, and for an advantage estimator to see the rows
-and the fields that it reads: said before anything starts.
+and the fields that it reads: checked before anything starts.
 
 What the options alone tell is checked with the others (``buffer_rl.driver.checks``); what depends on the plugins that
 they name, here, once these are imported.
@@ -102,7 +102,7 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, refer
     if absent:
         if args.custom_convert_samples_to_train_data_path:
             return  # which may give the field itself
-        raise ConfigError(f"{what}, which nobody computes: {absent}", where=flag, hint=hint)
+        raise ConfigError(f"{what}, which nothing computes: {absent}", where=flag, hint=hint)
     if count or not args.num_advantage_workers:
         return
     if args.stream_gradients:

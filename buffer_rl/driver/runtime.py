@@ -1,7 +1,7 @@
 """The runtime with processes: calls go to Ray actors, or to local objects on a thread of their own.
 
 Who waits for whom: the driver's thread waits in ``wait_any``, which wakes every ``POLL_S`` to run the
-watchers (engine health, progress display); a watcher that raises ends the wait. Nobody waits for the driver.
+watchers (engine health, progress display); a watcher that raises ends the wait. Nothing waits for the driver.
 Watchers ask other processes, so a call that is answered sooner than they are due does not wait for them.
 """
 

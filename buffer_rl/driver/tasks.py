@@ -26,7 +26,7 @@ class Task(Protocol):
 
 class Runtime(Protocol):
     """Executes calls on named roles: ``buffer``, ``rollout``, ``train``, ``publish``, ``save``, ``record``, and the
-    roles of ``RolePlan.own``."""
+    roles of ``RolePlan.dedicated_roles``."""
 
     def submit(self, role: str, method: str, *args: Any) -> Task:
         """Start a call and return at once."""
@@ -61,10 +61,10 @@ class RoleCalls:
 
     def start(self, rollout_id: int, *, trainer_too: bool) -> None:
         """Have the roles work on a rollout; the trainer too, if it is to work while the rollout runs."""
-        calls = {role: self._runtime.submit(role, "stream", rollout_id) for role in self._plan.own}
+        calls = {role: self._runtime.submit(role, "stream", rollout_id) for role in self._plan.dedicated_roles}
         plan = self._plan
         if trainer_too and (plan.trainer_models or plan.stream_gradients):
-            duties = (list(plan.trainer_models), list(plan.given), plan.stream_gradients)
+            duties = (list(plan.trainer_models), list(plan.external_fields), plan.stream_gradients)
             calls["train"] = self._runtime.submit("train", "stream", rollout_id, *duties)
         self._calls[rollout_id] = calls
 
@@ -82,9 +82,9 @@ class RoleCalls:
         return [task for calls in self._calls.values() for task in calls.values()]
 
     def forget(self) -> list[Task]:
-        """Give up all calls under way. Returns what to wait for: the calls, and one behind them on each role, whose
+        """Forget all calls under way. Returns the tasks to wait for: the calls, and one behind them on each role, whose
         processes may not end together."""
-        ended = [*self.all_tasks(), *(self._runtime.submit(role, "ready") for role in self._plan.own)]
+        ended = [*self.all_tasks(), *(self._runtime.submit(role, "ready") for role in self._plan.dedicated_roles)]
         self._calls.clear()
         return ended
 
@@ -101,7 +101,7 @@ class RoleCalls:
         self._observer.notice(
             f"{role} died and is replaced ({self._restarts} of {self._plan.max_restarts}): {error.what}"
         )
-        # Out of sight first: who waits for the Buffer below looks at every call, and would find these dead again.
+        # Removed first: the wait for the Buffer below looks at every call, and would find these dead again.
         lost = [rollout_id for rollout_id, calls in self._calls.items() if calls.pop(role, None) is not None]
         self._runtime.restart(role)
         for rollout_id in lost:
@@ -110,6 +110,6 @@ class RoleCalls:
         return self._calls[place][role]
 
     def _place(self, task: Task) -> int | None:
-        if task.role not in self._plan.own:
+        if task.role not in self._plan.dedicated_roles:
             return None
         return next((r for r, calls in self._calls.items() if calls.get(task.role) is task), None)

@@ -121,14 +121,16 @@ class TrainRank:
             self._args, batch, lambda rows: self._trainer.log_probs("actor", rows), where=f"trainer rank {self._rank}"
         )
 
-    def stream(self, rollout_id: int, models: Sequence[str], given: Sequence[str], gradients: bool) -> WorkReport:
+    def stream(
+        self, rollout_id: int, models: Sequence[str], external_fields: Sequence[str], gradients: bool
+    ) -> WorkReport:
         """Work on the groups of a rollout that still runs, until it is closed and read to its end.
 
-        models: whose log-probabilities this trainer computes. gradients: go on to forward and backward, with the
-        fields ``given`` that other roles add; ``finish_stream`` then takes the step."""
+        models: models whose log-probabilities this trainer computes. gradients: go on to forward and backward, with the
+        ``external_fields`` that other roles add; ``finish_stream`` then takes the step."""
         if gradients:
             self._streamed = rollout_id
-            stage = gradient_stage(cast(GradientTrainer, self._trainer), models, frozenset(given))
+            stage = gradient_stage(cast(GradientTrainer, self._trainer), models, frozenset(external_fields))
         else:
             stage = log_prob_stage("train_log_probs", models, self._trainer.log_probs)
         return run_stage(
@@ -228,7 +230,7 @@ def combine_metrics(method: str, answers: list[Any]) -> Any:
     for answer in answers:
         for name, value in answer.items():
             kind, _, rest = name.partition("/")
-            if kind == "sum":  # absent where a rank was handed no rows
+            if kind == "sum":  # absent where a rank got no rows
                 metrics[f"train/{rest}"] = metrics.get(f"train/{rest}", 0.0) + value
             else:
                 metrics.setdefault(f"train/{name}", value)
@@ -273,8 +275,8 @@ class Rendezvous:
 
     Every rank may call ``open``; all call ``join``, with what rank 0's returned.
 
-    Torch's own listener would be on all interfaces, and asks nobody who they are. This one is taken before its port is
-    told to anybody, so no other process can take the port in between.
+    Torch's own listener would be on all interfaces, without authentication. This one listens before its port is
+    announced, so no other process can take the port in between.
     """
 
     def __init__(self) -> None:

@@ -266,7 +266,7 @@ class ModelFactory:
         return cast(PreTrainedModel, model)
 
     def _try_out(self, model: Any) -> None:
-        """Two tokens through the model: what it cannot do is said before the run."""
+        """Two tokens through the model: a model that cannot do it is refused before the run."""
         kind, name, at = "model_provider", self._provider_name, "forward of its model"
         ids = torch.zeros((1, 2), dtype=torch.long, device=self._device)
         try:

@@ -1,4 +1,4 @@
-"""A run's loss and advantage estimator, which may be the user's; what they do wrong is said under their name."""
+"""A run's loss and advantage estimator, which may be the user's; an error of either names it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, int | float | np.number)
 
 
-def _matters(loss: torch.Tensor, inputs: LossInputs) -> bool:
+def _is_nonzero(loss: torch.Tensor, inputs: LossInputs) -> bool:
     """Whether a loss, or its gradient by what the model computed, is a number other than 0. What is not finite does
     not count: it shows in the gradient that is kept."""
     found = [loss.detach()]
@@ -138,14 +138,14 @@ class UnscaledShares:
         self._by_tokens = agg_mode == "token-mean"
         self._sums: dict[str, list[torch.Tensor]] = {}
 
-    def loss_of(self, loss: Callable[[LossInputs], LossOutputs], inputs: LossInputs) -> torch.Tensor:
+    def unscaled_loss(self, loss: Callable[[LossInputs], LossOutputs], inputs: LossInputs) -> torch.Tensor:
         """The loss of a micro-batch to call ``backward`` on, not divided by any total.
 
         Raises ConfigError if the loss divides by both totals: its gradient cannot be scaled afterwards."""
         by_samples = loss(replace(inputs, total_samples=1, total_tokens=math.inf))
         by_tokens = loss(replace(inputs, total_samples=math.inf, total_tokens=1))
         kept, other = (by_tokens, by_samples) if self._by_tokens else (by_samples, by_tokens)
-        if _matters(other.loss, inputs):
+        if _is_nonzero(other.loss, inputs):
             raise ConfigError(
                 f"the loss divides by the {'samples' if self._by_tokens else 'tokens'} of the step as well",
                 where=self._where,
@@ -160,8 +160,8 @@ class UnscaledShares:
         """What the accumulated gradients are to be divided by."""
         return float(max(total_tokens if self._by_tokens else total_samples, 1))
 
-    def take_metrics(self, total_samples: int, total_tokens: int) -> dict[str, float]:
-        """The metrics' shares of a step with these totals; the sums start anew."""
+    def pop_metrics(self, total_samples: int, total_tokens: int) -> dict[str, float]:
+        """The metrics' shares of a step with these totals; the sums start at 0 again."""
         metrics = {
             name: float(samples / max(total_samples, 1) + tokens / max(total_tokens, 1))
             for name, (samples, tokens) in self._sums.items()

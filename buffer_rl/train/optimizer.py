@@ -54,8 +54,8 @@ class Optimizer:
     """AdamW (arXiv 1711.05101) with one step counter.
 
     divisor: what the gradients of the next step are divided by, for gradients that were summed before their step's
-    totals were known. Under ``--deterministic`` call ``absorb`` after each backward pass: gradients are then summed so
-    that their order does not matter.
+    totals were known. Under ``--deterministic`` call ``accumulate`` after each backward pass: gradients are then summed
+    so that their order does not matter.
 
     Weight decay applies to matrices only: biases and norms, which have one dimension, are left out, as in
     Megatron-LM and nanoGPT.
@@ -89,15 +89,15 @@ class Optimizer:
         if self._sum is not None:
             self._sum.clear()
 
-    def see_loss(self, loss: torch.Tensor) -> None:
+    def check_loss(self, loss: torch.Tensor) -> None:
         """Remember whether the loss of a backward pass is finite: its gradient may be, where the loss is not."""
         bad = ~torch.isfinite(loss.detach())
         self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
 
-    def absorb(self) -> None:
+    def accumulate(self) -> None:
         """A backward pass has ended."""
         if self._sum is not None:
-            self._sum.absorb()
+            self._sum.accumulate()
 
     @property
     def has_gradients(self) -> bool:
@@ -108,7 +108,7 @@ class Optimizer:
         """Sum the gradients over ranks, clip them to ``clip_grad``, step, and zero them.
 
         Returns ``grad_norm`` (before clipping) and ``lr``. Raises NonFiniteError if the norm or a loss that
-        ``see_loss`` saw is not finite; the parameters and the optimizer's state are then unchanged and the gradients
+        ``check_loss`` saw is not finite; the parameters and the optimizer's state are then unchanged and the gradients
         are gone. The norm is that of the sum, so every rank raises or none.
         """
         bad_loss = self._bad_loss is not None and bool(self._bad_loss)
@@ -178,7 +178,7 @@ class Optimizer:
     def _reduced_gradients(self, poisoned: bool) -> list[torch.Tensor]:
         """The gradients of the step, summed over ranks and divided by ``divisor``.
 
-        poisoned: put a NaN into them, which tells every rank through the sum."""
+        poisoned: put a NaN into them, so that every rank sees it in the sum."""
         for _, parameter in self._named:
             if parameter.grad is None:  # a rank without rows still takes part in the sum
                 parameter.grad = torch.zeros_like(parameter)
@@ -215,10 +215,10 @@ class GradientSum:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was absorbed since ``clear``."""
+        """Whether nothing was accumulated since ``clear``."""
         return not self._sums
 
-    def absorb(self) -> None:
+    def accumulate(self) -> None:
         """Add the gradients of one backward pass, and remove them from the parameters."""
         if not self._sums:
             self._sums = [torch.zeros_like(p, dtype=torch.float64) for p in self._parameters]
@@ -228,7 +228,7 @@ class GradientSum:
                 parameter.grad = None
 
     def flat(self) -> torch.Tensor:
-        """All sums as one vector ``[num_weights]`` float64; zeros where nothing was absorbed."""
+        """All sums as one vector ``[num_weights]`` float64; zeros where nothing was accumulated."""
         if not self._sums:
             self._sums = [torch.zeros_like(p, dtype=torch.float64) for p in self._parameters]
         return torch.cat([total.reshape(-1) for total in self._sums])

@@ -2,7 +2,7 @@
 
 Who waits for whom: the reader waits for rows whose fields are there, in slices with a deadline for the whole wait; rows
 become ready when the rollout finishes a group or another role writes a field. It ends when the rollout is closed and
-the reader was handed every row.
+the reader has got every row.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class StreamingDataset(IterableDataset[TrainBatch]):
     A pass after the first replays the batches of the first one from memory, in the same order: several epochs over a
     rollout ask the Buffer once. Call ``step`` to go on to the next rollout.
 
-    request: who reads what (see ``buffer_rl.buffer.pool.ReadRequest``). fields: what each batch has; all where None.
-    timeout_s: longest wait for one batch. replay: keep the batches for a second pass.
-    leave: while a batch is worked on, the next one is asked for, where it is full and so many more are ready for other
-    processes that read as the same task; None: never. Who leaves the loop before its end then calls ``settle``: what
-    was asked for is nobody else's.
+    request: the reader and its fields (see ``buffer_rl.buffer.pool.ReadRequest``). fields: fields of each batch; all
+    where None. timeout_s: longest wait for one batch. replay: keep the batches for a second pass.
+    leave: prefetch the next batch while one is worked on, if it is full and so many more are ready for the other
+    processes of the same reader; None: never. A loop that is left before its end must be followed by ``drain``: rows
+    that were requested go to no other process.
     ``generation`` is that of the newest batch (see ``RowsMeta``).
     """
 
@@ -71,7 +71,7 @@ class StreamingDataset(IterableDataset[TrainBatch]):
 
     def step(self, partition_id: int) -> None:
         """Go on to rollout ``partition_id``; batches of the one before are forgotten."""
-        self.settle()
+        self.drain()
         self._task = f"train_{partition_id}"
         self._seen.clear()
         self._ended = False
@@ -92,8 +92,8 @@ class StreamingDataset(IterableDataset[TrainBatch]):
                 self._asked = self._source.start_take(self._task, self._ahead, self._fields)
             yield batch
 
-    def settle(self) -> None:
-        """Wait until nothing is asked for any more."""
+    def drain(self) -> None:
+        """Wait until no request for rows is under way."""
         if self._asked is not None:
             self._asked.settle()
             self._asked = None
@@ -178,7 +178,7 @@ def run_stage(
         if written is not None:
             written.result()
     finally:
-        dataset.settle()
+        dataset.drain()
         if written is not None:
             written.settle()
     return report
@@ -206,7 +206,7 @@ class GradientTrainer(Trainer, Protocol):
 
 
 def longest_wait(args: Any) -> float:
-    """Seconds that a role waits for a group: longer than any rollout may take, whose own error says more."""
+    """Seconds that a role waits for a group: longer than any rollout may take, whose own error is more precise."""
     return float(args.rollout_timeout_s) + ROLLOUT_GRACE_S
 
 
@@ -229,35 +229,42 @@ def log_prob_stage(name: str, models: Sequence[str], log_probs: LogProbs) -> Sta
     return Stage(name=name, needs=SAMPLED_FIELDS, produces=produces, compute=compute)
 
 
-def advantage_stage(compute_advantages: Callable[[TrainBatch], None], given: frozenset[str] = frozenset()) -> Stage:
+def advantage_stage(
+    compute_advantages: Callable[[TrainBatch], None], external_fields: frozenset[str] = frozenset()
+) -> Stage:
     """Advantages and returns of each group; ``compute_advantages`` sets them as columns, and needs one group alone.
     Advantages that came with the group, from the user's converter, are kept.
 
-    given: fields that others add and the estimator needs, waited for. Of others it sees none, whatever is there by
-    chance."""
+    external_fields: fields that other roles add and the estimator needs, waited for. It sees no other derived field,
+    even if one is there already."""
 
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
         if "advantages" in batch.columns:
             return {} if "returns" in batch.columns else {"returns": batch.columns["advantages"]}
-        for name in DERIVED_FIELDS - given:
+        for name in DERIVED_FIELDS - external_fields:
             batch.columns.pop(name, None)
         compute_advantages(batch)
         return {name: batch.columns[name] for name in sorted(ADVANTAGE_FIELDS)}
 
-    return Stage(name="advantages", needs=SAMPLED_FIELDS | given, produces=ADVANTAGE_FIELDS, compute=compute)
+    return Stage(name="advantages", needs=SAMPLED_FIELDS | external_fields, produces=ADVANTAGE_FIELDS, compute=compute)
 
 
-def gradient_stage(trainer: GradientTrainer, models: Sequence[str], given: frozenset[str]) -> Stage:
-    """Forward and backward of each group, after the fields that nobody else computes.
+def gradient_stage(trainer: GradientTrainer, models: Sequence[str], external_fields: frozenset[str]) -> Stage:
+    """Forward and backward of each group, after the fields that no other role computes.
 
-    models: whose log-probabilities the trainer computes itself. given: fields that other roles add, waited for."""
+    models: models whose log-probabilities the trainer computes itself. external_fields: fields that other roles add,
+    waited for."""
 
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
         for model in models:
             batch.columns[FIELD_OF_MODEL[model]] = trainer.log_probs(model, batch)
-        if "advantages" not in given and "advantages" not in batch.columns:  # the user's converter may give them
+        if (
+            "advantages" not in external_fields and "advantages" not in batch.columns
+        ):  # the user's converter may give them
             trainer.compute_advantages(batch)
         trainer.accumulate(batch)
         return {}
 
-    return Stage(name="train", needs=SAMPLED_FIELDS | given, produces=frozenset(), compute=compute, is_final=True)
+    return Stage(
+        name="train", needs=SAMPLED_FIELDS | external_fields, produces=frozenset(), compute=compute, is_final=True
+    )

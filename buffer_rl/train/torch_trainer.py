@@ -97,8 +97,8 @@ class TorchTrainer:
         for inputs in self._loss_inputs(batch):
             outputs = self._objective.loss(inputs)
             outputs.loss.backward()
-            self._optimizer.see_loss(outputs.loss)
-            self._optimizer.absorb()
+            self._optimizer.check_loss(outputs.loss)
+            self._optimizer.accumulate()
             for name, value in outputs.metrics.items():
                 share = torch.as_tensor(value, device=self._device).detach()
                 sums[name] = sums[name] + share if name in sums else share
@@ -109,16 +109,16 @@ class TorchTrainer:
         them. Raises ConfigError if the loss cannot be scaled afterwards."""
         self._require_awake()
         for inputs in self._loss_inputs(batch):
-            loss = self._unscaled.loss_of(self._objective.loss, inputs)
+            loss = self._unscaled.unscaled_loss(self._objective.loss, inputs)
             loss.backward()  # type: ignore[no-untyped-call]
-            self._optimizer.see_loss(loss)
-            self._optimizer.absorb()
+            self._optimizer.check_loss(loss)
+            self._optimizer.accumulate()
 
     def finish_accumulation(self, total_samples: int, total_tokens: int) -> dict[str, float]:
         """Have the next step divide what ``accumulate`` summed by the totals of the whole step. Returns the metrics'
         shares, as ``forward_backward`` does."""
         self._optimizer.divisor = self._unscaled.divisor(total_samples, total_tokens)
-        return self._unscaled.take_metrics(total_samples, total_tokens)
+        return self._unscaled.pop_metrics(total_samples, total_tokens)
 
     def zero_grad(self) -> None:
         """Forget what ``accumulate`` and ``forward_backward`` summed since the last step."""

@@ -1,9 +1,9 @@
 """A role with processes of its own that adds fields to the rows of running rollouts: the reference model, the actor's
 forward pass, the advantages.
 
-Who waits for whom: a worker waits for rows that are ready (a deadline each) and for nobody else; the driver waits for
+Who waits for whom: a worker waits for rows that are ready (a deadline each) and for nothing else; the driver waits for
 all workers of a role when the step needs their fields. A worker holds nothing that cannot be computed again: one that
-died is replaced, and what it was handed and did not write is handed out once more.
+died is replaced, and rows that it read and did not write are delivered again.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class RoleWorker:
 class RoleGroup(WorkerGroup):
     """The processes of one role; a ``Target`` that can be restarted.
 
-    start_members: makes the actors anew.
+    start_members: starts the actors, at first and for each restart.
     """
 
     def __init__(self, role: str, start_members: Callable[[], Sequence[Any]], ready_timeout_s: float) -> None:
@@ -117,12 +117,12 @@ class RoleGroup(WorkerGroup):
         self.call("ready", timeout_s=self._ready_timeout_s)
 
     def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Have every worker take the version; one that is restarted later takes it too.
+        """Load the version into every worker, and into those that replace them later.
 
         A worker that is dead is left so: the role's next call ends with its death, and has the role replaced."""
         self._weights = (path, version)
         with contextlib.suppress(WorkerDiedError):
-            self._take_weights()
+            self._send_weights()
 
     def versions(self) -> dict[str, str]:
         """The weight version of the role."""
@@ -134,9 +134,9 @@ class RoleGroup(WorkerGroup):
         self.actors = list(self._start_members())
         self.wait_ready()
         if self._weights is not None:
-            self._take_weights()
+            self._send_weights()
 
-    def _take_weights(self) -> None:
+    def _send_weights(self) -> None:
         self.call("update_weights_from_disk", *(self._weights or ()), timeout_s=self._ready_timeout_s)
 
 

@@ -25,7 +25,7 @@ from buffer_rl.types import Ticket
 PLAN = RunPlan(
     num_rollouts=3,
     schedule=Schedule.named("lockstep"),
-    max_redos=2,
+    max_rollout_retries=2,
     rollout_timeout_s=100,
     train_timeout_s=100,
     publish_timeout_s=50,
