@@ -35,8 +35,8 @@ def isolated_ray() -> Iterator[None]:
     come. Here it is new for each run, in a file of mode 0600 whose path Ray's processes find in their environment.
     A token that the caller's environment names is used instead, and ``RAY_AUTH_MODE=disabled`` is obeyed.
 
-    Ray replaces the node address 127.0.0.1 by the one that other machines reach, unless it is told that there are no
-    other machines; its daemons then listen on all interfaces.
+    Unless a flag says that there are no other machines, Ray replaces the node address 127.0.0.1 by the one that they
+    reach, and its daemons listen on all interfaces.
 
     Raises WorkerError where the installed version of Ray lacks one of the private names.
     """

@@ -1,5 +1,5 @@
-"""What must hold between options before a training run starts, and what a user should know about them. Nothing is
-imported, and no file is read but that of ``--eval-config``."""
+"""Checks of options before a training run starts, and notices about them. No plugin is imported, and no file is read
+but that of ``--eval-config``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_options(args: Any) -> None:
 
     args: the flat options of a training run, with every core section.
     """
-    check_modes(args)
+    _check_modes(args)
     _check_required(args)
     _check_length(args)
     _check_partial_rollout(args)
@@ -179,7 +179,7 @@ def _check_early_stop(args: Any) -> None:
 PLACEHOLDER = "{rollout_id}"
 
 
-def check_modes(args: Any) -> None:
+def _check_modes(args: Any) -> None:
     """Raises ConfigError for a half run that lacks what it works on, or that could not do what it is asked to."""
     for name, flag in (
         ("save_debug_rollout_data", "--save-debug-rollout-data"),

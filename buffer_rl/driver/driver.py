@@ -7,9 +7,9 @@ trainer and for the engines. Only the Buffer's slots wait for the driver, until 
 Order of one step: train → commit → save → publish → release → evaluate. A checkpoint therefore never holds
 weights whose groups still count as untrained.
 
-A Buffer that died is replaced, and knows from its ledger what is trained. What was produced for the step is lost with
-it: until the optimizer step the rollout is produced again, with the same groups; after it the commit needs no more than
-the ledger. So is a rollout whose payloads were lost with a storage process.
+A Buffer that died is replaced, and reads from its ledger which groups are trained. Payloads of the step are lost with
+it: before the optimizer step the rollout is produced again, with the same groups; after it the commit needs only the
+ledger. A rollout whose payloads were lost with a storage process is produced again too.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Driver:
             self._save(step)
 
     def _prepared(self, rollout_id: int) -> dict[str, float]:
-        """Have everything in place that the optimizer step needs; what is lost on the way is produced again."""
+        """Wait for the rollout and all fields that the optimizer step needs; a lost rollout is produced again."""
         while True:
             try:
                 with self._timed("rollout", "rollout", rollout_id):
@@ -132,8 +132,8 @@ class Driver:
             self._start_rollout(rollout_id)
 
     def _require_lost(self, ticket: Ticket, error: BufferRLError) -> None:
-        """Raise ``error`` unless it comes from the loss of a rollout that can be produced again. Whatever is raised
-        after the Buffer was replaced may come from that: user code may wrap the error."""
+        """Raise ``error`` unless it comes from the loss of a rollout that can be produced again. Any error after
+        the Buffer was replaced may come from that: user code may wrap it."""
         if not isinstance(error, PayloadLostError):
             progress = self._buffer("get_progress")
             if progress["incarnation"] == ticket.incarnation:
@@ -146,7 +146,7 @@ class Driver:
         )
 
     def _reset_rollout(self, rollout_id: int, lost_tasks: Sequence[Task]) -> None:
-        """Bring the groups of a rollout back to the queue, and wait until no task works on them."""
+        """Requeue the groups of a rollout, and wait until no task works on them."""
         self._buffer("abandon", rollout_id)
         for task in lost_tasks:
             with suppress(BufferRLError):  # errors of a rollout that is gone
@@ -182,7 +182,7 @@ class Driver:
         return trained
 
     def _prepare_update(self, rollout_id: int) -> None:
-        """What the trainer does before the optimizer step, and all that it needs of the Buffer."""
+        """The trainer's work before the optimizer step, with all of its calls to the Buffer."""
         plan, limit = self._plan, self._plan.train_timeout_s
         if not plan.schedule.streams:
             self._roles.start(rollout_id, trainer_too=False)

@@ -63,8 +63,8 @@ PUBLISH_END_S = 2.0
 def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = ()) -> RunResult:
     """Run ``args`` to its end. The final weights are then in ``run_dir/hf``, where the run has a trainer.
 
-    data: what is known of the data sources, to be written down. Raises the error of ``buffer_rl.errors`` that ended the
-    run; by then everything that was started has stopped.
+    data: facts about the data sources, for the run's provenance. Raises the error of ``buffer_rl.errors`` that ended
+    the run, after all of its processes have stopped.
     """
     run_dir = Path(args.run_dir)
     args = with_engine_key(args)
@@ -180,7 +180,7 @@ class _Run:
         return Driver(plan, RayRuntime(targets, watchers), self.observer)
 
     def _publisher(self) -> Publisher | RolePublisher | None:
-        """What publishes to the engines and to the roles that need the actor's weights; None without any."""
+        """The publisher to the engines and to the roles that need the actor's weights; None without any."""
         args, publisher = self.args, None
         if self.train is None:
             return None
@@ -292,7 +292,7 @@ class _Run:
 
         return BufferWatch(
             self.buffer.actor,
-            # Noticed, ended and started again before those who ask it give up.
+            # Noticed, ended and started again before its callers reach their deadlines.
             hang_s=min(self.args.buffer_hang_timeout_s, self.args.buffer_timeout_s / 2),
             start_s=self.args.buffer_timeout_s,
             shown=show,
@@ -301,13 +301,14 @@ class _Run:
         )
 
     def _end_saving(self) -> None:
-        """Let a checkpoint that is being written fail and remove its files. Those that it waits for have been ended."""
+        """Let a checkpoint that is being written fail and remove its files: the processes that it waits for have
+        ended."""
         if self.saving is not None:
             self.saving.join(CLOSE_TIMEOUT_S)
 
     def _end_publishing(self) -> None:
-        """Let a publication that is under way end, so that no engine stays paused, but do not wait long: what it waits
-        for may have been ended."""
+        """Let a publication that is under way end, so that no engine stays paused, but do not wait long: the processes
+        that it waits for may have ended."""
         if self.publishing is not None and self.publishing.join(PUBLISH_END_S) and self.engines is not None:
             self.engines.close()
 
@@ -318,13 +319,13 @@ class _Run:
 
 
 def engines_may_differ(args: Args) -> bool:
-    """Whether engines may have started with other weights than the trainer: those behind ``--router-url`` were started
-    by others, and a model provider or converter may change what is in ``--hf-checkpoint``."""
+    """Whether engines may have started with other weights than the trainer: engines behind ``--router-url`` were
+    not started by the run, and a model provider or converter may change what is in ``--hf-checkpoint``."""
     return any((args.engine_urls, args.custom_model_provider_path, args.model_converter_path))
 
 
 class _TrainExport:
-    """What the weight transport sees of the trainer's ranks."""
+    """The trainer's ranks as a weight transport sees them."""
 
     def __init__(self, train: WorkerGroup, timeout_s: float) -> None:
         self._train = train

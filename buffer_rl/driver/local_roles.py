@@ -78,7 +78,7 @@ def rollout_path(template: str, rollout_id: int) -> Path:
 
 
 class RolloutRecorder:
-    """Writes the rows of a closed rollout: those that the trainer will see, before it adds to them."""
+    """Writes the rows of a closed rollout that the trainer will read, without the fields that it adds."""
 
     def __init__(self, template: str, buffer: BufferClient) -> None:
         self._template = template

@@ -1,4 +1,4 @@
-"""What a run does, as data: its schedule, its roles, its end."""
+"""The plan of a run, as data: its schedule, its roles, its end."""
 
 from __future__ import annotations
 
@@ -56,8 +56,6 @@ class Schedule:
 
 
 _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
-
-
 _EXPRESSION = re.compile(r"\s*([\w./-]+)\s*(>=|<=|>|<)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*")
 
 
@@ -99,13 +97,13 @@ def rollout_only(args: Any) -> bool:
 
 
 def reads_data_source(args: Any) -> bool:
-    """Whether the run takes groups from a data source of the user's own. An evaluation (no rollout) does not."""
+    """Whether the run takes groups from ``--data-source-path``. An evaluation (no rollout) does not."""
     return args.data_source_path is not None and args.num_rollout != 0 and not train_only(args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """Who computes what of each rollout.
+    """Which role computes which field of each rollout.
 
     dedicated_roles: roles with processes of their own, each the name of its reading task. trainer_models: models whose
     log-probabilities the trainer computes: ``ref``, ``actor``. external_fields: fields that dedicated roles add.
@@ -121,7 +119,7 @@ class RolePlan:
 
 
 def role_plan(args: Any, rollouts_use_engine: bool) -> RolePlan:
-    """The plan that the options mean."""
+    """The roles that the options ask for, and what is left to the trainer."""
     dedicated = tuple(role for role, count in worker_counts(args).items() if count)
     models = []
     if args.use_kl_loss and "ref" not in dedicated:
@@ -138,11 +136,11 @@ def role_plan(args: Any, rollouts_use_engine: bool) -> RolePlan:
 
 
 def needs_old_log_probs(args: Any, rollouts_use_engine: bool) -> bool:
-    """Whether the loss takes a ratio to log-probabilities of the trainer's own: for rows that an engine sampled, which
-    computes a little otherwise, and for several steps on a rollout; not for the supervised loss, which has none.
+    """Whether the loss takes a ratio to log-probabilities that the trainer computed: for rows that an engine sampled,
+    whose rounding differs, and for several steps on a rollout; not for the supervised loss, which has no ratio.
 
-    With streamed gradients each group has one forward pass, by the weights that sampled it: its own log-probabilities
-    are the old ones."""
+    With streamed gradients each group has one forward pass, by the weights that sampled it: its log-probabilities are
+    the old ones."""
     if args.stream_gradients or args.use_rollout_logprobs:
         return False
     return rollouts_use_engine or (args.num_steps_per_rollout > 1 and not is_supervised(args))
@@ -156,7 +154,7 @@ class RunPlan:
     train: false for rollouts alone: nothing is trained or published, every rollout comes from the initial weights.
     publish_each_step: false where rollouts never ask the engine; weights are then published for evaluations only.
     compare_log_probs: whether engine and trainer are compared before the first optimizer step.
-    roles: what adds fields to each rollout's groups.
+    roles: the roles that add fields to each rollout's groups.
     saves: whether checkpoints are written. records: whether each rollout's rows are kept, for debugging.
     max_rollout_retries: how often, over the whole run, a rollout that was lost is produced again.
     """

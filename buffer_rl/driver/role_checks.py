@@ -1,5 +1,5 @@
-"""What must hold for roles to have work, for gradients to be streamed, and for an advantage estimator to see the rows
-and the fields that it reads: checked before anything starts.
+"""Checks before a run starts that roles have work, that gradients can be streamed, and that an advantage estimator sees
+the rows and the fields that it reads.
 
 What the options alone tell is checked with the others (``buffer_rl.driver.checks``); what depends on the plugins that
 they name, here, once these are imported.
@@ -17,7 +17,7 @@ from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of
 from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised
 
 ACCUMULATING = ("accumulate", "finish_accumulation", "zero_grad")
-"""What a trainer needs beyond ``buffer_rl.contracts.Trainer`` to stream gradients."""
+"""Methods that a trainer needs beyond ``buffer_rl.contracts.Trainer`` to stream gradients."""
 
 
 def check_roles(args: Any, registry: PluginRegistry) -> None:

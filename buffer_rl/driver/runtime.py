@@ -33,7 +33,7 @@ class Target(Protocol):
 class LocalTarget:
     """Calls on an object of this process, one after another on one thread.
 
-    A daemon thread rather than an executor's: the interpreter waits for those when it ends, and a call may hang.
+    A daemon thread rather than an executor's: the interpreter joins executor threads when it ends, and a call may hang.
     """
 
     def __init__(self, role: str, obj: Any) -> None:
@@ -69,7 +69,7 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
         future, function, args = call
         try:
             future.set_result(function(*args))
-        except BaseException as error:  # fault boundary: whatever a call raises is its answer
+        except BaseException as error:  # fault boundary: the error of a call is its answer
             future.set_exception(error)
         del call, future, function, args  # an idle thread must not keep the last answer
 

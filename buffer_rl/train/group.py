@@ -111,7 +111,7 @@ class TrainRank:
             self._buffer.put_fields(batch.task, batch.row_ids, {field: batch.columns[field]})
 
     def compare_log_probs(self, rollout_id: int) -> LogProbGap:
-        """How far the engine's log-probabilities are from this trainer's on the first of this rank's rows, which were
+        """Compare the engine's log-probabilities with this trainer's on the first of this rank's rows, which were
         fetched or streamed. Raises TrainError above ``--max-logprob-diff``."""
         share = partial(self._buffer.get_data, rollout_id, self._rank, self._world_size)
         batch = self._batches[0] if self._batches else streamed_rows(share)
@@ -253,7 +253,7 @@ def start_train_group(args: TrainOptions, args_text: str, buffer: Any, log_dir: 
 
 
 def splitting(args: Any, registry: PluginRegistry) -> Splitting:
-    """What the ranks may share a mini-batch by: whole groups where each rank's estimator must see a prompt's rows
+    """The unit by which ranks share a mini-batch: whole groups where each rank's estimator must see a prompt's rows
     together. Under ``--deterministic`` whole groups too, where there are enough: a micro-batch then holds the same rows
     on any number of ranks. Raises PluginError if the estimator does not resolve."""
     ranks_estimate = not is_supervised(args) and not args.num_advantage_workers
@@ -271,7 +271,7 @@ def mini_batches(
 
 
 class Rendezvous:
-    """Where the ranks meet: a socket of rank 0, on the address of its node alone.
+    """The socket of rank 0 at which the ranks meet, on the address of its node alone.
 
     Every rank may call ``open``; all call ``join``, with what rank 0's returned.
 

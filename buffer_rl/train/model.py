@@ -72,8 +72,8 @@ def load_model(
 
 def _require_causal(model: PreTrainedModel, folder: str, flag: str) -> None:
     """Raises ConfigError if a token's logits depend on the tokens after it, as the rows of a batch are padded on the
-    right without a mask. What is looked at is the gradient, which is exactly 0 under a causal mask, whatever the size
-    of the weights."""
+    right without a mask. The check reads the gradient, which is exactly 0 under a causal mask, whatever the size of
+    the weights."""
     embedded: list[torch.Tensor] = []
 
     def keep(_module: torch.nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,7 @@ class ModelFactory:
     ``--custom-model-provider-path`` builds the model in place of transformers, and ``--model-converter-path`` maps the
     names and tensors of the folder to the model's and back.
 
-    Raises PluginError, naming provider or converter, for whatever they do wrong.
+    Raises PluginError, naming provider or converter, for any fault of theirs.
     """
 
     def __init__(self, args: Any, registry: PluginRegistry, device: torch.device) -> None:

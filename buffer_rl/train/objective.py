@@ -46,8 +46,8 @@ class Objective:
     def compute_advantages(self, batch: TrainBatch) -> None:
         """Have the estimator set the columns ``advantages`` and ``returns``: a row's response tokens each, float32.
 
-        One that declares that it can be called before the rollout's end sees the log-probabilities that it declares
-        as needed and no others: which of them are there by then depends on the schedule.
+        An estimator that may be called before the rollout's end sees only the log-probabilities that it declares as
+        needed: which others are there depends on the schedule.
 
         Raises PluginError if it raises, returns something, or leaves one of them out or of another shape.
         """
@@ -157,7 +157,7 @@ class UnscaledShares:
         return cast(torch.Tensor, kept.loss)
 
     def divisor(self, total_samples: int, total_tokens: int) -> float:
-        """What the accumulated gradients are to be divided by."""
+        """The total that the accumulated gradients are divided by."""
         return float(max(total_tokens if self._by_tokens else total_samples, 1))
 
     def pop_metrics(self, total_samples: int, total_tokens: int) -> dict[str, float]:

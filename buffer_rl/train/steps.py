@@ -41,8 +41,8 @@ def train_steps(trainer: Trainer, batches: Sequence[TrainBatch], guard: NonFinit
 
 
 def require_old_log_probs(args: Any, batches: Sequence[TrainBatch]) -> None:
-    """Raises TrainError where several steps would take each one's own weights for those that sampled its rows: from the
-    second step on, the ratio of new to old probability would be 1, and nothing would be clipped."""
+    """Raises TrainError where rows of several steps have no old log-probabilities: from the second step on, the ratio
+    of new to old probability would be taken to be 1, and nothing would be clipped."""
     if len(batches) == 1 or is_supervised(args) or args.use_rollout_logprobs:
         return
     for step, batch in enumerate(batches):
@@ -99,7 +99,7 @@ class NonFiniteGuard:
         return {"non_finite_steps": float(self.total)} if self.total else {}
 
     def _dump(self, rows: Callable[[], TrainBatch], part: int) -> str:
-        """Where the rows are; or why they could not be written, which must not hide why they were to be."""
+        """The file with the rows; or why they could not be written, which must not hide the error of the step."""
         try:
             batch = rows()
             suffix = f"_part_{part}" if part else ""

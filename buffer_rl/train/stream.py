@@ -30,11 +30,21 @@ if TYPE_CHECKING:
     from buffer_rl.buffer.calling import StartedCall
     from buffer_rl.buffer.client import BufferClient
 
+STREAMED_GROUPS = 4
+"""Groups that a process works on at a time, at most and where that many are ready: larger passes are cheaper, but the
+last one starts only when the one before has ended."""
+
+ROLLOUT_GRACE_S = 120.0
+"""A rollout ends within ``--rollout-timeout-s`` and twice the grace that a user's rollout function has (30 s)."""
+
+LogProbs = Callable[[str, TrainBatch], list[np.ndarray]]
+"""``(model, batch) -> rows`` with the model ``ref`` or ``actor``; see ``Trainer.log_probs``."""
+
 Taken = tuple[RowsMeta, TrainBatch | None]
 
 
 class StreamingDataset(IterableDataset[TrainBatch]):
-    """Batches of one rollout's rows, whole prompt groups, each row once over all readers of the same name.
+    """Batches of one rollout's rows, whole prompt groups, each row once over all processes of the same reader.
 
     A pass after the first replays the batches of the first one from memory, in the same order: several epochs over a
     rollout ask the Buffer once. Call ``step`` to go on to the next rollout.
@@ -133,8 +143,8 @@ class Stage:
     serves the reference, the actor's forward pass, the advantages and the trainer, in a process of their own or in the
     idle trainer.
 
-    name: its reading task. needs: fields of the rows that it waits for. produces: those that it adds, none where its
-    effect stays in its own process. compute: a batch to these fields. is_final: see ``ReadRequest``.
+    name: of its reading task. needs: fields of the rows that it waits for. produces: fields that it adds, none where
+    its effect stays in its process. compute: maps a batch to these fields. is_final: as in ``ReadRequest``.
     """
 
     name: str
@@ -149,8 +159,8 @@ def run_stage(
 ) -> WorkReport:
     """Work on every group of rollout ``rollout_id`` until it is closed and read to its end.
 
-    While a batch is computed, the next one is fetched and what was computed of the one before is written; so nothing
-    of the rollout is asked for any more when this returns or raises.
+    While a batch is computed, the next one is fetched and the fields of the one before are written. No call is under
+    way when this returns or raises.
 
     rows_per_batch: whole groups of about so many rows at a time. num_readers: processes that read as this stage; one of
     them fetches ahead only where a batch is left for each of the others. timeout_s: longest wait for one group.
@@ -184,19 +194,6 @@ def run_stage(
     return report
 
 
-STREAMED_GROUPS = 4
-"""Groups that a process works on at a time, at most and where that many are ready: larger passes are cheaper, but the
-last one starts only when the one before has ended."""
-
-
-ROLLOUT_GRACE_S = 120.0
-"""A rollout ends within ``--rollout-timeout-s`` and twice the grace that a user's rollout function has (30 s)."""
-
-
-LogProbs = Callable[[str, TrainBatch], list[np.ndarray]]
-"""``(model, batch) -> rows`` with the model ``ref`` or ``actor``; see ``Trainer.log_probs``."""
-
-
 class GradientTrainer(Trainer, Protocol):
     """A trainer that can start on a step before all its rows are known."""
 
@@ -211,8 +208,8 @@ def longest_wait(args: Any) -> float:
 
 
 def rows_per_batch(args: Any, num_readers: int) -> int:
-    """Rows that each of a role's ``num_readers`` processes asks for at a time: no more groups than its part of a step,
-    so that those that ask later find theirs; under ``--deterministic`` one group."""
+    """Rows that each of a role's ``num_readers`` processes requests at a time: no more groups than its part of a step,
+    so that each process gets some; under ``--deterministic`` one group."""
     if args.deterministic:
         return 1
     part = math.ceil(int(args.rollout_batch_size) / num_readers)
@@ -258,9 +255,8 @@ def gradient_stage(trainer: GradientTrainer, models: Sequence[str], external_fie
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
         for model in models:
             batch.columns[FIELD_OF_MODEL[model]] = trainer.log_probs(model, batch)
-        if (
-            "advantages" not in external_fields and "advantages" not in batch.columns
-        ):  # the user's converter may give them
+        # A role or the user's converter may give them.
+        if "advantages" not in external_fields and "advantages" not in batch.columns:
             trainer.compute_advantages(batch)
         trainer.accumulate(batch)
         return {}

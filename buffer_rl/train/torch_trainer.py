@@ -211,7 +211,7 @@ def _move_module(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def loss_temperature(args: Any, *, supervised: bool = False) -> float:
-    """What logits are divided by: the sampling temperature, so that ratios compare equal distributions. Greedy
+    """The divisor of logits: the sampling temperature, so that ratios compare equal distributions. Greedy
     sampling (0) has no such distribution, and supervised tokens were not sampled: both use 1."""
     if supervised or args.rollout_temperature <= 0:
         return 1.0

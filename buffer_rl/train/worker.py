@@ -2,7 +2,7 @@
 forward pass, the advantages.
 
 Who waits for whom: a worker waits for rows that are ready (a deadline each) and for nothing else; the driver waits for
-all workers of a role when the step needs their fields. A worker holds nothing that cannot be computed again: one that
+all workers of a role when the step needs their fields. A worker holds no state that cannot be computed again: one that
 died is replaced, and rows that it read and did not write are delivered again.
 """
 
@@ -70,8 +70,8 @@ class RoleWorker:
     def stream(self, rollout_id: int) -> WorkReport:
         """Work on rollout ``rollout_id`` until it is closed and read to its end.
 
-        Raises TrainError if the weights are not those that the rollout started from: old log-probabilities are those
-        of the version that trains."""
+        Raises TrainError if the weights are not of the version that trains on the rollout, which old log-probabilities
+        are of."""
         if self._role == "actor_fwd" and self._version != str(rollout_id):
             raise TrainError(f"the weights are version {self._version}", where="actor_fwd", expected=str(rollout_id))
         return run_stage(
@@ -101,7 +101,7 @@ class RoleWorker:
 
 
 class RoleGroup(WorkerGroup):
-    """The processes of one role; a ``Target`` that can be restarted.
+    """The processes of one role, which a restart replaces.
 
     start_members: starts the actors, at first and for each restart.
     """
@@ -119,7 +119,7 @@ class RoleGroup(WorkerGroup):
     def update_weights_from_disk(self, path: str, version: int) -> None:
         """Load the version into every worker, and into those that replace them later.
 
-        A worker that is dead is left so: the role's next call ends with its death, and has the role replaced."""
+        A dead worker is not replaced here: the role's next call fails with WorkerDiedError, and replaces the role."""
         self._weights = (path, version)
         with contextlib.suppress(WorkerDiedError):
             self._send_weights()
@@ -129,7 +129,7 @@ class RoleGroup(WorkerGroup):
         return {self.role: str(self.call("version", timeout_s=self._ready_timeout_s))}
 
     def restart(self) -> None:
-        """End all workers and start others, with the weights that these had."""
+        """End all workers and start others, with the weights of the ended ones."""
         self.stop()
         self.actors = list(self._start_members())
         self.wait_ready()
