@@ -64,8 +64,8 @@ class RoleCalls:
         calls = {role: self._runtime.submit(role, "stream", rollout_id) for role in self._plan.dedicated_roles}
         plan = self._plan
         if trainer_too and (plan.trainer_models or plan.stream_gradients):
-            duties = (list(plan.trainer_models), list(plan.external_fields), plan.stream_gradients)
-            calls["train"] = self._runtime.submit("train", "stream", rollout_id, *duties)
+            work = (list(plan.trainer_models), list(plan.external_fields), plan.stream_gradients)
+            calls["train"] = self._runtime.submit("train", "stream", rollout_id, *work)
         self._calls[rollout_id] = calls
 
     def tasks(self, rollout_id: int) -> Iterator[tuple[str, Task]]:
