@@ -23,9 +23,6 @@ from buffer_rl.types import Column, GroupUid, RowId
 DERIVED_FIELDS = frozenset({"ref_log_probs", "old_log_probs", "prox_log_probs", "advantages", "returns"})
 """Fields that others than the rollout fill in."""
 
-FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs"}
-"""The field that holds the log-probabilities under the trainer's model of that name."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsMeta:

@@ -1,4 +1,5 @@
-"""The Ray session of a run: joined where an address is given, else started on this machine and ended with the run."""
+"""The Ray session of a run, joined where an address is given, else started on this machine and ended with the run; and
+its accelerators."""
 
 from __future__ import annotations
 
@@ -10,16 +11,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 
-from buffer_rl.cluster.seclusion import secluded_ray
+from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray
 from buffer_rl.errors import ConfigError, WorkerError
 from buffer_rl.resolution.shipped import use_shipped_code
 from buffer_rl.resolution.shipping import CodeBundle
+from buffer_rl.train.options import TrainOptions
 
 WORKING_DIRECTORY = "BUFFER_RL_WORKING_DIRECTORY"
+
+
 SETUP_HOOK = "buffer_rl.cluster.session.enter_working_directory"
 
 
@@ -38,7 +42,7 @@ def ray_session(
 ) -> Iterator[None]:
     """Connect to Ray for the length of the block, unless this process is connected already.
 
-    What is started here listens on the loopback interface alone and asks for a token (see ``secluded_ray``); a cluster
+    What is started here listens on the loopback interface alone and asks for a token (see ``isolated_ray``); a cluster
     that is joined has its own rules.
 
     code: the user's files to send to the nodes of a cluster that is joined.
@@ -51,7 +55,7 @@ def ray_session(
         yield
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # CUDA_VISIBLE_DEVICES stays what it is
-    with secluded_ray() if address is None else contextlib.nullcontext():
+    with isolated_ray() if address is None else contextlib.nullcontext():
         try:
             with _own_sigterm_handler(), tempfile.TemporaryDirectory(prefix="buffer_rl_code_") as folder:
                 if code is not None and code.files:
@@ -70,7 +74,7 @@ def _connect(address: str | None, code_folder: str | None, object_store_bytes: i
                 address="local",
                 include_dashboard=False,
                 object_store_memory=object_store_bytes,
-                _node_ip_address="127.0.0.1",
+                **ON_LOOPBACK,
                 **quiet,
             )
         else:
@@ -106,3 +110,29 @@ def _own_sigterm_handler() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+def train_gpus(args: TrainOptions) -> float:
+    """Accelerators of each trainer rank: one where the device allows it and the cluster has them, else none."""
+    if args.train_device == "cpu":
+        return 0.0
+    resources: dict[str, float] = cast(Any, ray).cluster_resources()
+    has_gpus = resources.get("GPU", 0) >= args.num_train_ranks
+    return 1.0 if has_gpus or args.train_device == "cuda" else 0.0
+
+
+def role_gpus(args: TrainOptions) -> float:
+    """Accelerators of each worker of ``ref`` and ``actor_fwd``, beside those of the trainer ranks.
+
+    Raises ConfigError if the cluster has too few: the workers would wait for them until a deadline passes."""
+    num_gpus = train_gpus(args)
+    wanted = args.num_train_ranks + args.num_ref_workers + args.num_actor_fwd_workers
+    found = int(cast(Any, ray).cluster_resources().get("GPU", 0))
+    if num_gpus and wanted > args.num_train_ranks and found < wanted:
+        raise ConfigError(
+            f"{args.num_train_ranks} trainer ranks and {wanted - args.num_train_ranks} workers of roles need an "
+            f"accelerator each, and there are {found}",
+            where="--num-ref-workers and --num-actor-fwd-workers",
+            hint="lower them (the trainer then does that work), or add --train-device cpu",
+        )
+    return num_gpus

@@ -1,17 +1,19 @@
-"""A group of Ray actors with one role, addressed together (every member) or one at a time (the next member)."""
+"""A group of Ray actors with one role: calls on every member or on the next one, their failures, their log files."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from buffer_rl.cluster.failures import name_failure, root_failure
-from buffer_rl.errors import DeadlineError
+from buffer_rl.errors import BufferRLError, DeadlineError, WorkerDiedError, WorkerError
 
 Combine = Callable[[str, list[Any]], Any]
 """Makes one answer of the members' answers: ``(method, answers in rank order) -> answer``."""
@@ -59,17 +61,77 @@ class WorkerGroup:
             raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{self.role}.{method}")
         return self.combine(method, [future.result() for future in futures])
 
-    def stop(self, farewell: str = "", timeout_s: float = 0.0) -> None:
+    def stop(self, close_method: str = "", timeout_s: float = 0.0) -> None:
         """End the members' processes. Never raises: it is called while another error is on its way.
 
-        farewell: a method that every member is asked to execute first, within ``timeout_s`` for all of them.
+        close_method: a method that every member is asked to execute first, within ``timeout_s`` for all of them.
         """
-        if farewell:
+        if close_method:
             asked: list[Future[Any]] = []
             for actor in self.actors:
                 with contextlib.suppress(Exception):  # fault boundary: a member, or Ray itself, may be gone
-                    asked.append(getattr(actor, farewell).remote().future())
+                    asked.append(getattr(actor, close_method).remote().future())
             wait(asked, timeout=timeout_s)
         for actor in self.actors:
             with contextlib.suppress(Exception):  # as above
                 ray.kill(actor, no_restart=True)
+
+
+def name_failure(role: str, error: BaseException) -> BufferRLError:
+    """The error to raise for ``error``, which a call to ``role`` ended with.
+
+    An error of ``buffer_rl.errors`` keeps its class; anything else becomes a WorkerError that names the role, the
+    original exception and the end of its traceback, or a WorkerDiedError.
+    """
+    cause = getattr(error, "cause", None) if isinstance(error, ray.exceptions.RayTaskError) else error
+    if isinstance(cause, BufferRLError):
+        cause.where = cause.where or role
+        return cause
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return WorkerError(
+            f"{type(cause).__name__}: {cause}", where=role, hint=f"the end of its traceback:{_tail(str(error))}"
+        )
+    if isinstance(error, ray.exceptions.RayActorError):
+        if error.actor_init_failed:  # Ray keeps the constructor's error as text alone, and it stands at the end
+            return WorkerError(f"the process could not be set up: {_tail(str(error))}", where=role)
+        return WorkerDiedError(f"the process died: {_first_lines(str(error))}", where=role)
+    return WorkerError(f"{type(error).__name__}: {error}", where=role)
+
+
+def root_failure(errors: Mapping[str, BaseException]) -> tuple[str, BaseException]:
+    """Of the errors that several members of a group ended with, by role, the one to raise.
+
+    When one rank fails, the others lose their connection to it, and may say so first. So an error of
+    ``buffer_rl.errors`` comes before a process that died, and that before everything else; equal ones stay in order.
+    """
+    return min(errors.items(), key=lambda item: _distance_from_root(item[1]))
+
+
+def _distance_from_root(error: BaseException) -> int:
+    cause = getattr(error, "cause", None) if isinstance(error, ray.exceptions.RayTaskError) else error
+    if isinstance(cause, BufferRLError):
+        return 0
+    return 1 if isinstance(error, ray.exceptions.RayActorError) else 2
+
+
+def _tail(text: str, lines: int = 12) -> str:
+    return "".join(f"\n    {line}" for line in text.strip().splitlines()[-lines:])
+
+
+def _first_lines(text: str, lines: int = 6) -> str:
+    return " / ".join(line.strip() for line in text.strip().splitlines()[:lines])
+
+
+def redirect_output(path: str) -> None:
+    """Send this process's standard output and error, and those of its children, to the end of ``path``."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # Python's own streams may write to Ray's copies of the descriptors: point them at the file as well.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

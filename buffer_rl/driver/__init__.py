@@ -1,1 +1,14 @@
-"""The one loop, and the schedule that shapes it."""
+"""The one loop, and what it needs of its process.
+
+plan         what a run does, as data: schedule, roles, early stop
+driver       the loop
+tasks        calls on roles: the runtime's contract; calls on roles that add fields
+runtime      calls on Ray actors and on objects of this process
+local_roles  roles in this process: checkpoints, files of rollouts
+launch       assembles a run from its options
+checks       options that contradict each other; notices about options
+role_checks  the same, for what depends on imported plugins
+process      signals, and locks of folders
+provenance   versions, plugins, code and data of a run
+options      flags
+"""

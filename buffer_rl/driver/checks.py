@@ -1,23 +1,19 @@
-"""What must hold between options before a training run starts. Nothing is imported, and no file is read but
-that of ``--eval-config``."""
+"""Checks of options before a training run starts, and notices about them. No plugin is imported, and no file is read
+but that of ``--eval-config``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.config import did_you_mean
+from buffer_rl.config import did_you_mean, flag_of
 from buffer_rl.data.eval_config import eval_sets_of
 from buffer_rl.data.training_files import check_sources
-from buffer_rl.driver.early_stop import EarlyStop, parse_early_stop
-from buffer_rl.driver.modes import check_modes, rollout_only, train_only
-from buffer_rl.driver.role_checks import check_role_options
-from buffer_rl.driver.schedule import Schedule
+from buffer_rl.driver.plan import Schedule, parse_early_stop, rollout_only, train_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
+from buffer_rl.train.roles import is_supervised
 from buffer_rl.weights.locality import require_local_engines
-
-__all__ = ["EarlyStop", "check_options", "parse_early_stop"]
 
 
 def check_options(args: Any) -> None:
@@ -25,7 +21,7 @@ def check_options(args: Any) -> None:
 
     args: the flat options of a training run, with every core section.
     """
-    check_modes(args)
+    _check_modes(args)
     _check_required(args)
     _check_length(args)
     _check_partial_rollout(args)
@@ -178,3 +174,151 @@ def _check_early_stop(args: Any) -> None:
         raise ConfigError(
             "an early stop needs evaluations during the run", where="--early-stop", hint="add --eval-interval N"
         )
+
+
+PLACEHOLDER = "{rollout_id}"
+
+
+def _check_modes(args: Any) -> None:
+    """Raises ConfigError for a half run that lacks what it works on, or that could not do what it is asked to."""
+    for name, flag in (
+        ("save_debug_rollout_data", "--save-debug-rollout-data"),
+        ("load_debug_rollout_data", "--load-debug-rollout-data"),
+    ):
+        template = getattr(args, name)
+        if template is not None and PLACEHOLDER not in template:
+            raise ConfigError(
+                f"{template!r} names one file for all rollouts",
+                where=flag,
+                expected=f"a path with {PLACEHOLDER}, such as 'rollouts/{PLACEHOLDER}.safetensors'",
+            )
+    if train_only(args):
+        _check_train_only(args)
+    if rollout_only(args):
+        for name in ("save", "load"):
+            if getattr(args, name) is not None:
+                raise ConfigError(
+                    "there is no trainer to save or to resume",
+                    where=f"--debug-rollout-only and --{name}",
+                    hint="to generate with a checkpoint's weights: --hf-checkpoint CHECKPOINT/hf",
+                )
+
+
+def _check_train_only(args: Any) -> None:
+    if args.load_debug_rollout_data is None:
+        raise ConfigError(
+            "there are no rollouts to train on",
+            where="--debug-train-only",
+            hint="add --load-debug-rollout-data PATH, written by --save-debug-rollout-data",
+        )
+    if rollout_only(args):
+        raise ConfigError("nothing is left of the run", where="--debug-rollout-only and --load-debug-rollout-data")
+    if args.num_rollout is None and (args.data_source_path is not None or not args.prompt_data):
+        raise ConfigError(
+            "the number of recorded rollouts is not known", where="--num-rollout", hint="add --num-rollout N"
+        )
+    for name, flag in (
+        ("save_debug_rollout_data", "--save-debug-rollout-data"),
+        ("early_stop", "--early-stop"),
+    ):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"{flag} needs rollouts, and none are generated", where=flag, hint=f"take {flag} out")
+
+
+STREAM = "--stream-gradients"
+
+
+def check_role_options(args: Any) -> None:
+    """Raises ConfigError for roles without work, and for gradients that cannot be streamed, as far as options tell."""
+    if args.num_ref_workers and not args.use_kl_loss:
+        raise ConfigError(
+            "no reference log-probabilities are needed",
+            where="--num-ref-workers",
+            hint="add --use-kl-loss, or take it out",
+        )
+    if args.num_advantage_workers and is_supervised(args):
+        raise ConfigError("the supervised loss has no advantages", where="--num-advantage-workers", hint="take it out")
+    if not args.stream_gradients:
+        return
+    if not Schedule.named(args.schedule).streams:
+        raise ConfigError(
+            f"--schedule {args.schedule} starts training after the last group",
+            where=STREAM,
+            hint="add --schedule pipelined",
+        )
+    if args.num_steps_per_rollout > 1:
+        raise ConfigError(
+            f"{args.num_steps_per_rollout} optimizer steps a rollout: which groups belong to the first is known only "
+            "at the end",
+            where=f"{STREAM} and --num-steps-per-rollout",
+            expected="--num-steps-per-rollout 1",
+        )
+    for what, flag, reference in whole_rollout_functions(args):
+        if reference is not None:
+            raise ConfigError(
+                f"{what} sees the whole rollout, so no group is finished before all are",
+                where=f"{STREAM} and {flag}",
+                hint="take one of them out",
+            )
+
+
+def whole_rollout_functions(args: Any) -> list[tuple[str, str, str | None]]:
+    """Plugins that see all groups of a rollout before any is finished: what they are, their flags, their values."""
+    return [
+        ("a sample filter", "--rollout-sample-filter-path", args.rollout_sample_filter_path),
+        ("this function", "--rollout-all-samples-process-path", args.rollout_all_samples_process_path),
+    ]
+
+
+_TRUNCATING = (("rollout_top_p", 1.0), ("rollout_top_k", -1), ("rollout_min_p", 0.0))
+
+
+def notices(args: Any) -> list[str]:
+    """One text for each thing to know; a run starts all the same.
+
+    args: the flat options of a training run, with every core section, as ``check_options`` accepts them.
+    """
+    found = []
+    trains = args.num_rollout != 0 and not rollout_only(args) and args.loss_type != "sft_loss"
+    cut = [(name, getattr(args, name)) for name, neutral in _TRUNCATING if getattr(args, name) != neutral]
+    if trains and cut and args.rollout_temperature > 0:
+        given = ", ".join(f"{flag_of(name)} {value}" for name, value in cut)
+        found.append(
+            f"{given}: training samples come from a part of the distribution, but log-probabilities, the engine's and "
+            "the trainer's, are of the whole; nothing corrects for it, so gradients are biased towards the tokens that "
+            "are kept (the same flags with --eval- touch evaluations only)"
+        )
+    built_in = is_built_in_rollout(args)
+    if trains and built_in and not train_only(args) and _is_alone_in_its_group(args):
+        found.append(
+            "--n-samples-per-prompt 1: a reward minus the mean of its group is 0 where the group has one sample, so "
+            "every advantage is 0 and rewards change nothing (take more samples a prompt, or "
+            "--custom-reward-post-process-path or --custom-advantage-function-path of your own)"
+        )
+    generates = not train_only(args) and not (args.num_rollout == 0 and args.eval_function_path)
+    if args.multimodal_keys and generates and built_in and args.custom_generate_function_path is None:
+        found.append(
+            f"--multimodal-keys {', '.join(args.multimodal_keys)}: the built-in generate function sends the prompt's "
+            "text alone to the engine, so the model does not see these fields; rewards and filters do (a function of "
+            "--custom-generate-function-path can send them)"
+        )
+    if Schedule.named(args.schedule).streams and not rollout_only(args):
+        for what, flag, reference in whole_rollout_functions(args):
+            if reference is not None:
+                found.append(
+                    f"--schedule {args.schedule} overlaps nothing with generation here: with {flag}, {what} sees the "
+                    "whole rollout, so no group is finished before all are"
+                )
+    return found
+
+
+def _is_alone_in_its_group(args: Any) -> bool:
+    """Whether the built-in normalisation, estimator and loss, which nothing replaces, get groups of one sample."""
+    own = (
+        args.custom_reward_post_process_path,
+        args.custom_convert_samples_to_train_data_path,
+        args.custom_advantage_function_path,
+        args.custom_loss_function_path,
+    )
+    built_in = args.advantage_estimator == "grpo" and args.loss_type == "policy_loss"
+    return args.n_samples_per_prompt == 1 and built_in and not any(own)

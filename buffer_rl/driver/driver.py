@@ -2,80 +2,33 @@
 
 Who waits for whom: the driver waits for rollouts and for the trainer, each with a deadline; rollout workers wait
 for engines and for the Buffer; trainer ranks wait for the Buffer and for each other; the publisher waits for the
-trainer and for the engines. Nobody waits for the driver except the Buffer's slots, which ``release`` frees.
+trainer and for the engines. Only the Buffer's slots wait for the driver, until ``release`` frees them.
 
 Order of one step: train → commit → save → publish → release → evaluate. A checkpoint therefore never holds
 weights whose groups still count as untrained.
 
-A Buffer that died is replaced, and knows from its ledger what is trained. What was produced for the step is lost with
-it: until the optimizer step the rollout is produced again, with the same groups; after it the commit needs no more than
-the ledger. So is a rollout whose payloads were lost with a storage process.
+A Buffer that died is replaced, and reads from its ledger which groups are trained. Payloads of the step are lost with
+it: before the optimizer step the rollout is produced again, with the same groups; after it the commit needs only the
+ledger. A rollout whose payloads were lost with a storage process is produced again too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.buffer.pool import FIELD_OF_MODEL
-from buffer_rl.driver.early_stop import EarlyStop
-from buffer_rl.driver.role_calls import RoleCalls, RolePlan
-from buffer_rl.driver.schedule import Schedule
-from buffer_rl.driver.tasks import Observer, Runtime, Task
+from buffer_rl.driver.plan import RunPlan, RunResult
+from buffer_rl.driver.tasks import RoleCalls, Runtime, Task
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
 from buffer_rl.observe.timeline import WorkSpan, clock_origin
+from buffer_rl.train.roles import FIELD_OF_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from buffer_rl.observe.observer import RunObserver
     from buffer_rl.types import Ticket
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
-    """What a run does, as data.
-
-    first_rollout: 0, or the step of the checkpoint that the run continues from.
-    train: false for rollouts alone: nothing is trained or published, every rollout comes from the initial weights.
-    publish_each_step: false where rollouts never ask the engine; weights are then published for evaluations only.
-    compare_log_probs: whether engine and trainer are compared before the first optimizer step.
-    roles: what adds fields to each rollout's groups.
-    saves: whether checkpoints are written. records: whether each rollout's rows are kept, for debugging.
-    max_redos: how often, over the whole run, a rollout that was lost is produced again.
-    """
-
-    num_rollouts: int
-    schedule: Schedule
-    first_rollout: int = 0
-    train: bool = True
-    publish_at_start: bool = False
-    publish_each_step: bool = True
-    compare_log_probs: bool = False
-    roles: RolePlan = field(default_factory=RolePlan)
-    evaluate: bool = False
-    eval_interval: int | None = None
-    eval_before_train: bool = True
-    saves: bool = False
-    save_interval: int | None = None
-    records: bool = False
-    early_stop: EarlyStop | None = None
-    max_redos: int = 0
-    rollout_timeout_s: float
-    train_timeout_s: float
-    publish_timeout_s: float
-    save_timeout_s: float
-    buffer_timeout_s: float
-
-
-@dataclass(slots=True, kw_only=True)
-class RunResult:
-    """How a run ended: trained steps, the newest evaluation, and whether ``--early-stop`` ended it."""
-
-    steps: int
-    evaluation: dict[str, float] = field(default_factory=dict)
-    stopped_early: bool = False
 
 
 class Driver:
@@ -85,7 +38,7 @@ class Driver:
     steps. ``record.save(rollout_id)`` keeps the rows of a rollout that is closed and not trained on yet.
     """
 
-    def __init__(self, plan: RunPlan, runtime: Runtime, observer: Observer) -> None:
+    def __init__(self, plan: RunPlan, runtime: Runtime, observer: RunObserver) -> None:
         self._plan = plan
         self._runtime = runtime
         self._observer = observer
@@ -94,7 +47,7 @@ class Driver:
         self._next_rollout = plan.first_rollout
         self._generating: dict[int, Task] = {}
         self._tickets: dict[int, Ticket] = {}
-        self._redone = 0
+        self._retries = 0
         self._compared = False
         self._roles = RoleCalls(plan.roles, runtime, observer)
         self._times: dict[str, float] = {}
@@ -158,7 +111,7 @@ class Driver:
             self._save(step)
 
     def _prepared(self, rollout_id: int) -> dict[str, float]:
-        """Have everything in place that the optimizer step needs; what is lost on the way is produced again."""
+        """Wait for the rollout and all fields that the optimizer step needs; a lost rollout is produced again."""
         while True:
             try:
                 with self._timed("rollout", "rollout", rollout_id):
@@ -171,29 +124,31 @@ class Driver:
                         self._compare_log_probs(rollout_id)
                 return metrics
             except BufferRLError as error:
-                doomed = [*self._generating.values(), *self._roles.forget()]
+                lost_tasks = [*self._generating.values(), *self._roles.forget()]
                 self._generating.clear()
                 self._require_lost(self._tickets[rollout_id], error)
-                self._give_up(rollout_id, doomed)
+                self._reset_rollout(rollout_id, lost_tasks)
             self._start_rollout(rollout_id)
 
     def _require_lost(self, ticket: Ticket, error: BufferRLError) -> None:
-        """Raise ``error`` unless it comes from the loss of a rollout that can be produced again. Whatever is raised
-        after the Buffer was replaced may come from that: user code says it in words of its own."""
+        """Raise ``error`` unless it comes from the loss of a rollout that can be produced again. Any error after
+        the Buffer was replaced may come from that: user code may wrap it."""
         if not isinstance(error, PayloadLostError):
             progress = self._buffer("get_progress")
             if progress["incarnation"] == ticket.incarnation:
                 raise error
-        if self._redone >= self._plan.max_redos:
+        if self._retries >= self._plan.max_rollout_retries:
             raise error
-        self._redone += 1
-        self._observer.notice(f"{ticket.task} is produced again ({self._redone} of {self._plan.max_redos}): {error}")
+        self._retries += 1
+        self._observer.notice(
+            f"{ticket.task} is produced again ({self._retries} of {self._plan.max_rollout_retries}): {error}"
+        )
 
-    def _give_up(self, rollout_id: int, doomed: Sequence[Task]) -> None:
-        """Bring the groups of a rollout back to the queue, and see to it that nobody works on them any more."""
+    def _reset_rollout(self, rollout_id: int, lost_tasks: Sequence[Task]) -> None:
+        """Requeue the groups of a rollout, and wait until no task works on them."""
         self._buffer("abandon", rollout_id)
-        for task in doomed:
-            with suppress(BufferRLError):  # what they say of a rollout that is gone
+        for task in lost_tasks:
+            with suppress(BufferRLError):  # errors of a rollout that is gone
                 self._wait(task, self._plan.rollout_timeout_s)
         if self._plan.train:
             self._call("train", "discard", timeout_s=self._plan.train_timeout_s)
@@ -217,7 +172,7 @@ class Driver:
 
     def _train_and_commit(self, rollout_id: int, step: int) -> dict[str, float]:
         if not self._plan.train:
-            self._buffer("commit", rollout_id, step)  # the Buffer is to let go of the groups
+            self._buffer("commit", rollout_id, step)  # so that the Buffer drops the groups
             return {}
         with self._timed("train"):
             trained = self._update(rollout_id)
@@ -226,7 +181,7 @@ class Driver:
         return trained
 
     def _prepare_update(self, rollout_id: int) -> None:
-        """What the trainer does before the optimizer step, and all that it needs of the Buffer."""
+        """The trainer's work before the optimizer step, with all of its calls to the Buffer."""
         plan, limit = self._plan, self._plan.train_timeout_s
         if not plan.schedule.streams:
             self._roles.start(rollout_id, trainer_too=False)
@@ -250,7 +205,8 @@ class Driver:
             self._compared = True
 
     def _update(self, rollout_id: int) -> dict[str, float]:
-        """The optimizer step. It asks nobody for anything, so it is never taken twice for one rollout."""
+        """The optimizer step. It reads nothing from the Buffer, so it cannot fail with PayloadLostError; it is never
+        retried."""
         limit = self._plan.train_timeout_s
         with self._timed("update", "train", rollout_id):
             if self._plan.roles.stream_gradients:
@@ -308,7 +264,7 @@ class Driver:
             if key in progress:
                 before = self._buffer_seconds.get(key, 0.0)
                 self._buffer_seconds[key] = now = progress[key]
-                times[name] = now - before if now >= before else now  # a Buffer that was replaced counts anew
+                times[name] = now - before if now >= before else now  # a Buffer that was replaced counts from 0
         return times
 
     # -- when ----------------------------------------------------------------------------------------

@@ -18,22 +18,25 @@ from buffer_rl.buffer.storage.actor import start_storage
 from buffer_rl.buffer.storage.offer import StorageUnit
 from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.cluster.buffer_watch import BufferWatch
-from buffer_rl.cluster.resources import train_gpus
-from buffer_rl.cluster.session import ray_session
+from buffer_rl.cluster.session import ray_session, train_gpus
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import dump_args
-from buffer_rl.driver.checkpoints import RunCheckpoints
-from buffer_rl.driver.driver import Driver, RunPlan, RunResult
-from buffer_rl.driver.early_stop import parse_early_stop
-from buffer_rl.driver.modes import reads_data_source, rollout_only, train_only
-from buffer_rl.driver.process import sole_user, termination_as_exception
+from buffer_rl.driver.driver import Driver
+from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints
+from buffer_rl.driver.plan import (
+    RolePlan,
+    RunPlan,
+    RunResult,
+    Schedule,
+    parse_early_stop,
+    reads_data_source,
+    role_plan,
+    rollout_only,
+    train_only,
+)
+from buffer_rl.driver.process import check_lineage, folder_lock, save_lock, termination_as_exception
 from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, provenance_of, ships_code
-from buffer_rl.driver.role_calls import RolePlan
-from buffer_rl.driver.roles import role_plan, start_roles
-from buffer_rl.driver.rollout_files import RecordedRollouts, RolloutRecorder
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
-from buffer_rl.driver.save_folder import check_lineage, sole_saver
-from buffer_rl.driver.schedule import Schedule
 from buffer_rl.engine.api_key import with_engine_key
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.observe.observer import RunObserver
@@ -42,8 +45,9 @@ from buffer_rl.resolution.calls import construct
 from buffer_rl.rollout.source.actor import start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
-from buffer_rl.train.estimator import is_supervised
 from buffer_rl.train.group import start_train_group
+from buffer_rl.train.roles import is_supervised
+from buffer_rl.train.worker import start_roles
 from buffer_rl.weights.locality import require_local_trainer
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.role_weights import RolePublisher
@@ -59,17 +63,17 @@ PUBLISH_END_S = 2.0
 def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = ()) -> RunResult:
     """Run ``args`` to its end. The final weights are then in ``run_dir/hf``, where the run has a trainer.
 
-    data: what is known of the data sources, to be written down. Raises the error of ``buffer_rl.errors`` that ended the
-    run; by then everything that was started has stopped.
+    data: facts about the data sources, for the run's provenance. Raises the error of ``buffer_rl.errors`` that ended
+    the run, after all of its processes have stopped.
     """
     run_dir = Path(args.run_dir)
     args = with_engine_key(args)
     with ExitStack() as stack:
         stack.enter_context(termination_as_exception())
-        stack.enter_context(sole_user(run_dir))
-        stack.enter_context(sole_saver(args))
+        stack.enter_context(folder_lock(run_dir))
+        stack.enter_context(save_lock(args))
         checkpoint = stack.enter_context(opened_checkpoint(args.load, run_dir)) if args.load is not None else None
-        check_lineage(args, checkpoint.step if checkpoint else 0)  # nobody else can write to the folder by now
+        check_lineage(args, checkpoint.step if checkpoint else 0)  # no other run can write to the folder by now
         provenance = provenance_of(args, registry, data)
         registry.call_hook("buffer_rl_configure", config=args)
         run = _Run(args, registry, run_dir, checkpoint, provenance, stack)
@@ -134,7 +138,7 @@ class _Run:
             stack.callback(self.train.stop)
         trains = self.train is not None and self.num_rollouts > 0  # else no rollout has work for a role
         self.role_plan = role_plan(args, self.rollouts_use_engine) if trains else RolePlan()
-        self.roles = start_roles(args, self.role_plan, args_text, actor, logs)
+        self.roles = start_roles(args, self.role_plan.dedicated_roles, args_text, actor, logs)
         for group in self.roles.values():
             stack.callback(group.stop)
         self.rollout = None if train_only(args) else self._start_rollout(args, args_text, actor, logs)
@@ -176,7 +180,7 @@ class _Run:
         return Driver(plan, RayRuntime(targets, watchers), self.observer)
 
     def _publisher(self) -> Publisher | RolePublisher | None:
-        """What publishes to the engines and to the roles that need the actor's weights; None if nobody does."""
+        """The publisher to the engines and to the roles that need the actor's weights; None without any."""
         args, publisher = self.args, None
         if self.train is None:
             return None
@@ -237,7 +241,7 @@ class _Run:
             publish_timeout_s=args.update_weights_timeout_s,
             save_timeout_s=args.save_timeout_s + GRACE_S,  # each call's own deadline, which says more, comes first
             buffer_timeout_s=args.buffer_timeout_s,
-            max_redos=args.buffer_max_restarts,
+            max_rollout_retries=args.buffer_max_restarts,
         )
 
     def _wait_ready(self) -> None:
@@ -248,7 +252,7 @@ class _Run:
             self.train.call("setup", master, port, timeout_s=limit)
             if self.checkpoint is not None:
                 self.train.call("load", str(self.checkpoint.folder / "trainer"), timeout_s=limit)
-                if self.num_rollouts > 0:  # who only evaluates may have other data, or none
+                if self.num_rollouts > 0:  # a run that only evaluates may have other data, or none
                     self.buffer.load(str(self.checkpoint.folder))
                     self._restore_source()
         for group in self.roles.values():
@@ -288,7 +292,7 @@ class _Run:
 
         return BufferWatch(
             self.buffer.actor,
-            # Noticed, ended and started again before those who ask it give up.
+            # Noticed, ended and started again before its callers reach their deadlines.
             hang_s=min(self.args.buffer_hang_timeout_s, self.args.buffer_timeout_s / 2),
             start_s=self.args.buffer_timeout_s,
             shown=show,
@@ -297,13 +301,14 @@ class _Run:
         )
 
     def _end_saving(self) -> None:
-        """Let a checkpoint that is being written fail and remove its files. Those that it waits for have been ended."""
+        """Let a checkpoint that is being written fail and remove its files: the processes that it waits for have
+        ended."""
         if self.saving is not None:
             self.saving.join(CLOSE_TIMEOUT_S)
 
     def _end_publishing(self) -> None:
-        """Let a publication that is under way end, so that no engine stays paused, but do not wait long: what it waits
-        for may have been ended."""
+        """Let a publication that is under way end, so that no engine stays paused, but do not wait long: the processes
+        that it waits for may have ended."""
         if self.publishing is not None and self.publishing.join(PUBLISH_END_S) and self.engines is not None:
             self.engines.close()
 
@@ -314,13 +319,13 @@ class _Run:
 
 
 def engines_may_differ(args: Args) -> bool:
-    """Whether engines may have started with other weights than the trainer: those behind ``--router-url`` were started
-    by others, and a model provider or converter may change what is in ``--hf-checkpoint``."""
+    """Whether engines may have started with other weights than the trainer: engines behind ``--router-url`` were
+    not started by the run, and a model provider or converter may change what is in ``--hf-checkpoint``."""
     return any((args.engine_urls, args.custom_model_provider_path, args.model_converter_path))
 
 
 class _TrainExport:
-    """What the weight transport sees of the trainer's ranks."""
+    """The trainer's ranks as a weight transport sees them."""
 
     def __init__(self, train: WorkerGroup, timeout_s: float) -> None:
         self._train = train

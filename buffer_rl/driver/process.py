@@ -1,17 +1,22 @@
-"""The driver's process: how it is told to end, and which folder it has to itself."""
+"""The driver's process: signals that end it, and the folders that only one run may write to."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from buffer_rl.checkpoint import make_folder, remove_unfinished
+from buffer_rl.checkpoint import make_folder, newest_step, remove_unfinished
+from buffer_rl.driver.plan import rollout_only
 from buffer_rl.errors import ConfigError
+from buffer_rl.redaction import mask_url
+from buffer_rl.remote import is_remote, local_path
 
 LOCK_NAME = ".lock"
 
@@ -39,7 +44,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def sole_user(folder: Path, flag: str = "--run-dir") -> Iterator[None]:
+def folder_lock(folder: Path, flag: str = "--run-dir") -> Iterator[None]:
     """Make ``folder``, which the option ``flag`` names, and keep other runs out of it for the length of the block.
 
     Two runs in one folder would read each other's weights, or remove each other's files. The lock ends with the
@@ -58,8 +63,44 @@ def sole_user(folder: Path, flag: str = "--run-dir") -> Iterator[None]:
             raise ConfigError(
                 f"another run is at work in {str(folder)!r}", where=flag, hint=f"add {flag} PATH"
             ) from None
-        except OSError:  # a file system without locks: who knows whose the files are
+        except OSError:  # a file system without locks: the files may be another run's
             pass
         else:
             remove_unfinished(folder)
         yield
+
+
+def check_lineage(args: Any, first_step: int) -> None:
+    """Raises ConfigError if ``--save`` holds a checkpoint of a later step than this run begins at, CheckpointError if
+    that cannot be found out. A later ``--load`` of the folder takes the newest one, which would be another run's.
+
+    first_step: 0, or the step of the checkpoint that the run continues from.
+    """
+    if not _saves(args) or (args.num_rollout is not None and args.num_rollout <= first_step):
+        return
+    found = newest_step(args.save)
+    if found <= first_step:
+        return
+    folder = mask_url(args.save)
+    raise ConfigError(
+        f"the folder holds a checkpoint of step {found}, and this run begins at step {first_step}",
+        where=f"--save {folder}",
+        expected=f"no checkpoint beyond step {first_step}: the newest one would be of another run",
+        hint=f"another folder; or --load {folder} to go on from step {found}; or move the later checkpoints away",
+    )
+
+
+@contextmanager
+def save_lock(args: Any) -> Iterator[None]:
+    """``folder_lock`` of ``--save``, where the run saves and the folder is local: URLs cannot be locked. ``--run-dir``
+    is locked already, and may be the same folder."""
+    folder = local_path(args.save or args.run_dir)
+    if not _saves(args) or is_remote(folder) or os.path.realpath(folder) == os.path.realpath(args.run_dir):
+        yield
+        return
+    with folder_lock(Path(folder), "--save"):
+        yield
+
+
+def _saves(args: Any) -> bool:
+    return args.save is not None and not rollout_only(args)

@@ -1,77 +1,23 @@
-"""What must hold for roles to have work, for gradients to be streamed, and for an advantage estimator to see the rows
-and the fields that it reads: said before anything starts.
+"""Checks before a run starts that roles have work, that gradients can be streamed, and that an advantage estimator sees
+the rows and the fields that it reads.
 
-What the options alone tell is checked with the others (``check_role_options``); what depends on the plugins that they
-name, once these are imported (``check_roles``).
+What the options alone tell is checked with the others (``buffer_rl.driver.checks``); what depends on the plugins that
+they name, here, once these are imported.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.driver.modes import train_only
-from buffer_rl.driver.schedule import Schedule
+from buffer_rl.driver.checks import STREAM
+from buffer_rl.driver.plan import Schedule, needs_old_log_probs, train_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of
-from buffer_rl.train.estimator import LOG_PROB_FIELDS, estimator_of, is_supervised
+from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised
 
-STREAM = "--stream-gradients"
 ACCUMULATING = ("accumulate", "finish_accumulation", "zero_grad")
-"""What a trainer needs beyond ``buffer_rl.contracts.Trainer`` to stream gradients."""
-
-
-def needs_old_log_probs(args: Any, rollouts_use_engine: bool) -> bool:
-    """Whether the loss takes a ratio to log-probabilities of the trainer's own: for rows that an engine sampled, which
-    computes a little otherwise, and for several steps on a rollout; not for the supervised loss, which has none.
-
-    With streamed gradients each group has one forward pass, by the weights that sampled it: its own log-probabilities
-    are the old ones."""
-    if args.stream_gradients or args.use_rollout_logprobs:
-        return False
-    return rollouts_use_engine or (args.num_steps_per_rollout > 1 and not is_supervised(args))
-
-
-def check_role_options(args: Any) -> None:
-    """Raises ConfigError for roles without work, and for gradients that cannot be streamed, as far as options tell."""
-    if args.num_ref_workers and not args.use_kl_loss:
-        raise ConfigError(
-            "no reference log-probabilities are needed",
-            where="--num-ref-workers",
-            hint="add --use-kl-loss, or take it out",
-        )
-    if args.num_advantage_workers and is_supervised(args):
-        raise ConfigError("the supervised loss has no advantages", where="--num-advantage-workers", hint="take it out")
-    if not args.stream_gradients:
-        return
-    if not Schedule.named(args.schedule).streams:
-        raise ConfigError(
-            f"--schedule {args.schedule} starts training after the last group",
-            where=STREAM,
-            hint="add --schedule pipelined",
-        )
-    if args.num_steps_per_rollout > 1:
-        raise ConfigError(
-            f"{args.num_steps_per_rollout} optimizer steps a rollout: which groups belong to the first is known only "
-            "at the end",
-            where=f"{STREAM} and --num-steps-per-rollout",
-            expected="--num-steps-per-rollout 1",
-        )
-    for what, flag, reference in whole_rollout_functions(args):
-        if reference is not None:
-            raise ConfigError(
-                f"{what} sees the whole rollout, so no group is finished before all are",
-                where=f"{STREAM} and {flag}",
-                hint="take one of them out",
-            )
-
-
-def whole_rollout_functions(args: Any) -> list[tuple[str, str, str | None]]:
-    """Plugins that see all groups of a rollout before any is finished: what they are, their flags, their values."""
-    return [
-        ("a sample filter", "--rollout-sample-filter-path", args.rollout_sample_filter_path),
-        ("this function", "--rollout-all-samples-process-path", args.rollout_all_samples_process_path),
-    ]
+"""Methods that a trainer needs beyond ``buffer_rl.contracts.Trainer`` to stream gradients."""
 
 
 def check_roles(args: Any, registry: PluginRegistry) -> None:
@@ -156,7 +102,7 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, refer
     if absent:
         if args.custom_convert_samples_to_train_data_path:
             return  # which may give the field itself
-        raise ConfigError(f"{what}, which nobody computes: {absent}", where=flag, hint=hint)
+        raise ConfigError(f"{what}, which nothing computes: {absent}", where=flag, hint=hint)
     if count or not args.num_advantage_workers:
         return
     if args.stream_gradients:

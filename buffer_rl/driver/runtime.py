@@ -1,7 +1,7 @@
 """The runtime with processes: calls go to Ray actors, or to local objects on a thread of their own.
 
 Who waits for whom: the driver's thread waits in ``wait_any``, which wakes every ``POLL_S`` to run the
-watchers (engine health, progress display); a watcher that raises ends the wait. Nobody waits for the driver.
+watchers (engine health, progress display); a watcher that raises ends the wait. Nothing waits for the driver.
 Watchers ask other processes, so a call that is answered sooner than they are due does not wait for them.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol, cast
 
-from buffer_rl.cluster.failures import name_failure, root_failure
+from buffer_rl.cluster.worker_group import name_failure, root_failure
 from buffer_rl.driver.tasks import Task
 from buffer_rl.errors import DeadlineError, WorkerError
 
@@ -33,7 +33,7 @@ class Target(Protocol):
 class LocalTarget:
     """Calls on an object of this process, one after another on one thread.
 
-    A daemon thread rather than an executor's: the interpreter waits for those when it ends, and a call may hang.
+    A daemon thread rather than an executor's: the interpreter joins executor threads when it ends, and a call may hang.
     """
 
     def __init__(self, role: str, obj: Any) -> None:
@@ -43,14 +43,12 @@ class LocalTarget:
         self._thread.start()
 
     def start(self, method: str, *args: Any) -> list[Future[Any]]:
-        """See ``Target.start``."""
         future: Future[Any] = Future()
         self._calls.put((future, getattr(self._object, method), args))
         return [future]
 
     @property
     def combine(self) -> Callable[[str, list[Any]], Any]:
-        """There is one answer."""
         return lambda method, answers: answers[0]
 
     def stop(self) -> None:
@@ -71,7 +69,7 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
         future, function, args = call
         try:
             future.set_result(function(*args))
-        except BaseException as error:  # fault boundary: whatever a call raises is its answer
+        except BaseException as error:  # fault boundary: the error of a call is its answer
             future.set_exception(error)
         del call, future, function, args  # an idle thread must not keep the last answer
 
@@ -93,7 +91,7 @@ class RayTask:
 
 
 class RayRuntime:
-    """See ``buffer_rl.driver.tasks.Runtime``.
+    """Implements ``buffer_rl.driver.tasks.Runtime``: a task's answer is that of all members, combined.
 
     watchers: called about twice a second while the driver waits, over all its calls; what one raises ends the wait.
     """
@@ -104,12 +102,10 @@ class RayRuntime:
         self._watch_at = 0.0
 
     def submit(self, role: str, method: str, *args: Any) -> RayTask:
-        """Start a call and return at once."""
         target = self._targets[role]
         return RayTask(role=role, method=method, target=target, futures=target.start(method, *args))
 
     def wait_any(self, tasks: Sequence[Task], timeout_s: float) -> Task:
-        """The first of ``tasks`` to end."""
         deadline = self.now() + timeout_s
         mine = [cast(RayTask, task) for task in tasks]
         while True:
@@ -125,7 +121,6 @@ class RayRuntime:
             wait(pending, timeout=min(until_watch, left), return_when=FIRST_COMPLETED)
 
     def result(self, task: Task) -> Any:
-        """A finished task's answer, members' answers combined."""
         mine = cast(RayTask, task)
         failures = {}
         for rank, future in enumerate(mine.futures):  # once one failed, the others may still be at work
@@ -138,7 +133,6 @@ class RayRuntime:
         return mine.target.combine(mine.method, [future.result() for future in mine.futures])
 
     def restart(self, role: str) -> None:
-        """Replace a role's processes."""
         restart = getattr(self._targets[role], "restart", None)
         if restart is None:
             raise WorkerError("the role's processes cannot be replaced", where=role)
@@ -153,5 +147,4 @@ class RayRuntime:
         self._watch_at = self.now() + POLL_S
 
     def now(self) -> float:
-        """Seconds of a clock that never goes back."""
         return time.monotonic()

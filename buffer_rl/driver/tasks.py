@@ -1,13 +1,18 @@
-"""What the driver asks of what executes its calls, and of what shows them.
+"""The driver's calls: what executes them, and those on the roles that add fields to rollouts.
 
 A runtime with processes and one with virtual time both fit, so that a schedule can be tested without processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
-from buffer_rl.observe.timeline import WorkSpan
+from buffer_rl.driver.plan import RolePlan
+from buffer_rl.errors import BufferRLError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from buffer_rl.observe.observer import RunObserver
 
 
 class Task(Protocol):
@@ -21,7 +26,7 @@ class Task(Protocol):
 
 class Runtime(Protocol):
     """Executes calls on named roles: ``buffer``, ``rollout``, ``train``, ``publish``, ``save``, ``record``, and the
-    roles of ``RolePlan.own``."""
+    roles of ``RolePlan.dedicated_roles``."""
 
     def submit(self, role: str, method: str, *args: Any) -> Task:
         """Start a call and return at once."""
@@ -44,39 +49,67 @@ class Runtime(Protocol):
         ...
 
 
-class Observer(Protocol):
-    """Sees what happens. What it raises ends the run."""
+@dataclass(slots=True)
+class RoleCalls:
+    """The calls on roles that are under way, by rollout."""
 
-    def phase(self, name: str) -> None:
-        """The driver entered a phase: generate, train, save, publish, evaluate."""
-        ...
+    _plan: RolePlan
+    _runtime: Runtime
+    _observer: RunObserver
+    _calls: dict[int, dict[str, Task]] = field(default_factory=dict)
+    _restarts: int = 0
 
-    def rollout_ended(
-        self, rollout_id: int, evaluation: bool, metrics: Mapping[str, float], samples: list[dict[str, Any]]
-    ) -> None:
-        """A rollout, or the evaluation of version ``rollout_id``, is done; some of its samples to show."""
-        ...
+    def start(self, rollout_id: int, *, trainer_too: bool) -> None:
+        """Have the roles work on a rollout; the trainer too, if it is to work while the rollout runs."""
+        calls = {role: self._runtime.submit(role, "stream", rollout_id) for role in self._plan.dedicated_roles}
+        plan = self._plan
+        if trainer_too and (plan.trainer_models or plan.stream_gradients):
+            work = (list(plan.trainer_models), list(plan.external_fields), plan.stream_gradients)
+            calls["train"] = self._runtime.submit("train", "stream", rollout_id, *work)
+        self._calls[rollout_id] = calls
 
-    def trained(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
-        """The optimizer took step ``step`` and the Buffer committed the rollout."""
-        ...
+    def tasks(self, rollout_id: int) -> Iterator[tuple[str, Task]]:
+        """The roles and their calls on a rollout, one after another as they are waited for; then they are forgotten."""
+        calls = self._calls.get(rollout_id, {})
+        while calls:
+            role = next(iter(calls))
+            yield role, calls[role]
+            del calls[role]
+        self._calls.pop(rollout_id, None)
 
-    def published(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Every engine has ``version``."""
-        ...
+    def all_tasks(self) -> list[Task]:
+        """Every call under way."""
+        return [task for calls in self._calls.values() for task in calls.values()]
 
-    def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
-        """What a role did, and when."""
-        ...
+    def forget(self) -> list[Task]:
+        """Forget all calls under way. Returns the tasks to wait for: the calls, and one behind them on each role, whose
+        processes may not end together."""
+        ended = [*self.all_tasks(), *(self._runtime.submit(role, "ready") for role in self._plan.dedicated_roles)]
+        self._calls.clear()
+        return ended
 
-    def notice(self, text: str) -> None:
-        """Something happened that does not end the run."""
-        ...
+    def replace(self, ended: Task, error: BufferRLError, buffer: Callable[..., Any]) -> Task:
+        """Replace the role whose process died in the call ``ended``, and have it do again what was lost.
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Rollout ``step`` was trained on and published: all metrics of the step."""
-        ...
+        Returns the new call. Raises ``error`` if the call is none of a replaceable role, if it failed otherwise than
+        by a death, or if there were too many restarts."""
+        place = self._place(ended)
+        if place is None or not isinstance(error, WorkerDiedError) or self._restarts >= self._plan.max_restarts:
+            raise error
+        role = ended.role
+        self._restarts += 1
+        self._observer.notice(
+            f"{role} died and is replaced ({self._restarts} of {self._plan.max_restarts}): {error.what}"
+        )
+        # Removed first: the wait for the Buffer below looks at every call, and would find these dead again.
+        lost = [rollout_id for rollout_id, calls in self._calls.items() if calls.pop(role, None) is not None]
+        self._runtime.restart(role)
+        for rollout_id in lost:
+            buffer("offer_again", f"train_{rollout_id}", role)
+            self._calls[rollout_id][role] = self._runtime.submit(role, "stream", rollout_id)
+        return self._calls[place][role]
 
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The weights of version ``step`` were evaluated."""
-        ...
+    def _place(self, task: Task) -> int | None:
+        if task.role not in self._plan.dedicated_roles:
+            return None
+        return next((r for r, calls in self._calls.items() if calls.get(task.role) is task), None)

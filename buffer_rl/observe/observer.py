@@ -19,7 +19,7 @@ from buffer_rl.resolution.calls import construct
 
 
 class RunObserver:
-    """Implements ``buffer_rl.driver.tasks.Observer``, which says when each method is called. A context manager.
+    """Sees what happens in a run; what it raises ends the run. A context manager.
 
     resume_step: steps of the checkpoint that the run goes on from; its files are then continued from there.
     provenance: what code and data the run is made of, for ``run.json``.
@@ -67,6 +67,7 @@ class RunObserver:
         self._stack.__exit__(kind, error, trace)
 
     def phase(self, name: str) -> None:
+        """The driver entered a phase: generate, train, save, publish, evaluate."""
         self._progress.phase(name)
 
     def notice(self, line: str) -> None:
@@ -80,6 +81,7 @@ class RunObserver:
     def rollout_ended(
         self, rollout_id: int, evaluation: bool, metrics: Mapping[str, float], samples: list[dict[str, Any]]
     ) -> None:
+        """A rollout, or the evaluation of version ``rollout_id``, is done; ``samples``: some of its samples to show."""
         kind = "eval" if evaluation else "train"
         if not evaluation:
             self._say(self._incidents.rollout(rollout_id, metrics))
@@ -89,17 +91,21 @@ class RunObserver:
         )
 
     def trained(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
+        """The optimizer took step ``step`` and the Buffer committed the rollout."""
         self._registry.call_hook("buffer_rl_on_train_step", rollout_id=rollout_id, step=step, metrics=metrics)
 
     def published(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Every engine has ``version``."""
         self._registry.call_hook("buffer_rl_on_weight_update", version=version, metrics=metrics)
 
     def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
+        """What a role did, and when."""
         if self._trace is not None:
             self._trace.write(role, spans)
         self._spans.setdefault(role, []).extend(spans)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Rollout ``step`` was trained on and published: all metrics of the step."""
         metrics = {**metrics, **step_metrics(self._spans, step, self._overlap)}
         self._spans = {role: [span for span in self._spans[role] if span.step > step] for role in self._spans}
         self._metrics.log(metrics, step)
@@ -107,6 +113,7 @@ class RunObserver:
         self._say(self._incidents.step(step, metrics))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The weights of version ``step`` were evaluated."""
         self._metrics.log(metrics, step)
         self._progress.eval(metrics, step)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.algo.group_rewards import group_normalize
+from buffer_rl.algo.advantages import group_normalize
 from buffer_rl.contracts import RewardPostProcess, SamplesToTrainData
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.plugins import PluginRegistry

@@ -1,1 +1,17 @@
-"""Trainers: the torch backend and the group of ranks as Ray actors."""
+"""The trainer: from rows to weights.
+
+roles          tables of roles, models and the fields that they add; what the options say of estimator and loss
+collate        rows in micro-batches, as padded tensors
+forward        log-probabilities and entropies under a model
+objective      loss and advantage estimator of a run; gradients before the step's totals are known
+optimizer      AdamW, learning rate, reduction and sums of gradients
+steps          optimizer steps on a rollout; steps that are not finite
+stream         rows of a rollout that still runs: the torch dataset, the stages of roles
+model          loading, exporting and writing models
+state          files of a rank in a checkpoint
+torch_trainer  the default trainer backend
+logprob_gate   comparison of the engine's log-probabilities with the trainer's
+group          ranks as Ray actors, and where they meet
+worker         processes of the roles ref, actor_fwd and advantages
+options        flags
+"""

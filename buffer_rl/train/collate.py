@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,3 +128,45 @@ def _padded(batch: TrainBatch, micro: MicroBatch, name: str) -> torch.Tensor | N
     if len(rows):
         values_bt[micro.response_bt.cpu().numpy()] = np.concatenate(list(rows))
     return torch.from_numpy(values_bt).to(micro.response_bt.device)
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Row indices in micro-batches whose padded cost, rows x longest row, is at most ``max_tokens``.
+
+    lengths: tokens a row, ``[num_rows]``. Rows are taken from the longest to the shortest (ties by index), so that
+    rows of one micro-batch have similar lengths and little is padding, and a batch that does not fit into memory
+    fails at once. A row that is longer than the budget gets a micro-batch of its own: splitting it would change its
+    log-probabilities, and leaving it out would change the loss. Equal input gives equal output.
+
+    Raises ValueError if ``max_tokens`` is below 1.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    batches: list[list[int]] = []
+    longest = 0
+    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batches and (len(batches[-1]) + 1) * longest <= max_tokens:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+            longest = int(lengths[row])
+    return batches
+
+
+def row_blocks(args: Any, batch: TrainBatch) -> list[list[int]]:
+    """Row indices of each micro-batch of ``batch``.
+
+    Under ``--deterministic`` no micro-batch holds rows of two prompts: a row's values then do not depend on which
+    groups were ready together, and a schedule that computes them early gets the same bits as one that waits.
+    """
+    if not args.deterministic:
+        return micro_batches(batch.lengths, args.max_tokens_per_gpu)
+    lengths = batch.lengths
+    groups: dict[Any, list[int]] = {}
+    for index, row in enumerate(batch.row_ids):
+        groups.setdefault(row.uid, []).append(index)
+    return [
+        [indices[position] for position in block]
+        for indices in groups.values()
+        for block in micro_batches([lengths[index] for index in indices], args.max_tokens_per_gpu)
+    ]

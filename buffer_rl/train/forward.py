@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from buffer_rl.errors import TrainError
 from buffer_rl.model_config import length_problem
-from buffer_rl.train.collate import MicroBatch
+from buffer_rl.train.collate import MicroBatch, collate, row_blocks, split_rows
+from buffer_rl.types import TrainBatch
 
 
 def response_log_probs(
@@ -107,3 +109,17 @@ def _response_logits(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
 def _pad(values_n: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     padded_bt = values_n.new_zeros(micro.response_bt.shape)
     return padded_bt.masked_scatter(micro.response_bt, values_n)
+
+
+def batch_log_probs(
+    args: Any, model: PreTrainedModel, batch: TrainBatch, device: torch.device, temperature: float
+) -> list[np.ndarray]:
+    """Per row ``[response_length]`` float32, in nats. Reads ``max_tokens_per_gpu`` and ``deterministic``."""
+    rows: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(batch)
+    for indices in row_blocks(args, batch):
+        micro = collate(batch.select(indices), device)
+        with torch.no_grad():
+            log_probs_bt, _ = response_log_probs(model, micro, temperature, with_entropy=False)
+        for index, row in zip(indices, split_rows(log_probs_bt, micro.response_lengths), strict=True):
+            rows[index] = row
+    return rows

@@ -6,6 +6,10 @@ gradient reduction; the driver waits for all ranks, with a deadline.
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -14,32 +18,30 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import torch
+import torch.distributed as dist
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.partition import Splitting
-from buffer_rl.buffer.pool import FIELD_OF_MODEL
-from buffer_rl.cluster.logs import redirect_output
-from buffer_rl.cluster.worker_group import WorkerGroup
+from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import BufferRestartedError, BufferStateError, TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
-from buffer_rl.train.duties import (
+from buffer_rl.scope import Scope, scope_of
+from buffer_rl.train.logprob_gate import LogProbGap, compare_log_probs
+from buffer_rl.train.options import TrainOptions
+from buffer_rl.train.roles import FIELD_OF_MODEL, estimator_of, is_supervised
+from buffer_rl.train.steps import NON_FINITE_FOLDER, NonFiniteGuard, require_old_log_probs, train_steps
+from buffer_rl.train.stream import (
     GradientTrainer,
     gradient_stage,
     log_prob_stage,
     longest_wait,
     rows_per_batch,
+    run_stage,
 )
-from buffer_rl.train.estimator import mini_batches, splitting
-from buffer_rl.train.logprob_gate import LogProbGap, compare_log_probs
-from buffer_rl.train.non_finite import FOLDER, NonFiniteGuard
-from buffer_rl.train.options import TrainOptions
-from buffer_rl.train.rendezvous import Rendezvous
-from buffer_rl.train.stages import run_stage
-from buffer_rl.train.steps import require_old_log_probs, train_steps
 from buffer_rl.types import TrainBatch
 from buffer_rl.weights.shared_bucket import SharedWeights
 from buffer_rl.weights.tensor import LOAD_FORMAT
@@ -61,7 +63,7 @@ class TrainRank:
         self._rendezvous = Rendezvous()
         self._streamed = 0
         self._splitting = Splitting.GROUPS
-        folder = Path(log_path).parent.parent / FOLDER
+        folder = Path(log_path).parent.parent / NON_FINITE_FOLDER
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
         self._shared = SharedWeights(use_cuda_ipc=self._args.engine_device != "cpu")
 
@@ -109,7 +111,7 @@ class TrainRank:
             self._buffer.put_fields(batch.task, batch.row_ids, {field: batch.columns[field]})
 
     def compare_log_probs(self, rollout_id: int) -> LogProbGap:
-        """How far the engine's log-probabilities are from this trainer's on the first of this rank's rows, which were
+        """Compare the engine's log-probabilities with this trainer's on the first of this rank's rows, which were
         fetched or streamed. Raises TrainError above ``--max-logprob-diff``."""
         share = partial(self._buffer.get_data, rollout_id, self._rank, self._world_size)
         batch = self._batches[0] if self._batches else streamed_rows(share)
@@ -119,14 +121,16 @@ class TrainRank:
             self._args, batch, lambda rows: self._trainer.log_probs("actor", rows), where=f"trainer rank {self._rank}"
         )
 
-    def stream(self, rollout_id: int, models: Sequence[str], given: Sequence[str], gradients: bool) -> WorkReport:
+    def stream(
+        self, rollout_id: int, models: Sequence[str], external_fields: Sequence[str], gradients: bool
+    ) -> WorkReport:
         """Work on the groups of a rollout that still runs, until it is closed and read to its end.
 
-        models: whose log-probabilities this trainer computes. gradients: go on to forward and backward, with the
-        fields ``given`` that other roles add; ``finish_stream`` then takes the step."""
+        models: models whose log-probabilities this trainer computes. gradients: go on to forward and backward, with the
+        ``external_fields`` that other roles add; ``finish_stream`` then takes the step."""
         if gradients:
             self._streamed = rollout_id
-            stage = gradient_stage(cast(GradientTrainer, self._trainer), models, frozenset(given))
+            stage = gradient_stage(cast(GradientTrainer, self._trainer), models, frozenset(external_fields))
         else:
             stage = log_prob_stage("train_log_probs", models, self._trainer.log_probs)
         return run_stage(
@@ -226,7 +230,7 @@ def combine_metrics(method: str, answers: list[Any]) -> Any:
     for answer in answers:
         for name, value in answer.items():
             kind, _, rest = name.partition("/")
-            if kind == "sum":  # absent where a rank was handed no rows
+            if kind == "sum":  # absent where a rank got no rows
                 metrics[f"train/{rest}"] = metrics.get(f"train/{rest}", 0.0) + value
             else:
                 metrics.setdefault(f"train/{name}", value)
@@ -246,3 +250,65 @@ def start_train_group(args: TrainOptions, args_text: str, buffer: Any, log_dir: 
         remote.remote(args_text, buffer, rank, world_size, f"{log_dir}/train_{rank}.log") for rank in range(world_size)
     ]
     return WorkerGroup("train", actors, combine=combine_metrics)
+
+
+def splitting(args: Any, registry: PluginRegistry) -> Splitting:
+    """The unit by which ranks share a mini-batch: whole groups where each rank's estimator must see a prompt's rows
+    together. Under ``--deterministic`` whole groups too, where there are enough: a micro-batch then holds the same rows
+    on any number of ranks. Raises PluginError if the estimator does not resolve."""
+    ranks_estimate = not is_supervised(args) and not args.num_advantage_workers
+    if ranks_estimate and scope_of(registry.resolve("advantage", estimator_of(args)[1])) is not Scope.ROW:
+        return Splitting.GROUPS
+    return Splitting.GROUPS_OR_ROWS if args.deterministic else Splitting.ROWS
+
+
+def mini_batches(
+    rows: BufferClient, rollout_id: int, rank: int, world_size: int, *, num_steps: int, splitting: Splitting
+) -> list[TrainBatch]:
+    """A rank's share of each of a rollout's mini-batches. Raises BufferStateError if one has too little for all ranks
+    (see ``DataPool.share``)."""
+    return [rows.get_data(rollout_id, rank, world_size, num_steps, step, splitting) for step in range(num_steps)]
+
+
+class Rendezvous:
+    """The socket of rank 0 at which the ranks meet, on the address of its node alone.
+
+    Every rank may call ``open``; all call ``join``, with what rank 0's returned.
+
+    Torch's own listener would be on all interfaces, without authentication. This one listens before its port is
+    announced, so no other process can take the port in between.
+    """
+
+    def __init__(self) -> None:
+        self._listener: socket.socket | None = None
+
+    def open(self, address: str) -> tuple[str, int]:
+        """Listen on ``address``, at a free port. Returns both."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
+        return address, int(self._listener.getsockname()[1])
+
+    def join(self, backend: str, address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> None:
+        """Make the default process group of all ranks; returns when they have met."""
+        if _is_loopback(address) and sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else that of the machine's name
+        listener, self._listener = self._listener, None
+        if listener is not None and rank != 0:
+            listener.close()
+        store = cast(Any, dist).TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener is not None and rank == 0 else None,
+        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

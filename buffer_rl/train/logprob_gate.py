@@ -31,7 +31,7 @@ CAUSES: Mapping[str, str] = {
     "positions": "positions: rope scaling or a sliding window that engine and trainer apply differently",
     "unsampled": "tokens that the engine did not sample (a tool's, a user's) whose loss mask is 1; theirs must be 0",
 }
-"""What makes them differ, the most frequent first; the last one is named only where the rows show it."""
+"""Why engine and trainer differ, the most frequent cause first; the last one is named only where the rows show it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ def compare_log_probs(
 
 def _spread(batch: TrainBatch) -> list[int]:
     """Indices of rows with unmasked tokens. Where no row has one, the first row: every rank that has rows computes log
-    probabilities, whatever is masked, since a backend may need all ranks for that."""
+    probabilities, even of masked tokens, since a backend may need all ranks for that."""
     masks = batch.columns["loss_mask"] if len(batch) else []
     trained = [index for index in range(len(batch)) if np.any(masks[index])] or list(range(len(batch)))[:1]
     if len(trained) <= MAX_ROWS:
@@ -140,8 +140,8 @@ def _spread(batch: TrainBatch) -> list[int]:
 def likely_causes(
     args: Any, offsets: Sequence[np.ndarray], engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]
 ) -> list[str]:
-    """Keys of ``CAUSES``, the most likely first: in order of frequency, but those that the tokens speak for before all
-    others. The three lists hold one array a row, as in ``_Row``."""
+    """Keys of ``CAUSES``: first the causes for which the tokens are evidence, then the others by frequency. The three
+    lists hold one array a row, as in ``_Row``."""
     limit = args.max_logprob_diff
     where, ours, theirs = np.concatenate(offsets), np.concatenate(engine), np.concatenate(trainer)
     gaps = _gaps_of(ours, theirs)

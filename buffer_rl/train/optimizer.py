@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from buffer_rl.errors import CheckpointError, ConfigError, NonFiniteError
-from buffer_rl.train.gradient_sum import GradientSum
 
 
 def learning_rate(args: Any, step: int) -> float:
@@ -55,8 +54,8 @@ class Optimizer:
     """AdamW (arXiv 1711.05101) with one step counter.
 
     divisor: what the gradients of the next step are divided by, for gradients that were summed before their step's
-    totals were known. Under ``--deterministic`` call ``absorb`` after each backward pass: gradients are then summed so
-    that their order does not matter.
+    totals were known. Under ``--deterministic`` call ``accumulate`` after each backward pass: gradients are then summed
+    so that their order does not matter.
 
     Weight decay applies to matrices only: biases and norms, which have one dimension, are left out, as in
     Megatron-LM and nanoGPT.
@@ -90,15 +89,15 @@ class Optimizer:
         if self._sum is not None:
             self._sum.clear()
 
-    def see_loss(self, loss: torch.Tensor) -> None:
+    def check_loss(self, loss: torch.Tensor) -> None:
         """Remember whether the loss of a backward pass is finite: its gradient may be, where the loss is not."""
         bad = ~torch.isfinite(loss.detach())
         self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
 
-    def absorb(self) -> None:
+    def accumulate(self) -> None:
         """A backward pass has ended."""
         if self._sum is not None:
-            self._sum.absorb()
+            self._sum.accumulate()
 
     @property
     def has_gradients(self) -> bool:
@@ -109,7 +108,7 @@ class Optimizer:
         """Sum the gradients over ranks, clip them to ``clip_grad``, step, and zero them.
 
         Returns ``grad_norm`` (before clipping) and ``lr``. Raises NonFiniteError if the norm or a loss that
-        ``see_loss`` saw is not finite; the parameters and the optimizer's state are then unchanged and the gradients
+        ``check_loss`` saw is not finite; the parameters and the optimizer's state are then unchanged and the gradients
         are gone. The norm is that of the sum, so every rank raises or none.
         """
         bad_loss = self._bad_loss is not None and bool(self._bad_loss)
@@ -179,7 +178,7 @@ class Optimizer:
     def _reduced_gradients(self, poisoned: bool) -> list[torch.Tensor]:
         """The gradients of the step, summed over ranks and divided by ``divisor``.
 
-        poisoned: put a NaN into them, which tells every rank through the sum."""
+        poisoned: put a NaN into them, so that every rank sees it in the sum."""
         for _, parameter in self._named:
             if parameter.grad is None:  # a rank without rows still takes part in the sum
                 parameter.grad = torch.zeros_like(parameter)
@@ -200,3 +199,40 @@ class Optimizer:
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
         return gradients
+
+
+class GradientSum:
+    """The float64 sum of what each backward pass left in ``grad``, which does not depend on the order of the passes.
+
+    In float32 a sum depends on the order of its terms, and Adam's first steps blow the difference up to the size of the
+    learning rate. Summed in float64 and rounded once, any order, and any split over ranks, gives the same float32
+    numbers (but for ties that need 29 equal bits). It takes 8 bytes a parameter, so it is for ``--deterministic`` only.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._sums: list[torch.Tensor] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was accumulated since ``clear``."""
+        return not self._sums
+
+    def accumulate(self) -> None:
+        """Add the gradients of one backward pass, and remove them from the parameters."""
+        if not self._sums:
+            self._sums = [torch.zeros_like(p, dtype=torch.float64) for p in self._parameters]
+        for parameter, total in zip(self._parameters, self._sums, strict=True):
+            if parameter.grad is not None:
+                total += parameter.grad
+                parameter.grad = None
+
+    def flat(self) -> torch.Tensor:
+        """All sums as one vector ``[num_weights]`` float64; zeros where nothing was accumulated."""
+        if not self._sums:
+            self._sums = [torch.zeros_like(p, dtype=torch.float64) for p in self._parameters]
+        return torch.cat([total.reshape(-1) for total in self._sums])
+
+    def clear(self) -> None:
+        """Forget the sums."""
+        self._sums = []

@@ -1,4 +1,4 @@
-"""What a trainer rank writes into a checkpoint folder and reads back.
+"""Files that a trainer rank writes into a checkpoint folder and reads back.
 
 ``weights.safetensors`` and ``optimizer.safetensors`` are equal on all data-parallel ranks and written by rank 0;
 ``trainer.json`` has the step; ``random_{rank}.json`` is each rank's own. Nothing is pickled. Making the folder durable

@@ -1,15 +1,17 @@
-"""One rank's optimizer steps on a rollout: one for each mini-batch."""
+"""One rank's optimizer steps on a rollout: one for each mini-batch, without those that are not finite."""
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from buffer_rl.buffer.row_file import write_rollout
 from buffer_rl.contracts import Trainer
-from buffer_rl.errors import TrainError
-from buffer_rl.train.estimator import is_supervised
-from buffer_rl.train.non_finite import NonFiniteGuard
+from buffer_rl.errors import BufferRLError, NonFiniteError, TrainError
+from buffer_rl.train.roles import is_supervised
 from buffer_rl.types import TrainBatch
 
 
@@ -39,8 +41,8 @@ def train_steps(trainer: Trainer, batches: Sequence[TrainBatch], guard: NonFinit
 
 
 def require_old_log_probs(args: Any, batches: Sequence[TrainBatch]) -> None:
-    """Raises TrainError where several steps would take each one's own weights for those that sampled its rows: from the
-    second step on, the ratio of new to old probability would be 1, and nothing would be clipped."""
+    """Raises TrainError where rows of several steps have no old log-probabilities: from the second step on, the ratio
+    of new to old probability would be taken to be 1, and nothing would be clipped."""
     if len(batches) == 1 or is_supervised(args) or args.use_rollout_logprobs:
         return
     for step, batch in enumerate(batches):
@@ -51,3 +53,67 @@ def require_old_log_probs(args: Any, batches: Sequence[TrainBatch]) -> None:
                 expected="a column old_log_probs: several steps need them from before the first",
                 hint="call log_probs('actor') before train()",
             )
+
+
+NON_FINITE_FOLDER = "non_finite"
+
+
+class NonFiniteGuard:
+    """Leaves out optimizer steps whose loss or gradient is not finite, keeps their rows, and counts them.
+
+    Every rank sees the same ones. A checkpoint does not keep the counts.
+
+    folder: where the rows go, each rank's share in a file that ``--load-debug-rollout-data`` reads. limit: so many in
+    a row end the run. total: steps that were left out.
+    """
+
+    def __init__(self, folder: Path, rank: int, limit: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._limit = max(1, limit)
+        self._in_a_row = 0
+        self.total = 0
+
+    def step(
+        self, optimizer_step: Callable[[], dict[str, float]], rows: Callable[[], TrainBatch], *, part: int = 0
+    ) -> dict[str, float] | None:
+        """The metrics of ``optimizer_step()``; None where it is left out.
+
+        rows: this rank's share of the step. part: number of the mini-batch in its rollout. Raises TrainError, after
+        the rows were written, if there are too many such steps in a row."""
+        try:
+            metrics = optimizer_step()
+        except NonFiniteError as error:
+            self._in_a_row += 1
+            self.total += 1
+            file = self._dump(rows, part)
+            print(f"{error}\nthe step is left out; its rows are in {file}", file=sys.stderr)
+            if self._in_a_row >= self._limit:
+                raise self._too_many(error, file) from error
+            return None
+        self._in_a_row = 0
+        return metrics
+
+    def metrics(self) -> dict[str, float]:
+        """``non_finite_steps``, once there was one."""
+        return {"non_finite_steps": float(self.total)} if self.total else {}
+
+    def _dump(self, rows: Callable[[], TrainBatch], part: int) -> str:
+        """The file with the rows; or why they could not be written, which must not hide the error of the step."""
+        try:
+            batch = rows()
+            suffix = f"_part_{part}" if part else ""
+            file = self._folder / f"step_{batch.rollout_id + 1}_rank_{self._rank}{suffix}.safetensors"
+            write_rollout(file, batch)
+        except (BufferRLError, OSError, ValueError, TypeError) as error:  # fault boundary: columns may be the user's
+            return f"no file ({type(error).__name__}: {error})"
+        return str(file)
+
+    def _too_many(self, error: NonFiniteError, file: str) -> TrainError:
+        count = "a step" if self._in_a_row == 1 else f"{self._in_a_row} steps in a row"
+        return TrainError(
+            f"{count} had a loss or a gradient that is not finite; of the last one, {error.what}",
+            where=error.where,
+            expected=f"fewer than --max-non-finite-steps {self._limit} in a row",
+            hint=f"the rows of the last one are in {file}; {error.hint}",
+        )

@@ -23,15 +23,12 @@ from buffer_rl.contracts import LossInputs
 from buffer_rl.errors import ConfigError, TrainError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope
-from buffer_rl.train import model as models
-from buffer_rl.train.collate import collate, loss_inputs
-from buffer_rl.train.forward import response_log_probs
-from buffer_rl.train.log_probs import batch_log_probs, row_blocks
-from buffer_rl.train.model_factory import ModelFactory
-from buffer_rl.train.objective import Objective
+from buffer_rl.train.collate import collate, loss_inputs, row_blocks
+from buffer_rl.train.forward import batch_log_probs, response_log_probs
+from buffer_rl.train.model import ModelFactory, load_tokenizer, pick_device, unique_state, weight_buckets
+from buffer_rl.train.objective import Objective, UnscaledShares
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.state import load_state, save_state
-from buffer_rl.train.unscaled import UnscaledShares
 from buffer_rl.types import TrainBatch
 
 
@@ -54,11 +51,11 @@ class TorchTrainer:
         self._objective = Objective(args, registry)
         self._temperature = loss_temperature(args, supervised=self._objective.supervised)
 
-        self._device = models.pick_device(args.train_device)
+        self._device = pick_device(args.train_device)
         _prepare_torch(args, rank, self._device)
         self._models = ModelFactory(args, registry, self._device)
         self._actor = self._models.build(args.hf_checkpoint, "--hf-checkpoint")
-        self._tokenizer = models.load_tokenizer(
+        self._tokenizer = load_tokenizer(
             args.hf_checkpoint, "--hf-checkpoint", trust_remote_code=args.trust_remote_code
         )
         self._ref: PreTrainedModel | None = None
@@ -100,8 +97,8 @@ class TorchTrainer:
         for inputs in self._loss_inputs(batch):
             outputs = self._objective.loss(inputs)
             outputs.loss.backward()
-            self._optimizer.see_loss(outputs.loss)
-            self._optimizer.absorb()
+            self._optimizer.check_loss(outputs.loss)
+            self._optimizer.accumulate()
             for name, value in outputs.metrics.items():
                 share = torch.as_tensor(value, device=self._device).detach()
                 sums[name] = sums[name] + share if name in sums else share
@@ -112,16 +109,16 @@ class TorchTrainer:
         them. Raises ConfigError if the loss cannot be scaled afterwards."""
         self._require_awake()
         for inputs in self._loss_inputs(batch):
-            loss = self._unscaled.loss_of(self._objective.loss, inputs)
+            loss = self._unscaled.unscaled_loss(self._objective.loss, inputs)
             loss.backward()  # type: ignore[no-untyped-call]
-            self._optimizer.see_loss(loss)
-            self._optimizer.absorb()
+            self._optimizer.check_loss(loss)
+            self._optimizer.accumulate()
 
     def finish_accumulation(self, total_samples: int, total_tokens: int) -> dict[str, float]:
         """Have the next step divide what ``accumulate`` summed by the totals of the whole step. Returns the metrics'
         shares, as ``forward_backward`` does."""
         self._optimizer.divisor = self._unscaled.divisor(total_samples, total_tokens)
-        return self._unscaled.take_metrics(total_samples, total_tokens)
+        return self._unscaled.pop_metrics(total_samples, total_tokens)
 
     def zero_grad(self) -> None:
         """Forget what ``accumulate`` and ``forward_backward`` summed since the last step."""
@@ -140,7 +137,7 @@ class TorchTrainer:
         buckets of at most 256 MB (a larger tensor has its own). Available on every rank, and asleep too.
 
         They are the weights themselves where no conversion is needed: read them before the next ``optimizer_step``."""
-        yield from models.weight_buckets(self._models.hf_state(self._actor), copy=False)
+        yield from weight_buckets(self._models.hf_state(self._actor), copy=False)
 
     def save_hf(self, path: str) -> None:
         """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. Only rank 0 writes."""
@@ -153,11 +150,11 @@ class TorchTrainer:
         Raises TrainError between ``forward_backward`` and ``optimizer_step``: gradients are not saved."""
         if self._optimizer.has_gradients:
             raise TrainError("there are gradients of an unfinished step", hint="save after optimizer_step")
-        save_state(path, self._actor, self._optimizer, models.unique_state(self._actor), self._rank)
+        save_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. Raises CheckpointError if something is missing, damaged or does not fit."""
-        load_state(path, self._actor, self._optimizer, models.unique_state(self._actor), self._rank)
+        load_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
 
     def sleep(self) -> None:
         """Move models, gradients and optimizer state to the CPU and give the CUDA memory back.
@@ -214,7 +211,7 @@ def _move_module(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def loss_temperature(args: Any, *, supervised: bool = False) -> float:
-    """What logits are divided by: the sampling temperature, so that ratios compare equal distributions. Greedy
+    """The divisor of logits: the sampling temperature, so that ratios compare equal distributions. Greedy
     sampling (0) has no such distribution, and supervised tokens were not sampled: both use 1."""
     if supervised or args.rollout_temperature <= 0:
         return 1.0

@@ -1,9 +1,9 @@
 """A role with processes of its own that adds fields to the rows of running rollouts: the reference model, the actor's
 forward pass, the advantages.
 
-Who waits for whom: a worker waits for rows that are ready (a deadline each) and for nobody else; the driver waits for
-all workers of a role when the step needs their fields. A worker holds nothing that cannot be computed again: one that
-died is replaced, and what it was handed and did not write is handed out once more.
+Who waits for whom: a worker waits for rows that are ready (a deadline each) and for nothing else; the driver waits for
+all workers of a role when the step needs their fields. A worker holds no state that cannot be computed again: one that
+died is replaced, and rows that it read and did not write are delivered again.
 """
 
 from __future__ import annotations
@@ -11,31 +11,27 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import torch
 
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.cluster.logs import redirect_output
-from buffer_rl.cluster.worker_group import WorkerGroup
+from buffer_rl.cluster.session import role_gpus
+from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.errors import TrainError, WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.train import model as models
-from buffer_rl.train.duties import advantage_stage, log_prob_stage, longest_wait, rows_per_batch
-from buffer_rl.train.log_probs import batch_log_probs
-from buffer_rl.train.model_factory import ModelFactory
+from buffer_rl.train.forward import batch_log_probs
+from buffer_rl.train.model import ModelFactory, pick_device
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.stages import Stage, run_stage
+from buffer_rl.train.roles import MODEL_OF_ROLE, worker_counts
+from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
 from buffer_rl.train.torch_trainer import loss_temperature
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
-
-MODEL_OF_ROLE = {"ref": "ref", "actor_fwd": "actor"}
 
 
 class RoleWorker:
@@ -74,8 +70,8 @@ class RoleWorker:
     def stream(self, rollout_id: int) -> WorkReport:
         """Work on rollout ``rollout_id`` until it is closed and read to its end.
 
-        Raises TrainError if the weights are not those that the rollout started from: old log-probabilities are those
-        of the version that trains."""
+        Raises TrainError if the weights are not of the version that trains on the rollout, which old log-probabilities
+        are of."""
         if self._role == "actor_fwd" and self._version != str(rollout_id):
             raise TrainError(f"the weights are version {self._version}", where="actor_fwd", expected=str(rollout_id))
         return run_stage(
@@ -88,7 +84,7 @@ class RoleWorker:
         )
 
     def _load(self, path: str | None, flag: str) -> None:
-        self._device = models.pick_device(self._args.train_device)
+        self._device = pick_device(self._args.train_device)
         self._model = ModelFactory(self._args, self._registry, self._device).build(path, flag).requires_grad_(False)
 
     def _make_stage(self) -> Stage:
@@ -104,58 +100,44 @@ class RoleWorker:
         )
 
 
-class RoleGroup:
-    """The processes of one role; a ``Target`` that can be restarted.
+class RoleGroup(WorkerGroup):
+    """The processes of one role, which a restart replaces.
 
-    start_members: makes the actors anew.
+    start_members: starts the actors, at first and for each restart.
     """
 
     def __init__(self, role: str, start_members: Callable[[], Sequence[Any]], ready_timeout_s: float) -> None:
-        self.role = role
+        super().__init__(role, start_members(), combine=_combine)
         self._start_members = start_members
         self._ready_timeout_s = ready_timeout_s
-        self._group = WorkerGroup(role, start_members(), combine=_combine)
         self._weights: tuple[str, int] | None = None
-
-    @property
-    def combine(self) -> Callable[[str, list[Any]], Any]:
-        """See ``Target.combine``."""
-        return self._group.combine
-
-    def start(self, method: str, *args: Any) -> list[Future[Any]]:
-        """See ``Target.start``."""
-        return self._group.start(method, *args)
 
     def wait_ready(self) -> None:
         """Wait until every worker has its model. Raises DeadlineError or WorkerError."""
-        self._group.call("ready", timeout_s=self._ready_timeout_s)
+        self.call("ready", timeout_s=self._ready_timeout_s)
 
     def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Have every worker take the version; one that is restarted later takes it too.
+        """Load the version into every worker, and into those that replace them later.
 
-        A worker that is dead is left so: the role's next call ends with its death, and has the role replaced."""
+        A dead worker is not replaced here: the role's next call fails with WorkerDiedError, and replaces the role."""
         self._weights = (path, version)
         with contextlib.suppress(WorkerDiedError):
-            self._take_weights()
+            self._send_weights()
 
     def versions(self) -> dict[str, str]:
         """The weight version of the role."""
-        return {self.role: str(self._group.call("version", timeout_s=self._ready_timeout_s))}
+        return {self.role: str(self.call("version", timeout_s=self._ready_timeout_s))}
 
     def restart(self) -> None:
-        """End all workers and start others, with the weights that these had."""
-        self._group.stop()
-        self._group = WorkerGroup(self.role, self._start_members(), combine=_combine)
+        """End all workers and start others, with the weights of the ended ones."""
+        self.stop()
+        self.actors = list(self._start_members())
         self.wait_ready()
         if self._weights is not None:
-            self._take_weights()
+            self._send_weights()
 
-    def stop(self) -> None:
-        """End all workers."""
-        self._group.stop()
-
-    def _take_weights(self) -> None:
-        self._group.call("update_weights_from_disk", *(self._weights or ()), timeout_s=self._ready_timeout_s)
+    def _send_weights(self) -> None:
+        self.call("update_weights_from_disk", *(self._weights or ()), timeout_s=self._ready_timeout_s)
 
 
 def _combine(method: str, answers: list[Any]) -> Any:
@@ -176,3 +158,13 @@ def start_role(
         ]
 
     return RoleGroup(role, start_members, args.train_timeout_s)
+
+
+def start_roles(args: Any, roles: Sequence[str], args_text: str, buffer: Any, log_dir: str) -> dict[str, RoleGroup]:
+    """Start the roles with processes of their own."""
+    counts = worker_counts(args)
+    gpus = role_gpus(args)
+    return {
+        role: start_role(role, counts[role], args, args_text, buffer, log_dir, 0.0 if role == "advantages" else gpus)
+        for role in roles
+    }

@@ -22,8 +22,7 @@ from buffer_rl.data.eval_config import eval_sets_of
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.row import RowKeys
 from buffer_rl.data.training_files import read_sources
-from buffer_rl.driver.checks import check_options
-from buffer_rl.driver.notices import notices
+from buffer_rl.driver.checks import check_options, notices
 from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError, DataError, PluginError
 from buffer_rl.options import CORE_SECTIONS

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.driver.rollout_files import read_rollout, rollout_path
+from buffer_rl.buffer.row_file import read_rollout
+from buffer_rl.driver.local_roles import rollout_path
 from buffer_rl.errors import PluginError
 from buffer_rl.testing.processes import descendants, holds_within
 from buffer_rl.testing.tiny import make_tiny_model

@@ -113,14 +113,14 @@ def test_a_worker_that_cannot_be_set_up_ends_the_start_with_its_own_words_and_no
 def test_a_folder_that_another_run_uses_is_refused_before_anything_starts(
     train: Run, make_options: MakeOptions
 ) -> None:
-    from buffer_rl.driver.process import sole_user
+    from buffer_rl.driver.process import folder_lock
 
     args = make_options()
-    with sole_user(Path(args.run_dir)), pytest.raises(ConfigError, match="another run is at work"):
+    with folder_lock(Path(args.run_dir)), pytest.raises(ConfigError, match="another run is at work"):
         train(args)
     saves = Path(args.run_dir).with_name("saves")
     saving = make_options(save=str(saves))
-    with sole_user(saves), pytest.raises(ConfigError, match=r"--save: another run is at work"):
+    with folder_lock(saves), pytest.raises(ConfigError, match=r"--save: another run is at work"):
         train(saving)
     write_checkpoint(saves, 1, lambda folder: None, {})
     with pytest.raises(ConfigError, match="a checkpoint of step 1, and this run begins at step 0"):

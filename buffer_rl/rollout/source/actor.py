@@ -10,8 +10,7 @@ from typing import Any, cast
 
 import ray
 
-from buffer_rl.cluster.logs import redirect_output
-from buffer_rl.cluster.worker_group import WorkerGroup
+from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.data.custom import CustomSource
 from buffer_rl.data.delivery import Delivery, DeliveryRequest

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 import torch
 
-from buffer_rl.algo.kl import MAX_LOG_RATIO, kl_estimate
+from buffer_rl.algo.losses import MAX_LOG_RATIO, kl_estimate
 from buffer_rl.errors import ConfigError
 
 Estimator = Literal["k1", "k2", "k3"]

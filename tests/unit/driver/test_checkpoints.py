@@ -9,7 +9,7 @@ import pytest
 
 from buffer_rl.checkpoint import open_checkpoint
 from buffer_rl.config import compose
-from buffer_rl.driver.checkpoints import RunCheckpoints
+from buffer_rl.driver.local_roles import RunCheckpoints
 from buffer_rl.errors import BufferRLError, DeadlineError, TrainError
 from buffer_rl.options import CORE_SECTIONS
 

@@ -15,10 +15,8 @@ from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
-from buffer_rl.driver.driver import Driver, RunPlan
-from buffer_rl.driver.early_stop import parse_early_stop
-from buffer_rl.driver.role_calls import RolePlan
-from buffer_rl.driver.schedule import Mode, Schedule
+from buffer_rl.driver.driver import Driver
+from buffer_rl.driver.plan import Mode, RolePlan, RunPlan, Schedule, parse_early_stop
 from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError, TrainError, WorkerDiedError, WorkerError
 from buffer_rl.observe.timeline import WorkReport, WorkSpan, clock_origin
 from buffer_rl.options import CORE_SECTIONS
@@ -324,7 +322,7 @@ def test_a_run_that_is_resumed_at_its_end_trains_no_more_and_evaluates_what_it_l
     assert world.saves.saved == {}
 
 
-ONE_ROLE = RolePlan(own=("ref",), max_restarts=2)
+ONE_ROLE = RolePlan(dedicated_roles=("ref",), max_restarts=2)
 PIPELINED = replace(PLAN, schedule=Schedule(mode=Mode.PIPELINED), evaluate=False)
 
 
@@ -336,7 +334,7 @@ def test_in_a_pipelined_run_roles_start_with_the_rollout_and_in_lockstep_after_i
     for mode, order in ((Mode.PIPELINED, ["run", "stream"]), (Mode.LOCKSTEP, ["run", "stream"])):
         world = World(tmp_path)
         world.roles["ref"] = FakeRole()
-        world.driver(replace(PIPELINED, schedule=Schedule(mode=mode), roles=RolePlan(own=("ref",)))).run()
+        world.driver(replace(PIPELINED, schedule=Schedule(mode=mode), roles=RolePlan(dedicated_roles=("ref",)))).run()
         assert submitted(world, "run", "stream") == [("rollout", order[0]), ("ref", order[1])] * 3
         runs = [span for span in world.runtime.spans if span.method == "run"]
         streams = [span for span in world.runtime.spans if span.method == "stream"]
@@ -360,7 +358,7 @@ def test_the_work_of_a_role_on_another_machine_is_shown_on_the_drivers_clock(tmp
 
     world = World(tmp_path)
     world.roles["ref"] = Remote()
-    world.driver(replace(PIPELINED, roles=RolePlan(own=("ref",)))).run()
+    world.driver(replace(PIPELINED, roles=RolePlan(dedicated_roles=("ref",)))).run()
     shown = [(span.start, span.end) for role, span in world.recorder.spans if role == "ref"]
     assert shown == [pytest.approx((10, 12), abs=1)] * 3
 
@@ -398,7 +396,7 @@ def test_streamed_gradients_are_finished_without_fetching_the_batch(tmp_path: Pa
 def test_a_role_that_dies_is_replaced_and_does_its_work_again(tmp_path: Path) -> None:
     world = World(tmp_path)
     role = world.roles["ref"] = FakeRole(fails=2)
-    result = world.driver(replace(PIPELINED, roles=RolePlan(own=("ref",), max_restarts=2))).run()
+    result = world.driver(replace(PIPELINED, roles=RolePlan(dedicated_roles=("ref",), max_restarts=2))).run()
     assert result.steps == 3
     assert role.restarts == 2
     assert role.streamed == [0, 0, 0, 1, 2]
@@ -414,7 +412,7 @@ def test_a_role_that_dies_too_often_ends_the_run_with_its_error(tmp_path: Path) 
     world = World(tmp_path)
     world.roles["ref"] = FakeRole(fails=2)
     with pytest.raises(WorkerError, match="the process died"):
-        world.driver(replace(PIPELINED, roles=RolePlan(own=("ref",), max_restarts=1))).run()
+        world.driver(replace(PIPELINED, roles=RolePlan(dedicated_roles=("ref",), max_restarts=1))).run()
 
 
 @pytest.mark.parametrize("mode", list(Mode))

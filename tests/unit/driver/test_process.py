@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.driver.process import sole_user, termination_as_exception
+from buffer_rl.driver.process import folder_lock, termination_as_exception
 from buffer_rl.errors import ConfigError
 
 
@@ -41,8 +41,8 @@ def test_outside_the_main_thread_no_handler_is_set_and_none_is_needed() -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from buffer_rl.driver.process import sole_user
-with sole_user(Path(sys.argv[1])):
+from buffer_rl.driver.process import folder_lock
+with folder_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -56,12 +56,12 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_process_has_
     with holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match="another run is at work"), sole_user(folder):
+        with pytest.raises(ConfigError, match="another run is at work"), folder_lock(folder):
             pass
-        with sole_user(tmp_path / "runs" / "b"):
+        with folder_lock(tmp_path / "runs" / "b"):
             pass
         holder.kill()
-    with sole_user(folder):
+    with folder_lock(folder):
         pass
-    with sole_user(folder):
+    with folder_lock(folder):
         pass

@@ -15,7 +15,7 @@ import pytest
 from buffer_rl import __version__
 from buffer_rl.checkpoint import opened_checkpoint
 from buffer_rl.config import compose
-from buffer_rl.driver.checkpoints import RunCheckpoints
+from buffer_rl.driver.local_roles import RunCheckpoints
 from buffer_rl.driver.provenance import changed_plugins, provenance_of
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.run_folder import RUN_FILE, read_facts, write_facts

@@ -14,8 +14,8 @@ from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
-from buffer_rl.driver.driver import Driver, RunPlan
-from buffer_rl.driver.schedule import Schedule
+from buffer_rl.driver.driver import Driver
+from buffer_rl.driver.plan import RunPlan, Schedule
 from buffer_rl.errors import BufferRLError, PayloadLostError, RolloutError, TrainError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRollouts, FakeTrain
@@ -25,7 +25,7 @@ from buffer_rl.types import Ticket
 PLAN = RunPlan(
     num_rollouts=3,
     schedule=Schedule.named("lockstep"),
-    max_redos=2,
+    max_rollout_retries=2,
     rollout_timeout_s=100,
     train_timeout_s=100,
     publish_timeout_s=50,

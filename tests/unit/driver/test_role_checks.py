@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.driver.role_checks import check_role_options, check_roles, needs_old_log_probs
-from buffer_rl.driver.roles import role_plan
+from buffer_rl.driver.checks import check_role_options
+from buffer_rl.driver.plan import needs_old_log_probs, role_plan
+from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
@@ -209,7 +210,7 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
         (
             {"custom_advantage_function_path": "reads_ref"},
             "--custom-advantage-function-path",
-            ["needs 'ref_log_probs', which nobody computes: without --use-kl-loss", "--kl-loss-coef 0"],
+            ["needs 'ref_log_probs', which nothing computes: without --use-kl-loss", "--kl-loss-coef 0"],
         ),
         (
             {"custom_advantage_function_path": "reads_rollout"},
@@ -219,12 +220,12 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
         (
             {**STREAM, "custom_advantage_function_path": "reads_old"},
             "--custom-advantage-function-path",
-            ["'old_log_probs', which nobody computes: with --stream-gradients", "take --stream-gradients out"],
+            ["'old_log_probs', which nothing computes: with --stream-gradients", "take --stream-gradients out"],
         ),
         (
             {"use_rollout_logprobs": True, "custom_advantage_function_path": "reads_old"},
             "--custom-advantage-function-path",
-            ["which nobody computes: --use-rollout-logprobs takes the engine's"],
+            ["which nothing computes: --use-rollout-logprobs takes the engine's"],
         ),
         (
             {
@@ -306,5 +307,5 @@ def test_the_trainer_computes_what_no_role_does(
 ) -> None:
     args: Any = compose(CORE_SECTIONS).model_validate(options)
     plan = role_plan(args, rollouts_use_engine=True)
-    assert (plan.own, plan.trainer_models) == (own, models)
+    assert (plan.dedicated_roles, plan.trainer_models) == (own, models)
     assert needs_old_log_probs(args, True) == ("actor" in models or "actor_fwd" in own)

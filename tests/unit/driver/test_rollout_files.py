@@ -12,9 +12,10 @@ from safetensors.numpy import save_file
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger import MemoryLedger
+from buffer_rl.buffer.row_file import read_rollout, write_rollout
 from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
-from buffer_rl.driver.rollout_files import RecordedRollouts, read_rollout, rollout_path, write_rollout
+from buffer_rl.driver.local_roles import RecordedRollouts, rollout_path
 from buffer_rl.errors import DataError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.local_buffer import local_state

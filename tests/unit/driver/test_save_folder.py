@@ -13,8 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from buffer_rl.checkpoint import upload_checkpoint, write_checkpoint
 from buffer_rl.config import compose, dump_args
-from buffer_rl.driver.process import sole_user
-from buffer_rl.driver.save_folder import check_lineage, sole_saver
+from buffer_rl.driver.process import check_lineage, folder_lock, save_lock
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options import CORE_SECTIONS
 
@@ -106,8 +105,8 @@ def test_a_url_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, mon
 HOLD = """
 import sys
 from buffer_rl.config import load_args
-from buffer_rl.driver.save_folder import sole_saver
-with sole_saver(load_args(sys.argv[1])):
+from buffer_rl.driver.process import save_lock
+with save_lock(load_args(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -127,21 +126,21 @@ def test_a_second_run_with_the_same_folder_is_refused_while_the_first_one_lives(
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         other = {"run_dir": str(tmp_path / "other")}
-        with pytest.raises(ConfigError, match="another run is at work") as caught, sole_saver(options(tmp_path)):
+        with pytest.raises(ConfigError, match="another run is at work") as caught, save_lock(options(tmp_path)):
             pass
         assert (caught.value.where, caught.value.hint) == ("--save", "add --save PATH")
         for free in ({"save": str(tmp_path / "b")}, {"save": None}, {"save": "memory://b"}):
-            with sole_saver(options(tmp_path, **other, **free)):
+            with save_lock(options(tmp_path, **other, **free)):
                 pass
         assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "saves"]
         holder.kill()
-    with sole_saver(options(tmp_path)):
+    with save_lock(options(tmp_path)):
         pass
 
 
 def test_checkpoints_may_be_in_the_runs_folder_itself(tmp_path: Path) -> None:
     args = options(tmp_path, save=f"file://{tmp_path}/run")
-    with sole_user(Path(args.run_dir)), sole_saver(args):
+    with folder_lock(Path(args.run_dir)), save_lock(args):
         pass
 
 
@@ -154,7 +153,7 @@ def test_who_has_the_folder_to_himself_removes_what_killed_runs_left_and_nothing
         fill(saves / name)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".load.a1b2c3d4").mkdir()
-    with sole_user(tmp_path / "run"), sole_saver(options(tmp_path)):
+    with folder_lock(tmp_path / "run"), save_lock(options(tmp_path)):
         names = sorted(path.name for path in saves.iterdir() if path.is_dir())
         assert names == [".others.a1b2c3d4", ".step_000002.replaced", "step_000001", "step_000003"]
         assert not (tmp_path / "run" / ".load.a1b2c3d4").exists()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.pool import DataPool, ReadRequest
-from buffer_rl.train.duties import STREAMED_GROUPS, rows_per_batch
+from buffer_rl.train.stream import STREAMED_GROUPS, rows_per_batch
 from buffer_rl.types import GroupUid, RowId
 
 SAMPLES = 3

@@ -16,10 +16,9 @@ from buffer_rl.buffer.pool import DataPool
 from buffer_rl.config import Options
 from buffer_rl.errors import BufferStateError, PluginError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.train.estimator import mini_batches, splitting
-from buffer_rl.train.group import TrainRank
+from buffer_rl.train.group import TrainRank, mini_batches, splitting
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.stages import SAMPLED_FIELDS
+from buffer_rl.train.roles import SAMPLED_FIELDS
 from buffer_rl.train.worker import RoleWorker
 from buffer_rl.types import GroupUid, RowId, TrainBatch
 

@@ -13,8 +13,7 @@ import torch
 from buffer_rl.buffer.row_file import read_rollout
 from buffer_rl.config import Options
 from buffer_rl.errors import NonFiniteError, TrainError
-from buffer_rl.train.non_finite import NonFiniteGuard
-from buffer_rl.train.steps import train_steps
+from buffer_rl.train.steps import NonFiniteGuard, train_steps
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import TrainBatch
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.train.rendezvous import Rendezvous
+from buffer_rl.train.group import Rendezvous
 
 RANK = """
 import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from buffer_rl.train.rendezvous import Rendezvous
+from buffer_rl.train.group import Rendezvous
 
 rank = int(sys.argv[1])
 mine = Rendezvous()

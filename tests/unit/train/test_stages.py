@@ -16,9 +16,15 @@ from buffer_rl.buffer.cells import assemble
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import DeadlineError, TrainError
-from buffer_rl.train.duties import advantage_stage, gradient_stage
-from buffer_rl.train.stages import SAMPLED_FIELDS, Stage, run_stage
-from buffer_rl.train.stream import StreamingDataLoader, StreamingDataset
+from buffer_rl.train.roles import SAMPLED_FIELDS
+from buffer_rl.train.stream import (
+    Stage,
+    StreamingDataLoader,
+    StreamingDataset,
+    advantage_stage,
+    gradient_stage,
+    run_stage,
+)
 from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
 
 
@@ -167,8 +173,8 @@ def test_what_is_fetched_ahead_leaves_a_batch_for_each_other_process(closed: boo
     assert len(next(iter(other))) == max(rows, 2)
     assert store.ahead == [max(rows, 2), 0]  # the first left one, and there was none to leave by then
     assert len(next(batches)) == max(rows, 2)
-    first.settle()
-    other.settle()
+    first.drain()
+    other.drain()
 
 
 def test_the_end_is_learnt_while_the_last_batch_is_worked_on() -> None:

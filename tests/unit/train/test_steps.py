@@ -11,8 +11,7 @@ import torch
 
 from buffer_rl.config import Options
 from buffer_rl.errors import TrainError
-from buffer_rl.train.non_finite import NonFiniteGuard
-from buffer_rl.train.steps import require_old_log_probs, train_steps
+from buffer_rl.train.steps import NonFiniteGuard, require_old_log_probs, train_steps
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import TrainBatch
 

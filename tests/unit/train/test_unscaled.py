@@ -12,9 +12,9 @@ import torch
 from buffer_rl.config import Options
 from buffer_rl.contracts import LossInputs, LossOutputs
 from buffer_rl.errors import ConfigError
-from buffer_rl.train.gradient_sum import GradientSum
+from buffer_rl.train.objective import UnscaledShares
+from buffer_rl.train.optimizer import GradientSum
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.train.unscaled import UnscaledShares
 from buffer_rl.types import GroupUid, RowId, TrainBatch
 
 
@@ -76,9 +76,9 @@ def test_a_loss_that_divides_by_both_totals_is_refused() -> None:
         sample_total_tokens=torch.full((2,), 3.0),
     )
     with pytest.raises(ConfigError, match="divides by the samples of the step as well"):
-        UnscaledShares("token-mean").loss_of(both, inputs)
+        UnscaledShares("token-mean").unscaled_loss(both, inputs)
     with pytest.raises(ConfigError, match="divides by the tokens of the step as well"):
-        UnscaledShares("seq-mean-token-sum").loss_of(both, inputs)
+        UnscaledShares("seq-mean-token-sum").unscaled_loss(both, inputs)
 
 
 def two_rows(**changes: Any) -> LossInputs:
@@ -111,9 +111,9 @@ def test_a_wrong_divisor_is_refused_though_the_value_is_0_as_where_advantages_ca
     assert outputs.loss.item() == 0.0
     assert torch.autograd.grad(outputs.loss, inputs.log_probs)[0].abs().sum() > 0
     with pytest.raises(ConfigError, match="divides by the samples of the step as well"):
-        UnscaledShares("token-mean").loss_of(of_samples, inputs)
+        UnscaledShares("token-mean").unscaled_loss(of_samples, inputs)
     with pytest.raises(ConfigError, match="divides by the tokens of the step as well"):
-        UnscaledShares("seq-mean-token-mean").loss_of(of_tokens, inputs)
+        UnscaledShares("seq-mean-token-mean").unscaled_loss(of_tokens, inputs)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_right_divisor_keeps_the_gradient_where_the_value_is_0(
     mode: str, loss: Callable[[LossInputs], LossOutputs], share: int
 ) -> None:
     inputs = two_rows()
-    kept = UnscaledShares(mode).loss_of(loss, inputs)
+    kept = UnscaledShares(mode).unscaled_loss(loss, inputs)
     assert kept.item() == 0.0
     kept.backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(inputs.log_probs.grad, -inputs.advantages / share)
@@ -136,12 +136,12 @@ def test_the_gradient_by_the_entropy_counts_too() -> None:
         return LossOutputs(loss=outputs.loss - bonus)
 
     with pytest.raises(ConfigError, match="divides by the samples of the step as well"):
-        UnscaledShares("token-mean").loss_of(with_bonus, two_rows(entropy=torch.ones(2, 3, requires_grad=True)))
+        UnscaledShares("token-mean").unscaled_loss(with_bonus, two_rows(entropy=torch.ones(2, 3, requires_grad=True)))
 
 
 def test_what_is_not_finite_is_left_to_the_guard_against_it() -> None:
     inputs = two_rows(advantages=torch.full((2, 3), torch.inf))
-    assert not UnscaledShares("token-mean").loss_of(of_tokens, inputs).isfinite()
+    assert not UnscaledShares("token-mean").unscaled_loss(of_tokens, inputs).isfinite()
 
 
 def test_a_sum_in_float64_rounds_to_the_same_float32_in_any_order() -> None:
@@ -153,7 +153,7 @@ def test_a_sum_in_float64_rounds_to_the_same_float32_in_any_order() -> None:
         gradient_sum = GradientSum([parameter])
         for index in order:
             parameter.grad = terms[index].clone()
-            gradient_sum.absorb()
+            gradient_sum.accumulate()
             assert parameter.grad is None
         return gradient_sum.flat().float()
 

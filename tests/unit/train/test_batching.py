@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.algo.batching import micro_batches
+from buffer_rl.train.collate import micro_batches
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=60)
 

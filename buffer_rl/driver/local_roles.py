@@ -1,4 +1,4 @@
-"""One checkpoint of a run: trainer ranks, Buffer and options under one manifest."""
+"""Roles in the driver's own process: checkpoints, and files with the rows of rollouts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from buffer_rl import __version__
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.pool import DERIVED_FIELDS
+from buffer_rl.buffer.row_file import read_rollout, write_rollout
 from buffer_rl.checkpoint import upload_checkpoint, write_checkpoint
 from buffer_rl.cluster.worker_group import WorkerGroup
-from buffer_rl.errors import BufferRLError, DeadlineError
+from buffer_rl.errors import BufferRLError, DataError, DeadlineError
 from buffer_rl.redaction import mask_secrets
 from buffer_rl.remote import is_remote, local_path
+from buffer_rl.types import RolloutReport, Ticket, sample_means
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
@@ -65,3 +70,44 @@ class RunCheckpoints:
     def _left(self) -> float:
         """Seconds of ``--save-timeout-s`` that are left for the checkpoint that is being written."""
         return max(0.0, self._deadline - time.monotonic())
+
+
+def rollout_path(template: str, rollout_id: int) -> Path:
+    """``template`` with its ``{rollout_id}`` filled in."""
+    return Path(template.replace("{rollout_id}", str(rollout_id)))
+
+
+class RolloutRecorder:
+    """Writes the rows of a closed rollout that the trainer will read, without the fields that it adds."""
+
+    def __init__(self, template: str, buffer: BufferClient) -> None:
+        self._template = template
+        self._buffer = buffer
+
+    def save(self, rollout_id: int) -> None:
+        """Write the rollout's file, without what roles have added while it ran. Raises DataError or OSError."""
+        batch = self._buffer.get_data(rollout_id)
+        batch.columns = {name: column for name, column in batch.columns.items() if name not in DERIVED_FIELDS}
+        write_rollout(rollout_path(self._template, rollout_id), batch)
+
+
+class RecordedRollouts:
+    """The rollout role of a run that only trains: each rollout's rows come from its file."""
+
+    def __init__(self, template: str, buffer: BufferClient) -> None:
+        self._template = template
+        self._buffer = buffer
+
+    def run(self, ticket: Ticket) -> tuple[RolloutReport, dict[str, float], list[dict[str, Any]]]:
+        """Fill the ticket's rollout. Raises DataError, or BufferStateError if its groups do not fit."""
+        path = rollout_path(self._template, ticket.rollout_id)
+        batch = read_rollout(path)
+        if batch.rollout_id != ticket.rollout_id:
+            raise DataError(f"these are the rows of rollout {batch.rollout_id}", where=str(path), expected=ticket.task)
+        self._buffer.adopt(ticket, batch.row_ids, batch.columns)
+        metrics = {}
+        if "raw_reward" in batch.columns and len(batch):
+            samples = [(row_id.uid, row_id.sample_index) for row_id in batch.row_ids]
+            rewards = sample_means(samples, np.asarray(batch.columns["raw_reward"]).tolist())
+            metrics["rollout/raw_reward"] = float(np.mean(rewards))
+        return self._buffer.close_rollout(ticket), metrics, []

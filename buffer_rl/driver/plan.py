@@ -1,0 +1,191 @@
+"""The plan of a run, as data: its schedule, its roles, its end."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from buffer_rl.errors import ConfigError
+from buffer_rl.train.roles import (
+    FIELDS_OF_ROLE,
+    is_supervised,
+    worker_counts,
+)
+
+
+class Mode(StrEnum):
+    """The modes that ``--schedule`` takes."""
+
+    LOCKSTEP = "lockstep"
+    PIPELINED = "pipelined"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """max_staleness (S): rollout r may start once the weights of version ``r - S`` are published, so at most
+    S + 1 rollouts hold slots at a time. With S = 0 every sample is of exactly the version that trains on it.
+    """
+
+    mode: Mode
+    max_staleness: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness must not be negative, it is {self.max_staleness}")
+        if self.max_staleness != 0:
+            raise ValueError(f"{self.mode} trains on samples of exactly the current version: max_staleness is 0")
+
+    @classmethod
+    def named(cls, name: str) -> Schedule:
+        """The schedule that ``--schedule name`` means. Raises ``ValueError`` for an unknown name."""
+        return cls(mode=Mode(name))
+
+    @property
+    def streams(self) -> bool:
+        """Whether roles work on a rollout's finished groups while the rest of it is still generated; else they start
+        after its last group."""
+        return self.mode is not Mode.LOCKSTEP
+
+    def may_start(self, rollout_id: int, published_version: int) -> bool:
+        """Whether rollout ``rollout_id`` may start while ``published_version`` is the newest published one."""
+        return rollout_id <= published_version + self.max_staleness
+
+
+_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+_EXPRESSION = re.compile(r"\s*([\w./-]+)\s*(>=|<=|>|<)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStop:
+    """``metric op value``, for example ``eval/dev >= 0.25``; ``op`` is one of ``>= <= > <``."""
+
+    metric: str
+    op: str
+    value: float
+
+    def met(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the metric is there and fulfils the condition (NaN never does)."""
+        found = metrics.get(self.metric)
+        return found is not None and bool(_OPERATORS[self.op](found, self.value))
+
+
+def parse_early_stop(text: str) -> EarlyStop:
+    """Read the expression. Raises ConfigError."""
+    match = _EXPRESSION.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"{text!r} is no condition on a metric",
+            where="--early-stop",
+            expected="METRIC, one of >= <= > <, and a number, for example 'eval/dev>=0.25'",
+        )
+    metric, op, value = match.groups()
+    return EarlyStop(metric=metric, op=op, value=float(value))
+
+
+def train_only(args: Any) -> bool:
+    """Whether the run trains on recorded rollouts, without engines and rollout workers."""
+    return bool(args.debug_train_only or args.load_debug_rollout_data is not None)
+
+
+def rollout_only(args: Any) -> bool:
+    """Whether the run generates without a trainer."""
+    return bool(args.debug_rollout_only)
+
+
+def reads_data_source(args: Any) -> bool:
+    """Whether the run takes groups from ``--data-source-path``. An evaluation (no rollout) does not."""
+    return args.data_source_path is not None and args.num_rollout != 0 and not train_only(args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolePlan:
+    """Which role computes which field of each rollout.
+
+    dedicated_roles: roles with processes of their own, each the name of its reading task. trainer_models: models whose
+    log-probabilities the trainer computes: ``ref``, ``actor``. external_fields: fields that dedicated roles add.
+    stream_gradients: the trainer goes on to forward and backward while the rollout still runs.
+    max_restarts: how often, over the whole run, a role's dead processes are replaced.
+    """
+
+    dedicated_roles: tuple[str, ...] = ()
+    trainer_models: tuple[str, ...] = ()
+    external_fields: tuple[str, ...] = ()
+    stream_gradients: bool = False
+    max_restarts: int = 0
+
+
+def role_plan(args: Any, rollouts_use_engine: bool) -> RolePlan:
+    """The roles that the options ask for, and what is left to the trainer."""
+    dedicated = tuple(role for role, count in worker_counts(args).items() if count)
+    models = []
+    if args.use_kl_loss and "ref" not in dedicated:
+        models.append("ref")
+    if needs_old_log_probs(args, rollouts_use_engine) and "actor_fwd" not in dedicated:
+        models.append("actor")
+    return RolePlan(
+        dedicated_roles=dedicated,
+        trainer_models=tuple(models),
+        external_fields=tuple(name for role in dedicated for name in FIELDS_OF_ROLE[role]),
+        stream_gradients=args.stream_gradients,
+        max_restarts=args.role_max_restarts,
+    )
+
+
+def needs_old_log_probs(args: Any, rollouts_use_engine: bool) -> bool:
+    """Whether the loss takes a ratio to log-probabilities that the trainer computed: for rows that an engine sampled,
+    whose rounding differs, and for several steps on a rollout; not for the supervised loss, which has no ratio.
+
+    With streamed gradients each group has one forward pass, by the weights that sampled it: its log-probabilities are
+    the old ones."""
+    if args.stream_gradients or args.use_rollout_logprobs:
+        return False
+    return rollouts_use_engine or (args.num_steps_per_rollout > 1 and not is_supervised(args))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What a run does, as data.
+
+    first_rollout: 0, or the step of the checkpoint that the run continues from.
+    train: false for rollouts alone: nothing is trained or published, every rollout comes from the initial weights.
+    publish_each_step: false where rollouts never ask the engine; weights are then published for evaluations only.
+    compare_log_probs: whether engine and trainer are compared before the first optimizer step.
+    roles: the roles that add fields to each rollout's groups.
+    saves: whether checkpoints are written. records: whether each rollout's rows are kept, for debugging.
+    max_rollout_retries: how often, over the whole run, a rollout that was lost is produced again.
+    """
+
+    num_rollouts: int
+    schedule: Schedule
+    first_rollout: int = 0
+    train: bool = True
+    publish_at_start: bool = False
+    publish_each_step: bool = True
+    compare_log_probs: bool = False
+    roles: RolePlan = field(default_factory=RolePlan)
+    evaluate: bool = False
+    eval_interval: int | None = None
+    eval_before_train: bool = True
+    saves: bool = False
+    save_interval: int | None = None
+    records: bool = False
+    early_stop: EarlyStop | None = None
+    max_rollout_retries: int = 0
+    rollout_timeout_s: float
+    train_timeout_s: float
+    publish_timeout_s: float
+    save_timeout_s: float
+    buffer_timeout_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class RunResult:
+    """How a run ended: trained steps, the newest evaluation, and whether ``--early-stop`` ended it."""
+
+    steps: int
+    evaluation: dict[str, float] = field(default_factory=dict)
+    stopped_early: bool = False

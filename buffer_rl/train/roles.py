@@ -1,0 +1,51 @@
+"""Tables of roles: which fields are computed of a rollout's rows, and by which model, role or estimator.
+
+Without torch and Ray, so that options can be checked before either is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SAMPLED_FIELDS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
+"""Fields that every finished group has."""
+
+ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
+"""Fields that an advantage estimator sets."""
+
+FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs"}
+"""The field that holds the log-probabilities under the trainer's model of that name."""
+
+LOG_PROB_FIELDS = tuple(FIELD_OF_MODEL.values())
+"""Fields that others than the rollout compute and that an estimator may need (see ``buffer_rl.scope.scoped``)."""
+
+MODEL_OF_ROLE = {"ref": "ref", "actor_fwd": "actor"}
+"""The model of each role with processes of its own that has one."""
+
+FIELDS_OF_ROLE = {
+    "ref": ("ref_log_probs",),
+    "actor_fwd": ("old_log_probs",),
+    "advantages": ("advantages", "returns"),
+}
+"""What each role with processes of its own adds; the role's name is that of its reading task."""
+
+
+def worker_counts(args: Any) -> dict[str, int]:
+    """Processes of each role; 0 where the trainer does its work."""
+    return {
+        "ref": args.num_ref_workers,
+        "actor_fwd": args.num_actor_fwd_workers,
+        "advantages": args.num_advantage_workers,
+    }
+
+
+def is_supervised(args: Any) -> bool:
+    """Whether the loss is the supervised one, which has neither advantages nor ratios."""
+    return bool(args.loss_type == "sft_loss" and args.custom_loss_function_path is None)
+
+
+def estimator_of(args: Any) -> tuple[str, str]:
+    """The flag that names the run's advantage estimator, and the reference."""
+    if args.custom_advantage_function_path:
+        return "--custom-advantage-function-path", args.custom_advantage_function_path
+    return "--advantage-estimator", args.advantage_estimator
