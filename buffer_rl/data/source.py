@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from buffer_rl.data.dataset import PromptDataset
@@ -33,7 +29,7 @@ class _EvalArgs(Protocol):
 
 
 class PromptDataSource:
-    """The training prompts (``--prompt-data``) in epoch order, without end. A ``DataSource``; not thread-safe.
+    """The training prompts (``--prompt-data``) in epoch order, without end. Not thread-safe.
 
     Several sources are one data set, or have shares of their own (``--prompt-data-weights``): see
     ``buffer_rl.data.mixing``. A group's uid names its source, the row in it, and the epoch that the row belongs to.
@@ -55,7 +51,6 @@ class PromptDataSource:
         self._groups_per_rollout: int = args.rollout_batch_size
         self._group_index = 0
         self._index = 0
-        self._returned: deque[SampleGroup] = deque()
 
     @property
     def source_hashes(self) -> list[str]:
@@ -71,10 +66,10 @@ class PromptDataSource:
         return max(1, len(self) // self._groups_per_rollout)
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
-        """The next ``num_samples`` **groups**: first those given back, then rows in epoch order."""
+        """The next ``num_samples`` **groups**, in epoch order."""
         if num_samples < 0:
             raise ValueError(f"cannot hand out {num_samples} groups")
-        return [self._returned.popleft() if self._returned else self._next_group() for _ in range(num_samples)]
+        return [self._next_group() for _ in range(num_samples)]
 
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
         """The group ``uid`` made again; it was the ``number``-th that was handed out, counted from 0. Raises DataError
@@ -83,16 +78,6 @@ class PromptDataSource:
         if dataset is None or not 0 <= uid.row < len(self.datasets[dataset]):
             raise DataError(f"the group {uid} is not from this data source", where=", ".join(self.source_hashes))
         return self._group(uid, number, number * self._samples_per_group, self._samples_per_group)
-
-    def add_samples(self, groups: list[SampleGroup]) -> None:
-        """Take groups back, as prompts only; they are handed out again first. Raises DataError for foreign groups."""
-        for group in groups:
-            number = self._number_of.get(group.uid.source)
-            if number is None or not 0 <= group.uid.row < len(self.datasets[number]):
-                raise DataError(
-                    f"the group {group.uid} is not from this data source", where=", ".join(self.source_hashes)
-                )
-        self._returned.extend(group.as_prompts() for group in groups)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands, as JSON values; the same sources go on from it exactly."""
@@ -105,16 +90,14 @@ class PromptDataSource:
             "cursors": [list(cursor) for cursor in self._order.cursors],
             "group_index": self._group_index,
             "index": self._index,
-            "returned": [
-                [str(group.uid), group[0].group_index, group[0].index, len(group)] for group in self._returned
-            ],
+            "returned": [],  # groups that were given back, which the format has and no run writes
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state_dict``. Raises CheckpointError, changing nothing, if the state is of other data,
         of another order or damaged."""
         mine = self.state_dict()
-        for name in ("format", "sources", "weights", "seed", "shuffle"):
+        for name in ("format", "sources", "weights", "seed", "shuffle", "returned"):
             if name not in state or state[name] != mine[name]:
                 raise CheckpointError(
                     f"the saved data source has {name} {state.get(name)!r}, this one {mine[name]!r}",
@@ -122,31 +105,8 @@ class PromptDataSource:
                 )
         cursors = _cursors(state.get("cursors"), self._order.lengths)
         group_index, index = (_count(state.get(name), name) for name in ("group_index", "index"))
-        try:
-            returned = [self._group(GroupUid.parse(uid), *numbers) for uid, *numbers in state["returned"]]
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the saved groups that were given back are damaged: {error!r}") from error
-        self._group_index, self._index, self._returned = group_index, index, deque(returned)
+        self._group_index, self._index = group_index, index
         self._order.seek(cursors)
-
-    def save(self, path: str) -> None:
-        """Write the state as JSON: temporary file, fsync, rename."""
-        temporary = f"{path}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(self.state_dict(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-
-    def load(self, path: str) -> None:
-        """Read what ``save`` wrote. Raises CheckpointError if it is missing, damaged or of other data."""
-        try:
-            state = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot read the data source's state: {error}", where=path) from error
-        if not isinstance(state, dict):
-            raise CheckpointError("the data source's state is not a mapping", where=path)
-        self.load_state_dict(state)
 
     def _next_group(self) -> SampleGroup:
         source, row, epoch = self._order.next()
@@ -157,8 +117,6 @@ class PromptDataSource:
         return group
 
     def _group(self, uid: GroupUid, group_index: int, index: int, count: int) -> SampleGroup:
-        if uid.row < 0:
-            raise IndexError(f"there is no row {uid.row}")
         row = self.datasets[self._number_of[uid.source]][uid.row]
         return make_group(row, uid, num_samples=count, group_index=group_index, index=index)
 
