@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from buffer_rl.data import files
-from buffer_rl.data.dataset import Unit
-from buffer_rl.data.row import RowError, RowKeys
+from buffer_rl.data.dataset import RowError, RowKeys, Unit
 from buffer_rl.errors import DataError
 
 STATE_FILE = "state.json"

@@ -1,17 +1,23 @@
-"""JSONL files as tables: one JSON object a line, blank lines skipped but counted."""
+"""JSONL files: one JSON object a line, blank lines skipped but counted.
+
+Small files are a table in memory (``JsonlTable``). Of a large one, ranges of bytes are validated (``scan_range``): a
+range has the lines that begin in it; so ranges that cover the file have each line once. Line numbers count from the
+range's first line, and become those of the file when all ranges before are known.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NoReturn
 
 import jsonlines
+import numpy as np
 
-from buffer_rl.data.dataset import Unit
-from buffer_rl.data.row import RowError, RowKeys
+from buffer_rl.data.dataset import PromptRow, RowError, RowKeys, Unit, build_row
 
 _TOO_DEEP = "nested too deeply"
 MAX_LINE_BYTES = 16 << 20
@@ -123,3 +129,153 @@ def _depth(value: Any) -> int:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
+
+
+MAX_PROBLEMS = 20
+MAX_REWARD_NAMES = 1000
+BOM = b"\xef\xbb\xbf"
+_BLOCK_LINES = 256
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class RangeScan:
+    """What was found in a range.
+
+    offsets: int64, first byte of each row. jumps: pairs (row, line), from which row on ``line - row`` is another; both
+    count from the range's first. id_hashes: uint64, of each row that has an id, and ``id_rows`` the row; rewards: first
+    row of each reward that rows choose. media: the multimodal fields that a row has.
+    """
+
+    num_lines: int = 0
+    num_problems: int = 0
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    offsets: np.ndarray
+    id_rows: np.ndarray
+    id_hashes: np.ndarray
+    jumps: list[tuple[int, int]] = field(default_factory=list)
+    rewards: dict[str, int] = field(default_factory=dict)
+    media: set[str] = field(default_factory=set)
+    has_label: bool = False
+
+
+@dataclass(slots=True)
+class _Collector:
+    """Rows as they come; ``line`` counts all lines of the range from 0."""
+
+    keys: RowKeys
+    offsets: list[int] = field(default_factory=list)
+    jumps: list[tuple[int, int]] = field(default_factory=list)
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    num_problems: int = 0
+    ids: list[tuple[int, int]] = field(default_factory=list)
+    rewards: dict[str, int] = field(default_factory=dict)
+    media: set[str] = field(default_factory=set)
+    has_label: bool = False
+    _shift: int | None = None
+
+    def problem(self, line: int, reason: str) -> None:
+        self.num_problems += 1
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append((line, reason))
+
+    def row(self, line: int, offset: int, record: dict[str, object] | RowError) -> None:
+        number = len(self.offsets)
+        try:
+            if isinstance(record, RowError):
+                raise record
+            row = build_row(record, self.keys, row=number, line=line + 1)
+        except RowError as error:
+            self.problem(line, str(error))
+            return
+        if line - number != self._shift:
+            self._shift = line - number
+            self.jumps.append((number, line))
+        self.offsets.append(offset)
+        self._note(row)
+
+    def _note(self, row: PromptRow) -> None:
+        if row.id is not None:
+            self.ids.append((row.row, id_hash(row.id)))
+        self.has_label = self.has_label or row.label is not None
+        if row.multimodal:
+            self.media |= set(row.multimodal)
+        name = row.metadata.get("rm_type")
+        if name and len(self.rewards) < MAX_REWARD_NAMES:
+            self.rewards.setdefault(str(name), row.row)
+
+
+def id_hash(text: str) -> int:
+    """64 bits of an id; equal ones are compared in full before anything is said of them."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def scan_range(file: BinaryIO, start: int, stop: int, keys: RowKeys) -> RangeScan:
+    """Validate the lines of ``file`` that begin at ``start`` or later, and before ``stop``."""
+    found = _Collector(keys)
+    num_lines = 0
+    block: list[tuple[int, int, bytes]] = []
+    size = 0
+    for num_lines, (offset, line) in enumerate(_lines(file, start, stop), start=1):
+        number = num_lines - 1
+        if line is None:
+            _take(found, block)
+            found.problem(number, str(too_long()))
+        elif line.strip():
+            block.append((number, offset, line.rstrip(b"\r\n")))
+            size += len(line)
+            if len(block) == _BLOCK_LINES or size >= _BLOCK_BYTES:  # rows with images are few to a block
+                _take(found, block)
+                size = 0
+    _take(found, block)
+    return RangeScan(
+        num_lines=num_lines,
+        num_problems=found.num_problems,
+        problems=found.problems,
+        offsets=np.array(found.offsets, dtype=np.int64),
+        id_rows=np.array([row for row, _ in found.ids], dtype=np.int64),
+        id_hashes=np.array([value for _, value in found.ids], dtype=np.uint64),
+        jumps=found.jumps,
+        rewards=found.rewards,
+        media=found.media,
+        has_label=found.has_label,
+    )
+
+
+def _take(found: _Collector, block: list[tuple[int, int, bytes]]) -> None:
+    records = parse_lines(content for _, _, content in block)
+    for (line, offset, _), record in zip(block, records, strict=True):
+        found.row(line, offset, record)
+    block.clear()
+
+
+def _lines(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, bytes | None]]:
+    """Offset and bytes of each line that begins in the range; None for one that is too long."""
+    position = start
+    if start > 0:
+        file.seek(start - 1)
+        position = start - 1 + _skip_line(file)  # the line that byte ``start - 1`` belongs to is another range's
+    else:
+        file.seek(0)
+    while position < stop:
+        line = file.readline(MAX_LINE_BYTES + 2)
+        if not line:
+            return
+        length = len(line)
+        whole = line.endswith(b"\n") or length < MAX_LINE_BYTES + 2
+        if not whole:
+            length += _skip_line(file)
+        if position == 0:
+            line = line.removeprefix(BOM)
+        yield position, line if whole else None
+        position += length
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """Read on to the end of the line; returns how many bytes that was."""
+    length = 0
+    while part := file.readline(_BLOCK_BYTES):
+        length += len(part)
+        if part.endswith(b"\n"):
+            break
+    return length

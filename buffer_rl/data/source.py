@@ -2,19 +2,100 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from buffer_rl.data.dataset import PromptDataset
-from buffer_rl.data.eval_config import eval_sets_of
-from buffer_rl.data.groups import make_group
-from buffer_rl.data.mixing import Cursor, JoinedOrder, RowOrder, WeightedOrder, seed_of_source
+from buffer_rl.data.dataset import PromptDataset, PromptRow, RowKeys
+from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.options import DataOptions
+from buffer_rl.data.order import Cursor, JoinedOrder, RowOrder, WeightedOrder, seed_of_source
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.data.row import RowKeys
-from buffer_rl.data.training_files import check_sources, read_sources
-from buffer_rl.errors import CheckpointError, DataError
-from buffer_rl.types import GroupUid, SampleGroup
+from buffer_rl.errors import CheckpointError, ConfigError, DataError
+from buffer_rl.redaction import mask_url
+from buffer_rl.types import GroupUid, Sample, SampleGroup
+
+
+def check_sources(options: DataOptions) -> None:
+    """Raises ConfigError if no source is named, or if the weights do not fit the sources. Reads no file."""
+    if not options.prompt_data:
+        raise ConfigError("there are no training prompts", where="--prompt-data")
+    weights = options.prompt_data_weights
+    if weights is None:
+        return
+    if len(weights) != len(options.prompt_data):
+        raise ConfigError(
+            f"there are {len(weights)} weights and {len(options.prompt_data)} sources",
+            where="--prompt-data-weights",
+            expected="one weight for each source of --prompt-data, in its order",
+        )
+    if any(weight <= 0 for weight in weights):
+        raise ConfigError(
+            f"the weights are {weights}",
+            where="--prompt-data-weights",
+            expected="numbers greater than 0",
+            hint="leave out the source that nothing should come from",
+        )
+
+
+def read_sources(options: DataOptions) -> list[PromptDataset]:
+    """Every source of ``--prompt-data``, validated. Raises DataError, also where two hold the same rows and where
+    no row of any has a field of ``--multimodal-keys``."""
+    keys = RowKeys.from_args(options)
+    datasets: list[PromptDataset] = []
+    for source in options.prompt_data or ():
+        dataset = read_dataset(source, keys)
+        for earlier in datasets:
+            if earlier.source_hash == dataset.source_hash:
+                raise DataError(
+                    "the same rows come twice",
+                    where=mask_url(f"--prompt-data: {earlier.path} and {source}"),
+                    hint="name the source once, with a greater weight in --prompt-data-weights",
+                )
+        datasets.append(dataset)
+    # Of all sources together: one with images may be mixed with one of text alone.
+    for media, field in keys.multimodal:
+        if all(media not in dataset.facts.media for dataset in datasets):
+            raise DataError(
+                f"no row of any source has the {media} field {field!r}",
+                where="--multimodal-keys",
+                hint="see the fields that the rows have",
+            )
+    return datasets
+
+
+def make_group(
+    row: PromptRow,
+    uid: GroupUid,
+    *,
+    num_samples: int,
+    group_index: int,
+    index: int,
+    data_set: str = "",
+    sampling_params: dict[str, Any] | None = None,
+    rm_type: str = "",
+) -> SampleGroup:
+    """A group of empty samples for one row. Samples share nothing that can be changed, multimodal values excepted:
+    they may be large.
+
+    group_index: running number of the group; index: running number of its first sample.
+    """
+    samples = [
+        Sample(
+            uid=uid,
+            sample_index=number,
+            group_index=group_index,
+            index=index + number,
+            prompt=copy.deepcopy(row.prompt),
+            multimodal_inputs=None if row.multimodal is None else dict(row.multimodal),
+            label=copy.deepcopy(row.label),
+            metadata=copy.deepcopy(row.metadata),
+        )
+        for number in range(num_samples)
+    ]
+    params = dict(sampling_params or {})
+    return SampleGroup(uid=uid, samples=samples, data_set=data_set, sampling_params=params, rm_type=rm_type)
+
 
 STATE_FORMAT = 2
 
@@ -32,7 +113,7 @@ class PromptDataSource:
     """The training prompts (``--prompt-data``) in epoch order, without end. Not thread-safe.
 
     Several sources are one data set, or have shares of their own (``--prompt-data-weights``): see
-    ``buffer_rl.data.mixing``. A group's uid names its source, the row in it, and the epoch that the row belongs to.
+    ``buffer_rl.data.order``. A group's uid names its source, the row in it, and the epoch that the row belongs to.
 
     args: the flat options; ``DataOptions``, ``n_samples_per_prompt`` and ``rollout_batch_size`` are read.
     Raises ConfigError without ``--prompt-data`` or for unfit weights, DataError for bad data.

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.config import did_you_mean
-from buffer_rl.data.eval_config import eval_sets_of
-from buffer_rl.data.training_files import check_sources
+from buffer_rl.data.eval_sets import eval_sets_of
+from buffer_rl.data.source import check_sources
 from buffer_rl.driver.early_stop import EarlyStop, parse_early_stop
 from buffer_rl.driver.modes import check_modes, rollout_only, train_only
 from buffer_rl.driver.role_checks import check_role_options

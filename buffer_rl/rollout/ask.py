@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.data.row import RowKeys
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.rollout.generate import sampling_params_for, sampling_seed
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer

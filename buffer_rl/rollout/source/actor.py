@@ -13,8 +13,7 @@ import ray
 from buffer_rl.cluster.logs import redirect_output
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args
-from buffer_rl.data.custom import CustomSource
-from buffer_rl.data.delivery import Delivery, DeliveryRequest
+from buffer_rl.data.custom import CustomSource, Delivery, DeliveryRequest
 from buffer_rl.errors import WorkerError
 from buffer_rl.plugins import PluginRegistry
 

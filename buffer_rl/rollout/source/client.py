@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from buffer_rl.buffer.calling import Answers
-from buffer_rl.data.delivery import Delivery, DeliveryRequest
+from buffer_rl.data.custom import Delivery, DeliveryRequest
 
 
 class SourceClient:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.data.eval_config import eval_sets_of, read_eval_config
+from buffer_rl.data.eval_sets import eval_sets_of, read_eval_config
 from buffer_rl.data.source import EvalSource
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS

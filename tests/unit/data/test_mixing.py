@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.config import compose
-from buffer_rl.data.mixing import JoinedOrder, RowOrder, WeightedOrder
+from buffer_rl.data.order import JoinedOrder, RowOrder, WeightedOrder
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
 from buffer_rl.options import CORE_SECTIONS
