@@ -2,7 +2,7 @@
 
 The source runs in a process of its own. The Buffer says which batch it needs next (``DeliveryRequest``); who asked the
 Buffer for groups gets the batch from the source's process (``Delivery``) and hands it in. Batches are numbered from 0,
-so that one is made once and handed in once, whoever asks, and however often.
+so that one is made once and handed in once, however many callers ask, and however often.
 
 Whatever the user's code raises becomes a PluginError that names the reference. What it returns is checked, and made
 plain records: the Buffer keeps them, writes them into its checkpoints as JSON, and must not load a user's classes.

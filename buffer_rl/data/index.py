@@ -1,7 +1,7 @@
 """What was found when a large file was validated, kept so that the file is not parsed again while it is the same.
 
 Which file an entry is of: it is named by the path and the fields' names. A file is the same if device, inode, size,
-mtime and ctime are those of the entry, and nobody can set a ctime. That is not enough for a file that was changed
+mtime and ctime are those of the entry; no program can set a ctime. That is not enough for a file that was changed
 within ``SETTLED_S`` before it was read: a second change may fall into the same tick of the clock. And it is too much
 for a copy. In both cases the content's SHA-256 decides, which takes a tenth of the time that parsing takes.
 Whatever is wrong with an entry, the file is parsed.
@@ -167,7 +167,7 @@ def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return Path(base if os.path.isabs(base) else Path("~/.cache").expanduser(), "buffer_rl")
-    except RuntimeError:  # nobody's home: nothing is kept there
+    except RuntimeError:  # there is no home folder: nothing is kept
         return Path(os.devnull, "buffer_rl")
 
 
@@ -238,7 +238,7 @@ class LazyRows(Sequence[PromptRow]):
         if now == self._identity:
             return
         before = replace(self._identity, mtime_ns=now.mtime_ns)
-        # Whoever reads first after the file was touched waits for the hash, which takes 2 seconds of 1 GB.
+        # The first reader after the file was touched waits for the hash, which takes 2 seconds of 1 GB.
         if now != before or self._content_sha256() != self._entry.content_sha256 or self._now() != now:
             raise DataError("the file was changed since it was checked", where=self._path, hint="start again")
         self._identity = now

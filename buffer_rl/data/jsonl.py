@@ -45,7 +45,6 @@ class JsonlTable:
         return len(self._lines)
 
     def records(self, first: int, last: int, keys: RowKeys) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
-        """See ``Table.records``."""
         lines = self._lines[first:last]
         for line, record in zip(lines, parse_lines(line.content for line in lines), strict=True):
             yield line.number, record

@@ -116,7 +116,6 @@ class JoinedOrder:
         return [self._passes.num_rows]
 
     def seek(self, cursors: Sequence[Cursor]) -> None:
-        """See ``RowOrder.seek``."""
         (cursor,) = cursors
         self._passes.seek(cursor)
 
@@ -155,7 +154,6 @@ class WeightedOrder:
         return [passes.num_rows for passes in self._passes]
 
     def seek(self, cursors: Sequence[Cursor]) -> None:
-        """See ``RowOrder.seek``."""
         for passes, cursor in zip(self._passes, cursors, strict=True):
             passes.seek(cursor)
 
