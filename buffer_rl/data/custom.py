@@ -27,6 +27,10 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, construct, place
 from buffer_rl.types import GroupUid, Prompt, Sample, SampleGroup
 
+JSON_INTEGERS = range(-(2**63), 2**64)
+MAX_STATE_BYTES = 64 * 2**20
+"""The state travels and is kept with each batch; 64 MiB take some tenths of a second."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryRequest:
@@ -56,9 +60,6 @@ class DeliveryNeeded(BufferStateError):
     def __init__(self, request: DeliveryRequest) -> None:
         super().__init__("the next batch of the data source must be delivered first", where="buffer")
         self.request = request
-
-
-JSON_INTEGERS = range(-(2**63), 2**64)
 
 
 def source_name(reference: str) -> str:
@@ -173,10 +174,6 @@ def _utf8(text: str) -> str | None:
 
 def _kind(value: object) -> str:
     return "None" if value is None else f"of type {type(value).__module__}.{type(value).__qualname__}"
-
-
-MAX_STATE_BYTES = 64 * 2**20
-"""The state travels and is kept with each batch; 64 MiB take some tenths of a second."""
 
 
 class CustomSource:

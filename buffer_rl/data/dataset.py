@@ -19,6 +19,9 @@ Unit = Literal["line", "row"]
 """How a file's records are counted in errors: lines from 1, or rows from 0 (as slices count them)."""
 
 
+_NO_TOOLS = "'--tool-key none' leaves the field alone"
+
+
 def place(path: str, unit: Unit, number: int) -> str:
     """Where a record stands: ``file.jsonl:7`` or ``file.parquet, row 6``."""
     shown = mask_url(path)
@@ -98,9 +101,6 @@ class PromptDataset(Sequence[PromptRow]):
 
     def __iter__(self) -> Iterator[PromptRow]:
         return iter(self.rows)
-
-
-_NO_TOOLS = "'--tool-key none' leaves the field alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

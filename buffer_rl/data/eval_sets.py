@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
@@ -116,17 +116,8 @@ def parse_eval_sets(texts: Sequence[str]) -> list[EvalSet]:
 _KEYS = (*EvalSet.model_fields, "prompt_key")  # prompt_key: another name of input_key
 
 
-class EvalSetArgs(Protocol):
-    """The options that name evaluation sets."""
-
-    @property
-    def eval_prompt_data(self) -> list[str]: ...
-    @property
-    def eval_config(self) -> str | None: ...
-
-
-def eval_sets_of(args: EvalSetArgs) -> list[EvalSet]:
-    """All evaluation sets, those of the command line first. Reads the file of ``--eval-config``.
+def eval_sets_of(args: Any) -> list[EvalSet]:
+    """The evaluation sets of the options, those of the command line first. Reads the file of ``--eval-config``.
 
     Raises ConfigError for a malformed text or file, and for a name that comes twice.
     """

@@ -27,6 +27,20 @@ from buffer_rl.remote import file_system, is_remote, unreadable
 _SLICE = re.compile(r"\[\s*([+-]?\d+)?\s*:\s*([+-]?\d+)?\s*\]")
 
 
+__all__ = ["exists", "is_folder", "is_remote", "join", "list_folder", "matches", "read_bytes", "uncompressed_name"]
+_DECOMPRESSORS: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType(
+    {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
+)
+_OPENERS: Mapping[str, Callable[[io.BytesIO], Any]] = MappingProxyType(
+    {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+)
+_BLOCK_BYTES = 4096  # small: a damaged block is lost as a whole
+# What fsspec decompresses beside these, where the package for it is installed.
+_OTHER_SUFFIXES: Mapping[str, str] = MappingProxyType(
+    {".zst": "zstd", ".lz4": "lz4", ".snappy": "snappy", ".zip": "zip"}
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPath:
     """A data file and the slice of its rows that is wanted; ``None`` is an open end."""
@@ -55,21 +69,6 @@ class DataPath:
     def __str__(self) -> str:
         ends = ["" if end is None else str(end) for end in (self.start, self.stop)]
         return f"{self.path}@[{':'.join(ends)}]" if self.sliced else self.path
-
-
-__all__ = ["exists", "is_folder", "is_remote", "join", "list_folder", "matches", "read_bytes", "uncompressed_name"]
-
-_DECOMPRESSORS: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType(
-    {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
-)
-_OPENERS: Mapping[str, Callable[[io.BytesIO], Any]] = MappingProxyType(
-    {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-)
-_BLOCK_BYTES = 4096  # small: a damaged block is lost as a whole
-# What fsspec decompresses beside these, where the package for it is installed.
-_OTHER_SUFFIXES: Mapping[str, str] = MappingProxyType(
-    {".zst": "zstd", ".lz4": "lz4", ".snappy": "snappy", ".zip": "zip"}
-)
 
 
 def read_bytes(path: str) -> bytes:

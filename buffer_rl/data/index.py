@@ -18,7 +18,6 @@ import json
 import os
 import struct
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -36,6 +35,10 @@ MAX_ENTRIES = 64
 MIN_BYTES = 32 << 20
 """Of a file that is worth an entry and several processes; a smaller one is parsed in a second."""
 _HEADER = struct.Struct("<32sQ")  # SHA-256 of what follows, and the bytes of the JSON in it
+
+
+_BLOCK_ROWS = 1024
+_HASH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,15 +172,6 @@ def cache_folder() -> Path:
         return Path(base if os.path.isabs(base) else Path("~/.cache").expanduser(), "buffer_rl")
     except RuntimeError:  # there is no home folder: nothing is kept
         return Path(os.devnull, "buffer_rl")
-
-
-def now_ns() -> int:
-    """The clock that files' times are of."""
-    return time.time_ns()
-
-
-_BLOCK_ROWS = 1024
-_HASH_BYTES = 1 << 20
 
 
 class LazyRows(Sequence[PromptRow]):

@@ -10,26 +10,25 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NoReturn
 
 import jsonlines
-import numpy as np
 
-from buffer_rl.data.dataset import PromptRow, RowError, RowKeys, Unit, build_row
+from buffer_rl.data.dataset import RowError, RowKeys, Unit, build_row
 
 _TOO_DEEP = "nested too deeply"
 MAX_LINE_BYTES = 16 << 20
 """A longer line is a file of another format, or one without line ends."""
 MAX_DEPTH = 128
 """Levels of a value. What is written of samples later is limited too, to some 250."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    number: int
-    content: bytes
+MAX_PROBLEMS = 20
+MAX_REWARD_NAMES = 1000
+BOM = b"\xef\xbb\xbf"
+_BLOCK_LINES = 256
+_BLOCK_BYTES = 1 << 20
 
 
 class JsonlTable:
@@ -46,8 +45,8 @@ class JsonlTable:
 
     def records(self, first: int, last: int, keys: RowKeys) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
         lines = self._lines[first:last]
-        for line, record in zip(lines, parse_lines(line.content for line in lines), strict=True):
-            yield line.number, record
+        for (number, _), record in zip(lines, parse_lines(content for _, content in lines), strict=True):
+            yield number, record
 
 
 def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | RowError]:
@@ -75,11 +74,11 @@ def too_long() -> RowError:
     return RowError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
 
 
-def _numbered_lines(content: bytes) -> Iterator[_Line]:
+def _numbered_lines(content: bytes) -> Iterator[tuple[int, bytes]]:
     """The non-blank lines with their numbers from 1. Only a line feed ends a line (JSON text may hold U+2028)."""
     for number, line in enumerate(io.BytesIO(content.removeprefix(b"\xef\xbb\xbf")), start=1):
         if line.strip():
-            yield _Line(number=number, content=line.rstrip(b"\r\n"))
+            yield number, line.rstrip(b"\r\n")
 
 
 def _read_object(reader: jsonlines.Reader) -> dict[str, Any]:
@@ -130,78 +129,55 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
 
 
-MAX_PROBLEMS = 20
-MAX_REWARD_NAMES = 1000
-BOM = b"\xef\xbb\xbf"
-_BLOCK_LINES = 256
-_BLOCK_BYTES = 1 << 20
-
-
 @dataclass(slots=True, kw_only=True)
 class RangeScan:
     """What was found in a range.
 
-    offsets: int64, first byte of each row. jumps: pairs (row, line), from which row on ``line - row`` is another; both
-    count from the range's first. id_hashes: uint64, of each row that has an id, and ``id_rows`` the row; rewards: first
-    row of each reward that rows choose. media: the multimodal fields that a row has.
+    num_lines: all lines, blank ones too. offsets: first byte of each row. jumps: pairs (row, line), from which row on
+    ``line - row`` is another; both count from the range's first. id_hashes: 64 bits for each row that has an id, and
+    ``id_rows`` the row; rewards: first row of each reward that rows choose. media: the multimodal fields
+    that a row has.
     """
 
     num_lines: int = 0
     num_problems: int = 0
     problems: list[tuple[int, str]] = field(default_factory=list)
-    offsets: np.ndarray
-    id_rows: np.ndarray
-    id_hashes: np.ndarray
+    offsets: array[int] = field(default_factory=lambda: array("q"))
+    id_rows: array[int] = field(default_factory=lambda: array("q"))
+    id_hashes: array[int] = field(default_factory=lambda: array("Q"))
     jumps: list[tuple[int, int]] = field(default_factory=list)
     rewards: dict[str, int] = field(default_factory=dict)
     media: set[str] = field(default_factory=set)
     has_label: bool = False
 
-
-@dataclass(slots=True)
-class _Collector:
-    """Rows as they come; ``line`` counts all lines of the range from 0."""
-
-    keys: RowKeys
-    offsets: list[int] = field(default_factory=list)
-    jumps: list[tuple[int, int]] = field(default_factory=list)
-    problems: list[tuple[int, str]] = field(default_factory=list)
-    num_problems: int = 0
-    ids: list[tuple[int, int]] = field(default_factory=list)
-    rewards: dict[str, int] = field(default_factory=dict)
-    media: set[str] = field(default_factory=set)
-    has_label: bool = False
-    _shift: int | None = None
-
-    def problem(self, line: int, reason: str) -> None:
+    def add_problem(self, line: int, reason: str) -> None:
+        """Count a bad line; the first ones are kept."""
         self.num_problems += 1
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append((line, reason))
 
-    def row(self, line: int, offset: int, record: dict[str, object] | RowError) -> None:
+    def add_line(self, line: int, offset: int, record: dict[str, object] | RowError, keys: RowKeys) -> None:
+        """Validate the next line that is not blank; ``line`` counts from the range's first, from 0."""
         number = len(self.offsets)
         try:
             if isinstance(record, RowError):
                 raise record
-            row = build_row(record, self.keys, row=number, line=line + 1)
+            row = build_row(record, keys, row=number, line=line + 1)
         except RowError as error:
-            self.problem(line, str(error))
+            self.add_problem(line, str(error))
             return
-        if line - number != self._shift:
-            self._shift = line - number
+        if not self.jumps or line - number != self.jumps[-1][1] - self.jumps[-1][0]:
             self.jumps.append((number, line))
         self.offsets.append(offset)
-        self._note(row)
-
-    def _note(self, row: PromptRow) -> None:
         if row.id is not None:
-            self.ids.append((row.row, id_hash(row.id)))
+            self.id_rows.append(number)
+            self.id_hashes.append(id_hash(row.id))
         self.has_label = self.has_label or row.label is not None
         if row.multimodal:
             self.media |= set(row.multimodal)
         name = row.metadata.get("rm_type")
         if name and len(self.rewards) < MAX_REWARD_NAMES:
-            self.rewards.setdefault(str(name), row.row)
+            self.rewards.setdefault(str(name), number)
 
 
 def id_hash(text: str) -> int:
@@ -211,40 +187,28 @@ def id_hash(text: str) -> int:
 
 def scan_range(file: BinaryIO, start: int, stop: int, keys: RowKeys) -> RangeScan:
     """Validate the lines of ``file`` that begin at ``start`` or later, and before ``stop``."""
-    found = _Collector(keys)
-    num_lines = 0
+    found = RangeScan()
     block: list[tuple[int, int, bytes]] = []
     size = 0
-    for num_lines, (offset, line) in enumerate(_lines(file, start, stop), start=1):
-        number = num_lines - 1
+    for number, (offset, line) in enumerate(_lines(file, start, stop)):
+        found.num_lines += 1
         if line is None:
-            _take(found, block)
-            found.problem(number, str(too_long()))
+            _add_block(found, block, keys)
+            found.add_problem(number, str(too_long()))
         elif line.strip():
             block.append((number, offset, line.rstrip(b"\r\n")))
             size += len(line)
             if len(block) == _BLOCK_LINES or size >= _BLOCK_BYTES:  # rows with images are few to a block
-                _take(found, block)
+                _add_block(found, block, keys)
                 size = 0
-    _take(found, block)
-    return RangeScan(
-        num_lines=num_lines,
-        num_problems=found.num_problems,
-        problems=found.problems,
-        offsets=np.array(found.offsets, dtype=np.int64),
-        id_rows=np.array([row for row, _ in found.ids], dtype=np.int64),
-        id_hashes=np.array([value for _, value in found.ids], dtype=np.uint64),
-        jumps=found.jumps,
-        rewards=found.rewards,
-        media=found.media,
-        has_label=found.has_label,
-    )
+    _add_block(found, block, keys)
+    return found
 
 
-def _take(found: _Collector, block: list[tuple[int, int, bytes]]) -> None:
+def _add_block(found: RangeScan, block: list[tuple[int, int, bytes]], keys: RowKeys) -> None:
     records = parse_lines(content for _, _, content in block)
     for (line, offset, _), record in zip(block, records, strict=True):
-        found.row(line, offset, record)
+        found.add_line(line, offset, record, keys)
     block.clear()
 
 

@@ -25,13 +25,18 @@ import numpy as np
 
 from buffer_rl.data import files
 from buffer_rl.data.dataset import RowKeys
-from buffer_rl.data.index import DataIndex, Identity, IndexEntry, LazyRows, now_ns
+from buffer_rl.data.index import DataIndex, Identity, IndexEntry, LazyRows
 from buffer_rl.data.jsonl import MAX_PROBLEMS, RangeScan, scan_range
 from buffer_rl.errors import DataError
 
 TIMEOUT_S = 3600.0
 """Deadline of one file; a gigabyte takes a process a quarter of a minute."""
 _HEADER = struct.Struct("<QQQQ")  # bytes of the JSON, and numbers of rows, of ids and of ids
+SourceHash = Callable[["hashlib._Hash", int], str]
+"""The source hash from the digest of the file's bytes and the number of rows."""
+Problems = list[tuple[int, str]]
+"""Lines from 1, and what is wrong in them."""
+_HASH_BLOCK = 1 << 20
 
 
 class ScanProcesses:
@@ -105,25 +110,14 @@ def _unpacked(answer: bytes) -> RangeScan:
     length, *counts = _HEADER.unpack_from(answer)
     position = _HEADER.size + length
     facts = json.loads(answer[_HEADER.size : position])
-    arrays = []
-    for count, dtype in zip(counts, (np.int64, np.int64, np.uint64), strict=True):
-        arrays.append(np.frombuffer(answer, dtype, count, position))
-        position += count * 8
     for name in ("problems", "jumps"):
         facts[name] = [(number, other) for number, other in facts[name]]
     facts["media"] = set(facts["media"])
-    return RangeScan(offsets=arrays[0], id_rows=arrays[1], id_hashes=arrays[2], **facts)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-SourceHash = Callable[["hashlib._Hash", int], str]
-"""The source hash from the digest of the file's bytes and the number of rows."""
-Problems = list[tuple[int, str]]
-"""Lines from 1, and what is wrong in them."""
-_HASH_BLOCK = 1 << 20
+    found = RangeScan(**facts)
+    for numbers, count in zip((found.offsets, found.id_rows, found.id_hashes), counts, strict=True):
+        numbers.frombytes(answer[position : position + count * 8])
+        position += count * 8
+    return found
 
 
 class BadRowsError(Exception):
@@ -157,7 +151,7 @@ def indexed_entry(path: str, keys: RowKeys, index: DataIndex, source_hash: Sourc
             if found is not entry:
                 index.save(path, keys, found)
             return found
-        checked_ns = now_ns()
+        checked_ns = time.time_ns()
         entry = _validated(path, keys, index, identity, checked_ns, source_hash)
         if Identity.of(os.stat(path)) != identity:
             _refuse_changed(path)
@@ -174,7 +168,7 @@ def _still_good(path: str, identity: Identity, entry: IndexEntry) -> IndexEntry 
         return entry
     if identity.size != entry.identity.size:
         return None
-    checked_ns = now_ns()
+    checked_ns = time.time_ns()
     if _content_hash(path).hexdigest() != entry.content_sha256:
         return None
     if Identity.of(os.stat(path)) != identity:
@@ -211,7 +205,7 @@ def _merged(
     name: SourceHash,
 ) -> IndexEntry:
     """rows, lines: how many there are before each scan."""
-    offsets = np.concatenate([scan.offsets for scan in scans])
+    offsets = np.concatenate([np.asarray(scan.offsets) for scan in scans])
     rewards: dict[str, int] = {}
     jumps: list[tuple[int, int]] = []
     for row, line, scan in zip(rows, lines, scans, strict=True):
@@ -236,8 +230,8 @@ def _refuse_repeated_ids(
     path: str, keys: RowKeys, entry: IndexEntry, before: Sequence[int], scans: Sequence[RangeScan]
 ) -> None:
     """Raises BadRowsError where two rows have one id; rows of equal hashes are read again to see whether they do."""
-    id_rows = np.concatenate([scan.id_rows + row for row, scan in zip(before, scans, strict=True)])
-    hashes = np.concatenate([scan.id_hashes for scan in scans])
+    id_rows = np.concatenate([np.asarray(scan.id_rows) + row for row, scan in zip(before, scans, strict=True)])
+    hashes = np.concatenate([np.asarray(scan.id_hashes) for scan in scans])
     order = np.argsort(hashes, kind="stable")  # among equals, the earlier row first
     is_later = np.concatenate(([False], hashes[order][1:] == hashes[order][:-1]))
     if not is_later.any():
@@ -283,3 +277,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 def _refuse_changed(path: str) -> NoReturn:
     raise DataError("the file was changed while it was read", where=path, hint="start again when it is complete")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

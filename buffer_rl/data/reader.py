@@ -33,6 +33,11 @@ from buffer_rl.data.large_files import BadRowsError, indexed_entry, is_indexed
 from buffer_rl.errors import DataError
 from buffer_rl.redaction import mask_url
 
+# What counts as data in a folder, besides a suffix of a compression. Other files in it are left alone.
+DATA_SUFFIXES = (".parquet", ".jsonl", ".ndjson")
+_MAGIC = "*?["
+MAX_REPORTED = 20
+
 
 class Table(Protocol):
     """The records of one file or folder."""
@@ -51,11 +56,6 @@ class Table(Protocol):
         """The records ``first`` to ``last`` (exclusive): the number of each one's line or row, and what it holds or
         why it cannot be read."""
         ...
-
-
-# What counts as data in a folder, besides a suffix of a compression. Other files in it are left alone.
-DATA_SUFFIXES = (".parquet", ".jsonl", ".ndjson")
-_MAGIC = "*?["
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +120,6 @@ def _is_saved_folder(path: str) -> bool:
 
 def _is_data(name: str) -> bool:
     return not name.startswith((".", "_")) and files.uncompressed_name(name).lower().endswith(DATA_SUFFIXES)
-
-
-MAX_REPORTED = 20
 
 
 def read_dataset(source: str, keys: RowKeys | None = None, index: DataIndex | None = None) -> PromptDataset:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from buffer_rl.data.dataset import PromptDataset, PromptRow, RowKeys
 from buffer_rl.data.eval_sets import eval_sets_of
@@ -14,6 +14,8 @@ from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
 from buffer_rl.redaction import mask_url
 from buffer_rl.types import GroupUid, Sample, SampleGroup
+
+STATE_FORMAT = 2
 
 
 def check_sources(options: DataOptions) -> None:
@@ -95,18 +97,6 @@ def make_group(
     ]
     params = dict(sampling_params or {})
     return SampleGroup(uid=uid, samples=samples, data_set=data_set, sampling_params=params, rm_type=rm_type)
-
-
-STATE_FORMAT = 2
-
-
-class _EvalArgs(Protocol):
-    @property
-    def eval_prompt_data(self) -> list[str]: ...
-    @property
-    def eval_config(self) -> str | None: ...
-    @property
-    def n_samples_per_eval_prompt(self) -> int: ...
 
 
 class PromptDataSource:
@@ -209,10 +199,9 @@ class EvalSource:
     """
 
     def __init__(self, args: Any) -> None:
-        options: _EvalArgs = args
         keys = RowKeys.from_args(args)
-        self._samples_per_group = options.n_samples_per_eval_prompt
-        self._sets = {eval_set.name: eval_set for eval_set in eval_sets_of(options)}
+        self._samples_per_group: int = args.n_samples_per_eval_prompt
+        self._sets = {eval_set.name: eval_set for eval_set in eval_sets_of(args)}
         self.datasets: dict[str, PromptDataset] = {
             name: read_dataset(eval_set.path, eval_set.row_keys(keys)) for name, eval_set in self._sets.items()
         }
