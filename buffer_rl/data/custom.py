@@ -1,8 +1,8 @@
 """A user's data source (``--data-source-path``): batches by number, state as bytes.
 
-The source runs in a process of its own. The Buffer says which batch it needs next (``DeliveryRequest``); who asked the
-Buffer for groups gets the batch from the source's process (``Delivery``) and hands it in. Batches are numbered from 0,
-so that one is made once and handed in once, however many callers ask, and however often.
+The source runs in a process of its own. The Buffer names the next batch that it needs (``DeliveryRequest``); the caller
+that wanted groups fetches the batch from the source's process (``Delivery``) and delivers it to the Buffer. Batches are
+numbered from 0, which makes both calls idempotent: a batch is made once and delivered once.
 
 Whatever the user's code raises becomes a PluginError that names the reference. What it returns is checked, and made
 plain records: the Buffer keeps them, writes them into its checkpoints as JSON, and must not load a user's classes.
@@ -34,7 +34,7 @@ MAX_STATE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryRequest:
-    """The batch that the Buffer needs before it can lease as many groups as it was asked for.
+    """The batch that the Buffer needs before it can lease as many groups as the caller wants.
 
     number: of the batch. num_groups: how many groups it should have, at least 1. first_group: how many groups all
     batches before it had.
@@ -55,7 +55,7 @@ class Delivery:
 
 
 class DeliveryNeeded(BufferStateError):
-    """The Buffer has too few groups, and leased none: hand in the batch that ``request`` names, and ask again."""
+    """The Buffer has too few groups, and leased none: deliver the batch that ``request`` names and repeat the call."""
 
     def __init__(self, request: DeliveryRequest) -> None:
         super().__init__("the next batch of the data source must be delivered first", where="buffer")

@@ -22,7 +22,7 @@ Unit = Literal["line", "row"]
 _NO_TOOLS = "'--tool-key none' leaves the field alone"
 
 
-def place(path: str, unit: Unit, number: int) -> str:
+def row_label(path: str, unit: Unit, number: int) -> str:
     """Where a record stands: ``file.jsonl:7`` or ``file.parquet, row 6``."""
     shown = mask_url(path)
     return f"{shown}:{number}" if unit == "line" else f"{shown}, row {number}"
@@ -67,7 +67,7 @@ class RowFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDataset(Sequence[PromptRow]):
-    """Rows in file order; of a large file each is read when it is asked for.
+    """Rows in file order; of a large file each is read on access.
 
     source_hash: 12 hexadecimal digits of the SHA-256 of the file's bytes (decompressed), the slice and the field names.
     It is the ``source`` of every group's uid, so that state saved for other data is recognised.
@@ -85,9 +85,9 @@ class PromptDataset(Sequence[PromptRow]):
     def where(self, row: PromptRow) -> str:
         """The file and the row's line or number, for errors."""
         if not self.parts:
-            return place(self.path, self.unit, row.line)
+            return row_label(self.path, self.unit, row.line)
         part = self.parts[bisect.bisect_right(self.parts, row.row, key=lambda part: part.first) - 1]
-        return place(part.path, part.unit, row.line)
+        return row_label(part.path, part.unit, row.line)
 
     @overload
     def __getitem__(self, index: int) -> PromptRow: ...

@@ -1,4 +1,4 @@
-"""What was found when a large file was validated, kept so that the file is not parsed again while it is the same.
+"""The results of validating a large file, kept so that an unchanged file is not parsed again.
 
 Which file an entry is of: it is named by the path and the fields' names. A file is the same if device, inode, size,
 mtime and ctime are those of the entry; no program can set a ctime. That is not enough for a file that was changed
@@ -6,7 +6,7 @@ within ``SETTLED_S`` before it was read: a second change may fall into the same 
 for a copy. In both cases the content's SHA-256 decides, which takes a tenth of the time that parsing takes.
 Whatever is wrong with an entry, the file is parsed.
 
-``LazyRows`` reads the rows of a validated file when they are asked for.
+``LazyRows`` reads the rows of a validated file on access.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from buffer_rl.data.dataset import PromptRow, RowError, RowKeys, build_row, place
+from buffer_rl.data.dataset import PromptRow, RowError, RowKeys, build_row, row_label
 from buffer_rl.data.jsonl import BOM, parse_lines
 from buffer_rl.errors import DataError
 
@@ -96,7 +96,7 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataIndex:
-    """A folder of entries. One that cannot be written to keeps nothing, and nothing is said of it.
+    """A folder of entries. One that cannot be written to keeps nothing, without an error.
 
     min_bytes: smaller files have no entry. part_bytes: least that a process reads. num_processes: at most; 0 is one
     for each CPU that this process may use.
@@ -219,7 +219,7 @@ class LazyRows(Sequence[PromptRow]):
                     raise record
                 row = build_row(record, self._keys, row=number, line=self._entry.line(number))
             except RowError as error:  # the file was changed in the same instant
-                raise DataError(str(error), where=place(self._path, "line", self._entry.line(number))) from error
+                raise DataError(str(error), where=row_label(self._path, "line", self._entry.line(number))) from error
             yield row
 
     def _line(self, start: int, end: int) -> bytes:

@@ -181,7 +181,7 @@ class RangeScan:
 
 
 def id_hash(text: str) -> int:
-    """64 bits of an id; equal ones are compared in full before anything is said of them."""
+    """64 bits of an id; ids of equal hashes are compared in full before they are refused."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 

@@ -30,7 +30,7 @@ from buffer_rl.data.jsonl import MAX_PROBLEMS, RangeScan, scan_range
 from buffer_rl.errors import DataError
 
 TIMEOUT_S = 3600.0
-"""Deadline of one file; a gigabyte takes a process a quarter of a minute."""
+"""Deadline of one file; a gigabyte takes one process a quarter of a minute."""
 _HEADER = struct.Struct("<QQQQ")  # bytes of the JSON, and numbers of rows, of ids and of ids
 SourceHash = Callable[["hashlib._Hash", int], str]
 """The source hash from the digest of the file's bytes and the number of rows."""

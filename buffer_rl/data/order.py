@@ -33,7 +33,7 @@ def epoch_order(num_rows: int, *, seed: int, epoch: int, shuffle: bool = True) -
 
 
 class NextRow(NamedTuple):
-    """A row to hand out: the source's number, the row in it, and the epoch that the row belongs to."""
+    """The next row: the source's number, the row in it, and the epoch that the row belongs to."""
 
     source: int
     row: int
@@ -41,7 +41,7 @@ class NextRow(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Where an order stands: the epoch, and how many rows of it were handed out."""
+    """Where an order stands: the epoch, and how many rows of it were drawn."""
 
     epoch: int
     position: int
@@ -65,7 +65,7 @@ class RowOrder(Protocol):
     def next(self) -> NextRow: ...
 
 
-class Passes:
+class EpochIterator:
     """One pass over ``num_rows`` rows after another, each in an order of its own."""
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool) -> None:
@@ -75,8 +75,8 @@ class Passes:
         self.seek(Cursor(0, 0))
 
     @property
-    def num_handed_out(self) -> int:
-        """Rows since the beginning, over all passes."""
+    def num_drawn(self) -> int:
+        """Rows since the beginning, over all epochs."""
         return self.cursor.epoch * self.num_rows + self.cursor.position
 
     def seek(self, cursor: Cursor) -> None:
@@ -103,25 +103,25 @@ class JoinedOrder:
 
     def __init__(self, sizes: Sequence[int], *, seed: int, shuffle: bool) -> None:
         self._ends = list(itertools.accumulate(sizes))
-        self._passes = Passes(self._ends[-1], seed=seed, shuffle=shuffle)
+        self._epochs = EpochIterator(self._ends[-1], seed=seed, shuffle=shuffle)
 
     @property
     def cursors(self) -> list[Cursor]:
         """One for all sources."""
-        return [self._passes.cursor]
+        return [self._epochs.cursor]
 
     @property
     def lengths(self) -> list[int]:
         """The rows of all sources together."""
-        return [self._passes.num_rows]
+        return [self._epochs.num_rows]
 
     def seek(self, cursors: Sequence[Cursor]) -> None:
         (cursor,) = cursors
-        self._passes.seek(cursor)
+        self._epochs.seek(cursor)
 
     def next(self) -> NextRow:
         """The next row."""
-        index, epoch = self._passes.next()
+        index, epoch = self._epochs.next()
         source = bisect.bisect_right(self._ends, index)
         return NextRow(source, index - (self._ends[source - 1] if source else 0), epoch)
 
@@ -140,31 +140,33 @@ class WeightedOrder:
         scale = np.lcm.reduce(np.array([share.denominator for share in shares], dtype=object))
         self._weights = [int(share * int(scale)) for share in shares]
         self._total = sum(self._weights)
-        self._passes = [Passes(size, seed=seed, shuffle=shuffle) for size, seed in zip(sizes, seeds, strict=True)]
-        assert len(self._passes) == len(self._weights)
+        self._epochs = [
+            EpochIterator(size, seed=seed, shuffle=shuffle) for size, seed in zip(sizes, seeds, strict=True)
+        ]
+        assert len(self._epochs) == len(self._weights)
 
     @property
     def cursors(self) -> list[Cursor]:
         """One for each source."""
-        return [passes.cursor for passes in self._passes]
+        return [epochs.cursor for epochs in self._epochs]
 
     @property
     def lengths(self) -> list[int]:
         """The rows of each source."""
-        return [passes.num_rows for passes in self._passes]
+        return [epochs.num_rows for epochs in self._epochs]
 
     def seek(self, cursors: Sequence[Cursor]) -> None:
-        for passes, cursor in zip(self._passes, cursors, strict=True):
-            passes.seek(cursor)
+        for epochs, cursor in zip(self._epochs, cursors, strict=True):
+            epochs.seek(cursor)
 
     def next(self) -> NextRow:
         """The next row."""
         source = self._next_source()
-        return NextRow(source, *self._passes[source].next())
+        return NextRow(source, *self._epochs[source].next())
 
     def _next_source(self) -> int:
         """Of the sources that are behind by 1/(2k - 2) of a group at least, the one whose bound is reached first."""
-        counts = [passes.num_handed_out for passes in self._passes]
+        counts = [epochs.num_drawn for epochs in self._epochs]
         step = sum(counts) + 1
         parts = max(1, 2 * len(counts) - 2)
         behind = [

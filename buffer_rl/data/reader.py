@@ -24,7 +24,7 @@ from buffer_rl.data.dataset import (
     RowKeys,
     Unit,
     build_row,
-    place,
+    row_label,
 )
 from buffer_rl.data.files import DataPath
 from buffer_rl.data.index import DataIndex, LazyRows
@@ -126,7 +126,7 @@ def read_dataset(source: str, keys: RowKeys | None = None, index: DataIndex | No
     """Read and validate ``PATH`` or ``PATH@[start:stop]``.
 
     A large local JSONL file without slice is validated by several processes, and only if it is not known to ``index``
-    (the user's, where None); its rows are read when they are asked for. Everything else is held in memory.
+    (the user's, where None); its rows are read on access. Everything else is held in memory.
 
     Only the rows of the slice are validated. Raises DataError for a file that cannot be read, for the first
     bad rows (at most ``MAX_REPORTED``, all in one error) and where there is no row.
@@ -164,7 +164,7 @@ def _read_indexed(path: str, keys: RowKeys, index: DataIndex) -> PromptDataset:
     try:
         entry = indexed_entry(path, keys, index, lambda digest, rows: _source_hash(digest, 0, rows, keys))
     except BadRowsError as error:
-        _refuse([(place(path, "line", line), reason) for line, reason in error.problems], "line", error.count)
+        _refuse([(row_label(path, "line", line), reason) for line, reason in error.problems], "line", error.count)
     if not len(entry.offsets):
         raise DataError("the file has no rows", where=path, expected="one JSON object a line")
     facts = RowFacts(rewards=entry.rewards, media=entry.media, has_label=entry.has_label)
@@ -191,7 +191,7 @@ def _build_rows(parts: Sequence[OpenPart], first: int, last: int, keys: RowKeys)
     place_of_id: dict[str, str] = {}
     problems: list[tuple[str, str]] = []
     for position, (part, number, record) in enumerate(_records(parts, first, last, keys)):
-        where = place(part.path, part.table.unit, number)
+        where = row_label(part.path, part.table.unit, number)
         try:
             if isinstance(record, RowError):
                 raise record

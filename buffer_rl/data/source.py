@@ -143,7 +143,7 @@ class PromptDataSource:
         return [self._next_group() for _ in range(num_samples)]
 
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
-        """The group ``uid`` made again; it was the ``number``-th that was handed out, counted from 0. Raises DataError
+        """The group ``uid`` made again; it was the ``number``-th that was drawn, counted from 0. Raises DataError
         for a foreign uid."""
         dataset = self._number_of.get(uid.source)
         if dataset is None or not 0 <= uid.row < len(self.datasets[dataset]):
@@ -193,7 +193,7 @@ class PromptDataSource:
 
 
 class EvalSource:
-    """The evaluation sets (``--eval-prompt-data``, ``--eval-config``), each read once and handed out in file order.
+    """The evaluation sets (``--eval-prompt-data``, ``--eval-config``), each read once, with its rows in file order.
 
     args: the flat options; ``DataOptions`` and ``EvalOptions`` are read. Raises ConfigError and DataError.
     """
