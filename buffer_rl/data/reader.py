@@ -28,7 +28,7 @@ from buffer_rl.data.dataset import (
 )
 from buffer_rl.data.files import DataPath
 from buffer_rl.data.index import DataIndex, LazyRows
-from buffer_rl.data.jsonl import JsonlTable
+from buffer_rl.data.jsonl import MAX_PROBLEMS, JsonlTable
 from buffer_rl.data.large_files import BadRowsError, indexed_entry, is_indexed
 from buffer_rl.errors import DataError
 from buffer_rl.redaction import mask_url
@@ -36,7 +36,6 @@ from buffer_rl.redaction import mask_url
 # What counts as data in a folder, besides a suffix of a compression. Other files in it are left alone.
 DATA_SUFFIXES = (".parquet", ".jsonl", ".ndjson")
 _MAGIC = "*?["
-MAX_REPORTED = 20
 
 
 class Table(Protocol):
@@ -129,7 +128,7 @@ def read_dataset(source: str, keys: RowKeys | None = None, index: DataIndex | No
     (the user's, where None); its rows are read on access. Everything else is held in memory.
 
     Only the rows of the slice are validated. Raises DataError for a file that cannot be read, for the first
-    bad rows (at most ``MAX_REPORTED``, all in one error) and where there is no row.
+    bad rows (at most ``MAX_PROBLEMS``, all in one error) and where there is no row.
     """
     keys = keys or RowKeys()
     data_path = DataPath.parse(source)
@@ -226,9 +225,9 @@ def _refuse(problems: list[tuple[str, str]], unit: Unit, count: int = 0) -> NoRe
     """count: how many there are in all, where ``problems`` are the first ones."""
     count = count or len(problems)
     (first, reason), *others = problems
-    more = [f"{where}: {why}" for where, why in others[: MAX_REPORTED - 1]]
-    if count > MAX_REPORTED:
-        more.append(f"... and {count - MAX_REPORTED} more bad {unit}s")
+    more = [f"{where}: {why}" for where, why in others[: MAX_PROBLEMS - 1]]
+    if count > MAX_PROBLEMS:
+        more.append(f"... and {count - MAX_PROBLEMS} more bad {unit}s")
     raise DataError("\n".join([reason, *more]), where=first)
 
 

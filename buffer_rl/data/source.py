@@ -206,11 +206,6 @@ class EvalSource:
             name: read_dataset(eval_set.path, eval_set.row_keys(keys)) for name, eval_set in self._sets.items()
         }
 
-    @property
-    def names(self) -> list[str]:
-        """The sets' names in the order of the options."""
-        return list(self.datasets)
-
     def groups(self, name: str) -> list[SampleGroup]:
         """Fresh groups of one set in file order: ``data_set`` is its name, the epoch 0."""
         dataset, eval_set = self.datasets[name], self._sets[name]

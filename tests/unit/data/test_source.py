@@ -157,7 +157,7 @@ def test_evaluation_sets_are_handed_out_in_file_order(tmp_path: Path) -> None:
     path = write(tmp_path, 4)
     values = {"eval_prompt_data": [f"dev={path}@[1:3]", f"test={path}"], "n_samples_per_eval_prompt": 2}
     source = EvalSource(compose(CORE_SECTIONS).model_validate(values))
-    assert source.names == ["dev", "test"]
+    assert list(source.datasets) == ["dev", "test"]
     dev = source.groups("dev")
     assert [g[0].prompt for g in dev] == ["p1", "p2"]
     assert [(g.data_set, g.uid.row, g.uid.epoch, len(g)) for g in dev] == [("dev", 0, 0, 2), ("dev", 1, 0, 2)]
