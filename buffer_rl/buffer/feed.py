@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import orjson
 
 from buffer_rl.buffer.codec import group_from_json, group_to_json
-from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
+from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.errors import BufferStateError, CheckpointError, DataError
 from buffer_rl.resolution.calls import place
 from buffer_rl.types import GroupUid, SampleGroup

@@ -13,7 +13,7 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.partial import check_versions
 from buffer_rl.buffer.storage.offer import Offer
 from buffer_rl.buffer.wire import Columns
-from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
+from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.types import Column, GroupUid, QueueHeader, RowId, SampleGroup, Ticket
 
 

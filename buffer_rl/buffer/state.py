@@ -20,7 +20,7 @@ from buffer_rl.buffer.pools import Pools
 from buffer_rl.buffer.queue import GroupQueue
 from buffer_rl.buffer.record import RunRecord
 from buffer_rl.buffer.rollouts import POSITION, Lease, OpenRollout, Rollouts
-from buffer_rl.data.delivery import Delivery
+from buffer_rl.data.custom import Delivery
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.types import (
     Column,

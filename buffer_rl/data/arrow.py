@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from buffer_rl.data import files
-from buffer_rl.data.dataset import Unit
-from buffer_rl.data.row import RowError, RowKeys
+from buffer_rl.data.dataset import RowError, RowKeys, Unit
 from buffer_rl.errors import DataError
 
 STATE_FILE = "state.json"
@@ -34,7 +33,7 @@ class ArrowTable:
         return int(self._table.num_rows)
 
     def records(self, first: int, last: int, keys: RowKeys) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
-        """See ``Table.records``.
+        """The records ``first`` to ``last`` (exclusive) of the table.
 
         What a struct leaves out of a chat message comes from Arrow as null; such nulls are taken out of prompts and
         tools. Values that JSON does not have (times, decimals, NaN, bytes) are refused, bytes of multimodal columns

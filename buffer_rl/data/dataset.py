@@ -1,12 +1,17 @@
-"""The rows of one data source (a file, several files, or a slice of them) in order, and the hash that names them."""
+"""One JSON object to one validated ``PromptRow``, and the rows of one data source (a file, several files, or a slice of
+them) in order, with the hash that names them.
+"""
 
 from __future__ import annotations
 
 import bisect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
+from buffer_rl.config import did_you_mean
+from buffer_rl.data.options import DataOptions
 from buffer_rl.redaction import mask_url
 from buffer_rl.types import Prompt
 
@@ -14,7 +19,10 @@ Unit = Literal["line", "row"]
 """How a file's records are counted in errors: lines from 1, or rows from 0 (as slices count them)."""
 
 
-def place(path: str, unit: Unit, number: int) -> str:
+_NO_TOOLS = "'--tool-key none' leaves the field alone"
+
+
+def row_label(path: str, unit: Unit, number: int) -> str:
     """Where a record stands: ``file.jsonl:7`` or ``file.parquet, row 6``."""
     shown = mask_url(path)
     return f"{shown}:{number}" if unit == "line" else f"{shown}, row {number}"
@@ -59,7 +67,7 @@ class RowFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDataset(Sequence[PromptRow]):
-    """Rows in file order; of a large file each is read when it is asked for.
+    """Rows in file order; of a large file each is read on access.
 
     source_hash: 12 hexadecimal digits of the SHA-256 of the file's bytes (decompressed), the slice and the field names.
     It is the ``source`` of every group's uid, so that state saved for other data is recognised.
@@ -77,9 +85,9 @@ class PromptDataset(Sequence[PromptRow]):
     def where(self, row: PromptRow) -> str:
         """The file and the row's line or number, for errors."""
         if not self.parts:
-            return place(self.path, self.unit, row.line)
+            return row_label(self.path, self.unit, row.line)
         part = self.parts[bisect.bisect_right(self.parts, row.row, key=lambda part: part.first) - 1]
-        return place(part.path, part.unit, row.line)
+        return row_label(part.path, part.unit, row.line)
 
     @overload
     def __getitem__(self, index: int) -> PromptRow: ...
@@ -93,3 +101,142 @@ class PromptDataset(Sequence[PromptRow]):
 
     def __iter__(self) -> Iterator[PromptRow]:
         return iter(self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowKeys:
+    """The names of a row's fields. Without ``label`` no labels are read, without ``tools`` no tools.
+
+    multimodal: pairs of a media type and the field that holds it, in the order of the media types.
+    """
+
+    prompt: str = "prompt"
+    label: str | None = "label"
+    metadata: str = "metadata"
+    tools: str | None = "tools"
+    id: str = "id"
+    multimodal: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def from_args(cls, args: DataOptions) -> Self:
+        """The names that the options give."""
+        return cls(
+            prompt=args.input_key,
+            label=args.label_key,
+            metadata=args.metadata_key,
+            tools=args.tool_key,
+            id=args.id_key,
+            multimodal=tuple(sorted((args.multimodal_keys or {}).items())),
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Every field that is read; one may come twice."""
+        named = [self.prompt, self.label, self.metadata, self.tools, self.id]
+        named += [field for _, field in self.multimodal]
+        return [name for name in named if name is not None]
+
+
+class RowError(ValueError):
+    """Why one row is refused; the reader adds file and line."""
+
+
+def build_row(record: dict[str, Any], keys: RowKeys, *, row: int, line: int) -> PromptRow:
+    """Validate one object. Raises RowError with the reason."""
+    if keys.prompt not in record:
+        near = did_you_mean(keys.prompt, record)
+        fields = ", ".join(map(repr, record)) or "none"
+        reason = f"no prompt: the field {keys.prompt!r} is missing (fields: {fields})"
+        raise RowError(f"{reason}; {near}" if near else reason)
+    return PromptRow(
+        row=row,
+        line=line,
+        prompt=_prompt(record[keys.prompt], keys.prompt),
+        label=_label(record.get(keys.label), keys.label) if keys.label is not None else None,
+        metadata=_metadata(record.get(keys.metadata), keys.metadata) | _tools(record, keys.tools),
+        multimodal=_multimodal(record, keys),
+        id=_id(record.get(keys.id), keys.id),
+    )
+
+
+def _prompt(value: Any, key: str) -> Prompt:
+    if isinstance(value, str):
+        if not value.strip():
+            raise RowError(f"the prompt {key!r} is empty")
+        return value
+    if not isinstance(value, list):
+        raise RowError(f"the prompt {key!r} is {_kind(value)}, not text or a list of chat messages")
+    if not value:
+        raise RowError(f"the prompt {key!r} is an empty list of chat messages")
+    for number, message in enumerate(value):
+        _check_message(message, f"message {number} of {key!r}")
+    return value
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, dict):
+        raise RowError(f"{where} is {_kind(message)}, not a mapping with role and content")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RowError(f"{where} has no role")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return
+    if content is None:
+        raise RowError(f"{where} has no content")
+    if not isinstance(content, str | list):
+        raise RowError(f"the content of {where} is {_kind(content)}, not text or a list of parts")
+
+
+def _label(value: Any, key: str | None) -> Any:
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if not (item is None or isinstance(item, str | int | float)):
+            raise RowError(
+                f"the label {key!r} is or holds {_kind(item)}, not text, a number, a boolean, null or a list of these"
+                " (structured answers go into the metadata)"
+            )
+    return value
+
+
+def _metadata(value: Any, key: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RowError(f"the metadata {key!r} is {_kind(value)}, not a mapping")
+    return value
+
+
+def _tools(record: dict[str, Any], key: str | None) -> dict[str, Any]:
+    """What the row adds to its metadata: its tools, under the name that the prompt encoder looks for."""
+    value = record.get(key) if key is not None else None
+    if isinstance(value, str):  # tables hold nested values as JSON text
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(f"the tools {key!r} are text that is no JSON; {_NO_TOOLS}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise RowError(f"the tools {key!r} are {_kind(value)}, not a list of mappings (JSON schemas); {_NO_TOOLS}")
+    return {"tools": value} if value else {}
+
+
+def _multimodal(record: dict[str, Any], keys: RowKeys) -> dict[str, Any] | None:
+    """What the row has of the multimodal fields, untouched."""
+    found = {media: record[field] for media, field in keys.multimodal if record.get(field) is not None}
+    return found or None
+
+
+def _id(value: Any, key: str) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise RowError(f"the id {key!r} is {_kind(value)}, not text or an integer")
+    return str(value)
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls the value's type."""
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+    return names.get(type(value), "null")

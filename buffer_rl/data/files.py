@@ -1,7 +1,8 @@
 """Bytes of data files: local paths, and whatever fsspec reaches (``s3://…``, ``gs://…``, ``hf://…``, ``memory://…``).
 
-A file whose name ends in ``.gz``, ``.bz2`` or ``.xz`` (or in the suffix of another compression that fsspec knows) is
-decompressed. fsspec and its backends are imported when such a path is read, never before.
+A path may have a slice of rows. A file whose name ends in ``.gz``, ``.bz2`` or ``.xz`` (or in the suffix of another
+compression that fsspec knows) is decompressed. fsspec and its backends are imported when such a path is read, never
+before.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ import glob
 import gzip
 import io
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from buffer_rl.errors import DataError
 from buffer_rl.redaction import mask_url
 from buffer_rl.remote import file_system, is_remote, unreadable
 
-__all__ = ["exists", "is_folder", "is_remote", "join", "list_folder", "matches", "read_bytes", "uncompressed_name"]
+_SLICE = re.compile(r"\[\s*([+-]?\d+)?\s*:\s*([+-]?\d+)?\s*\]")
 
+
+__all__ = ["exists", "is_folder", "is_remote", "join", "list_folder", "matches", "read_bytes", "uncompressed_name"]
 _DECOMPRESSORS: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType(
     {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
 )
@@ -34,6 +39,36 @@ _BLOCK_BYTES = 4096  # small: a damaged block is lost as a whole
 _OTHER_SUFFIXES: Mapping[str, str] = MappingProxyType(
     {".zst": "zstd", ".lz4": "lz4", ".snappy": "snappy", ".zip": "zip"}
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPath:
+    """A data file and the slice of its rows that is wanted; ``None`` is an open end."""
+
+    path: str
+    start: int | None = None
+    stop: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``PATH`` or ``PATH@[start:stop]``. Raises DataError for a malformed slice."""
+        path, marker, rest = text.rpartition("@[")
+        if not marker:
+            return cls(path=text)
+        match = _SLICE.fullmatch("[" + rest)
+        if match is None:
+            raise DataError(f"malformed slice '@[{rest}'", where=path, expected="file.jsonl@[start:stop]")
+        start, stop = (int(part) if part else None for part in match.groups())
+        return cls(path=path, start=start, stop=stop)
+
+    @property
+    def sliced(self) -> bool:
+        """Whether only a part of the file is wanted."""
+        return self.start is not None or self.stop is not None
+
+    def __str__(self) -> str:
+        ends = ["" if end is None else str(end) for end in (self.start, self.stop)]
+        return f"{self.path}@[{':'.join(ends)}]" if self.sliced else self.path
 
 
 def read_bytes(path: str) -> bytes:

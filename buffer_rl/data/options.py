@@ -46,5 +46,5 @@ class DataOptions(Section):
     apply_chat_template_kwargs: dict[str, Any] | None = option(
         None, 'what the chat template receives besides messages and tools, for example {"enable_thinking": false}'
     )
-    rollout_shuffle: bool = option(True, "shuffle the rows anew each epoch")
+    rollout_shuffle: bool = option(True, "shuffle the rows in each epoch")
     rollout_seed: int = option(42, "seed of the epoch order and of sampling")

@@ -1,8 +1,17 @@
-"""In which order an epoch visits the rows."""
+"""Which row of which source comes next: the order of an epoch, and several sources as one data set, or each with a
+share of its own.
+
+All orders are functions of the sizes, the shares and the seeds; their cursors are all that a checkpoint needs.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import bisect
+import hashlib
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,3 +30,152 @@ def epoch_order(num_rows: int, *, seed: int, epoch: int, shuffle: bool = True) -
     key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)
     draws: Any = np.random.Philox(key=key).random_raw(num_rows)
     return np.argsort(draws, kind="stable").astype(np.int64)
+
+
+class NextRow(NamedTuple):
+    """The next row: the source's number, the row in it, and the epoch that the row belongs to."""
+
+    source: int
+    row: int
+    epoch: int
+
+
+class Cursor(NamedTuple):
+    """Where an order stands: the epoch, and how many rows of it were drawn."""
+
+    epoch: int
+    position: int
+
+
+class RowOrder(Protocol):
+    """An order without end."""
+
+    @property
+    def cursors(self) -> list[Cursor]: ...
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of rows of one epoch, for each cursor."""
+        ...
+
+    def seek(self, cursors: Sequence[Cursor]) -> None:
+        """Go on from there. One cursor for each that the order has, no position beyond its length."""
+        ...
+
+    def next(self) -> NextRow: ...
+
+
+class EpochIterator:
+    """One pass over ``num_rows`` rows after another, each in an order of its own."""
+
+    def __init__(self, num_rows: int, *, seed: int, shuffle: bool) -> None:
+        self.num_rows = num_rows
+        self._seed = seed
+        self._shuffle = shuffle
+        self.seek(Cursor(0, 0))
+
+    @property
+    def num_drawn(self) -> int:
+        """Rows since the beginning, over all epochs."""
+        return self.cursor.epoch * self.num_rows + self.cursor.position
+
+    def seek(self, cursor: Cursor) -> None:
+        """Go on from ``cursor``."""
+        self.cursor = cursor
+        self._order: NDArray[np.int64] = epoch_order(
+            self.num_rows, seed=self._seed, epoch=cursor.epoch, shuffle=self._shuffle
+        )
+
+    def next(self) -> tuple[int, int]:
+        """The next row and its epoch."""
+        if self.cursor.position == self.num_rows:
+            self.seek(Cursor(self.cursor.epoch + 1, 0))
+        epoch, position = self.cursor
+        self.cursor = Cursor(epoch, position + 1)
+        return int(self._order[position]), epoch
+
+
+class JoinedOrder:
+    """Several sources as one data set: an epoch visits every row of every source once, all shuffled together.
+
+    Without shuffling: the first source's rows in file order, then the second's, and so on.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, seed: int, shuffle: bool) -> None:
+        self._ends = list(itertools.accumulate(sizes))
+        self._epochs = EpochIterator(self._ends[-1], seed=seed, shuffle=shuffle)
+
+    @property
+    def cursors(self) -> list[Cursor]:
+        """One for all sources."""
+        return [self._epochs.cursor]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The rows of all sources together."""
+        return [self._epochs.num_rows]
+
+    def seek(self, cursors: Sequence[Cursor]) -> None:
+        (cursor,) = cursors
+        self._epochs.seek(cursor)
+
+    def next(self) -> NextRow:
+        """The next row."""
+        index, epoch = self._epochs.next()
+        source = bisect.bisect_right(self._ends, index)
+        return NextRow(source, index - (self._ends[source - 1] if source else 0), epoch)
+
+
+class WeightedOrder:
+    """Each source with a share of the groups and with epochs of its own.
+
+    After any number t of groups, source i gave fewer than one group more or less than ``t * weight_i / sum(weights)``:
+    which source is next follows R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980), whose
+    bound is 1 - 1/(2k - 2) for k sources. A source's epoch visits each of its rows once before its next epoch begins.
+    Fractions, not floating point: the choice depends on nothing but the counts.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seeds: Sequence[int], shuffle: bool) -> None:
+        shares = [Fraction(str(weight)) for weight in weights]
+        scale = np.lcm.reduce(np.array([share.denominator for share in shares], dtype=object))
+        self._weights = [int(share * int(scale)) for share in shares]
+        self._total = sum(self._weights)
+        self._epochs = [
+            EpochIterator(size, seed=seed, shuffle=shuffle) for size, seed in zip(sizes, seeds, strict=True)
+        ]
+        assert len(self._epochs) == len(self._weights)
+
+    @property
+    def cursors(self) -> list[Cursor]:
+        """One for each source."""
+        return [epochs.cursor for epochs in self._epochs]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The rows of each source."""
+        return [epochs.num_rows for epochs in self._epochs]
+
+    def seek(self, cursors: Sequence[Cursor]) -> None:
+        for epochs, cursor in zip(self._epochs, cursors, strict=True):
+            epochs.seek(cursor)
+
+    def next(self) -> NextRow:
+        """The next row."""
+        source = self._next_source()
+        return NextRow(source, *self._epochs[source].next())
+
+    def _next_source(self) -> int:
+        """Of the sources that are behind by 1/(2k - 2) of a group at least, the one whose bound is reached first."""
+        counts = [epochs.num_drawn for epochs in self._epochs]
+        step = sum(counts) + 1
+        parts = max(1, 2 * len(counts) - 2)
+        behind = [
+            step * weight - count * self._total for weight, count in zip(self._weights, counts, strict=True)
+        ]  # in units of 1 / total
+        due = [source for source, lag in enumerate(behind) if parts * lag >= self._total]
+        return min(due, key=lambda i: Fraction(self._total * (parts - 1) - parts * behind[i], parts * self._weights[i]))
+
+
+def seed_of_source(seed: int, source_hash: str) -> int:
+    """A seed of the source's own: sources of equal length must not be visited in the same order."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{source_hash}".encode()).digest()[:8], "big")

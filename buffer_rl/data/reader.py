@@ -10,29 +10,125 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
-from buffer_rl.data.dataset import FilePart, PromptDataset, PromptRow, RowFacts, Unit, place
-from buffer_rl.data.index import DataIndex
-from buffer_rl.data.indexed import BadRowsError, indexed_entry, is_indexed
-from buffer_rl.data.lazy_rows import LazyRows
-from buffer_rl.data.parts import OpenPart, open_parts
-from buffer_rl.data.path import DataPath
-from buffer_rl.data.row import RowError, RowKeys, build_row
+from buffer_rl.data import files
+from buffer_rl.data.arrow import SPLITS_FILE, STATE_FILE, read_parquet, read_saved_folder
+from buffer_rl.data.dataset import (
+    FilePart,
+    PromptDataset,
+    PromptRow,
+    RowError,
+    RowFacts,
+    RowKeys,
+    Unit,
+    build_row,
+    row_label,
+)
+from buffer_rl.data.files import DataPath
+from buffer_rl.data.index import DataIndex, LazyRows
+from buffer_rl.data.jsonl import MAX_PROBLEMS, JsonlTable
+from buffer_rl.data.large_files import BadRowsError, indexed_entry, is_indexed
 from buffer_rl.errors import DataError
 from buffer_rl.redaction import mask_url
 
-MAX_REPORTED = 20
+# What counts as data in a folder, besides a suffix of a compression. Other files in it are left alone.
+DATA_SUFFIXES = (".parquet", ".jsonl", ".ndjson")
+_MAGIC = "*?["
+
+
+class Table(Protocol):
+    """The records of one file or folder."""
+
+    @property
+    def unit(self) -> Unit: ...
+
+    @property
+    def contents(self) -> Sequence[bytes]:
+        """The bytes that the records were read from; what the source hash covers."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def records(self, first: int, last: int, keys: RowKeys) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
+        """The records ``first`` to ``last`` (exclusive): the number of each one's line or row, and what it holds or
+        why it cannot be read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenPart:
+    """One file's records. start: number of records in the files before it."""
+
+    path: str
+    table: Table
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Number of records up to the end of this file."""
+        return self.start + len(self.table)
+
+
+def open_parts(path: str) -> list[OpenPart]:
+    """The files behind ``path`` in the order of their names. Raises DataError if there is none or one is unreadable.
+
+    A folder that Hugging Face's ``Dataset.save_to_disk`` wrote is one part; of any other folder, its data files
+    (``DATA_SUFFIXES``), those in folders below it and those that begin with ``.`` or ``_`` excepted.
+    """
+    if _is_pattern(path):
+        paths = files.matches(path)
+        if not paths:
+            raise DataError("no file matches the pattern", where=mask_url(path))
+    elif files.is_folder(path) and not _is_saved_folder(path):
+        paths = [files.join(path, name) for name in files.list_folder(path) if _is_data(name)]
+        if not paths:
+            raise DataError(
+                "there are no data files in the folder",
+                where=mask_url(path),
+                expected=f"files {', '.join(DATA_SUFFIXES)}, or a folder that Dataset.save_to_disk wrote "
+                f"(with {STATE_FILE})",
+            )
+    else:
+        paths = [path]
+    parts: list[OpenPart] = []
+    for each in paths:
+        parts.append(OpenPart(path=each, table=_open(each), start=parts[-1].stop if parts else 0))
+    return parts
+
+
+def _open(path: str) -> Table:
+    if files.is_folder(path):
+        return read_saved_folder(path)
+    if files.uncompressed_name(path).lower().endswith(".parquet"):
+        return read_parquet(path)
+    return JsonlTable(files.read_bytes(path))
+
+
+def _is_pattern(path: str) -> bool:
+    """Whether ``path`` is to be matched: ``?`` begins the query of a web address, and a file may have such a name."""
+    if path.startswith(("http://", "https://")) or not any(character in path for character in _MAGIC):
+        return False
+    return not files.exists(path)
+
+
+def _is_saved_folder(path: str) -> bool:
+    return any(files.exists(files.join(path, name)) for name in (STATE_FILE, SPLITS_FILE))
+
+
+def _is_data(name: str) -> bool:
+    return not name.startswith((".", "_")) and files.uncompressed_name(name).lower().endswith(DATA_SUFFIXES)
 
 
 def read_dataset(source: str, keys: RowKeys | None = None, index: DataIndex | None = None) -> PromptDataset:
     """Read and validate ``PATH`` or ``PATH@[start:stop]``.
 
     A large local JSONL file without slice is validated by several processes, and only if it is not known to ``index``
-    (the user's, where None); its rows are read when they are asked for. Everything else is held in memory.
+    (the user's, where None); its rows are read on access. Everything else is held in memory.
 
     Only the rows of the slice are validated. Raises DataError for a file that cannot be read, for the first
-    bad rows (at most ``MAX_REPORTED``, all in one error) and where there is no row.
+    bad rows (at most ``MAX_PROBLEMS``, all in one error) and where there is no row.
     """
     keys = keys or RowKeys()
     data_path = DataPath.parse(source)
@@ -67,7 +163,7 @@ def _read_indexed(path: str, keys: RowKeys, index: DataIndex) -> PromptDataset:
     try:
         entry = indexed_entry(path, keys, index, lambda digest, rows: _source_hash(digest, 0, rows, keys))
     except BadRowsError as error:
-        _refuse([(place(path, "line", line), reason) for line, reason in error.problems], "line", error.count)
+        _refuse([(row_label(path, "line", line), reason) for line, reason in error.problems], "line", error.count)
     if not len(entry.offsets):
         raise DataError("the file has no rows", where=path, expected="one JSON object a line")
     facts = RowFacts(rewards=entry.rewards, media=entry.media, has_label=entry.has_label)
@@ -94,7 +190,7 @@ def _build_rows(parts: Sequence[OpenPart], first: int, last: int, keys: RowKeys)
     place_of_id: dict[str, str] = {}
     problems: list[tuple[str, str]] = []
     for position, (part, number, record) in enumerate(_records(parts, first, last, keys)):
-        where = place(part.path, part.table.unit, number)
+        where = row_label(part.path, part.table.unit, number)
         try:
             if isinstance(record, RowError):
                 raise record
@@ -129,9 +225,9 @@ def _refuse(problems: list[tuple[str, str]], unit: Unit, count: int = 0) -> NoRe
     """count: how many there are in all, where ``problems`` are the first ones."""
     count = count or len(problems)
     (first, reason), *others = problems
-    more = [f"{where}: {why}" for where, why in others[: MAX_REPORTED - 1]]
-    if count > MAX_REPORTED:
-        more.append(f"... and {count - MAX_REPORTED} more bad {unit}s")
+    more = [f"{where}: {why}" for where, why in others[: MAX_PROBLEMS - 1]]
+    if count > MAX_PROBLEMS:
+        more.append(f"... and {count - MAX_PROBLEMS} more bad {unit}s")
     raise DataError("\n".join([reason, *more]), where=first)
 
 

@@ -2,41 +2,108 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections import deque
+import copy
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from buffer_rl.data.dataset import PromptDataset
-from buffer_rl.data.eval_config import eval_sets_of
-from buffer_rl.data.groups import make_group
-from buffer_rl.data.mixing import Cursor, JoinedOrder, RowOrder, WeightedOrder, seed_of_source
+from buffer_rl.data.dataset import PromptDataset, PromptRow, RowKeys
+from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.options import DataOptions
+from buffer_rl.data.order import Cursor, JoinedOrder, RowOrder, WeightedOrder, seed_of_source
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.data.row import RowKeys
-from buffer_rl.data.training_files import check_sources, read_sources
-from buffer_rl.errors import CheckpointError, DataError
-from buffer_rl.types import GroupUid, SampleGroup
+from buffer_rl.errors import CheckpointError, ConfigError, DataError
+from buffer_rl.redaction import mask_url
+from buffer_rl.types import GroupUid, Sample, SampleGroup
 
 STATE_FORMAT = 2
 
 
-class _EvalArgs(Protocol):
-    @property
-    def eval_prompt_data(self) -> list[str]: ...
-    @property
-    def eval_config(self) -> str | None: ...
-    @property
-    def n_samples_per_eval_prompt(self) -> int: ...
+def check_sources(options: DataOptions) -> None:
+    """Raises ConfigError if no source is named, or if the weights do not fit the sources. Reads no file."""
+    if not options.prompt_data:
+        raise ConfigError("there are no training prompts", where="--prompt-data")
+    weights = options.prompt_data_weights
+    if weights is None:
+        return
+    if len(weights) != len(options.prompt_data):
+        raise ConfigError(
+            f"there are {len(weights)} weights and {len(options.prompt_data)} sources",
+            where="--prompt-data-weights",
+            expected="one weight for each source of --prompt-data, in its order",
+        )
+    if any(weight <= 0 for weight in weights):
+        raise ConfigError(
+            f"the weights are {weights}",
+            where="--prompt-data-weights",
+            expected="numbers greater than 0",
+            hint="leave out the source that nothing should come from",
+        )
+
+
+def read_sources(options: DataOptions) -> list[PromptDataset]:
+    """Every source of ``--prompt-data``, validated. Raises DataError, also where two hold the same rows and where
+    no row of any has a field of ``--multimodal-keys``."""
+    keys = RowKeys.from_args(options)
+    datasets: list[PromptDataset] = []
+    for source in options.prompt_data or ():
+        dataset = read_dataset(source, keys)
+        for earlier in datasets:
+            if earlier.source_hash == dataset.source_hash:
+                raise DataError(
+                    "the same rows come twice",
+                    where=mask_url(f"--prompt-data: {earlier.path} and {source}"),
+                    hint="name the source once, with a greater weight in --prompt-data-weights",
+                )
+        datasets.append(dataset)
+    # Of all sources together: one with images may be mixed with one of text alone.
+    for media, field in keys.multimodal:
+        if all(media not in dataset.facts.media for dataset in datasets):
+            raise DataError(
+                f"no row of any source has the {media} field {field!r}",
+                where="--multimodal-keys",
+                hint="see the fields that the rows have",
+            )
+    return datasets
+
+
+def make_group(
+    row: PromptRow,
+    uid: GroupUid,
+    *,
+    num_samples: int,
+    group_index: int,
+    index: int,
+    data_set: str = "",
+    sampling_params: dict[str, Any] | None = None,
+    rm_type: str = "",
+) -> SampleGroup:
+    """A group of empty samples for one row. Samples share nothing that can be changed, multimodal values excepted:
+    they may be large.
+
+    group_index: running number of the group; index: running number of its first sample.
+    """
+    samples = [
+        Sample(
+            uid=uid,
+            sample_index=number,
+            group_index=group_index,
+            index=index + number,
+            prompt=copy.deepcopy(row.prompt),
+            multimodal_inputs=None if row.multimodal is None else dict(row.multimodal),
+            label=copy.deepcopy(row.label),
+            metadata=copy.deepcopy(row.metadata),
+        )
+        for number in range(num_samples)
+    ]
+    params = dict(sampling_params or {})
+    return SampleGroup(uid=uid, samples=samples, data_set=data_set, sampling_params=params, rm_type=rm_type)
 
 
 class PromptDataSource:
-    """The training prompts (``--prompt-data``) in epoch order, without end. A ``DataSource``; not thread-safe.
+    """The training prompts (``--prompt-data``) in epoch order, without end. Not thread-safe.
 
     Several sources are one data set, or have shares of their own (``--prompt-data-weights``): see
-    ``buffer_rl.data.mixing``. A group's uid names its source, the row in it, and the epoch that the row belongs to.
+    ``buffer_rl.data.order``. A group's uid names its source, the row in it, and the epoch that the row belongs to.
 
     args: the flat options; ``DataOptions``, ``n_samples_per_prompt`` and ``rollout_batch_size`` are read.
     Raises ConfigError without ``--prompt-data`` or for unfit weights, DataError for bad data.
@@ -55,7 +122,6 @@ class PromptDataSource:
         self._groups_per_rollout: int = args.rollout_batch_size
         self._group_index = 0
         self._index = 0
-        self._returned: deque[SampleGroup] = deque()
 
     @property
     def source_hashes(self) -> list[str]:
@@ -71,28 +137,18 @@ class PromptDataSource:
         return max(1, len(self) // self._groups_per_rollout)
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
-        """The next ``num_samples`` **groups**: first those given back, then rows in epoch order."""
+        """The next ``num_samples`` **groups**, in epoch order."""
         if num_samples < 0:
             raise ValueError(f"cannot hand out {num_samples} groups")
-        return [self._returned.popleft() if self._returned else self._next_group() for _ in range(num_samples)]
+        return [self._next_group() for _ in range(num_samples)]
 
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
-        """The group ``uid`` made again; it was the ``number``-th that was handed out, counted from 0. Raises DataError
+        """The group ``uid`` made again; it was the ``number``-th that was drawn, counted from 0. Raises DataError
         for a foreign uid."""
         dataset = self._number_of.get(uid.source)
         if dataset is None or not 0 <= uid.row < len(self.datasets[dataset]):
             raise DataError(f"the group {uid} is not from this data source", where=", ".join(self.source_hashes))
         return self._group(uid, number, number * self._samples_per_group, self._samples_per_group)
-
-    def add_samples(self, groups: list[SampleGroup]) -> None:
-        """Take groups back, as prompts only; they are handed out again first. Raises DataError for foreign groups."""
-        for group in groups:
-            number = self._number_of.get(group.uid.source)
-            if number is None or not 0 <= group.uid.row < len(self.datasets[number]):
-                raise DataError(
-                    f"the group {group.uid} is not from this data source", where=", ".join(self.source_hashes)
-                )
-        self._returned.extend(group.as_prompts() for group in groups)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands, as JSON values; the same sources go on from it exactly."""
@@ -105,16 +161,14 @@ class PromptDataSource:
             "cursors": [list(cursor) for cursor in self._order.cursors],
             "group_index": self._group_index,
             "index": self._index,
-            "returned": [
-                [str(group.uid), group[0].group_index, group[0].index, len(group)] for group in self._returned
-            ],
+            "returned": [],  # groups that were given back, which the format has and no run writes
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state_dict``. Raises CheckpointError, changing nothing, if the state is of other data,
         of another order or damaged."""
         mine = self.state_dict()
-        for name in ("format", "sources", "weights", "seed", "shuffle"):
+        for name in ("format", "sources", "weights", "seed", "shuffle", "returned"):
             if name not in state or state[name] != mine[name]:
                 raise CheckpointError(
                     f"the saved data source has {name} {state.get(name)!r}, this one {mine[name]!r}",
@@ -122,31 +176,8 @@ class PromptDataSource:
                 )
         cursors = _cursors(state.get("cursors"), self._order.lengths)
         group_index, index = (_count(state.get(name), name) for name in ("group_index", "index"))
-        try:
-            returned = [self._group(GroupUid.parse(uid), *numbers) for uid, *numbers in state["returned"]]
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the saved groups that were given back are damaged: {error!r}") from error
-        self._group_index, self._index, self._returned = group_index, index, deque(returned)
+        self._group_index, self._index = group_index, index
         self._order.seek(cursors)
-
-    def save(self, path: str) -> None:
-        """Write the state as JSON: temporary file, fsync, rename."""
-        temporary = f"{path}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(self.state_dict(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-
-    def load(self, path: str) -> None:
-        """Read what ``save`` wrote. Raises CheckpointError if it is missing, damaged or of other data."""
-        try:
-            state = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot read the data source's state: {error}", where=path) from error
-        if not isinstance(state, dict):
-            raise CheckpointError("the data source's state is not a mapping", where=path)
-        self.load_state_dict(state)
 
     def _next_group(self) -> SampleGroup:
         source, row, epoch = self._order.next()
@@ -157,31 +188,23 @@ class PromptDataSource:
         return group
 
     def _group(self, uid: GroupUid, group_index: int, index: int, count: int) -> SampleGroup:
-        if uid.row < 0:
-            raise IndexError(f"there is no row {uid.row}")
         row = self.datasets[self._number_of[uid.source]][uid.row]
         return make_group(row, uid, num_samples=count, group_index=group_index, index=index)
 
 
 class EvalSource:
-    """The evaluation sets (``--eval-prompt-data``, ``--eval-config``), each read once and handed out in file order.
+    """The evaluation sets (``--eval-prompt-data``, ``--eval-config``), each read once, with its rows in file order.
 
     args: the flat options; ``DataOptions`` and ``EvalOptions`` are read. Raises ConfigError and DataError.
     """
 
     def __init__(self, args: Any) -> None:
-        options: _EvalArgs = args
         keys = RowKeys.from_args(args)
-        self._samples_per_group = options.n_samples_per_eval_prompt
-        self._sets = {eval_set.name: eval_set for eval_set in eval_sets_of(options)}
+        self._samples_per_group: int = args.n_samples_per_eval_prompt
+        self._sets = {eval_set.name: eval_set for eval_set in eval_sets_of(args)}
         self.datasets: dict[str, PromptDataset] = {
             name: read_dataset(eval_set.path, eval_set.row_keys(keys)) for name, eval_set in self._sets.items()
         }
-
-    @property
-    def names(self) -> list[str]:
-        """The sets' names in the order of the options."""
-        return list(self.datasets)
 
     def groups(self, name: str) -> list[SampleGroup]:
         """Fresh groups of one set in file order: ``data_set`` is its name, the epoch 0."""

@@ -26,7 +26,7 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.rollout.source.client import SourceClient
+from buffer_rl.rollout.data_source import SourceClient
 from buffer_rl.rollout.user_functions import LogFunctions, choose_queued, resolve_function
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.types import RolloutReport, Ticket

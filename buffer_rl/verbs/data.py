@@ -11,9 +11,9 @@ from dataclasses import asdict
 from typing import Any
 
 from buffer_rl.configuration.values import convert, option_type
+from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.options import DataOptions
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.data.row import RowKeys
 from buffer_rl.data.stats import dataset_stats, stats_text
 from buffer_rl.errors import DataError
 

@@ -15,8 +15,8 @@ from buffer_rl.checkpoint import opened_checkpoint
 from buffer_rl.config import compose
 from buffer_rl.configuration.help import add_options, given_flags
 from buffer_rl.configuration.sources import resolve
+from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.data.row import RowKeys
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.prompts import PromptEncoder, check_template_kwargs, load_tokenizer

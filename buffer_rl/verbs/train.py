@@ -17,11 +17,10 @@ from buffer_rl.checkpoint import open_checkpoint
 from buffer_rl.config import Section, compose, plugin_kind_of
 from buffer_rl.configuration.help import add_options, given_flags
 from buffer_rl.configuration.sources import Resolved, resolve
-from buffer_rl.data.dataset import PromptDataset
-from buffer_rl.data.eval_config import eval_sets_of
+from buffer_rl.data.dataset import PromptDataset, RowKeys
+from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.data.row import RowKeys
-from buffer_rl.data.training_files import read_sources
+from buffer_rl.data.source import read_sources
 from buffer_rl.driver.checks import check_options, notices
 from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError, DataError, PluginError

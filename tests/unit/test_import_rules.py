@@ -19,6 +19,7 @@ RAY_MODULES = (
     "buffer_rl/weights/publish.py",
     "buffer_rl/cluster/*.py",
     "buffer_rl/driver/runtime.py",
+    "buffer_rl/rollout/data_source.py",
     "buffer_rl/train/group.py",
 )
 OPTIONS_MAY_IMPORT = {"__future__", "typing", "buffer_rl.config"}

@@ -46,7 +46,7 @@ def make_state(
         plane=LocalDataPlane(),
         eval_plane=LocalDataPlane(),
         groups_per_step=groups_per_step,
-        eval_groups=lambda: [group for name in evals.names for group in evals.groups(name)],
+        eval_groups=lambda: [group for name in evals.datasets for group in evals.groups(name)],
         max_staleness=max_staleness,
     )
 

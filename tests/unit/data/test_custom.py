@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.data.custom import CustomSource
-from buffer_rl.data.custom_groups import GroupReader, source_name
-from buffer_rl.data.delivery import Delivery, DeliveryRequest
+from buffer_rl.data.custom import CustomSource, Delivery, DeliveryRequest, GroupReader, source_name
 from buffer_rl.errors import BufferRLError, DataError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.data.eval_config import eval_sets_of, read_eval_config
+from buffer_rl.data.eval_sets import eval_sets_of, read_eval_config
 from buffer_rl.data.source import EvalSource
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
@@ -59,7 +59,7 @@ def test_groups_carry_what_their_set_says(tmp_path: Path) -> None:
     path = write(tmp_path)
     args = options(eval_config=path, eval_prompt_data=[f"plain={tmp_path}/rows.jsonl"], n_samples_per_eval_prompt=2)
     source = EvalSource(args)
-    assert source.names == ["plain", "aime", "dev"]
+    assert list(source.datasets) == ["plain", "aime", "dev"]
     (dev,) = source.groups("dev")
     assert (dev[0].prompt, dev[0].metadata, len(dev)) == ("q0", {"n": 7, "level": 3}, 4)
     assert [group[0].metadata["rm_type"] for group in source.groups("aime")] == ["numeric"] * 2

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.data.path import DataPath
+from buffer_rl.data.dataset import RowKeys
+from buffer_rl.data.files import DataPath
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.data.row import RowKeys
 from buffer_rl.errors import DataError
 
 

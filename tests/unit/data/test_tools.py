@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.data.row import RowKeys
 from buffer_rl.errors import DataError
 
 TOOLS = [

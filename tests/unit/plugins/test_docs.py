@@ -13,8 +13,7 @@ import torch
 
 from buffer_rl.config import compose, flag_of, plugin_kind_of
 from buffer_rl.contracts import LossInputs
-from buffer_rl.data.custom import CustomSource
-from buffer_rl.data.delivery import DeliveryRequest
+from buffer_rl.data.custom import CustomSource, DeliveryRequest
 from buffer_rl.errors import PluginError
 from buffer_rl.hookspecs import Hooks
 from buffer_rl.kinds import KINDS

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.data.custom import CustomSource
-from buffer_rl.data.delivery import DeliveryRequest
+from buffer_rl.data.custom import CustomSource, DeliveryRequest
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.errors import BufferRLError, PluginError
 from buffer_rl.kinds import KINDS

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.data.custom import CustomSource
-from buffer_rl.data.delivery import DeliveryRequest
+from buffer_rl.data.custom import CustomSource, DeliveryRequest
 from buffer_rl.errors import DataError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry

@@ -1,31 +1,123 @@
-"""Large JSONL files: validated by several processes, or not at all where the index knows them."""
+"""Large JSONL files: validated by several processes, or not at all where the index knows them.
+
+A process is one of its own program, ``python -m buffer_rl.data.large_files``, not a fork, which would copy Ray's and
+torch's threads, and not ``multiprocessing``, which imports the caller's script again. The child reads its job as JSON
+and writes JSON and arrays of numbers.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import struct
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from buffer_rl.data import files
-from buffer_rl.data.index import DataIndex, Identity, IndexEntry, now_ns
-from buffer_rl.data.lazy_rows import LazyRows
-from buffer_rl.data.row import RowKeys
-from buffer_rl.data.scan import MAX_PROBLEMS, RangeScan, scan_range
-from buffer_rl.data.scan_process import ScanProcesses
+from buffer_rl.data.dataset import RowKeys
+from buffer_rl.data.index import DataIndex, Identity, IndexEntry, LazyRows
+from buffer_rl.data.jsonl import MAX_PROBLEMS, RangeScan, scan_range
 from buffer_rl.errors import DataError
 
+TIMEOUT_S = 3600.0
+"""Deadline of one file; a gigabyte takes one process a quarter of a minute."""
+_HEADER = struct.Struct("<QQQQ")  # bytes of the JSON, and numbers of rows, of ids and of ids
 SourceHash = Callable[["hashlib._Hash", int], str]
 """The source hash from the digest of the file's bytes and the number of rows."""
 Problems = list[tuple[int, str]]
 """Lines from 1, and what is wrong in them."""
 _HASH_BLOCK = 1 << 20
+
+
+class ScanProcesses:
+    """One process for each range. Use it as a context manager: leaving it ends them all."""
+
+    def __init__(self, path: str, ranges: Sequence[tuple[int, int]], keys: RowKeys) -> None:
+        self._path = path
+        package = str(Path(__file__).parents[2])
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for start, stop in ranges:
+                job = json.dumps({"path": str(Path(path).absolute()), "start": start, "stop": stop, **asdict(keys)})
+                process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, job], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
+                )
+                self._processes.append(process)
+        except BaseException:
+            self._end()
+            raise
+
+    def __enter__(self) -> ScanProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def results(self) -> list[RangeScan]:
+        """What each found, in the order of the ranges. Raises DataError if one ends without an answer."""
+        deadline = time.monotonic() + TIMEOUT_S
+        found = []
+        for process in self._processes:
+            try:
+                answer, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise DataError(f"the rows were not read within {TIMEOUT_S:g} s", where=self._path) from None
+            if process.returncode:
+                said = errors.decode(errors="replace").strip().splitlines()[-1:] or [f"status {process.returncode}"]
+                raise DataError(f"a process that read the file ended: {said[0]}", where=self._path)
+            found.append(_unpacked(answer))
+        return found
+
+    def _end(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Scan one range and write what was found."""
+    (text,) = sys.argv[1:] if argv is None else argv
+    job: dict[str, Any] = json.loads(text)
+    path, start, stop = (job.pop(name) for name in ("path", "start", "stop"))
+    keys = RowKeys(**{**job, "multimodal": tuple((media, name) for media, name in job["multimodal"])})
+    with open(path, "rb", buffering=1 << 20) as file:
+        sys.stdout.buffer.write(_packed(scan_range(file, start, stop, keys)))
+    return 0
+
+
+def _packed(scan: RangeScan) -> bytes:
+    facts = {
+        name: getattr(scan, name) for name in ("num_lines", "num_problems", "problems", "jumps", "rewards", "has_label")
+    }
+    text = json.dumps({**facts, "media": sorted(scan.media)}).encode()
+    arrays = (scan.offsets, scan.id_rows, scan.id_hashes)
+    return b"".join([_HEADER.pack(len(text), *map(len, arrays)), text, *(array.tobytes() for array in arrays)])
+
+
+def _unpacked(answer: bytes) -> RangeScan:
+    length, *counts = _HEADER.unpack_from(answer)
+    position = _HEADER.size + length
+    facts = json.loads(answer[_HEADER.size : position])
+    for name in ("problems", "jumps"):
+        facts[name] = [(number, other) for number, other in facts[name]]
+    facts["media"] = set(facts["media"])
+    found = RangeScan(**facts)
+    for numbers, count in zip((found.offsets, found.id_rows, found.id_hashes), counts, strict=True):
+        numbers.frombytes(answer[position : position + count * 8])
+        position += count * 8
+    return found
 
 
 class BadRowsError(Exception):
@@ -59,7 +151,7 @@ def indexed_entry(path: str, keys: RowKeys, index: DataIndex, source_hash: Sourc
             if found is not entry:
                 index.save(path, keys, found)
             return found
-        checked_ns = now_ns()
+        checked_ns = time.time_ns()
         entry = _validated(path, keys, index, identity, checked_ns, source_hash)
         if Identity.of(os.stat(path)) != identity:
             _refuse_changed(path)
@@ -76,7 +168,7 @@ def _still_good(path: str, identity: Identity, entry: IndexEntry) -> IndexEntry 
         return entry
     if identity.size != entry.identity.size:
         return None
-    checked_ns = now_ns()
+    checked_ns = time.time_ns()
     if _content_hash(path).hexdigest() != entry.content_sha256:
         return None
     if Identity.of(os.stat(path)) != identity:
@@ -113,7 +205,7 @@ def _merged(
     name: SourceHash,
 ) -> IndexEntry:
     """rows, lines: how many there are before each scan."""
-    offsets = np.concatenate([scan.offsets for scan in scans])
+    offsets = np.concatenate([np.asarray(scan.offsets) for scan in scans])
     rewards: dict[str, int] = {}
     jumps: list[tuple[int, int]] = []
     for row, line, scan in zip(rows, lines, scans, strict=True):
@@ -138,8 +230,8 @@ def _refuse_repeated_ids(
     path: str, keys: RowKeys, entry: IndexEntry, before: Sequence[int], scans: Sequence[RangeScan]
 ) -> None:
     """Raises BadRowsError where two rows have one id; rows of equal hashes are read again to see whether they do."""
-    id_rows = np.concatenate([scan.id_rows + row for row, scan in zip(before, scans, strict=True)])
-    hashes = np.concatenate([scan.id_hashes for scan in scans])
+    id_rows = np.concatenate([np.asarray(scan.id_rows) + row for row, scan in zip(before, scans, strict=True)])
+    hashes = np.concatenate([np.asarray(scan.id_hashes) for scan in scans])
     order = np.argsort(hashes, kind="stable")  # among equals, the earlier row first
     is_later = np.concatenate(([False], hashes[order][1:] == hashes[order][:-1]))
     if not is_later.any():
@@ -185,3 +277,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 def _refuse_changed(path: str) -> NoReturn:
     raise DataError("the file was changed while it was read", where=path, hint="start again when it is complete")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,13 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.data import indexed
-from buffer_rl.data.dataset import PromptDataset
-from buffer_rl.data.index import MAX_ENTRIES, DataIndex, cache_folder
-from buffer_rl.data.lazy_rows import LazyRows
+from buffer_rl.data import large_files
+from buffer_rl.data.dataset import PromptDataset, RowKeys
+from buffer_rl.data.index import MAX_ENTRIES, DataIndex, LazyRows, cache_folder
+from buffer_rl.data.jsonl import scan_range
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.data.row import RowKeys
-from buffer_rl.data.scan import scan_range
 from buffer_rl.errors import DataError
 
 KEYS = RowKeys()
@@ -47,13 +45,13 @@ def by_three(index: DataIndex) -> DataIndex:
 def parses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A path for each time that a file is parsed as a whole."""
     found: list[str] = []
-    scans = indexed._scans
+    scans = large_files._scans
 
     def counted(path: str, keys: RowKeys, ranges: Any) -> Any:
         found.append(path)
         return scans(path, keys, ranges)
 
-    monkeypatch.setattr(indexed, "_scans", counted)
+    monkeypatch.setattr(large_files, "_scans", counted)
     return found
 
 
@@ -194,7 +192,7 @@ def test_a_change_in_the_same_instant_with_the_same_size_is_seen(index: DataInde
     Path(path).write_bytes(Path(path).read_bytes().replace(b'"a"', b'"z"'))
     entry = index.load(path, KEYS)
     assert entry is not None
-    index.save(path, KEYS, replace(entry, identity=indexed.Identity.of(os.stat(path)), checked_ns=time.time_ns()))
+    index.save(path, KEYS, replace(entry, identity=large_files.Identity.of(os.stat(path)), checked_ns=time.time_ns()))
     again = read_dataset(path, KEYS, index)
     assert again.source_hash != first.source_hash
     assert again.source_hash == read_dataset(path, KEYS, in_memory(tmp_path)).source_hash
@@ -295,8 +293,7 @@ def test_rows_are_a_sequence(index: DataIndex, tmp_path: Path) -> None:
 def test_a_line_that_is_too_long_is_named_and_the_next_ones_are_read(
     index: DataIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("scan", "jsonl"):
-        monkeypatch.setattr(f"buffer_rl.data.{module}.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("buffer_rl.data.jsonl.MAX_LINE_BYTES", 100)
     path = write(tmp_path / "d.jsonl", [GOOD[0], b'{"prompt": "%s"}' % (b"x" * 5000), GOOD[0], b"{"])
     said = outcome(path, index)
     assert said == outcome(path, in_memory(tmp_path))
@@ -309,11 +306,11 @@ def test_a_line_that_is_too_long_is_named_and_the_next_ones_are_read(
 def test_compressed_sliced_small_and_other_files_go_the_ordinary_way(tmp_path: Path) -> None:
     index = DataIndex(folder=tmp_path / "index", min_bytes=1)
     path = write(tmp_path / "d.jsonl", GOOD)
-    assert indexed.is_indexed(path, index)
-    assert not indexed.is_indexed(path, replace(index, min_bytes=10**6))
+    assert large_files.is_indexed(path, index)
+    assert not large_files.is_indexed(path, replace(index, min_bytes=10**6))
     for other in ("d.jsonl.gz", "d.parquet", "nowhere.jsonl", "memory://d.jsonl"):
-        assert not indexed.is_indexed(str(tmp_path / other) if "://" not in other else other, index)
-    assert not indexed.is_indexed(str(tmp_path), index)
+        assert not large_files.is_indexed(str(tmp_path / other) if "://" not in other else other, index)
+    assert not large_files.is_indexed(str(tmp_path), index)
     read_dataset(f"{path}@[0:1]", KEYS, index)
     assert not index.folder.exists()
 

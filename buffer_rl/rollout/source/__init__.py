@@ -1,1 +1,0 @@
-"""The process of a user's data source, and its callers."""
