@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from buffer_rl.errors import RewardError, RolloutError
-from buffer_rl.resolution.errors import short_repr
+from buffer_rl.resolution.calls import short_repr
 from buffer_rl.types import FilterDecision, GroupUid, RolloutOutput, Sample, SampleGroup, Status
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)

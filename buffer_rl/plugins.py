@@ -16,15 +16,19 @@ import pluggy
 
 from buffer_rl.errors import PluginError
 from buffer_rl.kinds import KINDS, PluginKind, kind_named
-from buffer_rl.resolution.entry_points import AUTOLOAD_VARIABLE, Offer, Offers, join_offers
-from buffer_rl.resolution.errors import nearest, plugin_error
+from buffer_rl.resolution.calls import nearest, plugin_error
+from buffer_rl.resolution.entry_points import (
+    AUTOLOAD_VARIABLE,
+    Offer,
+    Offers,
+    PluginInfo,
+    join_offers,
+    origin_of_object,
+)
 from buffer_rl.resolution.hooks import Adapter, HookPlugins, Provided
-from buffer_rl.resolution.importing import import_object
-from buffer_rl.resolution.info import PluginInfo, origin_of_object
-from buffer_rl.resolution.locate import Search
-from buffer_rl.resolution.module_search import find_module
-from buffer_rl.resolution.reference import Form, Origin, form_of
-from buffer_rl.resolution.shipped import search_folders
+from buffer_rl.resolution.locate import Search, import_object
+from buffer_rl.resolution.reference import Form, Origin, find_module, form_of
+from buffer_rl.resolution.shipping import search_folders
 from buffer_rl.resolution.signature import check_contract, describe
 
 __all__ = ["Origin", "PluginInfo", "PluginRegistry", "check_contract"]

@@ -16,8 +16,7 @@ import ray
 
 from buffer_rl.cluster.seclusion import secluded_ray
 from buffer_rl.errors import ConfigError, WorkerError
-from buffer_rl.resolution.shipped import use_shipped_code
-from buffer_rl.resolution.shipping import CodeBundle
+from buffer_rl.resolution.shipping import CodeBundle, use_shipped_code
 
 WORKING_DIRECTORY = "BUFFER_RL_WORKING_DIRECTORY"
 SETUP_HOOK = "buffer_rl.cluster.session.enter_working_directory"

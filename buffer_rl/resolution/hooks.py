@@ -11,11 +11,9 @@ import pluggy
 
 from buffer_rl.errors import BufferRLError, PluginError
 from buffer_rl.hookspecs import PROJECT_NAME, Hooks, hookimpl
-from buffer_rl.resolution.calls import raised
+from buffer_rl.resolution.calls import nearest, plugin_error, raised, short_repr
 from buffer_rl.resolution.entry_points import Offers, join_offers
-from buffer_rl.resolution.errors import nearest, plugin_error, short_repr
-from buffer_rl.resolution.importing import import_module, import_object
-from buffer_rl.resolution.locate import Search
+from buffer_rl.resolution.locate import Search, import_module, import_object
 from buffer_rl.resolution.reference import Form, Origin, form_of
 from buffer_rl.resolution.signature import describe
 

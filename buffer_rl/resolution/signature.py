@@ -8,7 +8,7 @@ from typing import Any
 
 from buffer_rl.errors import PluginError
 from buffer_rl.kinds import KINDS, PluginKind, kind_named
-from buffer_rl.resolution.errors import plugin_error, short_repr
+from buffer_rl.resolution.calls import plugin_error, short_repr
 
 # A class is a function that returns an object: right for kinds whose result is an object, and for rollouts,
 # where the class is constructed and the instance is called.

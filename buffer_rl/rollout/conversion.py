@@ -12,8 +12,7 @@ from buffer_rl.algo.group_rewards import group_normalize
 from buffer_rl.contracts import RewardPostProcess, SamplesToTrainData
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, place, returned, traceback_tail
-from buffer_rl.resolution.errors import short_repr
+from buffer_rl.resolution.calls import call, place, returned, short_repr, traceback_tail
 from buffer_rl.types import Column, RowId, Sample, SampleGroup
 
 REQUIRED_COLUMNS = frozenset({"tokens", "response_length", "loss_mask", "reward"})

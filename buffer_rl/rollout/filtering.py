@@ -8,8 +8,7 @@ from typing import Any
 from buffer_rl.contract_check import check_filter_decision
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import RolloutError
-from buffer_rl.resolution.calls import call, place, returned
-from buffer_rl.resolution.errors import short_repr
+from buffer_rl.resolution.calls import call, place, returned, short_repr
 from buffer_rl.resolution.signature import takes
 from buffer_rl.rollout.calling import call_plugin
 from buffer_rl.types import FilterDecision, GroupUid, QueueHeader, SampleGroup

@@ -11,7 +11,7 @@ from typing import Any
 
 from buffer_rl.contract_check import as_leased_group, check_reward, check_statuses
 from buffer_rl.errors import RewardError, RolloutError
-from buffer_rl.resolution.errors import short_repr
+from buffer_rl.resolution.calls import short_repr
 from buffer_rl.types import GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
 
 EXPECTED = "{data set: {'rewards': [a number a sample], 'truncated': [a boolean a sample], 'samples': [...]}}"

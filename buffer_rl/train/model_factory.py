@@ -19,8 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from buffer_rl.contracts import ModelConverter
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, construct, place, raised, returned
-from buffer_rl.resolution.errors import short_repr
+from buffer_rl.resolution.calls import call, construct, place, raised, returned, short_repr
 from buffer_rl.train import model as models
 
 CONFIG_FILES = ("config.json", "generation_config.json")

@@ -11,7 +11,7 @@ from typing import Any
 
 from buffer_rl.kinds import KINDS
 from buffer_rl.plugins import PluginInfo, PluginRegistry
-from buffer_rl.resolution.errors import plugin_error
+from buffer_rl.resolution.calls import plugin_error
 from buffer_rl.resolution.reference import Form, form_of
 from buffer_rl.resolution.signature import fitting_kinds, signature_of
 from buffer_rl.verbs.new_plugin import object_name, write_plugin
