@@ -1,8 +1,8 @@
 """``buffer-rl train``: everything that can be wrong is said here, before Ray is started.
 
 Order: options, what must hold between them, model and checkpoint folders, where the plugins are (nothing is
-imported), every data file, then the plugins themselves. ``--dry-run`` ends there, and shows every option with its origin, without secrets; the plugins and where they are; the
-data.
+imported), every data file, then the plugins themselves. ``--dry-run`` ends there and shows every option with its
+origin, without secrets; the plugins and where they are; the data.
 """
 
 from __future__ import annotations
