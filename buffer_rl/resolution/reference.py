@@ -35,7 +35,7 @@ class Origin:
 
     module: empty for a file. attr: may have dots. line: where ``attr`` is bound in ``file``. verified: the
     attribute was seen; if not, only the import will tell (a star import, an extension module, an attribute of
-    an attribute). distribution, version: of the entry point. provider: the pluggy plugin that offers a name.
+    an attribute). distribution, version: of the entry point. provider: the pluggy plugin that provides a name.
     """
 
     kind: str
@@ -91,11 +91,6 @@ class FoundModule:
     name: str
     file: str = ""
     folders: tuple[str, ...] = ()
-
-    @property
-    def is_package(self) -> bool:
-        """Whether it can have submodules."""
-        return bool(self.folders)
 
 
 @dataclass(slots=True, kw_only=True)
