@@ -99,7 +99,7 @@ def check_rollout_output(
             raise RolloutError(
                 f"entry {position} of the returned groups is {short_repr(entry)}",
                 where=where,
-                expected="SampleGroup, as buffer.get_samples handed it out, or the list of its samples",
+                expected="SampleGroup, as buffer.get_samples returned it, or the list of its samples",
             )
         if group.uid in seen:
             raise RolloutError(f"the group {group.uid} was returned twice", where=where, expected="each group once")

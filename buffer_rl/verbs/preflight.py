@@ -83,7 +83,7 @@ def check_devices(args: Any) -> None:
         asked.append("train_device")
     if not asked:
         return
-    import torch  # seconds, and only for who asks for a GPU
+    import torch  # takes seconds, so only where a GPU is requested
 
     if not torch.cuda.is_available():
         raise ConfigError(
@@ -108,9 +108,9 @@ def check_checkpoint(args: Any, data: Sequence[Mapping[str, Any]]) -> None:
     now = {str(entry["source_hash"]): str(entry["path"]) for entry in data if entry["use"] == "train"}
     if list(before) != list(now) and before:
         raise CheckpointError(
-            f"it was written with other training data: {_told(before)}; now {_told(now)}",
+            f"it was written with other training data: {_list_sources(before)}; now {_list_sources(now)}",
             where=f"--load {mask_url(args.load)}",
-            hint="resume with the files, field names and slices of the saved run, or start anew from its hf/ folder",
+            hint="resume with the files, field names and slices of the saved run, or start again from its hf/ folder",
         )
     for name in ("rollout_seed", "rollout_shuffle", "prompt_data_weights"):
         if name in options and options[name] != getattr(args, name):
@@ -190,7 +190,7 @@ def _require_short_rows(flag: str, config: Mapping[str, Any], longest: int | Non
         )
 
 
-def _told(sources: Mapping[str, str]) -> str:
+def _list_sources(sources: Mapping[str, str]) -> str:
     return ", ".join(f"{path} ({source_hash})" for source_hash, path in sources.items()) or "none"
 
 

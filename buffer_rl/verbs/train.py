@@ -1,4 +1,4 @@
-"""``buffer-rl train``: everything that can be wrong is said here, before Ray is started.
+"""``buffer-rl train``: checks everything that can be checked before Ray is started, then trains.
 
 Order: options, what must hold between them, model and checkpoint folders, where the plugins are (nothing is
 imported), every data file, then the plugins themselves. ``--dry-run`` ends there and shows every option with its
