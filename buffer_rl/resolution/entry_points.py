@@ -185,7 +185,7 @@ class PluginInfo:
 def distribution_of(module: str) -> tuple[str, str]:
     """Name and version of the installed distribution that brings a module; empty for a user's own file."""
     top = module.partition(".")[0]
-    if top in {OWN_DISTRIBUTION.replace("-", "_"), "rm_hub", "filter_hub"}:  # an editable install does not say so
+    if top in {OWN_DISTRIBUTION.replace("-", "_"), "rm_hub", "filter_hub"}:  # an editable install does not list them
         names = [OWN_DISTRIBUTION]
     else:
         names = importlib.metadata.packages_distributions().get(top, [])
@@ -202,7 +202,7 @@ def file_hash(file: str) -> str:
 
 
 def origin_of_object(kind: str, reference: str, obj: object, *, provider: str = "") -> Origin:
-    """Where a Python object was defined, as far as it tells."""
+    """Where a Python object was defined, as far as inspect finds it."""
     obj = inner_function(obj)
     target = obj if inspect.isclass(obj) or inspect.isroutine(obj) or inspect.ismodule(obj) else type(obj)
     try:

@@ -130,7 +130,7 @@ class Search:
         return self._with_attribute(origin, None)
 
     def _with_attribute(self, origin: Origin, found: FoundModule | None) -> Origin:
-        """The origin with the attribute's line, where the source tells; an error where it shows that there is none."""
+        """The origin with the attribute's line, where the source shows it. Raises PluginError where there is none."""
         names = self._names(origin.file)
         head, _, rest = origin.attr.partition(".")
         if head in names.lines:
@@ -196,7 +196,7 @@ class Search:
 
 def resolve_file(path: str, folders: Sequence[str]) -> Path | None:
     """The absolute path of an existing file, searched from each of ``folders`` in turn if it is relative. A file that
-    came with the run stands in for the one that the path means elsewhere."""
+    was shipped with the run replaces the one at that path."""
     shipped = shipped_file(path)
     if shipped is not None:
         return shipped

@@ -228,7 +228,7 @@ def search_folders() -> list[str]:
 
 
 def shipped_file(path: str) -> Path | None:
-    """The file that came for the path of a file reference, as the user wrote it; None where none came."""
+    """The shipped file for the path of a file reference, as the user wrote it; None where there is none."""
     folder = os.environ.get(CODE_VARIABLE)
     target = _listing(folder).get("references", {}).get(path) if folder else None
     return Path(folder, target) if folder and target else None
