@@ -20,8 +20,8 @@ from buffer_rl.plugins import PluginInfo, PluginRegistry
 from buffer_rl.resolution.calls import plugin_error
 from buffer_rl.resolution.reference import Form, form_of
 from buffer_rl.resolution.signature import fitting_kinds, signature_of
+from buffer_rl.verbs.table import print_table
 
-_WIDTH_OF_FILES = 160  # characters of a line where the output goes to a file or a pipe
 _TEMPLATES_MODULE = "buffer_rl.verbs.plugin_templates"
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _PLUGIN = '''\
@@ -206,20 +206,10 @@ def _possible_kinds(registry: PluginRegistry, reference: str) -> list[str]:
 
 
 def _print_table(rows: Sequence[PluginInfo]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("kind", "name", "target", "from", "sha256", "state"):
-        table.add_column(heading, overflow="fold")
+    cells = []
     for row in rows:
         source = f"{row.distribution} {row.version}".strip() or row.provider
         state = row.error.splitlines()[0] if row.error else "loaded" if row.loaded else "not imported yet"
-        cells = (row.kind or "plugin", row.name, row.target, source, row.sha256[:12], state)
-        # Text, not markup: a name or an error may hold square brackets.
-        table.add_row(*(Text(cell, style="red" if row.error else "") for cell in cells))
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_FILES
-    console.print(table)
+        cells.append((row.kind or "plugin", row.name, row.target, source, row.sha256[:12], state))
+    headings = ("kind", "name", "target", "from", "sha256", "state")
+    print_table(headings, cells, styles=["red" if row.error else "" for row in rows])
