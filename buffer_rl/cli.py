@@ -1,8 +1,7 @@
 """The command ``buffer-rl``: finds the verb, prints errors as one clear message, returns the exit status.
 
-Exit statuses: 0 done; 1 the verb says no; 2 an error that was reported; 130 interrupted; 141 nobody reads the
-output; 143 terminated. Only the module of the verb that was asked for is imported, so that help and mistakes answer
-at once.
+Exit statuses: 0 done; 1 a check failed; 2 an error that was reported; 130 interrupted; 141 the reader of the output
+is gone; 143 terminated. Only the module of the requested verb is imported, so that help and mistakes answer at once.
 """
 
 from __future__ import annotations

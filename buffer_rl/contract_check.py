@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from buffer_rl.errors import RewardError, RolloutError
-from buffer_rl.resolution.errors import short_repr
+from buffer_rl.resolution.calls import short_repr
 from buffer_rl.types import FilterDecision, GroupUid, RolloutOutput, Sample, SampleGroup, Status
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -99,7 +99,7 @@ def check_rollout_output(
             raise RolloutError(
                 f"entry {position} of the returned groups is {short_repr(entry)}",
                 where=where,
-                expected="SampleGroup, as buffer.get_samples handed it out, or the list of its samples",
+                expected="SampleGroup, as buffer.get_samples returned it, or the list of its samples",
             )
         if group.uid in seen:
             raise RolloutError(f"the group {group.uid} was returned twice", where=where, expected="each group once")

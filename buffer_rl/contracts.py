@@ -42,7 +42,7 @@ class RolloutBuffer(Protocol):
         ...
 
     def encode(self, group: SampleGroup) -> Any:
-        """What ``finish`` would store of a group, for it to take. Reports nothing, and waits for nobody: there is no
+        """What ``finish`` would store of a group, for it to take. Reports nothing and does not block: there is no
         asynchronous twin. Raises RolloutError for a group that cannot be trained on."""
         ...
 
@@ -264,7 +264,7 @@ class PolicyLoss(Protocol):
 
 @runtime_checkable
 class DataSource(Protocol):
-    """Hands out prompt groups in a reproducible order, and never ends. Constructed as ``cls(args)`` in a process of its
+    """Returns prompt groups in a reproducible order, and never ends. Constructed as ``cls(args)`` in a process of its
     own; see docs/plugins.md for what it may return. The groups may be lists of samples, and methods may be async.
 
     ``save`` writes one file, from which ``load`` of a new object goes on; it is called after each batch.
@@ -306,7 +306,7 @@ class Trainer(Protocol):
     ``--stream-gradients`` needs three methods more. ``accumulate(batch)`` is a forward and backward pass of some
     groups, whose losses are not divided yet; ``finish_accumulation(total_samples, total_tokens)`` divides by the totals
     of the step, which are known at its end, and returns the metrics that ``forward_backward`` would have;
-    ``zero_grad()`` forgets what was accumulated of a step that is not taken, because its rollout is produced again.
+    ``zero_grad()`` drops what was accumulated of a step that is not taken, because its rollout is produced again.
     """
 
     def log_probs(self, role: str, batch: TrainBatch) -> list[np.ndarray]:

@@ -77,7 +77,7 @@ class CheckpointError(BufferRLError, ValueError):
 
 
 class DeadlineError(BufferRLError, TimeoutError):
-    """A wait reached its deadline; ``where`` names who was waited for."""
+    """A wait reached its deadline; ``where`` names what was waited for."""
 
 
 class WorkerError(BufferRLError):

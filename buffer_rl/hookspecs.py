@@ -1,6 +1,6 @@
 """The hooks that a pluggy plugin of buffer_rl may implement: one that provides objects, and the lifecycle.
 
-A plugin is a module or an object whose functions are marked with ``hookimpl``; a distribution offers it by an
+A plugin is a module or an object whose functions are marked with ``hookimpl``; a distribution declares it by an
 entry point of the group ``buffer_rl``. A hook may take any subset of the arguments named here. Lifecycle
 hooks run in the driver's process, once an event and never once a sample; an exception in one ends the run.
 """

@@ -1,4 +1,4 @@
-"""The table of plugin kinds: the flag, the entry-point group and the signature of each are derived from it."""
+"""The table of plugin kinds: name, flags, signature. Entry points of a kind stand in the group ``buffer_rl.NAME``."""
 
 from __future__ import annotations
 
@@ -50,11 +50,6 @@ class PluginKind:
     methods: tuple[str, ...] = ()
     constructed: bool = False
     may_be_async: bool = False
-
-    @property
-    def entry_point_group(self) -> str:
-        """The entry-point group of this kind, for example ``buffer_rl.reward``."""
-        return f"buffer_rl.{self.name}"
 
 
 _TRAINER_METHODS = (

@@ -16,15 +16,19 @@ import pluggy
 
 from buffer_rl.errors import PluginError
 from buffer_rl.kinds import KINDS, PluginKind, kind_named
-from buffer_rl.resolution.entry_points import AUTOLOAD_VARIABLE, Offer, Offers, join_offers
-from buffer_rl.resolution.errors import nearest, plugin_error
+from buffer_rl.resolution.calls import nearest, plugin_error
+from buffer_rl.resolution.entry_points import (
+    AUTOLOAD_VARIABLE,
+    EntryPointInfo,
+    EntryPoints,
+    PluginInfo,
+    join_sources,
+    origin_of_object,
+)
 from buffer_rl.resolution.hooks import Adapter, HookPlugins, Provided
-from buffer_rl.resolution.importing import import_object
-from buffer_rl.resolution.info import PluginInfo, origin_of_object
-from buffer_rl.resolution.locate import Search
-from buffer_rl.resolution.module_search import find_module
-from buffer_rl.resolution.reference import Form, Origin, form_of
-from buffer_rl.resolution.shipped import search_folders
+from buffer_rl.resolution.locate import Search, import_object
+from buffer_rl.resolution.reference import Form, Origin, find_module, form_of
+from buffer_rl.resolution.shipping import search_folders
 from buffer_rl.resolution.signature import check_contract, describe
 
 __all__ = ["Origin", "PluginInfo", "PluginRegistry", "check_contract"]
@@ -46,8 +50,8 @@ class PluginRegistry:
     ) -> None:
         self._folders = tuple(os.path.abspath(folder) for folder in search_path or search_folders())
         autoload = autoload and not os.environ.get(AUTOLOAD_VARIABLE)
-        self._offers = Offers(blocked=blocked, autoload=autoload)
-        self._plugins = HookPlugins(offers=self._offers, folders=self._folders)
+        self._entry_points = EntryPoints(blocked=blocked, autoload=autoload)
+        self._plugins = HookPlugins(entry_points=self._entry_points, folders=self._folders)
         self._resolved: dict[tuple[str, str], Adapter] = {}
 
     @classmethod
@@ -67,30 +71,19 @@ class PluginRegistry:
         """The pluggy manager that everything is registered in."""
         return self._plugins.manager
 
-    @property
-    def hook(self) -> pluggy.HookRelay:
-        """The lifecycle hooks of all loaded plugins; the installed ones are loaded first."""
-        self._plugins.load_installed()
-        return self.manager.hook
-
     def call_hook(self, hook: str, **facts: object) -> list[tuple[str, Any]]:
-        """Call a lifecycle hook of every loaded plugin; who answered what.
+        """Call a lifecycle hook of every loaded plugin. Returns pairs of plugin and answer.
 
         Raises PluginError naming the plugin whose hook raised.
         """
         return self._plugins.call(hook, **facts)
 
     def load_plugin(self, reference: str) -> None:
-        """Load one pluggy plugin that was asked for (``-p``): an installed name, a module or ``module:attr``.
+        """Load one requested pluggy plugin (``-p``): an installed name, a module or ``module:attr``.
 
-        Raises PluginError; plugins that nobody asked for are skipped if they are broken.
+        Raises PluginError if it is broken; broken plugins that are only installed are skipped.
         """
         self._plugins.load(reference)
-
-    def provide(self, kind: str, name: str, obj: object) -> None:
-        """Register ``obj`` under a name of its own. Raises PluginError if it does not meet its contract."""
-        check_contract(kind, obj, name)
-        self._plugins.add_name(kind, name, obj)
 
     def names(self, kind: str) -> list[str]:
         """The names that are registered or installed for a kind."""
@@ -102,7 +95,7 @@ class PluginRegistry:
         row = kind_named(kind)
         if not isinstance(reference, str):
             return origin_of_object(kind, describe(reference), reference)
-        if self._offers.is_blocked(reference):
+        if self._entry_points.is_blocked(reference):
             raise plugin_error(row, reference, f"blocked by -p no:{reference}")
         form = form_of(reference)
         search = Search(kind=row, shown=reference, folders=self._folders)
@@ -140,7 +133,7 @@ class PluginRegistry:
 
     def load(self, reference: str) -> Any:
         """Import a path reference without checking it against any kind. Raises PluginError."""
-        if self._offers.is_blocked(reference):
+        if self._entry_points.is_blocked(reference):
             raise plugin_error(None, reference, f"blocked by -p no:{reference}")
         search = Search(kind=None, shown=reference, folders=self._folders, known=tuple(self._all_names()))
         if form_of(reference) is Form.NAME and find_module(reference, self._folders) is None:
@@ -174,15 +167,15 @@ class PluginRegistry:
             try:
                 yield PluginInfo.of(self.locate(kind, name), loaded=(kind, name) in self._resolved)
             except PluginError as error:
-                yield PluginInfo(kind=kind, name=name, target=join_offers(candidates), error=str(error))
-        for offer in self._offers.all(kind):
-            if reason := self._offers.refusal(offer):
+                yield PluginInfo(kind=kind, name=name, target=join_sources(candidates), error=str(error))
+        for entry in self._entry_points.all(kind):
+            if reason := self._entry_points.refusal(entry):
                 yield PluginInfo(
                     kind=kind,
-                    name=offer.name,
-                    target=offer.value,
-                    distribution=offer.distribution,
-                    version=offer.version,
+                    name=entry.name,
+                    target=entry.value,
+                    distribution=entry.distribution,
+                    version=entry.version,
                     error=reason,
                 )
         for (resolved_kind, _), adapter in self._resolved.items():
@@ -201,31 +194,31 @@ class PluginRegistry:
             return candidate.object
         return import_object(Search(kind=row, shown=reference, folders=self._folders), origin)
 
-    def _candidates(self, kind: str) -> dict[str, list[Offer | Provided]]:
-        """Every name of a kind with all who offer it."""
-        found: dict[str, list[Offer | Provided]] = {}
-        for offer in self._offers.usable(kind):
-            found.setdefault(offer.name, []).append(offer)
+    def _candidates(self, kind: str) -> dict[str, list[EntryPointInfo | Provided]]:
+        """Every name of a kind with all that have it."""
+        found: dict[str, list[EntryPointInfo | Provided]] = {}
+        for entry in self._entry_points.usable(kind):
+            found.setdefault(entry.name, []).append(entry)
         for name, providers in self._plugins.provided(kind).items():
             found.setdefault(name, []).extend(providers)
         return found
 
-    def _named(self, row: PluginKind, name: str) -> Offer | Provided | None:
-        """Who offers a name; None if nobody does. Raises PluginError naming all of several."""
+    def _named(self, row: PluginKind, name: str) -> EntryPointInfo | Provided | None:
+        """What has a name; None if nothing does. Raises PluginError naming all of several."""
         candidates = self._candidates(row.name).get(name, [])
         if len(candidates) > 1:
             raise plugin_error(
                 row,
                 name,
-                f"several offer this name: {join_offers(candidates)}",
+                f"several plugins have this name: {join_sources(candidates)}",
                 hint="write module:function, or block one distribution with -p no:DISTRIBUTION",
             )
         return candidates[0] if candidates else None
 
     def _unknown_name(self, row: PluginKind, name: str, *, otherwise: str = "or write module:function") -> PluginError:
-        refused = [offer for offer in self._offers.all(row.name) if offer.name == name]
+        refused = [entry for entry in self._entry_points.all(row.name) if entry.name == name]
         if refused:
-            reasons = "; ".join(f"{offer}: {self._offers.refusal(offer)}" for offer in refused)
+            reasons = "; ".join(f"{entry}: {self._entry_points.refusal(entry)}" for entry in refused)
             return plugin_error(row, name, f"the name is installed, but {reasons}")
         names = self.names(row.name)
         broken = ", ".join(sorted(self._plugins.broken))

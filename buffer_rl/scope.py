@@ -1,4 +1,4 @@
-"""What the author of a function says of it, as a mark on the function.
+"""Marks on plugin functions: the rows that they need together, and whether rows of data may choose them.
 
 An estimator, a loss or a post-processor: which rows it must see together, and so whether it can work on finished groups
 while a rollout still runs, and on a rank's share of the rows. A reward: whether rows of data may choose it.

@@ -17,13 +17,10 @@ import ray
 
 from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray
 from buffer_rl.errors import ConfigError, WorkerError
-from buffer_rl.resolution.shipped import use_shipped_code
-from buffer_rl.resolution.shipping import CodeBundle
+from buffer_rl.resolution.shipping import CodeBundle, use_shipped_code
 from buffer_rl.train.options import TrainOptions
 
 WORKING_DIRECTORY = "BUFFER_RL_WORKING_DIRECTORY"
-
-
 SETUP_HOOK = "buffer_rl.cluster.session.enter_working_directory"
 
 

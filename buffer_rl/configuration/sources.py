@@ -10,8 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from buffer_rl.config import ENV_PREFIX, Options, Section, compose, did_you_mean, env_of, flag_of
-from buffer_rl.configuration.help import FlagParser, add_options, flags_of, given_flags, normalise_flags, refuse_unknown
+from buffer_rl.config import ENV_PREFIX, Options, did_you_mean, env_of, flag_of
 from buffer_rl.configuration.values import Raw, convert, option_type
 from buffer_rl.configuration.yaml_file import read_yaml
 from buffer_rl.errors import ConfigError
@@ -47,18 +46,6 @@ class Resolved:
 
     args: Options
     origins: Mapping[str, Origin]
-
-
-def parse(argv: Sequence[str], *, sections: Sequence[str | type[Section]], environ: Mapping[str, str]) -> Options:
-    """Options from flags (``--config FILE`` among them), environment and file. Raises ConfigError."""
-    parser = FlagParser(add_help=False)
-    parser.add_argument("--config", default=None)
-    options_class = compose(sections)
-    add_options(parser, sections)
-    namespace, extra = parser.parse_known_args(normalise_flags(argv))
-    refuse_unknown(extra, flags_of(parser), prog="buffer-rl")
-    flags = given_flags(namespace)
-    return resolve(options_class, flags=flags, environ=environ, config_path=namespace.config).args
 
 
 def resolve(

@@ -14,10 +14,9 @@ from buffer_rl.config import flag_of, plugin_kind_of
 from buffer_rl.plugins import Origin, PluginInfo, PluginRegistry
 from buffer_rl.redaction import mask_secrets
 from buffer_rl.resolution.entry_points import OWN_DISTRIBUTION
-from buffer_rl.resolution.module_search import find_module
-from buffer_rl.resolution.reference import Form, form_of, resolve_file, split_file
-from buffer_rl.resolution.shipped import search_folders
-from buffer_rl.resolution.shipping import CodeBundle, collect_code
+from buffer_rl.resolution.locate import resolve_file
+from buffer_rl.resolution.reference import Form, find_module, form_of, split_file
+from buffer_rl.resolution.shipping import CodeBundle, collect_code, search_folders
 
 # What the numbers of a run depend on.
 PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "pluggy", "sglang-router")

@@ -11,11 +11,9 @@ import pluggy
 
 from buffer_rl.errors import BufferRLError, PluginError
 from buffer_rl.hookspecs import PROJECT_NAME, Hooks, hookimpl
-from buffer_rl.resolution.calls import raised
-from buffer_rl.resolution.entry_points import Offers, join_offers
-from buffer_rl.resolution.errors import nearest, plugin_error, short_repr
-from buffer_rl.resolution.importing import import_module, import_object
-from buffer_rl.resolution.locate import Search
+from buffer_rl.resolution.calls import nearest, plugin_error, raised, short_repr
+from buffer_rl.resolution.entry_points import EntryPoints, join_sources
+from buffer_rl.resolution.locate import Search, import_module, import_object
 from buffer_rl.resolution.reference import Form, Origin, form_of
 from buffer_rl.resolution.signature import describe
 
@@ -52,15 +50,14 @@ class HookPlugins:
     broken: plugins that could not be used, and why. folders: searched after ``sys.path``.
     """
 
-    def __init__(self, *, offers: Offers, folders: Sequence[str]) -> None:
+    def __init__(self, *, entry_points: EntryPoints, folders: Sequence[str]) -> None:
         self.manager = pluggy.PluginManager(PROJECT_NAME)
         self.manager.add_hookspecs(Hooks)
         self.broken: dict[str, str] = {}
-        self._offers = offers
+        self._entry_points = entry_points
         self._folders = folders
-        self._own_names: dict[tuple[str, str], Provided] = {}
         self._provided: dict[tuple[str, str], Mapping[str, object]] = {}
-        self._asked_for: set[str] = set()
+        self._requested: set[str] = set()
         self._installed_loaded = False
 
     def add_adapter(self, adapter: Adapter) -> None:
@@ -69,57 +66,50 @@ class HookPlugins:
         taken = self.manager.has_plugin(reference)
         self.manager.register(adapter, f"{reference} as {adapter.origin.kind}" if taken else reference)
 
-    def add_name(self, kind: str, name: str, obj: object) -> None:
-        """A name that this process registered by itself."""
-        self._own_names[kind, name] = Provided("provide()", obj)
-
     def load(self, reference: str) -> None:
-        """Load one plugin that was asked for: an installed name, a module or ``module:attr``. Raises PluginError."""
-        self._asked_for.add(reference)
+        """Load one requested plugin: an installed name, a module or ``module:attr``. Raises PluginError."""
+        self._requested.add(reference)
         self._load(reference)
 
     def _load(self, reference: str) -> None:
         if reference in dict(self.plugins()):
             return
-        named = [offer for offer in self._offers.all("") if offer.name == reference]
-        offers = [offer for offer in named if not self._offers.block(offer)]
-        if len(offers) > 1:
-            raise plugin_error(None, reference, f"several distributions offer it: {join_offers(offers)}")
-        if self._offers.is_blocked(reference) or (named and not offers):
-            reason = self._offers.block(named[0]) if named else f"blocked by -p no:{reference}"
+        named = [entry for entry in self._entry_points.all("") if entry.name == reference]
+        entries = [entry for entry in named if not self._entry_points.block(entry)]
+        if len(entries) > 1:
+            raise plugin_error(None, reference, f"several distributions have it: {join_sources(entries)}")
+        if self._entry_points.is_blocked(reference) or (named and not entries):
+            reason = self._entry_points.block(named[0]) if named else f"blocked by -p no:{reference}"
             raise plugin_error(None, reference, reason)
-        known = tuple(offer.name for offer in self._offers.all(""))
+        known = tuple(entry.name for entry in self._entry_points.all(""))
         search = Search(kind=None, shown=reference, folders=self._folders, known=known)
-        self._register(search, self._import(search, offers[0].value if offers else reference))
+        self._register(search, self._import(search, entries[0].value if entries else reference))
 
     def load_installed(self) -> None:
         """Load every installed plugin, once. A broken one is named in the log and in ``broken``, and skipped."""
         if self._installed_loaded:
             return
         self._installed_loaded = True
-        for distribution, problem in self._offers.broken.items():
+        for distribution, problem in self._entry_points.broken.items():
             self._skip(distribution, problem)
-        for name in dict.fromkeys(offer.name for offer in self._offers.usable("")):
+        for name in dict.fromkeys(entry.name for entry in self._entry_points.usable("")):
             try:
                 self._load(name)
             except PluginError as error:
                 self._skip(name, str(error))
 
     def provided(self, kind: str) -> dict[str, list[Provided]]:
-        """Names for ``kind``, and who provides each; installed plugins are loaded first."""
+        """Names for ``kind``, and the providers of each; installed plugins are loaded first."""
         self.load_installed()
         found: dict[str, list[Provided]] = {}
-        for (own_kind, name), entry in self._own_names.items():
-            if own_kind == kind:
-                found.setdefault(name, []).append(entry)
         for provider, plugin in self.plugins():
             for name, obj in self._ask(provider, plugin, kind).items():
-                if not self._offers.is_blocked(name):
+                if not self._entry_points.is_blocked(name):
                     found.setdefault(name, []).append(Provided(provider, obj))
         return found
 
     def call(self, hook: str, **facts: object) -> list[tuple[str, object]]:
-        """Call a hook of every plugin, one plugin after another, in pluggy's order; who answered what.
+        """Call a hook of every plugin, one plugin after another, in pluggy's order. Returns pairs of plugin and answer.
 
         Raises PluginError naming the plugin whose hook raised; errors of ``buffer_rl.errors`` pass as they are.
         """
@@ -185,7 +175,7 @@ class HookPlugins:
                     answer = part
             except Exception as error:  # the fault boundary around code of others, run while names are listed
                 problem = f"buffer_rl_provide({kind!r}) failed: {type(error).__name__}: {error}"
-                if provider in self._asked_for:
+                if provider in self._requested:
                     raise plugin_error(None, provider, problem) from error
                 self.manager.unregister(plugin)
                 self._skip(provider, problem)

@@ -1,8 +1,9 @@
-"""Which files of a user's own code plugin references need, so that they resolve on a machine that lacks the folder.
+"""The user's own code on other nodes: which files plugin references need, and how a worker finds what was sent.
 
 A single file takes along what it imports from the user's folders, as far as ``import`` statements say it; a package
 goes as a whole, files beside its modules included. What is installed is expected to be installed everywhere. The user's
-folders are the working directory and those of ``PYTHONPATH``, without ``site-packages`` below them.
+folders are the working directory and those of ``PYTHONPATH``, without ``site-packages`` below them. A node that
+has the same files in the same places uses those, so that what stands beside them is found as well.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.resolution.module_search import find_module
-from buffer_rl.resolution.reference import Form, Origin, split_file
-from buffer_rl.resolution.shipped import LIST_NAME
+from buffer_rl.resolution.reference import Form, Origin, find_module, split_file
 
 MAX_BYTES = 20 * 2**20
 OUTSIDE = "_outside"  # folder of files that lie in none of the user's folders
@@ -68,7 +68,7 @@ class CodeBundle:
         )
 
     def write(self, folder: Path) -> None:
-        """Copy the files below ``folder``, with the list that ``buffer_rl.resolution.shipped`` reads."""
+        """Copy the files below ``folder``, with the list that ``use_shipped_code`` reads."""
         for target, source in self.files.items():
             (folder / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / target)
@@ -198,3 +198,52 @@ def _imports(file: Path) -> list[str]:
 def _identity(path: Path) -> str:
     size = path.stat().st_size
     return hashlib.sha256(path.read_bytes()).hexdigest() if size <= MAX_BYTES else f"{size} bytes"
+
+
+LIST_NAME = "buffer_rl_code.json"
+CODE_VARIABLE = "BUFFER_RL_CODE"
+
+
+def use_shipped_code(folder: str) -> None:
+    """Make this process, and those that it starts, find the code in ``folder``, unless this node has the same files.
+
+    Does nothing for a folder that holds no shipped code.
+    """
+    listing = _listing(folder)
+    if not listing:
+        return
+    if all(_is_here(file) for file in listing["files"].values()):
+        sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != folder]
+        sys.path.extend(entry for entry in listing["folders"] if entry not in sys.path)
+        return
+    os.environ[CODE_VARIABLE] = folder
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def search_folders() -> list[str]:
+    """The folders that references are searched in by default: shipped code, then the working directory."""
+    shipped = os.environ.get(CODE_VARIABLE)
+    return [*([shipped] if shipped else []), os.getcwd()]
+
+
+def shipped_file(path: str) -> Path | None:
+    """The shipped file for the path of a file reference, as the user wrote it; None where there is none."""
+    folder = os.environ.get(CODE_VARIABLE)
+    target = _listing(folder).get("references", {}).get(path) if folder else None
+    return Path(folder, target) if folder and target else None
+
+
+def _listing(folder: str) -> dict[str, Any]:
+    try:
+        listing: dict[str, Any] = json.loads(Path(folder, LIST_NAME).read_bytes())
+    except FileNotFoundError:
+        return {}
+    return listing
+
+
+def _is_here(file: Mapping[str, str]) -> bool:
+    try:
+        return hashlib.sha256(Path(file["source"]).read_bytes()).hexdigest() == file["sha256"]
+    except OSError:
+        return False

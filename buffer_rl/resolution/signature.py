@@ -8,7 +8,7 @@ from typing import Any
 
 from buffer_rl.errors import PluginError
 from buffer_rl.kinds import KINDS, PluginKind, kind_named
-from buffer_rl.resolution.errors import plugin_error, short_repr
+from buffer_rl.resolution.calls import plugin_error, short_repr
 
 # A class is a function that returns an object: right for kinds whose result is an object, and for rollouts,
 # where the class is constructed and the instance is called.
@@ -74,13 +74,13 @@ def takes_evaluation(function: Any) -> bool:
 
 
 def takes(function: Any, num_positional: int) -> bool:
-    """Whether a function can be called with that many positional arguments; True if it does not tell."""
+    """Whether a function can be called with that many positional arguments; True if its signature is unknown."""
     signature = _signature(function)
     return signature is None or _bind_error(signature, num_positional) is None
 
 
 def _check_function(row: PluginKind, function: Any, reference: str) -> None:
-    # inspect looks through a functools.partial by itself; for other callable objects __call__ says what they are.
+    # inspect looks through a functools.partial by itself; other callable objects are what their __call__ is.
     called = function.__call__
     if any(inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f) for f in (function, called)):
         raise plugin_error(
@@ -93,7 +93,7 @@ def _check_function(row: PluginKind, function: Any, reference: str) -> None:
         )
     signature = _signature(function)
     if signature is None:
-        return  # a builtin that does not tell its signature
+        return  # a builtin without a readable signature
     problem = _bind_error(signature, len(row.positional))
     if problem and row.name in ("rollout", "generate"):
         problem = _bind_error(signature, 3, ("evaluation",)) and problem

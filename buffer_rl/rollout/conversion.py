@@ -12,8 +12,7 @@ from buffer_rl.algo.advantages import group_normalize
 from buffer_rl.contracts import RewardPostProcess, SamplesToTrainData
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, place, returned, traceback_tail
-from buffer_rl.resolution.errors import short_repr
+from buffer_rl.resolution.calls import call, place, returned, short_repr, traceback_tail
 from buffer_rl.rollout.user_functions import resolve_function
 from buffer_rl.types import Column, RowId, Sample, SampleGroup
 

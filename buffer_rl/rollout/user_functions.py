@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from buffer_rl.contract_check import check_filter_decision, check_metrics
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RolloutError
-from buffer_rl.resolution.calls import call, place, raised, returned
-from buffer_rl.resolution.errors import short_repr
+from buffer_rl.resolution.calls import call, place, raised, returned, short_repr
 from buffer_rl.resolution.signature import takes
 from buffer_rl.rollout.failures import status_of
 from buffer_rl.types import FilterDecision, GroupUid, QueueHeader, SampleGroup, Status, Ticket

@@ -14,8 +14,7 @@ from typing import Any
 from buffer_rl.contract_check import as_leased_group, check_reward, check_rollout_output, check_statuses
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RewardError, RolloutError
-from buffer_rl.resolution.calls import traceback_tail
-from buffer_rl.resolution.errors import short_repr
+from buffer_rl.resolution.calls import short_repr, traceback_tail
 from buffer_rl.resolution.signature import call_rollout
 from buffer_rl.rollout.evaluate import eval_metrics
 from buffer_rl.rollout.stats import RolloutStats, rewards_of

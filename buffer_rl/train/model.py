@@ -16,8 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from buffer_rl.contracts import ModelConverter
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, construct, place, raised, returned
-from buffer_rl.resolution.errors import short_repr
+from buffer_rl.resolution.calls import call, construct, place, raised, returned, short_repr
 
 BUCKET_BYTES = 256 * 1024 * 1024
 """Largest bucket of ``weight_buckets``: large enough to amortise a transfer, small beside an engine's memory."""

@@ -14,8 +14,7 @@ from buffer_rl.algo.losses import policy_loss, sft_loss
 from buffer_rl.contracts import AdvantageEstimator, LossInputs, LossOutputs, PolicyLoss
 from buffer_rl.errors import ConfigError, PluginError, TrainError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, returned
-from buffer_rl.resolution.errors import short_repr
+from buffer_rl.resolution.calls import call, returned, short_repr
 from buffer_rl.scope import Scope, needs_of, scope_of
 from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of
 from buffer_rl.types import TrainBatch

@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
+
+import shtab
 
 from buffer_rl.configuration.help import FlagParser
 from buffer_rl.verbs.table import VERBS
 
-_BASH = """\
-# bash completion of buffer-rl. In ~/.bashrc: source <(buffer-rl completion bash)
-_buffer_rl() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} path="${{COMP_WORDS[1]}}" words
-  [ "$COMP_CWORD" -le 1 ] && path=""
-  case "$path ${{COMP_WORDS[2]}}" in {pairs}) [ "$COMP_CWORD" -gt 2 ] && path="$path ${{COMP_WORDS[2]}}" ;; esac
-  case "$path" in
-{cases}
-  esac
-  # behind a flag comes its value, perhaps a file; flags are offered again once a word was begun with -
-  [[ "$word" != -* && "${{COMP_WORDS[COMP_CWORD-1]}}" == -* ]] && words=""
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
-complete -o bashdefault -o default -F _buffer_rl buffer-rl
-"""
-
-_ZSH = """\
-#compdef buffer-rl
-# zsh completion of buffer-rl. In ~/.zshrc, after compinit: source <(buffer-rl completion zsh)
-_buffer_rl() {{
-  local where="${{words[2]}}" status_=1
-  local -a candidates
-  (( CURRENT <= 2 )) && where=""
-  case "$where ${{words[3]}}" in {pairs}) (( CURRENT > 3 )) && where="$where ${{words[3]}}" ;; esac
-  case "$where" in
-{cases}
-  esac
-  # behind a flag comes its value, perhaps a file; flags are offered again once a word was begun with -
-  [[ "${{words[CURRENT]}}" != -* && "${{words[CURRENT-1]}}" == -* ]] && candidates=()
-  (( $#candidates )) && compadd -a candidates && status_=0
-  (( CURRENT > 2 )) && [[ "${{words[CURRENT]}}" != -* ]] && _files && status_=0
-  return $status_
-}}
-compdef _buffer_rl buffer-rl
-"""
+_BASH_FILES = "complete -o bashdefault -o default -F _shtab_buffer_rl buffer-rl"  # files where nothing else fits
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -59,37 +29,33 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 def run(namespace: argparse.Namespace) -> int:
     """Print the script."""
-    print(completion_script(namespace.shell, command_words(tuple(VERBS))), end="")
+    print(completion_script(namespace.shell))
     return 0
 
 
-def command_words(verbs: Sequence[str]) -> dict[str, list[str]]:
-    """What may follow each command: ``""`` the verbs, ``"train"`` its flags, ``"data"`` its actions."""
+def completion_script(shell: str) -> str:
+    """The script for ``bash`` or ``zsh``, with the flags of installed plugins."""
     parser = FlagParser(prog="buffer-rl")
     parser.add_argument("--version", action="store_true")
     subparsers = parser.add_subparsers()
-    for verb in verbs:
-        importlib.import_module(f"buffer_rl.verbs.{verb}").add_parser(subparsers, [verb])
-    return {" ".join(path): words for path, words in _walk(parser, ())}
+    for verb, summary in VERBS.items():  # shtab leaves out verbs and flags that have no help text
+        add_listed = functools.partial(subparsers.add_parser, help=summary)
+        listed: Any = SimpleNamespace(add_parser=add_listed, choices=subparsers.choices)
+        importlib.import_module(f"buffer_rl.verbs.{verb}").add_parser(listed, [verb])
+    _complete_values(parser)
+    script = shtab.complete(parser, shell)
+    return f"{script}\n{_BASH_FILES}" if shell == "bash" else script
 
 
-def completion_script(shell: str, words: Mapping[str, Sequence[str]]) -> str:
-    """The script for ``bash`` or ``zsh``. Words are verbs and flags, which need no quoting."""
-    pairs = "|".join(f'"{path}"' for path in words if " " in path) or '""'
-    form = '    "{path}") words="{words}" ;;' if shell == "bash" else '    "{path}") candidates=({words}) ;;'
-    cases = "\n".join(form.format(path=path, words=" ".join(found)) for path, found in words.items())
-    return (_BASH if shell == "bash" else _ZSH).format(pairs=pairs, cases=cases)
-
-
-def _walk(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    words: list[str] = []
-    children: dict[str, argparse.ArgumentParser] = {}
+def _complete_values(parser: argparse.ArgumentParser) -> None:
+    """Have every flag completed, hidden ones too, and its value as a file where there are no choices."""
     for action in parser._actions:
-        words += [flag for flag in action.option_strings if flag.startswith("--")]
         if isinstance(action, argparse._SubParsersAction):
-            children = dict(action.choices)
-        elif action.choices and not action.option_strings:
-            words += [str(choice) for choice in action.choices]
-    yield path, [*children, *words]
-    for name, child in children.items():
-        yield from _walk(child, (*path, name))
+            for child in action.choices.values():
+                _complete_values(child)
+            continue
+        if action.help == argparse.SUPPRESS:
+            action.help = ""
+        if action.nargs != 0 and not action.choices:
+            # For bash, shtab would complete files after flags of many values even where a flag is begun.
+            action.complete = {"zsh": "_files"}  # type: ignore[attr-defined]

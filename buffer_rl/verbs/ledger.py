@@ -15,8 +15,7 @@ from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.errors import ConfigError
 from buffer_rl.types import GroupUid
-
-_WIDTH_OF_FILES = 160  # characters of a line where the output goes to a file or a pipe
+from buffer_rl.verbs.table import print_table
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -116,7 +115,7 @@ def _print_run(facts: dict[str, Any]) -> None:
         ]
         for row in facts["epochs"]
     ]
-    _print_table(["source", "epoch", "rows", *GroupState], rows)
+    print_table(["source", "epoch", "rows", *GroupState], rows)
 
 
 def _print_group(facts: dict[str, Any]) -> None:
@@ -131,20 +130,4 @@ def _print_group(facts: dict[str, Any]) -> None:
         numbers = [line[name] for name in ("attempt", "rollout_id", "step", "incarnation")]
         cells = ["" if number is None else str(number) for number in numbers]
         rows.append([time, line["before"], line["after"], *cells, line["reason"]])
-    _print_table(headings, rows)
-
-
-def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text, not markup: a reason may hold square brackets
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_FILES
-    console.print(table)
+    print_table(headings, rows)

@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
-from collections.abc import Sequence
+import keyword
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from buffer_rl.kinds import KINDS
+from buffer_rl.errors import ConfigError
+from buffer_rl.kinds import KINDS, PluginKind, kind_named
 from buffer_rl.plugins import PluginInfo, PluginRegistry
-from buffer_rl.resolution.errors import plugin_error
+from buffer_rl.resolution.calls import plugin_error
 from buffer_rl.resolution.reference import Form, form_of
 from buffer_rl.resolution.signature import fitting_kinds, signature_of
-from buffer_rl.verbs.new_plugin import object_name, write_plugin
+from buffer_rl.verbs.table import print_table
 
-_WIDTH_OF_FILES = 160  # characters of a line where the output goes to a file or a pipe
+_TEMPLATES_MODULE = "buffer_rl.verbs.plugin_templates"
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_PLUGIN = '''\
+"""A $kind for buffer_rl: $signature."""
+
+from __future__ import annotations
+
+${imports}
+
+$code'''
+
+_TEST = """\
+from __future__ import annotations
+
+${imports}
+from $module import $name
+
+
+def test_${module}_meets_its_contract():
+    check_contract("$kind", $name)
+
+
+def test_${module}_works(tmp_path):
+$test"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -74,6 +103,82 @@ def _new(kind: str, name: str, folder: Path) -> int:
     return 0
 
 
+def write_plugin(kind: str, name: str, folder: Path) -> tuple[Path, Path]:
+    """Write ``name.py`` and ``test_name.py`` into ``folder``; the paths of both.
+
+    Raises ConfigError for an unknown kind, for a name that is no identifier, and where one of the files is there
+    already.
+    """
+    row = kind_named(kind)
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ConfigError(f"{name!r} is no name of a Python module", where="NAME", expected="letters, digits and _")
+    paths = folder / f"{name}.py", folder / f"test_{name}.py"
+    for path in paths:
+        if path.exists():
+            raise ConfigError(f"{path} is there already", hint="choose another name or --output FOLDER")
+    texts = plugin_texts(row, name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(paths, texts, strict=True):
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write to {str(folder)!r}: {error.strerror}", where="--output") from error
+    return paths
+
+
+def object_name(kind: PluginKind, name: str) -> str:
+    """The name of the function, or of the class for kinds that are classes: ``my_logger`` makes ``MyLogger``."""
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_")) if kind.constructed else name
+
+
+def plugin_texts(kind: PluginKind, name: str) -> tuple[str, str]:
+    """The plugin's file and its test's."""
+    template, named = object_name(kind, f"my_{kind.name}"), object_name(kind, name)
+    code_imports, code = _template("plugin_templates.py", template)
+    test_imports, test = _template("plugin_template_tests.py", f"test_my_{kind.name}")
+    checker = "from buffer_rl.plugins import check_contract"
+    plugin = Template(_PLUGIN).substitute(
+        kind=kind.name, signature=kind.signature, imports=_sorted(code_imports), code=_renamed(code, template, named)
+    )
+    tested = Template(_TEST).substitute(
+        kind=kind.name,
+        module=name,
+        name=named,
+        imports=_sorted([*test_imports, checker]),
+        test=_renamed(test.partition("\n")[2], template, named),
+    )
+    return plugin, tested
+
+
+def _template(file: str, name: str) -> tuple[list[str], str]:
+    """A function or class of a template file: the import lines that it needs, and its text."""
+    source = resources.files("buffer_rl.verbs").joinpath(file).read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    node = next(each for each in tree.body if isinstance(each, _DEFINITIONS) and each.name == name)
+    start = min(part.lineno for part in (node, *node.decorator_list))
+    used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    imports = []
+    for statement in tree.body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            statement.names = [alias for alias in statement.names if (alias.asname or alias.name) in used]
+            if statement.names and getattr(statement, "module", "") != _TEMPLATES_MODULE:
+                imports.append(ast.unparse(statement))
+    return imports, "\n".join(source.splitlines()[start - 1 : node.end_lineno]) + "\n"
+
+
+def _renamed(text: str, template: str, name: str) -> str:
+    return re.sub(rf"\b{template}\b", name, text)
+
+
+def _sorted(imports: Iterable[str]) -> str:
+    """Import lines in three blocks: the standard library's, others', buffer_rl's."""
+    lines = sorted(imports, key=lambda line: (not line.startswith("import"), line))
+    others = [line for line in lines if line.split()[1].partition(".")[0] in ("numpy", "torch")]
+    own = [line for line in lines if line.split()[1].startswith("buffer_rl")]
+    standard = [line for line in lines if line not in others and line not in own]
+    return "\n\n".join("\n".join(block) for block in (standard, others, own) if block)
+
+
 def _check(registry: PluginRegistry, reference: str, kind: str | None) -> int:
     kinds = [kind] if kind else _possible_kinds(registry, reference)
     obj = registry.resolve(kinds[0], reference)
@@ -101,20 +206,10 @@ def _possible_kinds(registry: PluginRegistry, reference: str) -> list[str]:
 
 
 def _print_table(rows: Sequence[PluginInfo]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("kind", "name", "target", "from", "sha256", "state"):
-        table.add_column(heading, overflow="fold")
+    cells = []
     for row in rows:
         source = f"{row.distribution} {row.version}".strip() or row.provider
         state = row.error.splitlines()[0] if row.error else "loaded" if row.loaded else "not imported yet"
-        cells = (row.kind or "plugin", row.name, row.target, source, row.sha256[:12], state)
-        # Text, not markup: a name or an error may hold square brackets.
-        table.add_row(*(Text(cell, style="red" if row.error else "") for cell in cells))
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_FILES
-    console.print(table)
+        cells.append((row.kind or "plugin", row.name, row.target, source, row.sha256[:12], state))
+    headings = ("kind", "name", "target", "from", "sha256", "state")
+    print_table(headings, cells, styles=["red" if row.error else "" for row in rows])

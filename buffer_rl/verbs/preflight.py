@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from buffer_rl.checkpoint import make_folder, read_manifest
 from buffer_rl.config import flag_of
@@ -18,7 +21,6 @@ from buffer_rl.redaction import mask_url
 from buffer_rl.remote import file_system, is_remote, local_path
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.types import Prompt, SampleGroup
-from buffer_rl.verbs.model_folder import check_tokenizer, check_weights, read_config
 
 MAX_REPORTED = 10
 TEMPLATE_BYTES = 1024  # more than what a chat template adds to a message; templates with tools are longer
@@ -81,7 +83,7 @@ def check_devices(args: Any) -> None:
         asked.append("train_device")
     if not asked:
         return
-    import torch  # seconds, and only for who asks for a GPU
+    import torch  # takes seconds, so only where a GPU is requested
 
     if not torch.cuda.is_available():
         raise ConfigError(
@@ -106,9 +108,9 @@ def check_checkpoint(args: Any, data: Sequence[Mapping[str, Any]]) -> None:
     now = {str(entry["source_hash"]): str(entry["path"]) for entry in data if entry["use"] == "train"}
     if list(before) != list(now) and before:
         raise CheckpointError(
-            f"it was written with other training data: {_told(before)}; now {_told(now)}",
+            f"it was written with other training data: {_list_sources(before)}; now {_list_sources(now)}",
             where=f"--load {mask_url(args.load)}",
-            hint="resume with the files, field names and slices of the saved run, or start anew from its hf/ folder",
+            hint="resume with the files, field names and slices of the saved run, or start again from its hf/ folder",
         )
     for name in ("rollout_seed", "rollout_shuffle", "prompt_data_weights"):
         if name in options and options[name] != getattr(args, name):
@@ -188,7 +190,7 @@ def _require_short_rows(flag: str, config: Mapping[str, Any], longest: int | Non
         )
 
 
-def _told(sources: Mapping[str, str]) -> str:
+def _list_sources(sources: Mapping[str, str]) -> str:
     return ", ".join(f"{path} ({source_hash})" for source_hash, path in sources.items()) or "none"
 
 
@@ -214,3 +216,84 @@ def _most_tokens(prompt: Prompt) -> int:
 
 def _named(group: SampleGroup) -> str:
     return f"{group.data_set}, row {group.uid.row}"
+
+
+# Every file that a tokenizer of transformers keeps its vocabulary in, by the names that models use.
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken", "*.model", "*.spm")
+INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
+_LFS_START = b"version "
+_DOWNLOAD = "a model of the Hub is downloaded first: hf download ORG/NAME --local-dir FOLDER"
+
+
+def read_config(flag: str, folder: str) -> dict[str, Any]:
+    """``config.json`` of a model folder. Raises ConfigError if it is not there or no JSON object."""
+    path = Path(folder, "config.json")
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder!r} is no Hugging Face folder: there is no config.json in it", where=flag, hint=_DOWNLOAD
+        )
+    return _json_object(flag, path)
+
+
+def check_weights(flag: str, folder: str) -> None:
+    """Raises ConfigError for a model folder without weights, and naming the first file of weights that is missing or
+    cut off."""
+    base = Path(folder)
+    index = next((base / name for name in INDEX_NAMES if (base / name).is_file()), None)
+    if index is not None:
+        shards = _json_object(flag, index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ConfigError("the index has no weight_map", where=f"{flag} {index}", hint=_DOWNLOAD)
+        files = [base / name for name in sorted({str(name) for name in shards.values()})]
+    else:
+        files = [path for name in WEIGHT_NAMES if (path := base / name).is_file()][:1]
+    if not files:
+        raise ConfigError(
+            f"there are no weights in {folder!r}", where=flag, expected=" or ".join(WEIGHT_NAMES), hint=_DOWNLOAD
+        )
+    for file in files:
+        _check_file(flag, file)
+
+
+def check_tokenizer(flag: str, folder: str) -> None:
+    """Raises ConfigError if no file of the model folder looks like a tokenizer's; transformers would make one up."""
+    if not any(path for pattern in TOKENIZER_FILES for path in Path(folder).glob(pattern)):
+        raise ConfigError(
+            f"there is no tokenizer in {folder!r}",
+            where=flag,
+            expected="tokenizer.json or another tokenizer file beside config.json",
+            hint="AutoTokenizer.from_pretrained(ORIGIN).save_pretrained(FOLDER) writes it",
+        )
+
+
+def _check_file(flag: str, file: Path) -> None:
+    where = f"{flag} {file}"
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            start = opened.read(len(_LFS_START))
+        if start == _LFS_START:
+            raise ConfigError("the file is a pointer of Git LFS, not the weights", where=where, hint="git lfs pull")
+        if not size:
+            raise ConfigError("the file is empty", where=where, hint=_DOWNLOAD)
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="np"):  # compares the header with the size and reads no weights
+                pass
+    except OSError as error:
+        raise ConfigError(f"the weights cannot be read: {error.strerror}", where=where, hint=_DOWNLOAD) from error
+    except SafetensorError as error:
+        what = f"the file is no safetensors file, or it is damaged: {size} bytes; {error}"
+        raise ConfigError(what, where=where, hint=_DOWNLOAD) from error
+
+
+def _json_object(flag: str, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"the file cannot be read: {error.strerror}", where=f"{flag} {path}") from error
+    except ValueError as error:
+        raise ConfigError(f"the file is no JSON: {error}", where=f"{flag} {path}", hint=_DOWNLOAD) from error
+    if not isinstance(value, dict):
+        raise ConfigError("the file holds no JSON object", where=f"{flag} {path}", hint=_DOWNLOAD)
+    return value

@@ -1,20 +1,22 @@
-"""``buffer-rl train``: everything that can be wrong is said here, before Ray is started.
+"""``buffer-rl train``: checks everything that can be checked before Ray is started, then trains.
 
 Order: options, what must hold between them, model and checkpoint folders, where the plugins are (nothing is
-imported), every data file, then the plugins themselves. ``--dry-run`` ends there.
+imported), every data file, then the plugins themselves. ``--dry-run`` ends there and shows every option with its
+origin, without secrets; the plugins and where they are; the data.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from buffer_rl.checkpoint import open_checkpoint
-from buffer_rl.config import Section, compose, plugin_kind_of
+from buffer_rl.config import Section, compose, load_section, plugin_kind_of
 from buffer_rl.configuration.help import add_options, given_flags
 from buffer_rl.configuration.sources import Resolved, resolve
 from buffer_rl.data.dataset import PromptDataset, RowKeys
@@ -26,12 +28,12 @@ from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError, DataError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.redaction import mask_secrets, mask_url
 from buffer_rl.remote import is_remote, local_path
 from buffer_rl.resolution.calls import returned
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.scoring import check_row_choice, unmarked_reward
 from buffer_rl.scope import is_for_rows
-from buffer_rl.verbs.dry_run import DataFile, DryRun, PluginUse, print_json, print_text
 from buffer_rl.verbs.preflight import (
     check_checkpoint,
     check_devices,
@@ -214,3 +216,77 @@ def _launch(args: Any, registry: PluginRegistry, data: Sequence[Mapping[str, Any
     launch_training(args, registry, data)
     run_report(args.run_dir)
     return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginUse:
+    """One option that names a plugin. ``place``: where it is; ``origin``: where the option's value is from."""
+
+    option: str
+    kind: str
+    reference: str
+    place: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """One data file that was read. ``use``: ``train`` or ``eval/NAME``."""
+
+    use: str
+    path: str
+    num_rows: int
+    source_hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """A run that could start."""
+
+    resolved: Resolved
+    plugins: list[PluginUse]
+    data: list[DataFile]
+
+
+def print_json(plan: DryRun) -> None:
+    """Print one JSON object with ``options``, ``plugins`` and ``data``."""
+    values = mask_secrets(plan.resolved.args.model_dump(mode="json"))
+    origins = plan.resolved.origins
+    document: dict[str, Any] = {
+        "options": {
+            name: {"value": value, "source": str(origins[name].source), "where": origins[name].where}
+            for name, value in values.items()
+        },
+        "plugins": [asdict(use) for use in plan.plugins],
+        "data": mask_secrets([asdict(file) for file in plan.data]),
+    }
+    print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def print_text(plan: DryRun) -> None:
+    """Print three tables."""
+    for line in _option_lines(plan.resolved):
+        print(line)
+    print("\nPlugins")
+    _print_columns([(use.kind, use.reference, use.place) for use in plan.plugins])
+    print("\nData files")
+    _print_columns([(file.use, mask_url(file.path), f"{file.num_rows} rows") for file in plan.data])
+    print("\nDry run: everything that can be checked before a run is right.")
+
+
+def _option_lines(resolved: Resolved) -> Iterator[str]:
+    values = mask_secrets(resolved.args.model_dump(mode="json"))
+    names = max(len(name) for name in values)
+    for position, reference in enumerate(resolved.args.section_references):
+        section = load_section(reference)
+        yield ("\n" if position else "") + (section.heading or section.__name__)
+        for name in section.model_fields:
+            origin = resolved.origins[name]
+            shown = json.dumps(values[name], ensure_ascii=False)
+            yield f"  {name:<{names}}  {shown:<28}  {'' if origin.source == 'default' else origin}".rstrip()
+
+
+def _print_columns(rows: Sequence[tuple[str, str, str]]) -> None:
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
+    for first, second, third in rows:
+        print(f"  {first:<{widths[0]}}  {second:<{widths[1]}}  {third}".rstrip())

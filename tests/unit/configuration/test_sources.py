@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from buffer_rl.config import Section, compose, option
-from buffer_rl.configuration.sources import parse, resolve
+from buffer_rl.config import Options, Section, compose, option
+from buffer_rl.configuration.help import FlagParser, add_options, flags_of, given_flags, normalise_flags, refuse_unknown
+from buffer_rl.configuration.sources import resolve
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 
@@ -29,6 +30,18 @@ class Mixed(Section):
     size: Literal[1, 2] = option(1, "a choice of numbers")
     extra: dict[str, Any] = option({}, "a mapping")
     some_long_name: int = option(0, "with underscores")
+
+
+def parse(argv: Sequence[str], *, sections: Sequence[str | type[Section]], environ: Mapping[str, str]) -> Options:
+    """Options from flags (``--config FILE`` among them), environment and file, as the verbs read them."""
+    parser = FlagParser(add_help=False)
+    parser.add_argument("--config", default=None)
+    options_class = compose(sections)
+    add_options(parser, sections)
+    namespace, extra = parser.parse_known_args(normalise_flags(argv))
+    refuse_unknown(extra, flags_of(parser), prog="buffer-rl")
+    flags = given_flags(namespace)
+    return resolve(options_class, flags=flags, environ=environ, config_path=namespace.config).args
 
 
 def read(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Any:
@@ -244,8 +257,13 @@ def test_unknown_variables_are_errors_with_the_nearest_one() -> None:
 
 def test_parsing_imports_neither_torch_nor_ray() -> None:
     program = (
-        "import sys\nfrom buffer_rl.configuration.sources import parse\nfrom buffer_rl.options import CORE_SECTIONS\n"
-        "parse(['--lr', '1e-3'], sections=CORE_SECTIONS, environ={})\n"
+        "import sys\nfrom buffer_rl.config import compose\n"
+        "from buffer_rl.configuration.help import FlagParser, add_options, given_flags\n"
+        "from buffer_rl.configuration.sources import resolve\n"
+        "from buffer_rl.options import CORE_SECTIONS\n"
+        "parser = FlagParser()\nadd_options(parser, CORE_SECTIONS)\n"
+        "flags = given_flags(parser.parse_args(['--lr', '1e-3']))\n"
+        "assert resolve(compose(CORE_SECTIONS), flags=flags, environ={}, config_path=None).args.lr == 1e-3\n"
         "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -53,7 +53,7 @@ def test_two_distributions_that_offer_one_name_are_both_named_when_it_is_asked_f
     place.install("first-party", {"buffer_rl.reward": {"nine": "first:score"}}, first=REWARD)
     place.install("second-party", {"buffer_rl.reward": {"nine": "second:score"}}, second=REWARD)
     registry = PluginRegistry()
-    with pytest.raises(PluginError, match="several offer this name") as caught:
+    with pytest.raises(PluginError, match="several plugins have this name") as caught:
         registry.locate("reward", "nine")
     assert "first-party 1.5 (first:score)" in str(caught.value)
     assert "second-party 1.5 (second:score)" in str(caught.value)

@@ -58,8 +58,8 @@ def test_an_installed_plugin_provides_names_and_hears_of_events(place: Any) -> N
     assert registry.resolve("reward", "eight")(None, None) == 8.0
     assert registry.resolve_registered("reward", "eight") is registry.resolve("reward", "eight")
     assert registry.locate("reward", "eight").provider == "plug"
-    registry.hook.buffer_rl_on_train_step(rollout_id=3, step=4, metrics={"loss": 0.5})
-    assert registry.hook.buffer_rl_add_options() == [["plug:Options"]]
+    registry.call_hook("buffer_rl_on_train_step", rollout_id=3, step=4, metrics={"loss": 0.5})
+    assert registry.call_hook("buffer_rl_add_options") == [("plug", ["plug:Options"])]
     events = registry.manager.get_plugin("plug").events
     assert events.count("reward") == 1, "a plugin is asked once a kind"
     assert events[-1] == (4, 0.5)
@@ -103,7 +103,7 @@ def test_a_plugin_with_wrong_hooks_is_refused(place: Any, body: str, problem: st
     with pytest.raises(PluginError, match=problem):
         registry.load_plugin("wrong_plug")
     assert not registry.manager.has_plugin("wrong_plug")
-    registry.hook.buffer_rl_on_train_step(rollout_id=0, step=0, metrics={})
+    registry.call_hook("buffer_rl_on_train_step", rollout_id=0, step=0, metrics={})
 
 
 @pytest.mark.parametrize("answer", ["raise RuntimeError('no')", "return ['eight']"])
@@ -229,5 +229,5 @@ def test_an_object_can_be_a_hook_plugin_of_the_manager() -> None:
 
     registry, counter = PluginRegistry(), Counter()
     registry.manager.register(counter)
-    registry.hook.buffer_rl_on_weight_update(version=5, metrics={})
+    registry.call_hook("buffer_rl_on_weight_update", version=5, metrics={})
     assert counter.seen == 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from buffer_rl.resolution.module_search import find_module, nearest_module, read_names
+from buffer_rl.resolution.reference import find_module, nearest_module, read_names
 
 SOURCE = """
 import os.path, numpy as np

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import ConfigError, PluginError
+from buffer_rl.hookspecs import hookimpl
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.reference import Form
 
@@ -233,21 +234,25 @@ def test_data_may_choose_only_registered_names(place: Any) -> None:
 
 
 def test_a_name_can_be_provided_in_the_process(place: Any) -> None:
-    registry = PluginRegistry()
-
     def constant(args: Any, sample: Any) -> float:
         return 7.0
 
-    registry.provide("reward", "seven", constant)
+    class Own:
+        @hookimpl
+        def buffer_rl_provide(self, kind: str) -> dict[str, object]:
+            names = {"seven": constant, "numeric": constant, "wrong": lambda sample: 1.0}
+            return dict(names) if kind == "reward" else {}
+
+    registry = PluginRegistry()
+    registry.manager.register(Own(), "own")
     assert registry.resolve_registered("reward", "seven") is constant
     assert registry.resolve("reward", "seven") is constant
-    assert registry.locate("reward", "seven").provider == "provide()"
-    registry.provide("reward", "numeric", constant)
+    assert registry.locate("reward", "seven").provider == "own"
     text = message(registry, "numeric")
-    assert "several offer this name: buffer-rl" in text
-    assert "plugin provide()" in text
+    assert "several plugins have this name: buffer-rl" in text
+    assert "plugin own" in text
     with pytest.raises(PluginError, match="cannot be called"):
-        registry.provide("reward", "wrong", lambda sample: 1.0)
+        registry.resolve("reward", "wrong")
 
 
 def test_an_unknown_kind_lists_the_kinds() -> None:

@@ -122,7 +122,7 @@ def test_the_hash_is_of_names_and_contents(project: Path) -> None:
 
 ELSEWHERE = """
 import json, os, sys
-from buffer_rl.resolution.shipped import use_shipped_code
+from buffer_rl.resolution.shipping import use_shipped_code
 sys.path.insert(0, os.getcwd())  # as Ray does with the folder that it was sent
 came = os.getcwd()
 os.chdir(sys.argv[1])

@@ -5,17 +5,24 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from buffer_rl.cli import main
 from buffer_rl.kinds import KINDS
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.verbs.new_plugin import SKELETONS, object_name
+from buffer_rl.verbs import plugin_template_tests, plugin_templates
+from buffer_rl.verbs.plugins import object_name
 
 
 def test_there_is_a_skeleton_for_every_kind() -> None:
-    assert set(SKELETONS) == set(KINDS)
+    assert defined_in(plugin_templates) == {object_name(row, f"my_{kind}") for kind, row in KINDS.items()}
+    assert defined_in(plugin_template_tests) == {f"test_my_{kind}" for kind in KINDS}
+
+
+def defined_in(module: ModuleType) -> set[str]:
+    return {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from buffer_rl.checkpoint import write_checkpoint
 from buffer_rl.cli import main
-from buffer_rl.verbs.completion import command_words, completion_script
+from buffer_rl.verbs.completion import completion_script
 from buffer_rl.verbs.table import VERBS
 
 ROWS: list[dict[str, Any]] = [
@@ -122,13 +122,25 @@ def test_eval_is_train_for_no_step(
     assert [values[name] for name in ("num_epoch", "early_stop", "save", "eval_interval")] == [None] * 4
 
 
-def test_completion_knows_every_verb_action_and_flag() -> None:
-    words = command_words(tuple(VERBS))
-    assert set(VERBS) <= set(words[""])
-    assert {"validate", "show", "stats"} <= set(words["data"])
-    assert "--rollout-batch-size" in words["train"]
-    assert "--input-key" in words["data show"]
-    assert {"bash", "zsh"} <= set(words["completion"])
+@pytest.fixture(scope="module")
+def bash_script() -> str:
+    return completion_script("bash")
+
+
+def completed(script: str, *line: str) -> list[str]:
+    """What bash offers for the last word of a line."""
+    words = " ".join(f'"{word}"' for word in line)
+    program = f'{script}\nCOMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _shtab_buffer_rl; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.split()
+
+
+def test_completion_knows_every_verb_action_and_flag(bash_script: str) -> None:
+    assert set(VERBS) <= set(completed(bash_script, "buffer-rl", ""))
+    assert {"validate", "show", "stats"} <= set(completed(bash_script, "buffer-rl", "data", ""))
+    assert {"--rollout-batch-size", "--no-rollout-shuffle"} <= set(completed(bash_script, "buffer-rl", "train", "--"))
+    assert "--input-key" in completed(bash_script, "buffer-rl", "data", "show", "--")
+    assert {"bash", "zsh"} <= set(completed(bash_script, "buffer-rl", "completion", ""))
 
 
 @pytest.mark.parametrize(
@@ -136,13 +148,20 @@ def test_completion_knows_every_verb_action_and_flag() -> None:
     [
         (["buffer-rl", "repo"], ["report"]),
         (["buffer-rl", "train", "--rollout-batch"], ["--rollout-batch-size"]),
+        (["buffer-rl", "train", "--hf-checkpoint", "model", "--rollout-batch"], ["--rollout-batch-size"]),
+        (["buffer-rl", "train", "--prompt-data", "a", "b", "--rollout-batch"], ["--rollout-batch-size"]),
+        (["buffer-rl", "train", "--hf-checkpoint", ""], []),  # bash completes files then
         (["buffer-rl", "data", "sh"], ["show"]),
         (["buffer-rl", "data", "show", "--inp"], ["--input-key"]),
     ],
 )
-def test_bash_completes(line: list[str], expected: list[str]) -> None:
-    script = completion_script("bash", command_words(tuple(VERBS)))
-    words = " ".join(f'"{word}"' for word in line)
-    program = f'{script}\nCOMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _buffer_rl; echo "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == expected
+def test_bash_completes(bash_script: str, line: list[str], expected: list[str]) -> None:
+    assert completed(bash_script, *line) == expected
+
+
+def test_the_script_for_zsh_has_every_verb_and_flag() -> None:
+    script = completion_script("zsh")
+    assert script.startswith("#compdef buffer-rl\n")
+    assert all(f"_shtab_buffer_rl_{verb}_options=(" in script for verb in VERBS)
+    assert '"--rollout-batch-size[' in script
+    assert '"--no-rollout-shuffle[' in script

@@ -1,0 +1,184 @@
+"""The tests that ``buffer-rl plugins new`` writes beside its plugins: the bodies of these functions, line by line."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from buffer_rl.contracts import LossInputs
+from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.types import GroupUid, QueueHeader, RowId, Sample, SampleGroup, TrainBatch
+from buffer_rl.verbs.plugin_templates import (
+    MyConverter,
+    MyDataSource,
+    MyLogger,
+    MyTrainer,
+    MyWeightTransport,
+    my_advantage,
+    my_all_samples_process,
+    my_buffer_filter,
+    my_engine,
+    my_eval_rollout_log,
+    my_filter,
+    my_generate,
+    my_group_reward,
+    my_loss,
+    my_model_provider,
+    my_reward,
+    my_reward_post_process,
+    my_rollout,
+    my_rollout_log,
+    my_sample_filter,
+    my_samples_to_train_data,
+)
+from buffer_rl.weights.disk import DiskTransport
+
+
+# fmt: off
+def test_my_rollout(tmp_path):
+    assert list(inspect.signature(my_rollout).parameters) == ['args', 'rollout_id', 'buffer', 'evaluation']
+
+
+def test_my_generate(tmp_path):
+    assert list(inspect.signature(my_generate).parameters) == ['args', 'sample', 'sampling_params']
+
+
+def test_my_reward(tmp_path):
+    assert my_reward(None, Sample(response=" right", label="right")) == 1.0
+    assert my_reward(None, Sample(label="right")) == 0.0
+
+
+def test_my_group_reward(tmp_path):
+    uid = GroupUid("data", 0, 0)
+    samples = [Sample(uid=uid, sample_index=i, response="right", label="right", reward=float(i)) for i in range(2)]
+    group = SampleGroup(uid=uid, samples=samples)
+    assert my_group_reward(None, group) == [0.5, 0.5]
+
+
+def test_my_filter(tmp_path):
+    uid = GroupUid("data", 0, 0)
+    samples = [Sample(uid=uid, sample_index=i, response="right", label="right", reward=float(i)) for i in range(2)]
+    group = SampleGroup(uid=uid, samples=samples)
+    assert my_filter(None, group).keep
+    group[0].reward = 1.0
+    assert not my_filter(None, group).keep
+
+
+def test_my_sample_filter(tmp_path):
+    uid = GroupUid("data", 0, 0)
+    samples = [Sample(uid=uid, sample_index=i, response="right", label="right", reward=float(i)) for i in range(2)]
+    group = SampleGroup(uid=uid, samples=samples)
+    group[1].response = ""
+    my_sample_filter(None, [group])
+    assert [sample.remove_sample for sample in group] == [False, True]
+
+
+def test_my_all_samples_process(tmp_path):
+    uid = GroupUid("data", 0, 0)
+    samples = [Sample(uid=uid, sample_index=i, response="right", label="right", reward=float(i)) for i in range(2)]
+    group = SampleGroup(uid=uid, samples=samples)
+    my_all_samples_process(None, [group])
+    assert group[0].metadata == {'group_size': 2}
+
+
+def test_my_rollout_log(tmp_path):
+    uid = GroupUid("data", 0, 0)
+    samples = [Sample(uid=uid, sample_index=i, response="right", label="right", reward=float(i)) for i in range(2)]
+    group = SampleGroup(uid=uid, samples=samples)
+    metrics = {"rollout/raw_reward": 0.5}
+    group[0].response = ""
+    assert my_rollout_log(0, None, group.samples, metrics, 1.0) is False
+    assert metrics["rollout/empty_responses"] == 0.5
+
+
+def test_my_eval_rollout_log(tmp_path):
+    metrics = {}
+    assert my_eval_rollout_log(0, None, {"dev": {"rewards": [0.0, 1.0]}}, metrics) is False
+    assert metrics == {"eval/dev/best": 1.0}
+
+
+def test_my_buffer_filter(tmp_path):
+    attempts = [2, 0, 1]
+    queue = [
+        QueueHeader(uid=GroupUid("data", i, 0), admitted=i, prompt_length=1, attempts=n) for i, n in enumerate(attempts)
+    ]
+    assert [header.admitted for header in my_buffer_filter(None, 0, queue, 2)] == [1, 2]
+
+
+def test_my_reward_post_process(tmp_path):
+    uid = GroupUid("data", 0, 0)
+    samples = [Sample(uid=uid, sample_index=i, response="right", label="right", reward=float(i)) for i in range(2)]
+    group = SampleGroup(uid=uid, samples=samples)
+    assert my_reward_post_process(None, group.samples) == ([0.0, 1.0], [-0.5, 0.5])
+
+
+def test_my_samples_to_train_data(tmp_path):
+    samples = [Sample(tokens=[5, 6, 7], response_length=2, reward=float(i)) for i in range(2)]
+    columns = my_samples_to_train_data(None, samples)
+    assert columns["reward"].tolist() == [-0.5, 0.5]
+    assert [len(mask) for mask in columns["loss_mask"]] == [2, 2]
+
+
+def test_my_advantage(tmp_path):
+    columns = {"reward": np.asarray([0.5], dtype=np.float32), "response_length": np.asarray([2], dtype=np.int32)}
+    row_ids = [RowId(GroupUid("data", 0, 0), 0)]
+    batch = TrainBatch(rollout_id=0, task="train_0", row_ids=row_ids, columns=columns, total_samples=1, total_tokens=2)
+    my_advantage(None, batch)
+    assert batch.columns["advantages"][0].tolist() == [0.5, 0.5]
+
+
+def test_my_loss(tmp_path):
+    log_probs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    ones = torch.ones(1, 2)
+    inputs = LossInputs(
+        log_probs=log_probs, old_log_probs=None, rollout_log_probs=None, ref_log_probs=None, advantages=2 * ones,
+        loss_mask=ones, entropy=None, total_samples=1, total_tokens=2, sample_total_tokens=2 * ones[:, 0],
+    )
+    outputs = my_loss(SimpleNamespace(loss_agg_mode="token-mean"), inputs)
+    outputs.loss.backward()
+    assert outputs.loss.item() == 3.0
+    assert log_probs.grad.tolist() == [[-1.0, -1.0]]
+
+
+def test_my_data_source(tmp_path):
+    args = SimpleNamespace(n_samples_per_prompt=2)
+    source = MyDataSource(args)
+    first, second = source.get_samples(2)
+    source.add_samples([first])
+    source.save(str(tmp_path / "state"))
+    restored = MyDataSource(args)
+    restored.load(str(tmp_path / "state"))
+    assert source.get_samples(10) == restored.get_samples(10)
+    assert (len(second), second[0].label) == (2, "2")
+
+
+def test_my_converter(tmp_path):
+    converter = MyConverter(None)
+    ((name, tensor),) = converter.to_trainer("lm_head.weight", 3)
+    assert list(converter.to_hf(name, tensor)) == [("lm_head.weight", 3)]
+
+
+def test_my_model_provider(tmp_path):
+    assert list(inspect.signature(my_model_provider).parameters) == ['args']
+
+
+def test_my_trainer(tmp_path):
+    assert issubclass(MyTrainer, TorchTrainer)
+
+
+def test_my_engine(tmp_path):
+    assert list(inspect.signature(my_engine).parameters) == ['args', 'index', 'log_path']
+
+
+def test_my_weight_transport(tmp_path):
+    assert issubclass(MyWeightTransport, DiskTransport)
+
+
+def test_my_logger(tmp_path):
+    logger = MyLogger(None, str(tmp_path))
+    logger.log({"train/loss": 0.5}, 3)
+    logger.close()
+    assert (tmp_path / "my_log.txt").read_text() == "3 {'train/loss': 0.5}\n"
