@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
 
-from buffer_rl.testing.faulty_runs import GROUPS, LiveRun, Outcome, make_options, make_task, newest_step
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for tests/harness
+
+from harness.faulty_runs import GROUPS, LiveRun, Outcome, make_options, make_task, newest_step
 
 LIMIT_S = 300.0
 STEPS_PER_CUT = 3

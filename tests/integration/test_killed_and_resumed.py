@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.testing.faulty_runs import GROUPS, LiveRun, Outcome, make_options, make_task, newest_step
+from harness.faulty_runs import GROUPS, LiveRun, Outcome, make_options, make_task, newest_step
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 

@@ -21,8 +21,8 @@ from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError, DataError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.saved_state import load_saved, saved_state
 from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket
+from harness.saved_state import load_saved, saved_state
 
 REFERENCE = "mine:Source"
 

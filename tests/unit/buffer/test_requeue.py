@@ -20,9 +20,9 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.saved_state import load_saved, saved_state
 from buffer_rl.types import GroupUid, SampleGroup, Status, Ticket, VersionSpan
 from filter_hub import buffer_order
+from harness.saved_state import load_saved, saved_state
 
 KEEP = RequeueRule(keep_tokens=True)
 MASK = RequeueRule(keep_tokens=True, mask_older=True)

@@ -20,8 +20,8 @@ from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.saved_state import load_saved, saved_state
 from buffer_rl.types import Sample, SampleGroup, Ticket
+from harness.saved_state import load_saved, saved_state
 
 
 def write_rows(folder: Path, count: int) -> str:

@@ -24,9 +24,9 @@ from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.observe.work import WorkReport, clock_origin
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
-from buffer_rl.testing.saved_state import load_saved, saved_state
 from buffer_rl.testing.virtual_runtime import VirtualRuntime
 from buffer_rl.types import Ticket
+from harness.saved_state import load_saved, saved_state
 
 PLAN = RunPlan(
     num_rollouts=3,
