@@ -19,8 +19,8 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from buffer_rl.buffer.ledger import GroupState
 from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.config import compose, dump_args
 from buffer_rl.errors import CheckpointError, DeadlineError

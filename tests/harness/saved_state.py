@@ -1,4 +1,4 @@
-"""A checkpoint of a ``BufferState`` in memory, with that of its ledger, as JSON keeps them."""
+"""A checkpoint of a ``BufferState`` in memory: its state as JSON keeps it, and a copy of its ledger."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import orjson
 
 from buffer_rl.buffer.state import BufferState
+from harness.ledger_contents import copied, go_back
 
 
 def saved_state(state: BufferState) -> dict[str, Any]:
-    """What a checkpoint holds of the state, and its ledger under ``ledger``."""
-    saved: dict[str, Any] = orjson.loads(orjson.dumps({**state.state_dict(), "ledger": state.ledger.state_dict()}))
-    return saved
+    """What a checkpoint holds of the state, and its ledger's file under ``ledger``."""
+    return {**orjson.loads(orjson.dumps(state.state_dict())), "ledger": copied(state.ledger)}
 
 
 def load_saved(state: BufferState, saved: Mapping[str, Any]) -> None:
     """Have the state go on from what ``saved_state`` returned."""
-    state.load_state_dict(saved, lambda: state.ledger.load_state_dict(saved["ledger"]))
+    state.load_state_dict(saved, lambda: go_back(state.ledger, saved["ledger"]))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer_rl.buffer.feed import DeliveredFeed
-from buffer_rl.buffer.ledger import MemoryLedger
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
@@ -39,7 +39,7 @@ def delivery(number: int, *rows: int, state: bytes = b"") -> Delivery:
 def make_state(source: Any = None, groups_per_step: int = 2) -> BufferState:
     return BufferState(
         source or DeliveredFeed(REFERENCE),
-        ledger=MemoryLedger(),
+        ledger=Ledger.in_memory(),
         plane=LocalDataPlane(),
         eval_plane=LocalDataPlane(),
         groups_per_step=groups_per_step,

@@ -16,7 +16,7 @@ from harness.ledger_mutants import MUTANTS
 
 MEMORY = Path("/dev/shm")
 # Every n-th boundary is enough: a commit in two transactions leaves a gap of a few, the others are wrong ever after.
-EVERY = {"split-commit": 4, "kept-leases": 20, "any-incarnation": 20}
+EVERY = {"split-commit": 4, "kept-leases": 20, "same-token": 20}
 
 
 @pytest.fixture
