@@ -145,7 +145,7 @@ def newest_step(path: str | Path) -> int:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what writers and readers that were killed left behind. Only for who has the folder to himself."""
+    """Remove what writers and readers that were killed left behind. The caller must be the only user of the folder."""
     for child in folder.iterdir():
         if _UNFINISHED_NAME.fullmatch(child.name):
             shutil.rmtree(child, ignore_errors=True)
