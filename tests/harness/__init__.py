@@ -7,4 +7,5 @@ memory_ledger       the model that the ledger is compared with
 ledger_contents     what a ledger holds, its counts, a way back to its own copy
 saved_state         a checkpoint of a ``BufferState`` in memory
 faulty_runs         live runs whose driver, rank or Buffer is killed
+processes           which processes descend from a process
 """

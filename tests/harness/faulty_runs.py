@@ -25,8 +25,8 @@ from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.config import compose, dump_args
 from buffer_rl.errors import CheckpointError, DeadlineError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.processes import descendants
 from buffer_rl.testing.tiny import make_tiny_model
+from harness.processes import descendants
 
 WORDS = ("ab", "ba", "abc", "bca", "cab", "acb", "bb", "cc")
 GROUPS = 3
