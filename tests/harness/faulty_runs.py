@@ -1,7 +1,7 @@
 """Live runs of a tiny task in processes of their own, for killing parts of them: the Buffer, a trainer rank, the
 driver.
 
-A run is compared with one that nobody disturbed: its parameters bit by bit, its ledger group by group.
+A run is compared with an undisturbed one: its parameters bit by bit, its ledger group by group.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class LiveRun:
             os.kill(pid, signal.SIGKILL)
         return bool(found)
 
-    def said(self) -> str:
+    def last_output(self) -> str:
         """The end of its output."""
         return (self.folder / "driver.log").read_text(errors="replace")[-3000:]
 

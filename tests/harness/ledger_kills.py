@@ -1,7 +1,7 @@
 """Kills a process that writes a ledger at random moments, and compares what is left with what it acknowledged.
 
-A child works through the groups of an endless data source: it leases, finishes, rejects, gives back and commits, and
-tells its parent of each commit after the call has returned. The parent kills it with SIGKILL after a random time,
+A child works through the groups of an endless data source: it leases, finishes, rejects, requeues and commits, and
+reports each commit to its parent after the call has returned. The parent kills it with SIGKILL after a random time,
 checks the accounting, and starts the next one on the same file. From time to time the parent makes a copy of the
 ledger, and goes back to it later, as a run does that resumes from a checkpoint; where an attempt number is given again,
 the fencing token of the lease from before must not be the ledger's. At the end of a round a last child works everything
@@ -94,7 +94,7 @@ class _Round:
             self.report.kills += 1
             self.check()
             if self.rng.random() < 0.1 and self.path.exists():
-                self.travel()
+                self.copy_or_restore()
         self.live(LAST_LIFE_S, drain=True)
         self.check(drained=True)
 
@@ -118,9 +118,9 @@ class _Round:
             received += block
         os.close(reader)
         os.waitpid(child, 0)
-        self.take(received.decode().splitlines(keepends=True), drain)
+        self.read_lines(received.decode().splitlines(keepends=True), drain)
 
-    def take(self, lines: list[str], drain: bool) -> None:
+    def read_lines(self, lines: list[str], drain: bool) -> None:
         whole = [line.split() for line in lines if line.endswith("\n")]
         for kind, *values in whole:
             if kind == "T":
@@ -157,7 +157,7 @@ class _Round:
             self.report.groups += len(found)
             self.report.missing += sum(found.get(number) not in _DONE for number in range(len(found)))
 
-    def travel(self) -> None:
+    def copy_or_restore(self) -> None:
         """Make a copy of the ledger, or go back to the one that there is."""
         ledger = self.kind(self.path, run=RUN)
         if self.trained_in_copy is None:
