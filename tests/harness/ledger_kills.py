@@ -48,7 +48,7 @@ class KillReport:
     groups: int = 0
     commits: int = 0
     restores: int = 0
-    late_reports: int = 0
+    repeated_attempts: int = 0
     duplicated: int = 0
     missing: int = 0
     faults: list[str] = field(default_factory=list)
@@ -131,7 +131,7 @@ class _Round:
             elif kind == "L":
                 self.leases.setdefault((int(values[0]), int(values[1])), values[2])
             elif kind == "late":
-                self.report.late_reports += 1
+                self.report.repeated_attempts += 1
             elif kind == "E":
                 self.report.faults.append(" ".join(values))
         if drain and ["end"] not in whole:
@@ -201,7 +201,7 @@ def _work(ledger: Ledger, rng: random.Random, late: _Late, drain: bool) -> Itera
             number = queue.pop(0)
             attempts[number] = ledger.lease(uid_of(number), rollout_id)
             if former := late.get((number, attempts[number])):
-                yield _late_report(ledger, number, former)
+                yield _repeated_attempt(ledger, number, former)
             yield f"L {number} {attempts[number]} {ledger.fencing_token}"
             chance = rng.random()
             if chance < 0.05:
@@ -220,6 +220,6 @@ def _work(ledger: Ledger, rng: random.Random, late: _Late, drain: bool) -> Itera
             finished, rollout_id = [], rollout_id + 1
 
 
-def _late_report(ledger: Ledger, number: int, former: str) -> str:
+def _repeated_attempt(ledger: Ledger, number: int, former: str) -> str:
     """A report with the same attempt of a lease from before: the fencing token alone tells it apart."""
     return f"E the token {former} of group {number} is the ledger's again" if former == ledger.fencing_token else "late"
