@@ -69,8 +69,8 @@ def random_kills(folder: Path, kills: int, seed: int, limit_s: float) -> int:
     took = time.monotonic() - start
     print(
         f"random kill -9: {report.kills} kills, {report.groups} groups, {report.commits} commits, {report.restores}"
-        f" restores, {report.repeated_attempts} attempt numbers given again: {report.duplicated} duplicated, {report.missing}"
-        f" missing, {len(report.faults)} faults, {took:.1f} s ({report.kills / took:.1f} kills/s)",
+        f" restores, {report.repeated_attempts} attempt numbers given again: {report.duplicated} duplicated,"
+        f" {report.missing} missing, {len(report.faults)} faults, {took:.1f} s ({report.kills / took:.1f} kills/s)",
         flush=True,
     )
     print("\n".join(report.faults[:20]), end="\n" if report.faults else "")
