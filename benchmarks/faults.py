@@ -1,4 +1,4 @@
-"""Kill parts of live runs at random moments, and compare how they end with a run that nobody disturbed.
+"""Kill parts of live runs at random moments, and compare how they end with an undisturbed run.
 
     python benchmarks/faults.py                          # everything: about seventeen minutes on two cores
     python benchmarks/faults.py buffer --kills 25        # the Buffer's process; the run goes on by itself
@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
 
-from buffer_rl.testing.faulty_runs import GROUPS, LiveRun, Outcome, make_options, make_task, newest_step
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for tests/harness
+
+from harness.faulty_runs import GROUPS, LiveRun, Outcome, make_options, make_task, newest_step
 
 LIMIT_S = 300.0
 STEPS_PER_CUT = 3
@@ -43,7 +46,7 @@ def kill_buffers(folder: Path, kills: int, schedule: str, draw: random.Random) -
     finally:
         run.stop()
     if status:
-        return done, [f"the run ended with status {status}: {run.said()}"]
+        return done, [f"the run ended with status {status}: {run.last_output()}"]
     expected = Outcome.of(Path(quiet.run_dir), steps * GROUPS)
     few = [f"the run ended before kill {done + 1} of {kills}"] if done < kills else []
     return done, [*few, *expected.faults, *Outcome.of(run.folder, steps * GROUPS).differs(expected)]
@@ -77,7 +80,7 @@ def cut(folder: Path, victim: str, cuts: int, draw: random.Random) -> tuple[int,
         if status == 0 or step == start:
             break
     if status:
-        wrong.append(f"the last run ended with status {status}: {run.said()}")
+        wrong.append(f"the last run ended with status {status}: {run.last_output()}")
         return done, wrong
     final = Outcome.of(Path(whole.run_dir), steps * GROUPS)
     return done, wrong + Outcome.of(run.folder, steps * GROUPS).differs(final)

@@ -20,8 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.sqlite_ledger import SqliteLedger
 from buffer_rl.types import GroupUid
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
@@ -55,7 +55,7 @@ def main() -> int:
 def measure(folder: Path, size: int) -> dict[str, float | int | str]:
     """One ledger, filled, copied, closed and opened again."""
     path = folder / "ledger.sqlite"
-    ledger = SqliteLedger(path, run="benchmark")
+    ledger = Ledger(path, run="benchmark")
     memory_before = resident_mib()
     steps = max(1, size // STEP)
     spent: dict[str, list[float]] = {"lease": [], "finish": [], "commit": [], "batched": []}
@@ -72,14 +72,11 @@ def measure(folder: Path, size: int) -> dict[str, float | int | str]:
             ledger.lease(uid, steps)
     memory = resident_mib() - memory_before
     start = time.perf_counter()
-    ledger.counts(SOURCE, 0, ROWS)
-    counts_us = (time.perf_counter() - start) * 1e6
-    start = time.perf_counter()
     ledger.backup(folder / "copy.sqlite")
     backup_s = time.perf_counter() - start
     del ledger  # as a kill leaves it: not closed in order
     start = time.perf_counter()
-    again = SqliteLedger(path, run="benchmark")
+    again = Ledger(path, run="benchmark")
     queue = again.recover()
     restart_s = time.perf_counter() - start
     assert queue == held, "the leased groups must be the queue"
@@ -99,7 +96,6 @@ def measure(folder: Path, size: int) -> dict[str, float | int | str]:
         "commit_us": round(micro.get("commit", 0.0), 1),
         "group_us": round(single, 1),
         "group_batched_us": round(together, 1),
-        "counts_us": round(counts_us, 1),
         "memory_mib": round(memory, 1),
         "file_mib": round(path.stat().st_size / 2**20, 1),
         "backup_s": round(backup_s, 2),
@@ -108,9 +104,7 @@ def measure(folder: Path, size: int) -> dict[str, float | int | str]:
     }
 
 
-def one_step(
-    ledger: SqliteLedger, uids: list[GroupUid], step: int, batched: bool, spent: dict[str, list[float]]
-) -> None:
+def one_step(ledger: Ledger, uids: list[GroupUid], step: int, batched: bool, spent: dict[str, list[float]]) -> None:
     """Lease, finish and commit one step's groups; adds the seconds of each part."""
     start = time.perf_counter()
     if batched:

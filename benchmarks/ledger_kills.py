@@ -3,7 +3,7 @@
     python benchmarks/ledger_kills.py --kills 5000      # every failpoint, 5,000 random kills, the mutants
     python benchmarks/ledger_kills.py --kills 100 --every 20
 
-Three ledgers that are wrong on purpose (``buffer_rl.testing.ledger_mutants``) must be found out. Exit status 1 for a
+Three ledgers that are wrong on purpose (``harness.ledger_mutants``) must be found out. Exit status 1 for a
 violation, or for a mutant that was not found out. Only killed processes are simulated, not power losses: the files are
 kept in memory where ``/dev/shm`` exists.
 """
@@ -18,9 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from buffer_rl.testing.ledger_failpoints import kill_everywhere
-from buffer_rl.testing.ledger_kills import kill_at_random
-from buffer_rl.testing.ledger_mutants import MUTANTS
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for tests/harness
+
+from harness.ledger_failpoints import kill_everywhere
+from harness.ledger_kills import kill_at_random
+from harness.ledger_mutants import MUTANTS
 
 MEMORY = Path("/dev/shm")
 
@@ -67,8 +69,8 @@ def random_kills(folder: Path, kills: int, seed: int, limit_s: float) -> int:
     took = time.monotonic() - start
     print(
         f"random kill -9: {report.kills} kills, {report.groups} groups, {report.commits} commits, {report.restores}"
-        f" restores, {report.late_reports} late reports refused: {report.duplicated} duplicated, {report.missing}"
-        f" missing, {len(report.faults)} faults, {took:.1f} s ({report.kills / took:.1f} kills/s)",
+        f" restores, {report.repeated_attempts} attempt numbers given again: {report.duplicated} duplicated,"
+        f" {report.missing} missing, {len(report.faults)} faults, {took:.1f} s ({report.kills / took:.1f} kills/s)",
         flush=True,
     )
     print("\n".join(report.faults[:20]), end="\n" if report.faults else "")

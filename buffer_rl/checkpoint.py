@@ -18,16 +18,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.checkpoint_manifest import MANIFEST, Manifest, manifest_content, parse_manifest
+import orjson
+
 from buffer_rl.errors import BufferRLError, CheckpointError
 from buffer_rl.redaction import mask_url
-from buffer_rl.remote import is_remote, local_path
-from buffer_rl.remote_checkpoint import RemoteFolder
+from buffer_rl.remote import FOLDER_KEY, RemoteFolder, is_remote, local_path
 
+FORMAT = 2
+UNSEALED_FORMAT = 1
+"""Of earlier versions: without a hash of the manifest itself."""
+MANIFEST = "manifest.json"
+_SEAL = "manifest_sha256"
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _REPLACED_NAME = re.compile(r"\.(step_(\d{6,}))\.replaced")
 _UNFINISHED_NAME = re.compile(r"\.(step_\d{6,}|load)\.(?!replaced$)\w+")
 _HASH_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a manifest says. files: size in bytes and SHA-256 by name. folder: where they are, beside the manifest."""
+
+    step: int
+    facts: Mapping[str, Any]
+    files: Mapping[str, tuple[int, str]]
+    folder: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +145,7 @@ def newest_step(path: str | Path) -> int:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what writers and readers that were killed left behind. Only for who has the folder to himself."""
+    """Remove what writers and readers that were killed left behind. The caller must be the only user of the folder."""
     for child in folder.iterdir():
         if _UNFINISHED_NAME.fullmatch(child.name):
             shutil.rmtree(child, ignore_errors=True)
@@ -158,6 +173,35 @@ def damaged_files(folder: Path) -> list[CheckpointError]:
         except CheckpointError as error:
             found.append(error)
     return found
+
+
+def manifest_content(step: int, facts: Mapping[str, Any], files: Mapping[str, tuple[int, str]]) -> bytes:
+    """The bytes of a manifest. The inverse of ``parse_manifest``."""
+    listed = {name: {"size": size, "sha256": sha256} for name, (size, sha256) in files.items()}
+    # As they will be read: what a mapping's keys are in JSON is part of the hash.
+    values = orjson.loads(orjson.dumps({"format": FORMAT, "step": step, "facts": dict(facts), "files": listed}))
+    return orjson.dumps({**values, _SEAL: _seal_of(values)}, option=orjson.OPT_INDENT_2)
+
+
+def parse_manifest(content: bytes, where: str) -> Manifest:
+    """What a manifest's bytes say. Raises CheckpointError naming ``where`` if they are damaged or of another format."""
+    try:
+        manifest = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise CheckpointError(f"the manifest cannot be read: {error}", where=where) from error
+    if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, UNSEALED_FORMAT):
+        raise CheckpointError("the manifest is of another format", where=where, expected=f"format {FORMAT}")
+    try:
+        files = {name: (int(file["size"]), str(file["sha256"])) for name, file in dict(manifest["files"]).items()}
+        folder = str(manifest.get(FOLDER_KEY, ""))
+        if any(path.startswith("/") or ".." in path.split("/") for path in (folder, *files)):
+            raise ValueError("a path leads out of the checkpoint")
+        parsed = Manifest(step=int(manifest["step"]), facts=dict(manifest["facts"]), files=files, folder=folder)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the manifest is damaged: {error!r}", where=where) from error
+    if (manifest["format"] == FORMAT or _SEAL in manifest) and manifest.get(_SEAL) != _seal_of(manifest):
+        raise CheckpointError("the manifest is damaged: it differs from its own hash", where=where)
+    return parsed
 
 
 def _chosen(path: str | Path) -> Path:
@@ -308,3 +352,9 @@ def _sha256(path: Path) -> str:
         while block := file.read(_HASH_BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _seal_of(manifest: Mapping[str, Any]) -> str:
+    """Of everything but the hash itself and the folder, which an upload adds."""
+    sealed = {name: value for name, value in manifest.items() if name not in (_SEAL, FOLDER_KEY)}
+    return hashlib.sha256(orjson.dumps(sealed, option=orjson.OPT_SORT_KEYS)).hexdigest()

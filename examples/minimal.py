@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from buffer_rl.buffer.ledger import MemoryLedger
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import Options, compose
@@ -171,7 +171,7 @@ def make_buffer(args: Any) -> BufferState:
     """The Buffer's logic; a real run puts it into a Ray actor of its own."""
     return BufferState(
         PromptDataSource(args),
-        ledger=MemoryLedger(),
+        ledger=Ledger.in_memory(),
         plane=LocalDataPlane(),
         eval_plane=LocalDataPlane(),
         groups_per_step=args.rollout_batch_size,

@@ -22,11 +22,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffer_rl.buffer.calls import CallLog
 from buffer_rl.buffer.feed import DeliveredFeed
-from buffer_rl.buffer.ledger_file import FILE_NAME
-from buffer_rl.buffer.ledger_place import PID, LedgerPlace, new_ledger, process_note
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_audit import PID, process_note
+from buffer_rl.buffer.ledger_file import FILE_NAME, LedgerPlace, new_ledger
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.plane import LocalDataPlane
-from buffer_rl.buffer.sqlite_ledger import SqliteLedger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage.actor import MAX_REPORTS, payloads_taken
 from buffer_rl.buffer.storage.offer import NumberedCall
@@ -93,7 +93,7 @@ class BufferActor:
         elif args.prompt_data:
             source = PromptDataSource(args)
         # A trainer may have taken the step of what was selected: its commit comes, or the rollout's next ``generate``.
-        self._ledger = SqliteLedger(place.path, run=place.run, keep_selected=True)
+        self._ledger = Ledger(place.path, run=place.run, keep_selected=True)
         restarted = self._ledger.recall(PID) is not None
         for dataset in source.datasets if isinstance(source, PromptDataSource) else ():
             self._ledger.set_num_rows(dataset.source_hash, len(dataset))
@@ -159,7 +159,7 @@ class BufferActor:
         try:
             return health | self._state.get_progress()
         except RuntimeError:  # a dict changed while it was read: the next poll will do
-            return health | {"incarnation": self._ledger.incarnation}
+            return health | {"incarnation": self._ledger.fencing_token}
 
     @ray.method(concurrency_group="wait")
     def wait_change(self, revision: int, timeout_s: float) -> None:

@@ -1,353 +1,397 @@
-"""The ledger: which state each group is in. Pure bookkeeping; no payloads, no Ray.
+"""The ledger: which state each group is in, in an SQLite file that survives ``kill -9``. No payloads, no Ray.
 
-    pending ──lease──▶ leased ──finish──▶ finished ──commit──▶ trained(step)
-       ▲                 │  │                │
-       └────requeue──────┘  ├─reject─▶ rejected(reason)      (finished ──requeue──▶ pending as well)
-                            └─quarantine─▶ quarantined(reason)
+A uid is in exactly one state (the diagram is in ``ledger_entry``). Every transition is one transaction, history
+included. A lease has an attempt number; a report of another attempt is refused.
 
-A uid is in exactly one state. A lease carries an attempt number and belongs to the ledger's incarnation, which is new
-whenever the ledger is opened or replaced; a report of another attempt or incarnation is refused. The attempt alone
-would not do: a ledger that went back to a checkpoint gives the same attempt numbers again.
+Fencing token. Opening or replacing a ledger gives it a new one, and what was leased or finished is pending again: its
+payloads were in the process that died. The queue is then ``recover()``, and the data source goes on after
+``num_admitted`` groups. A ticket carries the token, and ``Rollouts.of`` refuses one with an earlier token. The attempt
+alone would not do: a ledger that went back to a checkpoint gives the same attempt numbers again. A Buffer that hung and
+was replaced may wake up: it finds the token of its successor in the file, and every transition that it still tries is
+refused.
 
-The rules of the diagram are functions from one entry to the next (``leased`` to ``requeued``), so that every ledger
-refuses the same requests with the same words.
+Why no answers of ``CallLog`` are stored here. A call that was executed before the Buffer died, and is repeated after
+it, is harmless by what the ledger itself knows: reports and leases have the token of the ticket, and an earlier token
+is refused; ``commit`` and ``select`` recognise their repeat by its rollout, step and groups; notes are overwritten with
+the same value. A stored answer would do harm: a replayed lease with an earlier token would return groups that another
+worker has leased by now.
 """
 
 from __future__ import annotations
 
+import sqlite3
+import time
 import uuid
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from buffer_rl.errors import BufferStateError
+from buffer_rl.buffer.ledger_entry import (
+    COLUMNS,
+    GroupState,
+    LedgerEntry,
+    dropped,
+    entry_of,
+    finished,
+    is_repeat,
+    leased,
+    requeued,
+    selected,
+    trained,
+)
+from buffer_rl.buffer.ledger_file import (
+    IN_MEMORY,
+    NOTE,
+    TABLES,
+    local_copy,
+    open_ledger_file,
+    write_backup,
+    write_failed,
+)
+from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.types import GroupUid
 
-
-class GroupState(StrEnum):
-    """Where a group is on its way. ``pending`` also holds for rows that nobody asked for yet."""
-
-    PENDING = "pending"
-    LEASED = "leased"
-    FINISHED = "finished"
-    TRAINED = "trained"
-    REJECTED = "rejected"
-    QUARANTINED = "quarantined"
+_LIVE = "state IN ('pending', 'leased', 'finished')"  # as in the schema, or the index `live` is not used
+_TOKEN = "incarnation"  # the fact of the file that holds the fencing token
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerEntry:
-    """One group's facts. ``reason`` belongs to rejected and quarantined groups, ``step`` to trained ones; ``selected``
-    marks a finished group that the step of ``rollout_id`` trains on."""
+class Ledger:
+    """The ledger in the file ``path``, on a local disk. One process writes it, one thread at a time. Every transition
+    raises BufferStateError where the group's state does not allow it, and then changes nothing.
 
-    state: GroupState
-    attempt: int = 0
-    rollout_id: int | None = None
-    reason: str = ""
-    step: int | None = None
-    selected: bool = False
+    run: names the run that the ledger belongs to. A file of another run is refused.
+    keep_selected: whether finished groups that were selected for a step stay finished when the file is opened. So ask
+    where the trainer may hold their payloads: the driver then commits the step, or gives the groups back
+    (``requeue``).
+    connection: the class of the SQLite connection, which tests of the ledger replace.
 
-
-class Ledger(Protocol):
-    """What the Buffer asks of a ledger, durable or not. Every method raises BufferStateError on a
-    transition that the diagram above does not have, and then changes nothing.
-
-    ``incarnation`` of a report is the ledger's when the group was leased; None where the caller has compared it.
+    Raises ConfigError or CheckpointError as ``open_ledger_file`` does.
     """
 
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        run: str,
+        keep_selected: bool = False,
+        connection: type[sqlite3.Connection] = sqlite3.Connection,
+    ) -> None:
+        self.path = Path(path)
+        self._db = open_ledger_file(self.path, connection)
+        self._tables = LedgerTables(self._db, self.path)
+        self._token = ""
+        try:
+            with self._tables.atomic():
+                self._check_run(run)
+                self.returned = self._renew_token("restart", keep_selected)
+            self._tables.read_sources()
+        except BaseException:
+            self._db.close()
+            raise
+
+    @classmethod
+    def in_memory(cls) -> Ledger:
+        """A ledger that lives as long as its process."""
+        return cls(IN_MEMORY, run="in memory")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
     @property
-    def incarnation(self) -> str:
-        """Names this ledger from its opening, or from its last replacement, on."""
-        ...
+    def fencing_token(self) -> str:
+        """Names this ledger from its opening, or its last replacement, on: how often that was, and a random part."""
+        return self._token
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in transactions since the file was opened."""
+        return self._tables.seconds
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Make the transitions of the block one transaction: all of them are in the file afterwards, or none. It is
+        also cheaper than one for each. Blocks may be nested; the outermost one counts."""
+        if self._db.in_transaction:
+            yield
+            return
+        with self._tables.atomic():
+            self._check_writer()
+            yield
+
+    # -- transitions ---------------------------------------------------------------------------------
 
     def lease(self, uid: GroupUid, rollout_id: int) -> int:
         """pending → leased. Returns the attempt number, counted from 1."""
-        ...
+        return self._change(uid, lambda entry: leased(uid, entry, rollout_id)).attempt
 
-    def finish(self, uid: GroupUid, attempt: int, *, incarnation: str | None = None) -> None:
+    def finish(self, uid: GroupUid, attempt: int) -> None:
         """leased → finished."""
-        ...
+        self._change(uid, lambda entry: finished(uid, entry, attempt))
 
-    def reject(self, uid: GroupUid, attempt: int, reason: str, *, incarnation: str | None = None) -> None:
+    def reject(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """leased → rejected."""
-        ...
+        self._change(uid, lambda entry: dropped(uid, entry, attempt, GroupState.REJECTED, reason))
 
-    def quarantine(self, uid: GroupUid, attempt: int, reason: str, *, incarnation: str | None = None) -> None:
+    def quarantine(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """leased → quarantined: the group failed too often by itself, and is not tried again."""
-        ...
+        self._change(uid, lambda entry: dropped(uid, entry, attempt, GroupState.QUARANTINED, reason))
 
-    def requeue(self, uid: GroupUid, attempt: int, *, incarnation: str | None = None) -> None:
+    def requeue(self, uid: GroupUid, attempt: int) -> None:
         """leased or finished → pending."""
-        ...
+        self._change(uid, lambda entry: requeued(uid, entry, attempt))
 
     def select(self, uids: Iterable[GroupUid], rollout_id: int) -> None:
         """Mark finished groups as those that the step of ``rollout_id`` trains on, all of them or none. They stay
         finished. From here on a trainer may hold their payloads."""
-        ...
+        with self.transaction():
+            found = {uid: self._tables.find(uid) for uid in uids}
+            new = {uid: selected(uid, entry, rollout_id) for uid, (_, entry) in found.items()}
+            for uid, (admitted, entry) in found.items():
+                self._tables.write(uid, admitted, entry, new[uid])
 
     def commit(self, uids: Iterable[GroupUid], rollout_id: int, step: int) -> None:
         """finished → trained, all of them or none. A rollout is committed once: a repeat with the same groups and the
         same step changes nothing, any other one is refused. Without groups nothing is recorded."""
-        ...
+        chosen = list(dict.fromkeys(uids))
+        with self.transaction():
+            found = [self._tables.find(uid) for uid in chosen]
+            if is_repeat([entry for _, entry in found], self._tables.commit_of(rollout_id), rollout_id, step):
+                return
+            new = [trained(uid, entry, rollout_id, step) for uid, (_, entry) in zip(chosen, found, strict=True)]
+            for uid, (admitted, entry), after in zip(chosen, found, new, strict=True):
+                self._tables.write(uid, admitted, entry, after)
+            if chosen:
+                self._tables.record_commit(rollout_id, step, len(chosen))
 
     def entry(self, uid: GroupUid) -> LedgerEntry:
         """The facts of one group; ``pending`` with attempt 0 where it was never leased."""
-        ...
-
-    def counts(self, source: str, epoch: int, num_rows: int) -> dict[GroupState, int]:
-        """How many groups of an epoch are in each state; they add up to ``num_rows``."""
-        ...
-
-    def transaction(self) -> AbstractContextManager[None]:
-        """A durable ledger has all transitions of the block afterwards, or none; one in memory has those that were
-        made before an error."""
-        ...
+        return self._tables.find(uid)[1]
 
     def number(self, uid: GroupUid) -> int | None:
         """The running number of the group's first lease; None where it was never leased."""
-        ...
+        return self._tables.find(uid)[0]
 
     @property
     def num_admitted(self) -> int:
         """Number of groups that were ever leased."""
-        ...
+        return int(self._db.execute("SELECT coalesce(max(admitted) + 1, 0) FROM groups").fetchone()[0])
 
     def recover(self) -> list[GroupUid]:
-        """The groups that were leased before and are pending, in the order of their first lease."""
-        ...
+        """The groups that were leased before and are pending, in the order of their first lease: the queue of a Buffer
+        that begins with this ledger."""
+        return self._tables.uids("state = 'pending'")
 
     def selected(self, rollout_id: int) -> list[GroupUid]:
-        """The finished groups that were selected for the step of a rollout."""
-        ...
+        """The finished groups that were selected for the step of a rollout, in the order of their first lease."""
+        return self._tables.uids("selected = 1 AND rollout_id = ?", rollout_id)
 
     def commits(self) -> dict[int, int]:
         """The step of each rollout that was committed."""
-        ...
+        return dict(self._db.execute("SELECT rollout_id, step FROM commits ORDER BY rollout_id"))
 
     def remember(self, key: str, value: str) -> None:
-        """Store a note, within the transaction of the block if there is one."""
-        ...
+        """Store a note, such as the position of a data source, within the transaction of the block if there is one."""
+        with self.transaction():
+            self._tables.set_fact(NOTE + key, value)
 
     def recall(self, key: str) -> str | None:
         """The note of ``remember``."""
-        ...
+        return self._tables.fact(NOTE + key)
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values that ``load_state_dict`` takes back. Leased and finished groups are written as pending:
-        their payloads do not survive."""
-        ...
+    def set_num_rows(self, source: str, num_rows: int) -> None:
+        """Note how many rows a source has, so that ``buffer-rl ledger`` can count those that were never leased."""
+        with self.transaction():
+            number = self._tables.source_id(source)
+            self._db.execute("UPDATE sources SET num_rows = ? WHERE id = ?", (num_rows, number))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace everything by what ``state_dict`` returned, and begin a new incarnation."""
-        ...
+    # -- copies --------------------------------------------------------------------------------------
 
+    def backup(self, path: str | Path) -> None:
+        """Copy the ledger as it is now into the new file ``path``, flushed to disk. Raises CheckpointError if it
+        cannot be written, BufferStateError within a transaction, whose outcome is not known yet."""
+        if self._db.in_transaction:
+            raise BufferStateError("a ledger cannot be copied within a transaction", where=str(self.path))
+        write_backup(self._db, self.path, Path(path))
 
-def leased(uid: GroupUid, entry: LedgerEntry, rollout_id: int) -> LedgerEntry:
-    """The entry after ``Ledger.lease``."""
-    if entry.state is not GroupState.PENDING:
-        raise BufferStateError(f"group {uid} cannot be leased: it is {_describe(entry)}", expected="pending")
-    return LedgerEntry(state=GroupState.LEASED, attempt=entry.attempt + 1, rollout_id=rollout_id)
+    def restore(self, path: str | Path) -> None:
+        """Replace everything by the copy ``path``, in one transaction, with a new fencing token. What was trained
+        after the copy was made is pending again, because the copy says so. Raises CheckpointError for a copy that is
+        damaged; nothing is changed then."""
+        with local_copy(Path(path), self.path) as copy:
+            try:
+                self._db.execute("ATTACH DATABASE ? AS copy", (str(copy),))
+            except sqlite3.Error as error:
+                raise CheckpointError(f"the copy of the ledger cannot be read: {error}", where=str(path)) from error
+            try:
+                self._replace_by_copy()
+            finally:
+                self._db.execute("DETACH DATABASE copy")
 
+    # -- inside --------------------------------------------------------------------------------------
 
-def finished(uid: GroupUid, entry: LedgerEntry, attempt: int) -> LedgerEntry:
-    """The entry after ``Ledger.finish``."""
-    _check_live(uid, entry, attempt, (GroupState.LEASED,))
-    return LedgerEntry(state=GroupState.FINISHED, attempt=attempt, rollout_id=entry.rollout_id)
+    def _replace_by_copy(self) -> None:
+        before = (self._tables.opening, self._token)
+        try:
+            with self._tables.atomic():
+                self._check_writer()
+                for table in TABLES:
+                    kept = f" WHERE key NOT IN ('run', 'restarts', '{_TOKEN}')" if table == "facts" else ""
+                    self._db.execute(f"DELETE FROM {table}{kept}")
+                    self._db.execute(f"INSERT INTO {table} SELECT * FROM copy.{table}{kept}")
+                self.returned = self._renew_token("restore", keep_selected=False)
+        except BaseException:
+            self._tables.opening, self._token = before
+            raise
+        finally:
+            self._tables.read_sources()
 
+    def _check_run(self, run: str) -> None:
+        known = self._tables.fact("run")
+        if known is None:
+            self._tables.set_fact("run", run)
+        elif known != run:
+            raise CheckpointError(
+                f"the ledger is of run {known!r}, not {run!r}",
+                where=str(self.path),
+                hint="give each run a file of its own; a copy from a checkpoint is restored, not opened",
+            )
 
-def dropped(uid: GroupUid, entry: LedgerEntry, attempt: int, state: GroupState, reason: str) -> LedgerEntry:
-    """The entry after ``Ledger.reject`` or ``Ledger.quarantine``, as ``state`` says."""
-    _check_live(uid, entry, attempt, (GroupState.LEASED,))
-    return LedgerEntry(state=state, attempt=attempt, rollout_id=entry.rollout_id, reason=reason)
+    def _renew_token(self, reason: str, keep_selected: bool) -> int:
+        """Returns how many groups went back to pending."""
+        number = int(self._tables.fact("restarts") or 0) + 1
+        self._tables.opening = number
+        self._token = f"{number}-{uuid.uuid4().hex}"
+        self._tables.set_fact("restarts", str(number))
+        self._tables.set_fact(_TOKEN, self._token)
+        return self._return_leases(reason, keep_selected)
 
+    def _return_leases(self, reason: str, keep_selected: bool) -> int:
+        return self._tables.return_leases(reason, keep_selected)
 
-def requeued(uid: GroupUid, entry: LedgerEntry, attempt: int) -> LedgerEntry:
-    """The entry after ``Ledger.requeue``."""
-    _check_live(uid, entry, attempt, (GroupState.LEASED, GroupState.FINISHED))
-    return LedgerEntry(state=GroupState.PENDING, attempt=attempt)
+    def _check_writer(self) -> None:
+        if self._tables.fact(_TOKEN) != self._token:
+            raise BufferStateError(
+                "another Buffer has opened the ledger; this one is out of date", where=str(self.path)
+            )
 
-
-def selected(uid: GroupUid, entry: LedgerEntry, rollout_id: int) -> LedgerEntry:
-    """The entry after ``Ledger.select``."""
-    if entry.state is not GroupState.FINISHED:
-        raise BufferStateError(
-            f"group {uid} cannot be selected for rollout {rollout_id}: it is {_describe(entry)}", expected="finished"
-        )
-    return replace(entry, rollout_id=rollout_id, selected=True)
-
-
-def trained(uid: GroupUid, entry: LedgerEntry, rollout_id: int, step: int) -> LedgerEntry:
-    """The entry after ``Ledger.commit``."""
-    if entry.state is not GroupState.FINISHED:
-        raise BufferStateError(
-            f"rollout {rollout_id} cannot be committed: group {uid} is {_describe(entry)}", expected="finished"
-        )
-    return LedgerEntry(state=GroupState.TRAINED, attempt=entry.attempt, rollout_id=rollout_id, step=step)
-
-
-def after_restart(entry: LedgerEntry) -> LedgerEntry:
-    """The entry in a ledger that was opened again: what was leased or finished is pending, its payload being gone."""
-    if entry.state in (GroupState.LEASED, GroupState.FINISHED):
-        return LedgerEntry(state=GroupState.PENDING, attempt=entry.attempt)
-    return entry
-
-
-def is_repeat(entries: Sequence[LedgerEntry], committed: tuple[int, int] | None, rollout_id: int, step: int) -> bool:
-    """Whether a commit of the groups with ``entries`` was made before. ``committed``: step and number of groups of the
-    rollout's commit. Raises BufferStateError if the rollout was committed in another way."""
-    if committed is None:
-        return False
-    if committed[0] != step:
-        raise BufferStateError(f"rollout {rollout_id} was committed at step {committed[0]}, not {step}")
-    same = all(e.state is GroupState.TRAINED and (e.rollout_id, e.step) == (rollout_id, step) for e in entries)
-    if not same or len(entries) != committed[1]:
-        raise BufferStateError(f"rollout {rollout_id} was committed at step {step} with other groups")
-    return True
-
-
-def check_incarnation(uid: GroupUid, reported: str | None, current: str) -> None:
-    """Refuse a report whose lease was given by an earlier incarnation."""
-    if reported is not None and reported != current:
-        raise BufferStateError(
-            f"the report on group {uid} is refused: it was leased by an earlier Buffer", hint="it came too late"
-        )
-
-
-class MemoryLedger:
-    """A ledger that lives as long as its process."""
-
-    def __init__(self) -> None:
-        self._entries: dict[GroupUid, LedgerEntry] = {}
-        self._commits: dict[int, tuple[int, int]] = {}
-        self._notes: dict[str, str] = {}
-        self._incarnation = uuid.uuid4().hex
-
-    @property
-    def incarnation(self) -> str:
-        """See ``Ledger.incarnation``."""
-        return self._incarnation
-
-    def entry(self, uid: GroupUid) -> LedgerEntry:
-        """See ``Ledger.entry``."""
-        return self._entries.get(uid, LedgerEntry(state=GroupState.PENDING))
-
-    def lease(self, uid: GroupUid, rollout_id: int) -> int:
-        """See ``Ledger.lease``."""
-        entry = self._entries[uid] = leased(uid, self.entry(uid), rollout_id)
-        return entry.attempt
-
-    def finish(self, uid: GroupUid, attempt: int, *, incarnation: str | None = None) -> None:
-        """See ``Ledger.finish``."""
-        check_incarnation(uid, incarnation, self._incarnation)
-        self._entries[uid] = finished(uid, self.entry(uid), attempt)
-
-    def reject(self, uid: GroupUid, attempt: int, reason: str, *, incarnation: str | None = None) -> None:
-        """See ``Ledger.reject``."""
-        check_incarnation(uid, incarnation, self._incarnation)
-        self._entries[uid] = dropped(uid, self.entry(uid), attempt, GroupState.REJECTED, reason)
-
-    def quarantine(self, uid: GroupUid, attempt: int, reason: str, *, incarnation: str | None = None) -> None:
-        """See ``Ledger.quarantine``."""
-        check_incarnation(uid, incarnation, self._incarnation)
-        self._entries[uid] = dropped(uid, self.entry(uid), attempt, GroupState.QUARANTINED, reason)
-
-    def requeue(self, uid: GroupUid, attempt: int, *, incarnation: str | None = None) -> None:
-        """See ``Ledger.requeue``."""
-        check_incarnation(uid, incarnation, self._incarnation)
-        self._entries[uid] = requeued(uid, self.entry(uid), attempt)
-
-    def select(self, uids: Iterable[GroupUid], rollout_id: int) -> None:
-        """See ``Ledger.select``."""
-        self._entries.update([(uid, selected(uid, self.entry(uid), rollout_id)) for uid in uids])
-
-    def commit(self, uids: Iterable[GroupUid], rollout_id: int, step: int) -> None:
-        """See ``Ledger.commit``."""
-        chosen = list(dict.fromkeys(uids))
-        if is_repeat([self.entry(uid) for uid in chosen], self._commits.get(rollout_id), rollout_id, step):
-            return
-        self._entries.update([(uid, trained(uid, self.entry(uid), rollout_id, step)) for uid in chosen])
-        if chosen:
-            self._commits[rollout_id] = (step, len(chosen))
-
-    def counts(self, source: str, epoch: int, num_rows: int) -> dict[GroupState, int]:
-        """See ``Ledger.counts``."""
-        seen = Counter(e.state for uid, e in self._entries.items() if uid.source == source and uid.epoch == epoch)
-        untouched = num_rows - seen.total()
-        return {state: seen[state] + (untouched if state is GroupState.PENDING else 0) for state in GroupState}
-
-    def transaction(self) -> AbstractContextManager[None]:
-        """See ``Ledger.transaction``."""
-        return nullcontext()
-
-    def number(self, uid: GroupUid) -> int | None:
-        """See ``Ledger.number``."""
-        return next((number for number, known in enumerate(self._entries) if known == uid), None)
-
-    @property
-    def num_admitted(self) -> int:
-        """See ``Ledger.num_admitted``."""
-        return len(self._entries)
-
-    def recover(self) -> list[GroupUid]:
-        """See ``Ledger.recover``."""
-        return [uid for uid, entry in self._entries.items() if entry.state is GroupState.PENDING]
-
-    def selected(self, rollout_id: int) -> list[GroupUid]:
-        """See ``Ledger.selected``."""
-        return [uid for uid, entry in self._entries.items() if entry.selected and entry.rollout_id == rollout_id]
-
-    def commits(self) -> dict[int, int]:
-        """See ``Ledger.commits``."""
-        return {rollout_id: step for rollout_id, (step, _) in self._commits.items()}
-
-    def remember(self, key: str, value: str) -> None:
-        """See ``Ledger.remember``."""
-        self._notes[key] = value
-
-    def recall(self, key: str) -> str | None:
-        """See ``Ledger.recall``."""
-        return self._notes.get(key)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See ``Ledger.state_dict``."""
-        return {"entries": [[str(uid), asdict(after_restart(entry))] for uid, entry in self._entries.items()]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``Ledger.load_state_dict``."""
-        self._entries = dict(parsed_entries(state))
-        self._commits = commits_of(self._entries.values())
-        self._incarnation = uuid.uuid4().hex
+    def _change(self, uid: GroupUid, rule: Callable[[LedgerEntry], LedgerEntry]) -> LedgerEntry:
+        with self.transaction():
+            admitted, before = self._tables.find(uid)
+            after = rule(before)
+            self._tables.write(uid, admitted, before, after)
+        return after
 
 
-def parsed_entries(state: Mapping[str, Any]) -> Iterable[tuple[GroupUid, LedgerEntry]]:
-    """What ``Ledger.state_dict`` wrote, in its order."""
-    for uid, entry in state["entries"]:
-        yield GroupUid.parse(uid), LedgerEntry(**{**entry, "state": GroupState(entry["state"])})
+class LedgerTables:
+    """Reads and writes the tables of one open file. ``opening``: how often it was opened or replaced, which the lines
+    of the history carry."""
 
+    def __init__(self, db: sqlite3.Connection, path: Path) -> None:
+        self.db = db
+        self.path = path
+        self.opening = 0
+        self._source_ids: dict[str, int] = {}
+        self._new_sources: list[str] = []
+        self.seconds = 0.0
 
-def commits_of(entries: Iterable[LedgerEntry]) -> dict[int, tuple[int, int]]:
-    """Step and number of groups of each rollout that was committed."""
-    counts = Counter((e.rollout_id, e.step) for e in entries if e.state is GroupState.TRAINED)
-    return {r: (step, number) for (r, step), number in counts.items() if r is not None and step is not None}
+    @contextmanager
+    def atomic(self) -> Iterator[None]:
+        """One transaction. Raises BufferStateError where the disk refuses it."""
+        started = time.perf_counter()
+        try:
+            self.db.execute("BEGIN IMMEDIATE")
+            yield
+            self.db.execute("COMMIT")
+        except BaseException as error:
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK")
+            for source in self._new_sources:
+                self._source_ids.pop(source, None)
+            self._new_sources.clear()
+            if isinstance(error, sqlite3.Error):
+                raise write_failed(self.path, error) from error
+            raise
+        finally:
+            self.seconds += time.perf_counter() - started
+        self._new_sources.clear()
 
+    def find(self, uid: GroupUid) -> tuple[int | None, LedgerEntry]:
+        """The running number of a group's first lease, None where it was never leased, and its entry."""
+        where = (self._source_ids.get(uid.source, -1), uid.epoch, uid.row)
+        query = f"SELECT admitted, {COLUMNS} FROM groups WHERE source = ? AND epoch = ? AND row = ?"
+        row = self.db.execute(query, where).fetchone()
+        return (None, LedgerEntry(state=GroupState.PENDING)) if row is None else (row[0], entry_of(row[1:]))
 
-def _check_live(uid: GroupUid, entry: LedgerEntry, attempt: int, states: tuple[GroupState, ...]) -> None:
-    if entry.state not in states:
-        raise BufferStateError(
-            f"the report on group {uid} is refused: it is {_describe(entry)}", expected=" or ".join(states)
-        )
-    if entry.attempt != attempt:
-        raise BufferStateError(
-            f"the report on group {uid} is refused: it is of attempt {attempt}, the live lease is {entry.attempt}"
+    def write(self, uid: GroupUid, admitted: int | None, before: LedgerEntry, after: LedgerEntry) -> None:
+        """Store a group's new entry, and the change in the history."""
+        facts = (after.state, after.attempt, after.rollout_id, after.reason, after.step, after.selected)
+        reason = "selected" if after.selected else after.reason
+        source = self.source_id(uid.source)
+        if admitted is None:
+            admitted = self.db.execute(
+                f"INSERT INTO groups (admitted, source, epoch, row, {COLUMNS}) VALUES"
+                " ((SELECT coalesce(max(admitted) + 1, 0) FROM groups), ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (source, uid.epoch, uid.row, *facts),
+            ).lastrowid
+        else:
+            assignments = "state = ?, attempt = ?, rollout_id = ?, reason = ?, step = ?, selected = ?"
+            self.db.execute(f"UPDATE groups SET {assignments} WHERE admitted = ?", (*facts, admitted))
+        self.db.execute(
+            "INSERT INTO history (admitted, time, from_state, to_state, attempt, rollout_id, reason, step, incarnation)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (admitted, time.time(), before.state, *facts[:3], reason, after.step, self.opening),
         )
 
+    def return_leases(self, reason: str, keep_selected: bool) -> int:
+        """leased and finished → pending, but for the selected ones if these are kept. Returns how many."""
+        held = f"{_LIVE} AND state != 'pending'" + (" AND selected = 0" if keep_selected else "")
+        self.db.execute(
+            "INSERT INTO history (admitted, time, from_state, to_state, attempt, reason, incarnation)"
+            f" SELECT admitted, ?, state, 'pending', attempt, ?, ? FROM groups INDEXED BY live WHERE {held}",
+            (time.time(), reason, self.opening),
+        )
+        update = "UPDATE groups INDEXED BY live SET state = 'pending', rollout_id = NULL, selected = 0"
+        return self.db.execute(f"{update} WHERE {held}").rowcount
 
-def _describe(entry: LedgerEntry) -> str:
-    if entry.state is GroupState.TRAINED:
-        return f"trained (step {entry.step})"
-    if entry.reason:
-        return f"{entry.state} ({entry.reason})"
-    return str(entry.state)
+    def uids(self, condition: str, *values: int) -> list[GroupUid]:
+        """The groups under way that meet the condition, in the order of their first lease."""
+        rows = self.db.execute(
+            "SELECT s.source, row, epoch FROM groups INDEXED BY live JOIN sources s ON s.id = groups.source"
+            f" WHERE {_LIVE} AND {condition} ORDER BY admitted",
+            values,
+        )
+        return [GroupUid(*row) for row in rows]
+
+    def record_commit(self, rollout_id: int, step: int, num_groups: int) -> None:
+        """Note that a rollout is committed."""
+        self.db.execute("INSERT INTO commits VALUES (?, ?, ?)", (rollout_id, step, num_groups))
+
+    def commit_of(self, rollout_id: int) -> tuple[int, int] | None:
+        """Step and number of groups of a rollout's commit."""
+        query = "SELECT step, num_groups FROM commits WHERE rollout_id = ?"
+        row: tuple[int, int] | None = self.db.execute(query, (rollout_id,)).fetchone()
+        return row
+
+    def source_id(self, source: str) -> int:
+        """The number of a source, a new one if it has none."""
+        if source not in self._source_ids:
+            number = self.db.execute("INSERT INTO sources (source) VALUES (?)", (source,)).lastrowid
+            assert number is not None  # it was an INSERT
+            self._source_ids[source] = number
+            self._new_sources.append(source)
+        return self._source_ids[source]
+
+    def read_sources(self) -> None:
+        """Read the numbers of all sources from the file."""
+        self._source_ids = dict(self.db.execute("SELECT source, id FROM sources"))
+        self._new_sources.clear()
+
+    def fact(self, key: str) -> str | None:
+        """A fact of the file."""
+        row = self.db.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def set_fact(self, key: str, value: str) -> None:
+        """Store a fact in place of the one before."""
+        self.db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, value))

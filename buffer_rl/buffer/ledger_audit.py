@@ -1,4 +1,5 @@
-"""Reads a ledger that may be in use: counts, one group's history, and whether the accounting holds."""
+"""Reads a ledger that may be in use: counts, one group's history, the process that writes it, and whether the
+accounting holds."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from buffer_rl.buffer.ledger import GroupState, LedgerEntry
-from buffer_rl.buffer.ledger_file import open_for_reading, read_failed
-from buffer_rl.buffer.ledger_tables import COLUMNS, entry_of
+from buffer_rl.buffer.ledger_entry import COLUMNS, GroupState, LedgerEntry, entry_of
+from buffer_rl.buffer.ledger_file import NOTE, open_for_reading, read_failed
 from buffer_rl.types import GroupUid
+
+PID = "pid"
+"""The ledger's note of the process that writes it, as ``process_note`` has it."""
+_STARTED = 19  # the 22nd field of /proc/PID/stat, counted from the third: the two before it may hold spaces
 
 # Each finds rows that contradict the accounting, as one line of text each.
 _RULES = (
@@ -57,8 +61,8 @@ _RULES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochCounts:
-    """Groups of one epoch of one source by state. ``num_rows`` is None where the ledger was not told: pending groups
-    are then those alone that were leased before."""
+    """Groups of one epoch of one source by state. ``num_rows`` is None where the ledger does not know it: only
+    groups that were leased before are then counted as pending."""
 
     source: str
     epoch: int
@@ -94,7 +98,8 @@ class LedgerAudit:
         self._db.close()
 
     def facts(self) -> dict[str, str]:
-        """The run, how often the ledger was opened (``restarts``), its incarnation, and notes (``note:KEY``)."""
+        """The run, how often the ledger was opened (``restarts``), its fencing token (``incarnation``), and the notes
+        (``note:KEY``)."""
         with self._reading():
             return dict(self._db.execute("SELECT key, value FROM facts"))
 
@@ -187,3 +192,27 @@ def _transition(
         step=step,
         incarnation=incarnation,
     )
+
+
+def process_note(process: int) -> str | None:
+    """The process as ``ID START``, where START is when it began, in ticks since the machine did: the two are never
+    another process's. None where there is no such process, or no ``/proc``."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return f"{process} {status.rpartition(')')[2].split()[_STARTED]}"
+
+
+def ledger_writer(path: Path) -> int | None:
+    """The id of the process of this machine that writes the ledger; None where it is gone, or not there yet, or cannot
+    be told from another one that has its number by now."""
+    if not path.exists():
+        return None
+    audit = LedgerAudit(path)
+    try:
+        note = audit.facts().get(f"{NOTE}{PID}", "")
+    finally:
+        audit.close()
+    process = int(note.split()[0]) if note else 0
+    return process if process > 0 and process_note(process) == note else None

@@ -1,25 +1,33 @@
-"""The ledger's file: an SQLite database in WAL mode, its schema, and what is checked before it is used.
+"""The ledger's file: an SQLite database in WAL mode, its schema, the checks before it is used, where a run has it, and
+its copies.
 
 ``synchronous=NORMAL``. A transaction is in the WAL, that is in the kernel's page cache, before its call returns, so
 that ``kill -9`` of the process loses nothing that was acknowledged. A power loss may lose the last transactions, but
 never half of one, and never corrupts the file. That is enough: a power loss takes this node's part of the run with it,
-which then goes on from a checkpoint, and the ledger in a checkpoint is flushed to disk (``ledger_copy.write_backup``).
+which then goes on from a checkpoint, and the ledger in a checkpoint is flushed to disk (``write_backup``).
 ``synchronous=FULL`` would pay a flush of the disk for every transition to save facts that no weights belong to.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shutil
 import sqlite3
+import tempfile
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from buffer_rl.errors import BufferStateError, CheckpointError, ConfigError
 
 FILE_NAME = "ledger.sqlite"
+IN_MEMORY = ":memory:"
+NOTE = "note:"  # begins the keys of the facts that are notes
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x42524C47  # "BRLG": what `file` and SQLite show of a file that has no name any more
 BUSY_TIMEOUT_S = 10.0
@@ -70,16 +78,22 @@ _NO_PERMISSION = ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")
 _NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smbfs", "smb3", "afs", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "ocfs2", "gfs2"}
 )
+_LOG, _INDEX = "-wal", "-shm"  # what SQLite has beside a database that was not closed
+_COPY_BLOCK = 1 << 20
 _LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs"})  # the root of a container without privileges
 
 
 def open_ledger_file(path: Path, connection: type[sqlite3.Connection] = sqlite3.Connection) -> sqlite3.Connection:
-    """Open the file for its one writer; made anew where it does not exist. A new file gets its name when its tables are
-    whole, so that an empty one is a damaged ledger and never a new one.
+    """Open the file for its one writer; made where it does not exist, and in memory for ``IN_MEMORY``. A new file gets
+    its name when its tables are whole, so that an empty one is a damaged ledger and never a new one.
 
     Raises ConfigError for a file system that cannot hold it, CheckpointError for a file that is damaged or of another
     kind or version.
     """
+    if str(path) == IN_MEMORY:
+        db = sqlite3.connect(IN_MEMORY, isolation_level=None, check_same_thread=False, factory=connection)
+        _write_schema(db)
+        return db
     check_local_disk(path)
     try:
         if not path.exists():
@@ -105,9 +119,9 @@ def open_ledger_file(path: Path, connection: type[sqlite3.Connection] = sqlite3.
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """Open a ledger that somebody else may be writing. Raises CheckpointError as ``open_ledger_file`` does.
+    """Open a ledger that another process may be writing. Raises CheckpointError as ``open_ledger_file`` does.
 
-    SQLite makes files beside it while it reads. Where it may not, and none are there, nobody is at work on the ledger,
+    SQLite makes files beside it while it reads. Where it may not, and none are there, no process writes the ledger,
     which is then read without them.
     """
     if not path.is_file():
@@ -208,15 +222,176 @@ def _create(path: Path, connection: type[sqlite3.Connection]) -> None:
     db = sqlite3.connect(temporary, isolation_level=None, factory=connection)
     try:
         try:
-            db.execute("BEGIN IMMEDIATE")
-            for statement in _SCHEMA:
-                db.execute(statement)
-            db.execute(f"PRAGMA application_id={APPLICATION_ID}")
-            db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-            db.execute("COMMIT")
+            _write_schema(db)
         finally:
             db.close()
-        with suppress(FileExistsError):  # somebody else was faster
+        with suppress(FileExistsError):  # another process was faster
             os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _write_schema(db: sqlite3.Connection) -> None:
+    db.execute("BEGIN IMMEDIATE")
+    for statement in _SCHEMA:
+        db.execute(statement)
+    db.execute(f"PRAGMA application_id={APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+    db.execute("COMMIT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerPlace:
+    """The ledger's file, and the name of the run that it is of: a Buffer that is restarted finds both again."""
+
+    path: str
+    run: str
+
+
+def new_ledger(args: Any) -> LedgerPlace:
+    """Make room for the ledger of a run that begins, in ``args.run_dir`` or ``args.ledger_dir``. The caller is on the
+    Buffer's node and has the run's folder to itself.
+
+    The ledger of the run before is kept as ``ledger.sqlite.previous``: a run never goes on with it by itself, only with
+    a checkpoint's copy. Where the file is elsewhere, ``run_dir/ledger.sqlite`` is a link to it.
+    Raises ConfigError if the folder cannot hold a ledger.
+    """
+    run_dir = Path(args.run_dir).absolute()
+    flag = "--run-dir" if args.ledger_dir is None else "--ledger-dir"
+    link = run_dir / FILE_NAME
+    path = link
+    if args.ledger_dir is not None:
+        digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:8]  # runs may share the folder
+        path = Path(args.ledger_dir).absolute() / f"{run_dir.name}-{digest}.{FILE_NAME}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_place(path, flag)
+        _set_aside(path)
+        if path != link:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            _set_aside(link)
+            link.symlink_to(path)
+    except OSError as error:
+        raise ConfigError(f"the ledger cannot be made: {error}", where=flag) from error
+    return LedgerPlace(path=str(path), run=uuid.uuid4().hex)
+
+
+def _check_place(path: Path, flag: str) -> None:
+    try:
+        check_local_disk(path)
+    except ConfigError as error:
+        raise ConfigError(
+            error.what, where=f"{flag} {path.parent}", expected=error.expected, hint="add --ledger-dir PATH on one"
+        ) from error
+
+
+def _set_aside(path: Path) -> None:
+    """Rename the ledger to ``.previous``. A Buffer of the run before that is still alive keeps its file, whatever the
+    name of it.
+
+    SQLite would replay a log into whatever database it finds beside it. So the log goes first, under a name that no
+    database has: wherever this is cut off, the next start finds out how far it came.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
+    kept, log_on_its_way = Path(f"{path}.previous"), Path(f"{path}{_LOG}.previous")
+    log, index = Path(f"{path}{_LOG}"), Path(f"{path}{_INDEX}")
+    # Where it does not exist, a start failed before it had a ledger, and the one that is kept stays.
+    if path.exists():
+        if not log_on_its_way.exists():
+            for suffix in (_LOG, _INDEX, ""):
+                Path(f"{kept}{suffix}").unlink(missing_ok=True)
+            if log.exists():
+                os.replace(log, log_on_its_way)
+        os.replace(path, kept)
+        if index.exists():
+            os.replace(index, f"{kept}{_INDEX}")
+    if log_on_its_way.exists():
+        os.replace(log_on_its_way, f"{kept}{_LOG}")
+    for orphan in (log, index):  # of a database that was removed
+        orphan.unlink(missing_ok=True)
+
+
+def write_backup(db: sqlite3.Connection, path: Path, target: Path) -> None:
+    """Copy the database ``db`` of the file ``path``, as of one moment, into the new file ``target``: one file without a
+    WAL beside it, flushed to disk. SQLite writes beside ``path``; only whole files go to ``target``, which may be on a
+    file system without locks or random writes. Raises CheckpointError if it cannot be written."""
+    local, temporary = _beside(path, "backup"), target.with_name(f"{target.name}.tmp")
+    try:
+        local.unlink(missing_ok=True)  # of a process that was killed
+        copy = sqlite3.connect(local, isolation_level=None)
+        try:
+            db.backup(copy)
+            copy.execute("PRAGMA journal_mode=DELETE")
+        finally:
+            copy.close()
+        shutil.copyfile(local, temporary)
+        _sync(temporary)
+        os.replace(temporary, target)
+        _sync(target.parent)
+    except (sqlite3.Error, OSError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"the ledger cannot be copied: {error}", where=str(target)) from error
+    finally:
+        local.unlink(missing_ok=True)
+
+
+@contextmanager
+def local_copy(source: Path, path: Path) -> Iterator[Path]:
+    """The ledger ``source``, checked, as a file beside ``path`` for the length of the block. Raises CheckpointError,
+    which names the source if that is at fault, and the file beside ``path`` if the disk under it is."""
+    local = _beside(path, "restore")
+    try:
+        _copy(source, local)
+        try:
+            open_for_reading(local).close()
+        except CheckpointError as error:
+            raise CheckpointError(error.what, where=str(source)) from error
+        yield local
+    finally:
+        local.unlink(missing_ok=True)
+
+
+def _beside(path: Path, what: str) -> Path:
+    """Where a copy is made: in the folder of the ledger's file, or the system's where the ledger is in memory."""
+    if str(path) == IN_MEMORY:
+        return Path(tempfile.gettempdir()) / f".{FILE_NAME}.{uuid.uuid4().hex}.{what}"
+    return path.with_name(f".{path.name}.{what}")
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        reading = source.open("rb")
+    except OSError as error:
+        raise _unreadable(source, error) from error
+    with reading:
+        try:
+            with target.open("wb") as writing:
+                while block := _block(reading, source):
+                    writing.write(block)
+        except OSError as error:
+            raise CheckpointError(
+                f"the copy of the ledger cannot be put beside the run's own: {error}",
+                where=str(target),
+                hint=f"is its disk full? {str(source)!r} is as it was",
+            ) from error
+
+
+def _block(file: BinaryIO, source: Path) -> bytes:
+    try:
+        return file.read(_COPY_BLOCK)
+    except OSError as error:
+        raise _unreadable(source, error) from error
+
+
+def _unreadable(source: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"the copy of the ledger cannot be read: {error}", where=str(source))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

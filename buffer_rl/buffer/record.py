@@ -66,7 +66,7 @@ class RunRecord:
         return counts[RUN], counts[str(uid)]
 
     def restore(self, version: int, metadata: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint, whose ledger was restored. What the run may fail begins anew with it."""
+        """Continue from a checkpoint, whose ledger was restored. The run has its full budget of failures again."""
         self.set_version(version)
         self._metadata = {}
         self.update_metadata(metadata)

@@ -66,7 +66,7 @@ class Rollouts:
     def of(self, ticket: Ticket) -> OpenRollout:
         """The ticket's rollout. Raises BufferStateError if it is closed, or of another Buffer."""
         rollout = self.open.get(ticket.task)
-        if ticket.incarnation != self._ledger.incarnation:
+        if ticket.incarnation != self._ledger.fencing_token:
             raise BufferRestartedError(f"{ticket.task} was lost with an earlier Buffer", hint="it is produced again")
         if rollout is None:
             raise BufferStateError(f"the report is refused: {ticket.task} is not open", hint="it came too late")
@@ -138,7 +138,7 @@ class Rollouts:
                 self._ledger.finish(uid, attempt)
         self.queue.remove(uids)
         for uid, attempt in zip(uids, attempts, strict=True):
-            group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self._ledger.incarnation)
+            group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self._ledger.fencing_token)
             rollout.leases[uid] = Lease(group=group, number=self._admitted, finished=True)
             self._admitted += 1
 
@@ -180,7 +180,7 @@ class Rollouts:
         number = self._ledger.number(uid)
         group = self._feed.group_of(uid, number or 0)
         attempt = self._ledger.entry(uid).attempt
-        group = replace(group.as_prompts(), attempt=attempt, incarnation=self._ledger.incarnation)
+        group = replace(group.as_prompts(), attempt=attempt, incarnation=self._ledger.fencing_token)
         return Lease(group=group, number=number or 0, finished=True)
 
     def to_save(self, untrained: Sequence[Lease]) -> list[SampleGroup]:
@@ -226,12 +226,12 @@ class Rollouts:
 
     def _lease(self, rollout: OpenRollout, entry: Admitted, attempt: int) -> SampleGroup:
         ticket, uid = rollout.ticket, entry.group.uid
-        prompts = replace(entry.group.as_prompts(), attempt=attempt, incarnation=self._ledger.incarnation)
+        prompts = replace(entry.group.as_prompts(), attempt=attempt, incarnation=self._ledger.fencing_token)
         rollout.leases[uid] = Lease(group=prompts, number=entry.number)
         if oldest_version(entry.group) is None:
             return prompts.as_prompts()  # the caller may change what it got
         return self._rule.leased(
-            replace(entry.group, attempt=attempt, incarnation=self._ledger.incarnation), ticket.version
+            replace(entry.group, attempt=attempt, incarnation=self._ledger.fencing_token), ticket.version
         )
 
     def _admit(self, num_samples: int) -> list[Admitted]:

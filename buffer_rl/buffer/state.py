@@ -12,7 +12,8 @@ from typing import Any
 from buffer_rl.buffer.cells import Cell, RowSizes
 from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.buffer.feed import DeliveredFeed, PromptSource, feed_of
-from buffer_rl.buffer.ledger import GroupState, Ledger, LedgerEntry
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.plane import DataPlane
 from buffer_rl.buffer.pool_calls import PoolCalls
@@ -87,7 +88,7 @@ class BufferState(PoolCalls):
             evaluation=evaluation,
             num_groups=len(groups) if evaluation else self._groups_per_step,
             version=self._record.version,
-            incarnation=self.ledger.incarnation,
+            incarnation=self.ledger.fencing_token,
             max_staleness=self._max_staleness,
             keeps_tokens=self._rule.keep_tokens,
         )
@@ -332,12 +333,8 @@ class BufferState(PoolCalls):
             "dropped": dict(shown.drops) if shown else {},
             "queued": len(self._rollouts.queue),
             "version": self._record.version,
-            "incarnation": self.ledger.incarnation,
+            "incarnation": self.ledger.fencing_token,
         }
-
-    def counts(self, source: str, epoch: int, num_rows: int) -> dict[GroupState, int]:
-        """Groups of an epoch by state; they add up to ``num_rows``."""
-        return self.ledger.counts(source, epoch, num_rows)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values for a checkpoint, which has the ledger beside them. Groups that are leased or finished but not

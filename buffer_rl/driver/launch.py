@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
-from buffer_rl.buffer.ledger_place import ledger_writer
 from buffer_rl.buffer.storage.actor import start_storage
 from buffer_rl.buffer.storage.offer import StorageUnit
 from buffer_rl.checkpoint import Checkpoint, opened_checkpoint

@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.buffer.ledger import GroupState
 from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.errors import ConfigError
 from buffer_rl.types import GroupUid

@@ -21,8 +21,8 @@ from buffer_rl.config import compose
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.testing.processes import descendants
 from buffer_rl.testing.tiny import make_tiny_model
+from harness.processes import descendants
 
 WORDS = ("ab", "ba", "abc", "bca", "cab", "acb", "bb", "cc")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from buffer_rl.buffer.ledger import GroupState
 from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.checkpoint import opened_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -25,7 +25,6 @@ import numpy as np
 import ray
 from ray._private.internal_api import node_stats
 
-from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import SampleGroup

@@ -15,8 +15,8 @@ import pytest
 from buffer_rl.buffer.row_file import read_rollout
 from buffer_rl.driver.local_roles import rollout_path
 from buffer_rl.errors import PluginError
-from buffer_rl.testing.processes import descendants, holds_within
 from buffer_rl.testing.tiny import make_tiny_model
+from harness.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 

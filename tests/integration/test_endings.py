@@ -14,7 +14,7 @@ import pytest
 
 from buffer_rl.checkpoint import write_checkpoint
 from buffer_rl.errors import BufferRLError, ConfigError, WorkerError
-from buffer_rl.testing.processes import Process, descendants, holds_within
+from harness.processes import Process, descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 

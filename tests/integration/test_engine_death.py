@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.errors import EngineError
-from buffer_rl.testing.processes import descendants, holds_within
+from harness.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 

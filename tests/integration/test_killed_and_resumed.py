@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.testing.faulty_runs import GROUPS, LiveRun, Outcome, make_options, make_task, newest_step
+from harness.faulty_runs import GROUPS, LiveRun, Outcome, make_options, make_task, newest_step
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -30,7 +30,7 @@ def test_a_lineage_of_killed_runs_ends_as_if_nothing_had_happened(train: Callabl
         sizes = {"num_train_ranks": num_ranks, "lr_decay_iters": STEPS}
         run = LiveRun(make_options(tmp_path, "cut", 1000, **sizes, **save, **load))
         try:
-            assert run.wait_until(lambda start=start: newest_step(saves) > start + 1, 150), run.said()
+            assert run.wait_until(lambda start=start: newest_step(saves) > start + 1, 150), run.last_output()
             assert run.kill(victim)
             assert run.wait(60) != 0
         finally:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from buffer_rl.errors import PluginError
-from buffer_rl.testing.processes import descendants, holds_within
+from harness.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 

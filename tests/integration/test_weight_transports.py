@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer_rl.testing.processes import holds_within
+from harness.processes import holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 

@@ -19,7 +19,7 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import dump_args
 from buffer_rl.errors import BufferStateError, DeadlineError, PluginError, TrainError, WorkerError
-from buffer_rl.testing.processes import descendants, holds_within
+from harness.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 

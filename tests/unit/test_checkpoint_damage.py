@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.checkpoint import open_checkpoint, write_checkpoint
-from buffer_rl.checkpoint_manifest import manifest_content, parse_manifest
+from buffer_rl.checkpoint import manifest_content, open_checkpoint, parse_manifest, write_checkpoint
 from buffer_rl.cli import main
 from buffer_rl.errors import CheckpointError
 

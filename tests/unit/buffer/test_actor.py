@@ -21,7 +21,8 @@ import ray
 from buffer_rl.buffer.actor import CHANGES, READS, STATE_FILE, BufferActor, can_restart
 from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.cells import assemble
-from buffer_rl.buffer.ledger_place import ledger_writer, new_ledger
+from buffer_rl.buffer.ledger_audit import ledger_writer
+from buffer_rl.buffer.ledger_file import new_ledger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose, dump_args
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DeadlineError, WorkerError
@@ -73,7 +74,7 @@ def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
 
 
 def test_every_public_method_of_the_state_is_a_change_or_a_read() -> None:
-    own = {"state_dict", "load_state_dict", "counts", "get_progress"}  # reached by save, load and get_progress
+    own = {"state_dict", "load_state_dict", "get_progress"}  # reached by save, load and get_progress
     own |= {"get_data", "get_eval_data"}  # for a state in the caller's process: the client reads plans
     public = {name for name in dir(BufferState) if callable(getattr(BufferState, name)) and not name.startswith("_")}
     assert CHANGES.isdisjoint(READS)

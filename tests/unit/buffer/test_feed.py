@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer_rl.buffer.feed import DeliveredFeed
-from buffer_rl.buffer.ledger import MemoryLedger
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
@@ -21,8 +21,8 @@ from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError, DataError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.saved_state import load_saved, saved_state
 from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket
+from harness.saved_state import load_saved, saved_state
 
 REFERENCE = "mine:Source"
 
@@ -39,7 +39,7 @@ def delivery(number: int, *rows: int, state: bytes = b"") -> Delivery:
 def make_state(source: Any = None, groups_per_step: int = 2) -> BufferState:
     return BufferState(
         source or DeliveredFeed(REFERENCE),
-        ledger=MemoryLedger(),
+        ledger=Ledger.in_memory(),
         plane=LocalDataPlane(),
         eval_plane=LocalDataPlane(),
         groups_per_step=groups_per_step,

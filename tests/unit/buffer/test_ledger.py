@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from buffer_rl.buffer.ledger import GroupState, LedgerEntry, MemoryLedger
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import GroupUid
+from harness.ledger_contents import copied, count_states, go_back
 
 ROWS = 6
 UIDS = st.integers(0, ROWS - 1).map(lambda row: GroupUid("s", row, 0))
@@ -23,7 +23,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = MemoryLedger()
+        self.ledger = Ledger.in_memory()
         self.model: dict[GroupUid, tuple[str, int]] = {GroupUid("s", row, 0): ("pending", 0) for row in range(ROWS)}
 
     def expect(self, allowed: bool, call: object) -> None:
@@ -74,7 +74,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for uid, (state, attempt) in self.model.items():
             entry = self.ledger.entry(uid)
             assert (entry.state, entry.attempt) == (state, attempt)
-        counts = self.ledger.counts("s", 0, ROWS)
+        counts = count_states(self.ledger, "s", 0, ROWS)
         assert sum(counts.values()) == ROWS
         for state in GroupState:
             assert counts[state] == sum(found == state for found, _ in self.model.values())
@@ -84,8 +84,8 @@ TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_saved_state_brings_untrained_groups_back_as_pending_and_keeps_attempts() -> None:
-    ledger = MemoryLedger()
+def test_a_copy_brings_untrained_groups_back_as_pending_and_keeps_attempts() -> None:
+    ledger = Ledger.in_memory()
     uids = [GroupUid("s", row, 0) for row in range(4)]
     for uid in uids:
         ledger.lease(uid, 0)
@@ -93,8 +93,8 @@ def test_saved_state_brings_untrained_groups_back_as_pending_and_keeps_attempts(
     ledger.commit([uids[0]], 0, 7)
     ledger.finish(uids[1], 1)
     ledger.reject(uids[2], 1, "zero_std")
-    restored = MemoryLedger()
-    restored.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    restored = Ledger.in_memory()
+    go_back(restored, copied(ledger))
     assert restored.entry(uids[0]) == LedgerEntry(state=GroupState.TRAINED, attempt=1, rollout_id=0, step=7)
     assert restored.entry(uids[1]) == LedgerEntry(state=GroupState.PENDING, attempt=1)
     assert restored.entry(uids[2]).reason == "zero_std"

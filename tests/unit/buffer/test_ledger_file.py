@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from buffer_rl.buffer import ledger_file
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import check_local_disk, open_for_reading
-from buffer_rl.buffer.sqlite_ledger import SqliteLedger
 from buffer_rl.errors import BufferRLError, CheckpointError, ConfigError
 from buffer_rl.types import GroupUid
 
@@ -32,7 +32,7 @@ store /mnt/twice lustre rw 0 0
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A ledger of 2,000 groups, closed."""
-    ledger = SqliteLedger(tmp_path / "ledger.sqlite", run="r")
+    ledger = Ledger(tmp_path / "ledger.sqlite", run="r")
     with ledger.transaction():
         for row in range(2000):
             ledger.lease(GroupUid("s", row, 0), 0)
@@ -67,14 +67,14 @@ def damage(path: Path, kind: str) -> None:
 def test_a_damaged_file_is_refused_and_left_as_it_is(path: Path, kind: str) -> None:
     damage(path, kind)
     before = path.read_bytes()
-    for reader in (lambda: SqliteLedger(path, run="r"), lambda: LedgerAudit(path), lambda: open_for_reading(path)):
+    for reader in (lambda: Ledger(path, run="r"), lambda: LedgerAudit(path), lambda: open_for_reading(path)):
         with pytest.raises(CheckpointError, match=r"ledger\.sqlite.*damaged"):
             reader()
     assert path.read_bytes() == before
 
 
 def test_a_log_that_was_cut_is_read_up_to_the_cut(tmp_path: Path) -> None:
-    ledger = SqliteLedger(tmp_path / "ledger.sqlite", run="r")
+    ledger = Ledger(tmp_path / "ledger.sqlite", run="r")
     for row in range(20):
         ledger.lease(GroupUid("s", row, 0), 0)
     content, log = ((tmp_path / f"ledger.sqlite{suffix}").read_bytes() for suffix in ("", "-wal"))
@@ -85,7 +85,7 @@ def test_a_log_that_was_cut_is_read_up_to_the_cut(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "ledger.sqlite").write_bytes(content)
         (folder / "ledger.sqlite-wal").write_bytes(log[:size])
-        again = SqliteLedger(folder / "ledger.sqlite", run="r")
+        again = Ledger(folder / "ledger.sqlite", run="r")
         admitted.append(again.num_admitted)
         assert again.recover() == [GroupUid("s", row, 0) for row in range(again.num_admitted)]
         again.close()
@@ -103,7 +103,7 @@ def test_a_database_of_another_program_is_refused_and_left_as_it_is(tmp_path: Pa
     db.close()
     before = path.read_bytes()
     with pytest.raises(CheckpointError, match="is not a ledger"):
-        SqliteLedger(path, run="r")
+        Ledger(path, run="r")
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -113,15 +113,15 @@ def test_a_ledger_of_another_version_is_refused(path: Path) -> None:
     db.execute("PRAGMA user_version=99")
     db.close()
     with pytest.raises(CheckpointError, match="version 99"):
-        SqliteLedger(path, run="r")
+        Ledger(path, run="r")
 
 
 def test_a_file_that_cannot_be_made_is_a_mistake_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be opened"):
-        SqliteLedger(tmp_path / "no folder" / "ledger.sqlite", run="r")
+        Ledger(tmp_path / "no folder" / "ledger.sqlite", run="r")
     (tmp_path / "folder").mkdir()
     with pytest.raises(BufferRLError, match="folder"):
-        SqliteLedger(tmp_path / "folder", run="r")
+        Ledger(tmp_path / "folder", run="r")
     with pytest.raises(CheckpointError, match="no such ledger"):
         open_for_reading(tmp_path / "nothing")
 
@@ -156,7 +156,7 @@ def test_who_may_not_write_to_the_folder_reads_a_closed_ledger_and_is_not_told_o
         os.chmod(name, 0o755)
         folder = Path(name, "run")
         folder.mkdir()
-        ledger = SqliteLedger(folder / "ledger.sqlite", run="r")
+        ledger = Ledger(folder / "ledger.sqlite", run="r")
         ledger.lease(GroupUid("s", 0, 0), 0)
         open_one = Path(name, "killed")
         shutil.copytree(folder, open_one)
@@ -174,7 +174,7 @@ def test_a_ledger_that_another_process_holds_is_not_called_damaged(path: Path, m
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("PRAGMA locking_mode=EXCLUSIVE")
     holder.execute("BEGIN EXCLUSIVE")
-    for reader in (lambda: SqliteLedger(path, run="r"), lambda: open_for_reading(path)):
+    for reader in (lambda: Ledger(path, run="r"), lambda: open_for_reading(path)):
         with pytest.raises(CheckpointError, match="cannot be read: database is locked") as caught:
             reader()
         assert "another process holds it" in caught.value.hint
@@ -223,4 +223,4 @@ def test_of_many_that_make_the_file_at_once_the_last_one_writes_it(tmp_path: Pat
 
 def _open_at_once(path: Path, start: object) -> None:
     start.wait(timeout=30)  # type: ignore[attr-defined]
-    SqliteLedger(path, run="r").close()
+    Ledger(path, run="r").close()

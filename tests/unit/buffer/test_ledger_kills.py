@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.testing.ledger_failpoints import kill_everywhere
-from buffer_rl.testing.ledger_kills import kill_at_random
-from buffer_rl.testing.ledger_mutants import MUTANTS
+from harness.ledger_failpoints import kill_everywhere
+from harness.ledger_kills import kill_at_random
+from harness.ledger_mutants import MUTANTS
 
 MEMORY = Path("/dev/shm")
 # Every n-th boundary is enough: a commit in two transactions leaves a gap of a few, the others are wrong ever after.
-EVERY = {"split-commit": 4, "kept-leases": 20, "any-incarnation": 20}
+EVERY = {"split-commit": 4, "kept-leases": 20, "same-token": 20}
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer import ledger_place
-from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.ledger_place import LedgerPlace, ledger_writer, new_ledger, process_note
-from buffer_rl.buffer.sqlite_ledger import SqliteLedger
+from buffer_rl.buffer import ledger_file
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_audit import LedgerAudit, ledger_writer, process_note
+from buffer_rl.buffer.ledger_file import LedgerPlace, new_ledger
 from buffer_rl.config import compose
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options import CORE_SECTIONS
@@ -41,13 +41,13 @@ def test_a_new_run_in_a_folder_begins_anew_and_the_ledger_of_the_run_before_is_k
     tmp_path: Path, is_closed: bool
 ) -> None:
     first = new_ledger(options(tmp_path))
-    old = SqliteLedger(first.path, run=first.run)
+    old = Ledger(first.path, run=first.run)
     old.lease(UID, 0)
     if is_closed:
         old.close()
     second = new_ledger(options(tmp_path))
     assert (second.path, second.path) == (first.path, str(tmp_path / "ledger.sqlite"))
-    new = SqliteLedger(second.path, run=second.run)
+    new = Ledger(second.path, run=second.run)
     assert new.num_admitted == 0
     assert num_groups(tmp_path / "ledger.sqlite.previous") == 1
     if not is_closed:
@@ -56,7 +56,7 @@ def test_a_new_run_in_a_folder_begins_anew_and_the_ledger_of_the_run_before_is_k
     assert new.num_admitted == 0
     new.close()
     with pytest.raises(CheckpointError, match="of run"):
-        SqliteLedger(second.path, run=first.run)
+        Ledger(second.path, run=first.run)
     new_ledger(options(tmp_path))
     assert num_groups(tmp_path / "ledger.sqlite.previous") == 0
     new_ledger(options(tmp_path))  # a start that failed before it had a ledger takes nothing away
@@ -68,7 +68,7 @@ def test_in_a_folder_of_its_own_it_is_found_in_the_runs_folder_too_and_runs_do_n
     assert len({place.path for place in places}) == 2
     for place, name in zip(places, ("a", "b"), strict=True):
         assert Path(place.path).parent == tmp_path / "local"
-        ledger = SqliteLedger(place.path, run=place.run)
+        ledger = Ledger(place.path, run=place.run)
         ledger.lease(UID, 0)
         assert num_groups(tmp_path / name / "run" / "ledger.sqlite") == 1
         ledger.close()
@@ -87,7 +87,7 @@ def test_a_network_file_system_is_refused_with_the_option_that_helps(
     def is_network(path: Path) -> None:
         raise ConfigError("the ledger cannot be on nfs4, a network file system", expected="a local disk")
 
-    monkeypatch.setattr(ledger_place, "check_local_disk", is_network)
+    monkeypatch.setattr(ledger_file, "check_local_disk", is_network)
     with pytest.raises(ConfigError) as caught:
         new_ledger(options(tmp_path))
     assert caught.value.where == f"--run-dir {tmp_path}"
@@ -104,7 +104,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_option(tmp_path
 def test_the_writer_is_the_process_that_the_ledger_notes_while_it_runs(tmp_path: Path) -> None:
     place = new_ledger(options(tmp_path))
     assert ledger_writer(Path(place.path)) is None, "it is not there yet"
-    ledger = SqliteLedger(place.path, run=place.run)
+    ledger = Ledger(place.path, run=place.run)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     own = process_note(os.getpid())
@@ -130,7 +130,7 @@ def killed_run(place: LedgerPlace, groups: int) -> None:
     """A Buffer that commits and is killed: what it wrote is in the log beside the database."""
     child = os.fork()
     if child == 0:
-        ledger = SqliteLedger(place.path, run=place.run)
+        ledger = Ledger(place.path, run=place.run)
         uids = [GroupUid("s", row, 0) for row in range(groups)]
         for uid in uids:
             ledger.finish(uid, ledger.lease(uid, 0))
@@ -145,7 +145,7 @@ def test_a_log_whose_database_was_removed_is_not_replayed_into_the_new_one(tmp_p
     assert Path(f"{place.path}-wal").stat().st_size > 0
     os.unlink(place.path)
     again = new_ledger(options(tmp_path))
-    ledger = SqliteLedger(again.path, run=again.run)
+    ledger = Ledger(again.path, run=again.run)
     assert (ledger.commits(), ledger.num_admitted) == ({}, 0)
     ledger.close()
 
@@ -171,7 +171,7 @@ def test_wherever_a_start_is_cut_off_the_next_one_begins_anew_and_keeps_the_whol
             except Cut:
                 pass
         place = new_ledger(options(folder))
-        ledger = SqliteLedger(place.path, run=place.run)
+        ledger = Ledger(place.path, run=place.run)
         assert (ledger.commits(), ledger.num_admitted) == ({}, 0)
         ledger.close()
         assert num_groups(folder / "ledger.sqlite.previous") == 3

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer.ledger import GroupState, MemoryLedger
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import GroupUid, Sample, SampleGroup
+from harness.ledger_contents import count_states
 
 
 class Rows:
@@ -34,8 +36,8 @@ class Rows:
         return 10
 
 
-def make_state() -> tuple[BufferState, MemoryLedger]:
-    ledger = MemoryLedger()
+def make_state() -> tuple[BufferState, Ledger]:
+    ledger = Ledger.in_memory()
     planes = {"plane": LocalDataPlane(), "eval_plane": LocalDataPlane()}
     return BufferState(Rows(), ledger=ledger, groups_per_step=2, **planes), ledger
 
@@ -52,7 +54,7 @@ def test_a_group_in_quarantine_keeps_its_reason_and_is_never_leased_again() -> N
     state.add_samples(ticket, [(second.uid, second.attempt)])
     assert [group.uid.row for group in state.get_samples(ticket, 2)] == [1, 2]
     assert state.close_rollout(ticket).drops == {"quarantined": 1, "unreported": 2}
-    counts = state.counts("rows", 0, 10)
+    counts = count_states(state.ledger, "rows", 0, 10)
     assert sum(counts.values()) == 10
     assert counts[GroupState.QUARANTINED] == 1
 

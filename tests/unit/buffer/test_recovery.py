@@ -14,17 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.ledger import GroupState
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.record import RunRecord
-from buffer_rl.buffer.sqlite_ledger import SqliteLedger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DataError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.types import GroupUid, SampleGroup, Ticket
+from harness.ledger_contents import copied, count_states, go_back
 
 ROWS, PER_STEP = 5, 2
 
@@ -44,18 +45,18 @@ class Run:
     def kill(self) -> BufferState:
         old = self.state.ledger
         self.state = self._open(restarted=True)
-        assert isinstance(old, SqliteLedger)
+        assert isinstance(old, Ledger)
         old.close()
         return self.state
 
     def close(self) -> None:
-        assert isinstance(self.state.ledger, SqliteLedger)
+        assert isinstance(self.state.ledger, Ledger)
         self.state.ledger.close()
 
     def _open(self, restarted: bool) -> BufferState:
         return BufferState(
             PromptDataSource(self.args),
-            ledger=SqliteLedger(self.file, run="r", keep_selected=True),
+            ledger=Ledger(self.file, run="r", keep_selected=True),
             plane=LocalDataPlane(),
             eval_plane=LocalDataPlane(),
             groups_per_step=PER_STEP,
@@ -256,12 +257,24 @@ def test_whenever_the_buffer_dies_every_group_is_trained_once_and_the_counts_add
                 run.kill()
             run.state.release(rollout_id + 1)
             for epoch in range(12):
-                assert sum(run.state.counts(source, epoch, ROWS).values()) == ROWS
+                assert sum(count_states(run.state.ledger, source, epoch, ROWS).values()) == ROWS
         states = run.entries()
         assert len(trained) == 12 * PER_STEP
         assert set(trained) == {uid for uid, state in states.items() if state is GroupState.TRAINED}
         assert list(states.values()).count(GroupState.REJECTED) == rejected
         run.close()
+
+
+def test_a_report_is_refused_where_a_copy_gives_its_attempt_again(run: Run) -> None:
+    ledger = run.state.ledger
+    copy = copied(ledger)
+    ticket = run.state.generate(0)
+    (group,) = run.state.get_samples(ticket, 1)
+    go_back(ledger, copy)
+    assert ledger.lease(group.uid, 0) == group.attempt
+    with pytest.raises(BufferRestartedError, match="earlier Buffer"):
+        finish(run.state, ticket, group)
+    assert ledger.entry(group.uid).state is GroupState.LEASED
 
 
 def test_what_failed_before_is_still_counted(run: Run) -> None:
@@ -277,7 +290,7 @@ def test_what_failed_before_is_still_counted(run: Run) -> None:
 
 
 def test_a_resumed_runs_budget_stays_new_when_its_buffer_dies(tmp_path: Path) -> None:
-    ledger = SqliteLedger(tmp_path / "ledger.sqlite", run="r")
+    ledger = Ledger(tmp_path / "ledger.sqlite", run="r")
     record = RunRecord(ledger)
     uid = GroupUid("s", 0, 0)
     assert [record.count_failure(uid, "data") for _ in range(2)] == [(1, 1), (2, 2)]

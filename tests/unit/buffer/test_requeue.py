@@ -13,16 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.ledger import GroupState, MemoryLedger
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.saved_state import load_saved, saved_state
 from buffer_rl.types import GroupUid, SampleGroup, Status, Ticket, VersionSpan
 from filter_hub import buffer_order
+from harness.ledger_contents import count_states
+from harness.saved_state import load_saved, saved_state
 
 KEEP = RequeueRule(keep_tokens=True)
 MASK = RequeueRule(keep_tokens=True, mask_older=True)
@@ -40,7 +42,7 @@ def make_state(path: str, groups_per_step: int, rule: RequeueRule | None = None,
     )
     return BufferState(
         PromptDataSource(args),
-        ledger=MemoryLedger(),
+        ledger=Ledger.in_memory(),
         plane=LocalDataPlane(),
         eval_plane=LocalDataPlane(),
         groups_per_step=groups_per_step,
@@ -339,7 +341,7 @@ class Model:
         assert set(queued) == {uid for uid, state in self.where.items() if state is GroupState.PENDING}
         assert [(uid.epoch) for uid in queued] == sorted(uid.epoch for uid in queued)
         for uid in self.where:
-            counts = self.state.counts(uid.source, uid.epoch, self.rows)
+            counts = count_states(self.state.ledger, uid.source, uid.epoch, self.rows)
             of_epoch = Counter(state for other, state in self.where.items() if other.epoch == uid.epoch)
             of_epoch[GroupState.PENDING] += self.rows - of_epoch.total()  # nobody asked for these yet
             assert {state: count for state, count in counts.items() if count} == +of_epoch

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.buffer.ledger import GroupState, LedgerEntry
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.sqlite_ledger import SqliteLedger
+from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.types import GroupUid
+from harness.ledger_contents import count_states, entries
 
 ROWS = 8
 UIDS = [GroupUid("data", row, 0) for row in (5, 2, 7, 0, 3)]  # the order in which they are leased
@@ -29,18 +30,18 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def ledger(path: Path) -> Iterator[SqliteLedger]:
-    ledger = SqliteLedger(path, run="r")
+def ledger(path: Path) -> Iterator[Ledger]:
+    ledger = Ledger(path, run="r")
     yield ledger
     ledger.close()
 
 
-def lease_all(ledger: SqliteLedger, rollout_id: int = 0) -> None:
+def lease_all(ledger: Ledger, rollout_id: int = 0) -> None:
     for uid in UIDS:
         ledger.lease(uid, rollout_id)
 
 
-def states(ledger: SqliteLedger) -> list[str]:
+def states(ledger: Ledger) -> list[str]:
     return [str(ledger.entry(uid).state) for uid in UIDS]
 
 
@@ -52,16 +53,14 @@ def faults(path: Path) -> list[str]:
         audit.close()
 
 
-def test_a_restart_returns_what_was_leased_or_finished_in_the_order_of_admission(
-    ledger: SqliteLedger, path: Path
-) -> None:
+def test_a_restart_returns_what_was_leased_or_finished_in_the_order_of_admission(ledger: Ledger, path: Path) -> None:
     lease_all(ledger)
     ledger.finish(UIDS[1], 1)
     ledger.finish(UIDS[2], 1)
     ledger.commit([UIDS[2]], 0, 1)
     ledger.requeue(UIDS[0], 1)
     ledger.reject(UIDS[3], 1, "zero_std")
-    again = SqliteLedger(path, run="r")
+    again = Ledger(path, run="r")
     assert states(again) == ["pending", "pending", "trained", "rejected", "pending"]
     assert again.recover() == [UIDS[0], UIDS[1], UIDS[4]]
     assert again.returned == 2  # UIDS[0] was pending before
@@ -72,12 +71,12 @@ def test_a_restart_returns_what_was_leased_or_finished_in_the_order_of_admission
     assert faults(path) == []
 
 
-def test_selected_groups_stay_finished_where_the_trainer_may_hold_them(ledger: SqliteLedger, path: Path) -> None:
+def test_selected_groups_stay_finished_where_the_trainer_may_hold_them(ledger: Ledger, path: Path) -> None:
     lease_all(ledger)
     for uid in UIDS[:3]:
         ledger.finish(uid, 1)
     ledger.select(UIDS[1:3], 0)
-    kept = SqliteLedger(path, run="r", keep_selected=True)
+    kept = Ledger(path, run="r", keep_selected=True)
     assert states(kept) == ["pending", "finished", "finished", "pending", "pending"]
     assert kept.selected(0) == UIDS[1:3]
     assert kept.selected(1) == []
@@ -85,42 +84,40 @@ def test_selected_groups_stay_finished_where_the_trainer_may_hold_them(ledger: S
     assert kept.selected(0) == []
     kept.close()
     assert faults(path) == []
-    returned = SqliteLedger(path, run="r")
+    returned = Ledger(path, run="r")
     assert states(returned) == ["pending", "trained", "trained", "pending", "pending"]
     returned.close()
 
 
-def test_late_reports_are_refused_and_change_nothing(ledger: SqliteLedger, path: Path) -> None:
-    uid, former = UIDS[0], ledger.incarnation
+def test_late_reports_are_refused_and_change_nothing(ledger: Ledger, path: Path) -> None:
+    uid = UIDS[0]
     assert ledger.lease(uid, 0) == 1
-    again = SqliteLedger(path, run="r")
+    again = Ledger(path, run="r")
     assert again.lease(uid, 0) == 2
     before = again.entry(uid)
-    for attempt, incarnation in ((1, former), (1, None), (1, again.incarnation), (2, former)):
-        for report in (again.finish, again.requeue):
-            with pytest.raises(BufferStateError, match="refused"):
-                report(uid, attempt, incarnation=incarnation)
-        for drop in (again.reject, again.quarantine):
-            with pytest.raises(BufferStateError, match="refused"):
-                drop(uid, attempt, "why", incarnation=incarnation)
+    for report in (again.finish, again.requeue):
+        with pytest.raises(BufferStateError, match="refused"):
+            report(uid, 1)
+    for drop in (again.reject, again.quarantine):
+        with pytest.raises(BufferStateError, match="refused"):
+            drop(uid, 1, "why")
     assert again.entry(uid) == before
-    again.finish(uid, 2, incarnation=again.incarnation)
+    again.finish(uid, 2)
     with pytest.raises(BufferStateError, match="it is finished"):
-        again.finish(uid, 2, incarnation=again.incarnation)
+        again.finish(uid, 2)
     again.close()
 
 
-def test_an_attempt_that_a_copy_gives_again_does_not_let_the_former_report_in(ledger: SqliteLedger, path: Path) -> None:
+def test_a_lease_whose_attempt_a_copy_gives_again_has_another_fencing_token(ledger: Ledger, path: Path) -> None:
     ledger.backup(path.with_name("copy.sqlite"))
-    former, attempt = ledger.incarnation, ledger.lease(UIDS[0], 0)
+    former, attempt = ledger.fencing_token, ledger.lease(UIDS[0], 0)
     ledger.restore(path.with_name("copy.sqlite"))
     assert ledger.lease(UIDS[0], 0) == attempt
-    with pytest.raises(BufferStateError, match="earlier Buffer"):
-        ledger.finish(UIDS[0], attempt, incarnation=former)
-    ledger.finish(UIDS[0], attempt, incarnation=ledger.incarnation)
+    assert ledger.fencing_token != former
+    ledger.finish(UIDS[0], attempt)
 
 
-def test_a_commit_is_made_once(ledger: SqliteLedger, path: Path) -> None:
+def test_a_commit_is_made_once(ledger: Ledger, path: Path) -> None:
     lease_all(ledger)
     for uid in UIDS[:3]:
         ledger.finish(uid, 1)
@@ -128,7 +125,7 @@ def test_a_commit_is_made_once(ledger: SqliteLedger, path: Path) -> None:
         ledger.commit(UIDS, 0, 1)
     assert states(ledger) == ["finished"] * 3 + ["leased"] * 2
     ledger.commit(UIDS[:2], 0, 1)
-    after = ledger.state_dict()
+    after = entries(ledger)
     ledger.commit(UIDS[:2], 0, 1)
     ledger.commit(list(reversed(UIDS[:2])), 0, 1)
     for uids, step, reason in (
@@ -141,15 +138,15 @@ def test_a_commit_is_made_once(ledger: SqliteLedger, path: Path) -> None:
             ledger.commit(uids, 0, step)
     with pytest.raises(BufferStateError, match=r"is trained \(step 1\)"):
         ledger.commit(UIDS[:2], 1, 2)
-    assert ledger.state_dict() == after
+    assert entries(ledger) == after
     assert ledger.commits() == {0: 1}
-    again = SqliteLedger(path, run="r")  # also after a restart
+    again = Ledger(path, run="r")  # also after a restart
     again.commit(UIDS[:2], 0, 1)
     again.close()
     assert faults(path) == []
 
 
-def test_a_copy_brings_everything_back_as_it_was(ledger: SqliteLedger, path: Path) -> None:
+def test_a_copy_brings_everything_back_as_it_was(ledger: Ledger, path: Path) -> None:
     lease_all(ledger)
     ledger.set_num_rows("data", ROWS)
     ledger.remember("position", "17")
@@ -165,19 +162,19 @@ def test_a_copy_brings_everything_back_as_it_was(ledger: SqliteLedger, path: Pat
     ledger.restore(copy)
     assert states(ledger) == ["trained"] + ["pending"] * 4
     assert (ledger.commits(), ledger.recall("position")) == ({0: 1}, "17")
-    assert ledger.counts("data", 0, ROWS) == dict.fromkeys(GroupState, 0) | {
+    assert count_states(ledger, "data", 0, ROWS) == dict.fromkeys(GroupState, 0) | {
         GroupState.TRAINED: 1,
         GroupState.PENDING: ROWS - 1,
     }
-    other = SqliteLedger(path.with_name("other.sqlite"), run="another")  # a checkpoint may begin another run
+    other = Ledger(path.with_name("other.sqlite"), run="another")  # a checkpoint may begin another run
     other.restore(copy)
-    assert other.state_dict() == ledger.state_dict()
+    assert entries(other) == entries(ledger)
     other.close()
     assert faults(path) == faults(path.with_name("other.sqlite")) == faults(copy) == []
 
 
 @pytest.mark.parametrize("damage", ["cut", "zeroed", "another kind", "absent"])
-def test_a_damaged_copy_is_refused_and_changes_nothing(ledger: SqliteLedger, path: Path, damage: str) -> None:
+def test_a_damaged_copy_is_refused_and_changes_nothing(ledger: Ledger, path: Path, damage: str) -> None:
     lease_all(ledger)
     copy = path.with_name("copy.sqlite")
     ledger.backup(copy)
@@ -191,21 +188,21 @@ def test_a_damaged_copy_is_refused_and_changes_nothing(ledger: SqliteLedger, pat
         sqlite3.connect(copy).execute("CREATE TABLE t (a)").connection.close()
     else:
         copy.unlink()
-    before, incarnation = ledger.state_dict(), ledger.incarnation
+    before, token = entries(ledger), ledger.fencing_token
     with pytest.raises(CheckpointError, match=r"copy\.sqlite"):
         ledger.restore(copy)
-    assert (ledger.state_dict(), ledger.incarnation) == (before, incarnation)
-    ledger.finish(UIDS[0], 1, incarnation=incarnation)
+    assert (entries(ledger), ledger.fencing_token) == (before, token)
+    ledger.finish(UIDS[0], 1)
 
 
-def test_a_copy_that_cannot_be_written_is_an_error(ledger: SqliteLedger, path: Path) -> None:
+def test_a_copy_that_cannot_be_written_is_an_error(ledger: Ledger, path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be copied"):
         ledger.backup(path.parent / "no folder" / "copy.sqlite")
     with ledger.transaction(), pytest.raises(BufferStateError, match="within a transaction"):
         ledger.backup(path.with_name("copy.sqlite"))
 
 
-def test_a_transaction_is_there_as_a_whole_or_not_at_all(ledger: SqliteLedger, path: Path) -> None:
+def test_a_transaction_is_there_as_a_whole_or_not_at_all(ledger: Ledger, path: Path) -> None:
     ledger.lease(UIDS[0], 0)
     fresh = GroupUid("new source", 0, 0)
 
@@ -222,20 +219,20 @@ def test_a_transaction_is_there_as_a_whole_or_not_at_all(ledger: SqliteLedger, p
         give_up()
     assert states(ledger) == ["leased"] + ["pending"] * 4
     assert ledger.recall("position") is None
-    assert ledger.counts("data", 0, ROWS)[GroupState.PENDING] == ROWS - 1
-    assert ledger.counts("new source", 0, 2)[GroupState.PENDING] == 2
+    assert count_states(ledger, "data", 0, ROWS)[GroupState.PENDING] == ROWS - 1
+    assert count_states(ledger, "new source", 0, 2)[GroupState.PENDING] == 2
     assert ledger.lease(fresh, 0) == 1  # the number of its source went with the transaction
-    assert ledger.counts("new source", 0, 2)[GroupState.LEASED] == 1
-    assert ledger.state_dict()["entries"][-1][0] == "new source:0:0"
+    assert count_states(ledger, "new source", 0, 2)[GroupState.LEASED] == 1
+    assert str(list(entries(ledger))[-1]) == "new source:0:0"
     assert faults(path) == []
 
 
-def test_a_refused_request_changes_nothing_of_its_transaction(ledger: SqliteLedger, path: Path) -> None:
+def test_a_refused_request_changes_nothing_of_its_transaction(ledger: Ledger, path: Path) -> None:
     with ledger.transaction():
         lease_all(ledger)
         for uid in UIDS[:2]:
             ledger.finish(uid, 1)
-        before = ledger.state_dict()
+        before = entries(ledger)
         for request in (
             lambda: ledger.select(UIDS, 0),
             lambda: ledger.commit(UIDS, 0, 1),
@@ -244,17 +241,17 @@ def test_a_refused_request_changes_nothing_of_its_transaction(ledger: SqliteLedg
             with pytest.raises(BufferStateError):
                 request()
         assert ledger.selected(0) == []
-        assert ledger.state_dict() == before
+        assert entries(ledger) == before
     assert states(ledger) == ["finished", "finished", "leased", "leased", "leased"]
     assert faults(path) == []
 
 
-def test_the_former_writer_is_refused_once_another_one_has_opened_the_file(ledger: SqliteLedger, path: Path) -> None:
+def test_the_former_writer_is_refused_once_another_one_has_opened_the_file(ledger: Ledger, path: Path) -> None:
     lease_all(ledger)
     ledger.finish(UIDS[0], 1)
-    successor = SqliteLedger(path, run="r")
+    successor = Ledger(path, run="r")
     successor.lease(UIDS[1], 0)
-    before, copy = successor.state_dict(), path.with_name("copy.sqlite")
+    before, copy = entries(successor), path.with_name("copy.sqlite")
     successor.backup(copy)
     for change in (
         lambda: ledger.lease(UIDS[2], 0),
@@ -266,33 +263,32 @@ def test_the_former_writer_is_refused_once_another_one_has_opened_the_file(ledge
         lambda: ledger.commit([UIDS[0]], 0, 1),
         lambda: ledger.remember("position", "1"),
         lambda: ledger.set_num_rows("data", 1),
-        lambda: ledger.load_state_dict({"entries": []}),
         lambda: ledger.restore(copy),
     ):
         with pytest.raises(BufferStateError, match="another Buffer has opened the ledger"):
             change()
-    assert successor.state_dict() == before
+    assert entries(successor) == before
     successor.finish(UIDS[1], 2)
     successor.close()
     assert faults(path) == []
 
 
-def test_a_ledger_of_another_run_is_refused_and_stays_as_it_is(ledger: SqliteLedger, path: Path) -> None:
+def test_a_ledger_of_another_run_is_refused_and_stays_as_it_is(ledger: Ledger, path: Path) -> None:
     ledger.lease(UIDS[0], 0)
     with pytest.raises(CheckpointError, match="is of run 'r', not 'other'"):
-        SqliteLedger(path, run="other")
-    ledger.finish(UIDS[0], 1)  # not even a new incarnation has begun
+        Ledger(path, run="other")
+    ledger.finish(UIDS[0], 1)  # it does not even have a new fencing token
     assert ledger.entry(UIDS[0]) == LedgerEntry(state=GroupState.FINISHED, attempt=1, rollout_id=0)
 
 
 _FILL_THE_DISK = """
 import resource, sys
 from pathlib import Path
-from buffer_rl.buffer.sqlite_ledger import SqliteLedger
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import GroupUid
 path = Path(sys.argv[1])
-ledger = SqliteLedger(path, run="r")
+ledger = Ledger(path, run="r")
 limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, limits[1]))  # of the WAL, as a full disk
 number = 0
@@ -306,8 +302,8 @@ while True:
         break
     number += 7
 assert "cannot be written" in text and "disk full" in text and str(path) in text, text
-counts = ledger.counts("s", 0, 100_000)
-assert counts["leased"] == number > 100, (counts, number)
+leased = sum(ledger.entry(GroupUid("s", row, 0)).state == "leased" for row in range(number + 7))
+assert ledger.num_admitted == leased == number > 100, (leased, number)
 assert ledger.entry(GroupUid("s", number - 1, 0)).state == "leased"
 assert ledger.entry(GroupUid("s", number, 0)).attempt == 0
 resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # there is room again
@@ -321,37 +317,35 @@ def test_a_full_disk_is_an_error_and_changes_nothing(path: Path) -> None:
         [sys.executable, "-c", _FILL_THE_DISK, str(path)], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    again = SqliteLedger(path, run="r")
+    again = Ledger(path, run="r")
     assert len(again.recover()) == int(done.stdout) + 1
     again.close()
     assert faults(path) == []
 
 
-def test_a_full_disk_while_everything_is_replaced_leaves_the_incarnation_as_it_was(path: Path) -> None:
-    ledger = SqliteLedger(path, run="r")
+def test_a_full_disk_while_everything_is_replaced_leaves_the_fencing_token_as_it_was(path: Path) -> None:
+    ledger = Ledger(path, run="r")
     lease_all(ledger)
     copy = path.with_name("copy.sqlite")
     ledger.backup(copy)
-    incarnation, before = ledger.incarnation, ledger.state_dict()
+    token, before = ledger.fencing_token, entries(ledger)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.with_name("ledger.sqlite-wal").stat().st_size, limits[1]))
     try:
         with pytest.raises(BufferStateError, match="cannot be written"):
-            ledger.load_state_dict({"entries": []})
-        with pytest.raises(BufferStateError, match="cannot be written"):
             ledger.restore(copy)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (ledger.incarnation, ledger.state_dict()) == (incarnation, before)
-    ledger.finish(UIDS[0], 1, incarnation=incarnation)
+    assert (ledger.fencing_token, entries(ledger)) == (token, before)
+    ledger.finish(UIDS[0], 1)
     ledger.close()
 
 
-def test_a_full_disk_under_the_runs_ledger_is_not_blamed_on_the_checkpoint(ledger: SqliteLedger, path: Path) -> None:
+def test_a_full_disk_under_the_runs_ledger_is_not_blamed_on_the_checkpoint(ledger: Ledger, path: Path) -> None:
     copy = path.with_name("copy.sqlite")
     lease_all(ledger)
     ledger.backup(copy)
-    before = ledger.state_dict()
+    before = entries(ledger)
     local = path.with_name(".ledger.sqlite.restore")
     local.symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match="No space left") as caught:
@@ -359,7 +353,7 @@ def test_a_full_disk_under_the_runs_ledger_is_not_blamed_on_the_checkpoint(ledge
     assert caught.value.where == str(local)
     assert "cannot be read" not in caught.value.what
     assert not os.path.lexists(local)
-    assert ledger.state_dict() == before
+    assert entries(ledger) == before
     copy.unlink()
     copy.mkdir()
     with pytest.raises(CheckpointError, match="the copy of the ledger cannot be read") as caught:
@@ -368,7 +362,7 @@ def test_a_full_disk_under_the_runs_ledger_is_not_blamed_on_the_checkpoint(ledge
 
 
 def test_a_full_disk_ends_a_copy_and_leaves_nothing_of_it(path: Path) -> None:
-    ledger = SqliteLedger(path, run="r")
+    ledger = Ledger(path, run="r")
     lease_all(ledger)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))

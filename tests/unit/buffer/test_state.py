@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.ledger import GroupState, MemoryLedger
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
@@ -20,8 +21,9 @@ from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.saved_state import load_saved, saved_state
 from buffer_rl.types import Sample, SampleGroup, Ticket
+from harness.ledger_contents import count_states
+from harness.saved_state import load_saved, saved_state
 
 
 def write_rows(folder: Path, count: int) -> str:
@@ -42,7 +44,7 @@ def make_state(
     evals = EvalSource(args)
     return BufferState(
         PromptDataSource(args),
-        ledger=MemoryLedger(),
+        ledger=Ledger.in_memory(),
         plane=LocalDataPlane(),
         eval_plane=LocalDataPlane(),
         groups_per_step=groups_per_step,
@@ -84,7 +86,7 @@ def test_a_step_moves_its_groups_through_all_states(tmp_path: Path) -> None:
     source = groups[0].uid.source
 
     def counts() -> dict[str, int]:
-        found = state.counts(source, 0, 5)
+        found = count_states(state.ledger, source, 0, 5)
         assert sum(found.values()) == 5
         return {name: number for name, number in found.items() if number}
 
@@ -113,7 +115,7 @@ def test_what_is_leased_and_never_mentioned_is_rejected_as_unreported(tmp_path: 
     state.reject(ticket, groups[1].uid, groups[1].attempt, "zero_std")
     report = state.close_rollout(ticket)
     assert report.drops == {"unreported": 2, "zero_std": 1}
-    assert state.counts(groups[0].uid.source, 0, 5)[GroupState.REJECTED] == 3
+    assert count_states(state.ledger, groups[0].uid.source, 0, 5)[GroupState.REJECTED] == 3
 
 
 def test_surplus_goes_back_as_prompts_in_the_order_of_admission_and_is_leased_first(tmp_path: Path) -> None:
@@ -161,7 +163,7 @@ def test_reports_without_a_live_lease_are_refused_and_change_nothing(tmp_path: P
     state.close_rollout(ticket)
     with pytest.raises(BufferStateError, match="not open"):
         state.get_samples(ticket, 1)
-    assert state.counts(group.uid.source, 0, 6)[GroupState.FINISHED] == 2
+    assert count_states(state.ledger, group.uid.source, 0, 6)[GroupState.FINISHED] == 2
 
 
 def test_a_ticket_of_another_incarnation_is_refused(tmp_path: Path) -> None:
@@ -288,7 +290,7 @@ def test_an_evaluation_hands_out_each_prompt_once_and_leaves_the_ledger_alone(tm
     assert state.close_rollout(ticket).num_groups == 4
     assert len(state.get_eval_data(0)) == 4
     state.clear(ticket.task)
-    assert state.counts(mine[0].uid.source, 0, 4)[GroupState.LEASED] == 2
+    assert count_states(state.ledger, mine[0].uid.source, 0, 4)[GroupState.LEASED] == 2
 
 
 def test_three_epochs_in_one_batch_take_every_row_three_times(tmp_path: Path) -> None:
@@ -376,7 +378,7 @@ def test_a_state_saved_in_mid_rollout_brings_back_what_was_not_trained_first(tmp
     again = restored.get_samples(restored.generate(0), 3)
     assert [group.uid for group in again] == [group.uid for group in leased]
     assert [sample.prompt for group in again for sample in group] == [s.prompt for g in leased for s in g]
-    assert restored.counts(leased[0].uid.source, 0, 9)[GroupState.LEASED] == 3
+    assert count_states(restored.ledger, leased[0].uid.source, 0, 9)[GroupState.LEASED] == 3
 
 
 def test_a_state_of_other_data_or_another_format_is_refused(tmp_path: Path) -> None:
@@ -442,7 +444,7 @@ def test_a_data_source_that_fails_costs_no_queued_group(tmp_path: Path) -> None:
     args: Any = compose(CORE_SECTIONS)(prompt_data=write_rows(tmp_path, 4), rollout_batch_size=1)
     state = BufferState(
         FailingSource(args),
-        ledger=MemoryLedger(),
+        ledger=Ledger.in_memory(),
         plane=LocalDataPlane(),
         eval_plane=LocalDataPlane(),
         groups_per_step=1,

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer.ledger import GroupState, MemoryLedger
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
@@ -21,9 +22,10 @@ from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError, TrainEr
 from buffer_rl.observe.timeline import WorkReport, WorkSpan, clock_origin
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
-from buffer_rl.testing.saved_state import load_saved, saved_state
 from buffer_rl.testing.virtual_runtime import VirtualRuntime
 from buffer_rl.types import Ticket
+from harness.ledger_contents import count_states, entries, entries_of
+from harness.saved_state import load_saved, saved_state
 
 PLAN = RunPlan(
     num_rollouts=3,
@@ -109,7 +111,7 @@ class World:
         evals = EvalSource(args)
         self.state = BufferState(
             PromptDataSource(args),
-            ledger=MemoryLedger(),
+            ledger=Ledger.in_memory(),
             plane=LocalDataPlane(),
             eval_plane=LocalDataPlane(),
             groups_per_step=2,
@@ -159,8 +161,8 @@ def test_a_checkpoint_holds_its_groups_as_trained_and_is_written_before_the_publ
     world = World(tmp_path)
     world.driver(PLAN).run()
     assert sorted(world.saves.saved) == [2, 3]
-    entries = world.saves.saved[2]["ledger"]["entries"]
-    assert [entry["state"] for _, entry in entries] == ["trained"] * 4
+    saved = entries_of(world.saves.saved[2]["ledger"])
+    assert [entry.state for entry in saved.values()] == ["trained"] * 4
     assert world.saves.saved[2]["queue"] == []
     assert world.saves.saved[2]["version"] == 1  # version 2 is not published yet
 
@@ -188,9 +190,9 @@ def test_the_observer_hears_of_every_rollout_training_step_and_publication(tmp_p
 def test_every_group_is_trained_exactly_once(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.driver(replace(PLAN, num_rollouts=4)).run()
-    source = world.rollouts.tickets and next(iter(saved_state(world.state)["ledger"]["entries"]))[0].split(":")[0]
+    source = world.rollouts.tickets and next(iter(entries(world.state.ledger))).source
     for epoch in (0, 1):
-        counts = world.state.counts(str(source), epoch, 4)
+        counts = count_states(world.state.ledger, str(source), epoch, 4)
         assert counts[GroupState.TRAINED] == 4
 
 
@@ -254,7 +256,8 @@ def test_a_resumed_run_publishes_its_version_first_and_does_not_repeat_the_first
     world.driver(replace(PLAN, num_rollouts=4, first_rollout=2, publish_at_start=True)).run()
     assert world.publisher.versions == [2, 3, 4]
     assert world.recorder.events == [("step", 2), ("step", 3), ("evaluation", 4)]
-    assert world.saves.saved[4]["ledger"] == whole.saves.saved[4]["ledger"]
+    found, expected = (entries_of(saves.saved[4]["ledger"]) for saves in (world.saves, whole.saves))
+    assert list(found.items()) == list(expected.items())
 
 
 class Failing:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer.ledger import GroupState, MemoryLedger
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
@@ -21,6 +22,7 @@ from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRollouts, FakeTrain
 from buffer_rl.testing.virtual_runtime import VirtualRuntime
 from buffer_rl.types import Ticket
+from harness.ledger_contents import copied, count_states, go_back
 
 PLAN = RunPlan(
     num_rollouts=3,
@@ -41,12 +43,12 @@ class MortalBuffer:
         path = folder / "rows.jsonl"
         path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(6)))
         self._args: Any = compose(CORE_SECTIONS)(prompt_data=str(path), rollout_batch_size=2, n_samples_per_prompt=2)
-        self._state = self._open(MemoryLedger(), restarted=False)
+        self._state = self._open(Ledger.in_memory(), restarted=False)
 
     def die(self) -> None:
         ledger = self._state.ledger
         position = ledger.recall("position")
-        ledger.load_state_dict(ledger.state_dict())  # begins another incarnation; leases are pending
+        go_back(ledger, copied(ledger))  # another fencing token; leases are pending
         assert position == ledger.recall("position")
         self._state = self._open(ledger, restarted=True)
 
@@ -65,7 +67,7 @@ class MortalBuffer:
 
     def trained(self) -> int:
         source = PromptDataSource(self._args).source_hashes[0]
-        return self._state.counts(source, 0, 6)[GroupState.TRAINED]
+        return count_states(self._state.ledger, source, 0, 6)[GroupState.TRAINED]
 
 
 class Rollouts(FakeRollouts):

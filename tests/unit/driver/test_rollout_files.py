@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.buffer.ledger import MemoryLedger
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.row_file import read_rollout, write_rollout
 from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
@@ -75,7 +75,7 @@ def test_a_recorded_sample_counts_once_whatever_its_parts(tmp_path: Path) -> Non
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "p", "label": "1"}\n')
     args = compose(CORE_SECTIONS)(prompt_data=str(rows), rollout_batch_size=1, n_samples_per_prompt=2)
-    state = local_state(args, MemoryLedger())
+    state = local_state(args, Ledger.in_memory())
     (uid,) = [group.uid for group in PromptDataSource(args).get_samples(1)]
     batch = make_batch()
     batch.rollout_id, batch.task = 0, "train_0"

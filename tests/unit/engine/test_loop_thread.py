@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 import pytest
 
 from buffer_rl.engine.loop_thread import LoopThread
-from buffer_rl.testing.processes import holds_within
+from harness.processes import holds_within
 
 
 def threads_named(name):

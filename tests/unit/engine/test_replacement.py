@@ -17,7 +17,7 @@ from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.errors import EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
-from buffer_rl.testing.processes import holds_within
+from harness.processes import holds_within
 
 
 @pytest.fixture

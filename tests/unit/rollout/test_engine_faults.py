@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer.ledger import GroupState
-from buffer_rl.buffer.sqlite_ledger import SqliteLedger
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.engine.client import EngineClient, EngineControlClient
 from buffer_rl.errors import RolloutError
@@ -26,6 +26,7 @@ from buffer_rl.testing.local_buffer import local_client, local_state
 from buffer_rl.types import GroupUid
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
+from harness.ledger_contents import count_states
 
 ROWS, STEPS, GROUPS = 9, 3, 2
 
@@ -65,7 +66,7 @@ class Run:
         self.args = kit.make_args(**self.options)
         source = PromptDataSource(self.args)
         self.source = source.get_samples(1)[0].uid.source
-        self.ledger = SqliteLedger(folder / "ledger.sqlite", run="test")
+        self.ledger = Ledger(folder / "ledger.sqlite", run="test")
         self.state = local_state(self.args, self.ledger)
         self.trained: list[dict[str, list[int]]] = []
         self.metrics: Counter[str] = Counter()
@@ -97,7 +98,7 @@ class Run:
         self.trained.append({str(row): row_tokens.tolist() for row, row_tokens in tokens})
 
     def check_accounts(self) -> None:
-        counts = self.state.counts(self.source, 0, ROWS)
+        counts = count_states(self.state.ledger, self.source, 0, ROWS)
         assert sum(counts.values()) == ROWS
         expected = {GroupState.TRAINED: STEPS * GROUPS, GroupState.PENDING: ROWS - STEPS * GROUPS}
         assert {state: count for state, count in counts.items() if count} == expected
@@ -207,6 +208,6 @@ async def test_weights_that_never_come_spend_the_budget_and_train_nothing(kit: A
     expected = r"4 attempts .* --max-infra-failures is 3(.|\n)*weight version 7"
     with FakeEngine(seeded, version=7) as engine, pytest.raises(RolloutError, match=expected):
         await run.go(engine)
-    counts = run.state.counts(run.source, 0, ROWS)
+    counts = count_states(run.state.ledger, run.source, 0, ROWS)
     assert counts[GroupState.TRAINED] == counts[GroupState.FINISHED] == 0
     assert sum(counts.values()) == ROWS

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer.ledger import GroupState, MemoryLedger
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.errors import EngineError, RolloutError
@@ -24,6 +25,7 @@ from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine
 from buffer_rl.testing.local_buffer import local_client, local_state
 from buffer_rl.types import Status, VersionSpan
+from harness.ledger_contents import count_states
 
 PROMPT = 2  # tokens of "p0", "p1", …
 END = 10  # position at which every response ends
@@ -53,7 +55,7 @@ class Bench:
         self.options = {**defaults, "prompt_data": str(path), "custom_rm_path": kit.user("slow_async"), **options}
         self.kit, self.args = kit, kit.make_args(**self.options)
         self.state = local_state(
-            self.args, MemoryLedger(), rule=RequeueRule.from_args(self.args), max_staleness=max_staleness
+            self.args, Ledger.in_memory(), rule=RequeueRule.from_args(self.args), max_staleness=max_staleness
         )
         self.finished: dict[int, Any] = {}
         self.output: Any = None
@@ -104,7 +106,7 @@ async def test_the_first_that_are_done_are_trained_on_and_the_rest_is_aborted_an
         assert await bench.roll(1, engine) == [0, 3]
         assert bench.queued == [1, 5, 6]
         source = next(iter(bench.finished.values())).uid.source
-        counts = bench.state.counts(source, 0, 9)
+        counts = count_states(bench.state.ledger, source, 0, 9)
         assert (counts[GroupState.FINISHED], counts[GroupState.TRAINED], counts[GroupState.PENDING]) == (2, 2, 5)
 
 

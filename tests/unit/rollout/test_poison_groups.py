@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from buffer_rl.buffer.ledger import MemoryLedger
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import DeadlineError, EngineError, RewardError, RolloutError
 from buffer_rl.plugins import PluginRegistry
@@ -45,7 +45,7 @@ class Run:
         self.options = {**common, "custom_rm_path": poison("by_index"), "prompt_data": str(data), **options}
         self.kit, self.folder, self.args = kit, folder, kit.make_args(**self.options)
         self.source = PromptDataSource(self.args).get_samples(1)[0].uid.source
-        self.ledger = MemoryLedger()
+        self.ledger = Ledger.in_memory()
         self.state = local_state(self.args, self.ledger, max_staleness=None)
         self.ticket = self.state.generate(0)
         self.buffer = local_client(self.state, self.ticket, GroupConverter.from_args(self.args, PluginRegistry()))

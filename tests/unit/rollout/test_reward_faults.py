@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 
 from buffer_rl.algo.advantages import grpo
-from buffer_rl.buffer.ledger import GroupState
-from buffer_rl.buffer.sqlite_ledger import SqliteLedger
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.conversion import GroupConverter
@@ -23,6 +23,7 @@ from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.failure_policy import QUARANTINE_FILE
 from buffer_rl.testing.local_buffer import local_client, local_state
 from buffer_rl.types import GroupUid
+from harness.ledger_contents import count_states
 
 BEHAVIOURS = ["raise", "nan", "inf", "none", "short_list", "string", "hang", "http_500"]
 PLACES = ["single", "group", "remote"]
@@ -85,7 +86,7 @@ class Run:
         }
         self.args = kit.make_args(**self.options)
         self.source = PromptDataSource(self.args).get_samples(1)[0].uid.source
-        self.ledger = SqliteLedger(folder / "ledger.sqlite", run="test")
+        self.ledger = Ledger(folder / "ledger.sqlite", run="test")
         self.state = local_state(self.args, self.ledger, max_staleness=None)
         self.ticket = self.state.generate(0)
 
@@ -129,7 +130,7 @@ async def test_a_prompt_without_a_reward_is_tried_twice_and_is_no_label(
     assert (entry.state, entry.attempt) == (GroupState.QUARANTINED, 2)
     timed_out = behaviour == "hang" and place != "remote"  # a remote reward says so before its deadline, in words
     assert entry.reason.startswith("reward_failed:timeout" if timed_out else "reward_failed:")
-    counts = run.state.counts(run.source, 0, ROWS)
+    counts = count_states(run.state.ledger, run.source, 0, ROWS)
     assert {state: count for state, count in counts.items() if count} == {
         GroupState.PENDING: 2,
         GroupState.FINISHED: 2,
@@ -167,4 +168,4 @@ async def test_the_run_ends_with_the_error_where_the_policy_says_so(kit: Any, tm
     with pytest.raises(RolloutError, match=r"--on-reward-error is abort(.|\n)*KeyError: 'no such answer'"):
         await run.roll()
     assert run.reports == []
-    assert sum(run.state.counts(run.source, 0, ROWS).values()) == ROWS
+    assert sum(count_states(run.state.ledger, run.source, 0, ROWS).values()) == ROWS

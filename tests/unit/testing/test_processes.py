@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from buffer_rl.testing.processes import descendants, holds_within
+from harness.processes import descendants, holds_within
 
 PARENT = """
 import subprocess, sys

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer.sqlite_ledger import SqliteLedger
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.cli import main
 from buffer_rl.types import GroupUid
 
@@ -22,8 +22,8 @@ def run_folder(tmp_path: Path) -> Path:
     ledger is still open, as that of a run at work."""
     folder = tmp_path / "run"
     folder.mkdir()
-    SqliteLedger(folder / "ledger.sqlite", run="my-run").close()
-    ledger = SqliteLedger(folder / "ledger.sqlite", run="my-run")
+    Ledger(folder / "ledger.sqlite", run="my-run").close()
+    ledger = Ledger(folder / "ledger.sqlite", run="my-run")
     ledger.set_num_rows("data", 10)
     for uid in UIDS:
         ledger.lease(uid, 0)

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.multiprocessing as torch_multiprocessing
 
-from buffer_rl.testing.processes import holds_within
 from buffer_rl.weights.shared_bucket import SharedWeights
+from harness.processes import holds_within
 
 READ = """
 import base64, pickle, sys

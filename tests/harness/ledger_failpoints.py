@@ -15,15 +15,17 @@ import signal
 import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.buffer.ledger import GroupState, Ledger, LedgerEntry, MemoryLedger
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.sqlite_ledger import SqliteLedger
-from buffer_rl.errors import BufferRLError, BufferStateError, CheckpointError
+from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
+from buffer_rl.errors import BufferRLError, CheckpointError
 from buffer_rl.types import GroupUid
+from harness.ledger_contents import count_states
+from harness.memory_ledger import MemoryLedger
 
 RUN = "failpoints"
 NUM_GROUPS = 6
@@ -50,12 +52,14 @@ SCRIPT: tuple[Operation, ...] = (
     ("commit", ((2, 3), 1, 2)),
     ("restore", ()),  # to before 2 and 3 were trained
     ("lease", ((2,), 1)),
-    ("late", ((2,), 2)),
+    ("late", ()),  # 2 had this attempt before
     ("finish", ((2,), 2)),
     ("select", ((2,), 1)),
     ("open", ()),  # 2 is selected
     ("commit if kept", ((2,), 1, 2)),
-    ("load", ()),
+    ("restore", ()),
+    ("lease", ((2,), 2)),
+    ("finish", ((2,), 2)),
 )
 
 
@@ -75,7 +79,7 @@ class FailpointReport:
 
 def kill_everywhere(
     folder: Path,
-    ledger: type[SqliteLedger] = SqliteLedger,
+    ledger: type[Ledger] = Ledger,
     *,
     batched: bool = False,
     keep_selected: bool = False,
@@ -146,39 +150,32 @@ def _model(script: Sequence[Operation], keep_selected: bool) -> list[Entries]:
     """What the ledger holds before the first operation, and after each."""
     ledger = MemoryLedger()
     states: list[Entries] = [{}]
-    saved: dict[str, Any] = {}
+    saved: Entries = {}
     for name, arguments in script:
-        if name in ("open", "load"):
-            entries = _restarted(states[-1], keep_selected and name == "open")
-            ledger.load_state_dict({"entries": [[str(uid), asdict(entry)] for uid, entry in entries.items()]})
+        if name == "open":
+            ledger.replace(_restarted(states[-1], keep_selected))
         elif name == "backup":
-            saved = ledger.state_dict()
+            saved = ledger.saved()
         elif name == "restore":
-            ledger.load_state_dict(saved)
-        else:
-            _apply(ledger, name, arguments, "of another incarnation")
+            ledger.replace(saved)
+        elif name != "late":
+            _apply(ledger, name, arguments)
         states.append({uid: ledger.entry(uid) for uid in map(uid_of, range(NUM_GROUPS)) if ledger.entry(uid).attempt})
     return states
 
 
-def _apply(ledger: Ledger, name: str, arguments: tuple[Any, ...], former: str) -> None:
+def _apply(ledger: Ledger | MemoryLedger, name: str, arguments: tuple[Any, ...]) -> None:
     uids = [uid_of(number) for number in arguments[0]]
     if name in ("select", "commit"):
         getattr(ledger, name)(uids, *arguments[1:])
         return
+    reason = ("why",) if name in ("reject", "quarantine") else ()
     for uid in uids:
-        if name == "late":
-            try:
-                ledger.finish(uid, *arguments[1:], incarnation=former)
-            except BufferStateError:
-                continue
-        else:
-            reason = ("why",) if name in ("reject", "quarantine") else ()
-            getattr(ledger, name)(uid, *arguments[1:], *reason)
+        getattr(ledger, name)(uid, *arguments[1:], *reason)
 
 
 def _run_killed(
-    folder: Path, opened: Callable[..., SqliteLedger], script: Sequence[Operation], point: int
+    folder: Path, opened: Callable[..., Ledger], script: Sequence[Operation], point: int
 ) -> tuple[int, bool]:
     """Run the script in a child that kills itself at ``point``. Returns how many operations were acknowledged, and
     whether it was killed."""
@@ -200,7 +197,7 @@ def _run_killed(
 
 
 def _run_script(
-    folder: Path, opened: Callable[..., SqliteLedger], script: Sequence[Operation], point: int, writer: int
+    folder: Path, opened: Callable[..., Ledger], script: Sequence[Operation], point: int, writer: int
 ) -> None:
     left = point
 
@@ -211,7 +208,7 @@ def _run_script(
         left -= 1
 
     connection = killing_connection(kill)
-    ledger: SqliteLedger | None = None
+    ledger: Ledger | None = None
     former = ""
     for name, arguments in script:
         if name == "open":
@@ -222,19 +219,20 @@ def _run_script(
             if name == "backup":
                 ledger.backup(folder / "copy.sqlite")
             elif name == "restore":
-                former = ledger.incarnation
+                former = ledger.fencing_token
                 ledger.restore(folder / "copy.sqlite")
-            elif name == "load":
-                ledger.load_state_dict(ledger.state_dict())
+            elif name == "late":
+                if ledger.fencing_token == former:
+                    raise AssertionError("a report of a lease from before the copy would be accepted")
             else:
                 with ledger.transaction() if name in ("lease", "finish") and len(arguments[0]) > 1 else nullcontext():
-                    _apply(ledger, name, arguments, former)
+                    _apply(ledger, name, arguments)
         os.write(writer, b".")
 
 
 def _check(
     folder: Path,
-    opened: Callable[..., SqliteLedger],
+    opened: Callable[..., Ledger],
     allowed: Sequence[Entries],
     restarted: Sequence[Entries],
     *,
@@ -261,7 +259,7 @@ def _check(
     except BufferRLError as error:
         return [*faults, str(error)]
     again = {uid: ledger.entry(uid) for uid in map(uid_of, range(NUM_GROUPS)) if ledger.entry(uid).attempt}
-    counts = ledger.counts("script", 0, NUM_GROUPS)
+    counts = count_states(ledger, "script", 0, NUM_GROUPS)
     queue = ledger.recover()
     ledger.close()
     if again not in restarted:

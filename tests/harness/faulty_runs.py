@@ -1,7 +1,7 @@
 """Live runs of a tiny task in processes of their own, for killing parts of them: the Buffer, a trainer rank, the
 driver.
 
-A run is compared with one that nobody disturbed: its parameters bit by bit, its ledger group by group.
+A run is compared with an undisturbed one: its parameters bit by bit, its ledger group by group.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from buffer_rl.buffer.ledger import GroupState
 from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.config import compose, dump_args
 from buffer_rl.errors import CheckpointError, DeadlineError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.processes import descendants
 from buffer_rl.testing.tiny import make_tiny_model
+from harness.processes import descendants
 
 WORDS = ("ab", "ba", "abc", "bca", "cab", "acb", "bb", "cc")
 GROUPS = 3
@@ -112,7 +112,7 @@ class LiveRun:
             os.kill(pid, signal.SIGKILL)
         return bool(found)
 
-    def said(self) -> str:
+    def last_output(self) -> str:
         """The end of its output."""
         return (self.folder / "driver.log").read_text(errors="replace")[-3000:]
 

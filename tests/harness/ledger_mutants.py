@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from buffer_rl.buffer.ledger import LedgerEntry, trained
-from buffer_rl.buffer.sqlite_ledger import SqliteLedger
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_entry import trained
 from buffer_rl.types import GroupUid
 
 
-class SplitCommit(SqliteLedger):
+class SplitCommit(Ledger):
     """Commits in two transactions: the groups, and then that the rollout is committed."""
 
     def commit(self, uids: Iterable[GroupUid], rollout_id: int, step: int) -> None:
-        """See ``Ledger.commit``."""
         chosen = list(uids)
         with self.transaction():
             for uid in chosen:
@@ -23,22 +22,27 @@ class SplitCommit(SqliteLedger):
             self._tables.record_commit(rollout_id, step, len(chosen))
 
 
-class KeptLeases(SqliteLedger):
+class KeptLeases(Ledger):
     """Leaves the leases of a Buffer that died as they are."""
 
     def _return_leases(self, reason: str, keep_selected: bool) -> int:
         return 0
 
 
-class AnyIncarnation(SqliteLedger):
-    """Takes reports for their attempt alone, whichever incarnation leased the group."""
+class SameToken(Ledger):
+    """Keeps its fencing token where it is opened again or replaced."""
 
-    def _report(self, uid: GroupUid, incarnation: str | None, rule: Callable[[LedgerEntry], LedgerEntry]) -> None:
-        self._change(uid, rule)
+    def _renew_token(self, reason: str, keep_selected: bool) -> int:
+        former = self._tables.fact("incarnation")
+        returned = super()._renew_token(reason, keep_selected)
+        if former is not None:
+            self._token = former
+            self._tables.set_fact("incarnation", former)
+        return returned
 
 
-MUTANTS: dict[str, type[SqliteLedger]] = {
+MUTANTS: dict[str, type[Ledger]] = {
     "split-commit": SplitCommit,
     "kept-leases": KeptLeases,
-    "any-incarnation": AnyIncarnation,
+    "same-token": SameToken,
 }

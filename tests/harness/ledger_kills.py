@@ -1,10 +1,11 @@
 """Kills a process that writes a ledger at random moments, and compares what is left with what it acknowledged.
 
-A child works through the groups of an endless data source: it leases, finishes, rejects, gives back and commits, and
-tells its parent of each commit after the call has returned. The parent kills it with SIGKILL after a random time,
+A child works through the groups of an endless data source: it leases, finishes, rejects, requeues and commits, and
+reports each commit to its parent after the call has returned. The parent kills it with SIGKILL after a random time,
 checks the accounting, and starts the next one on the same file. From time to time the parent makes a copy of the
-ledger, and goes back to it later, as a run does that resumes from a checkpoint; reports of leases from before are then
-made again, and must be refused. At the end of a round a last child works everything off.
+ledger, and goes back to it later, as a run does that resumes from a checkpoint; where an attempt number is given again,
+the fencing token of the lease from before must not be the ledger's. At the end of a round a last child works everything
+off.
 
 duplicated: acknowledged as trained twice, or trained twice by the history. missing: acknowledged and not trained, or
 never worked off.
@@ -23,10 +24,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from buffer_rl.buffer.ledger import GroupState
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.sqlite_ledger import SqliteLedger
-from buffer_rl.errors import BufferStateError, CheckpointError
+from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.errors import CheckpointError
 from buffer_rl.types import GroupUid
 
 RUN = "kills"
@@ -47,7 +48,7 @@ class KillReport:
     groups: int = 0
     commits: int = 0
     restores: int = 0
-    late_reports: int = 0
+    repeated_attempts: int = 0
     duplicated: int = 0
     missing: int = 0
     faults: list[str] = field(default_factory=list)
@@ -59,7 +60,7 @@ class KillReport:
 
 
 def kill_at_random(
-    folder: Path, num_kills: int, *, seed: int = 0, limit_s: float = 1e9, ledger: type[SqliteLedger] = SqliteLedger
+    folder: Path, num_kills: int, *, seed: int = 0, limit_s: float = 1e9, ledger: type[Ledger] = Ledger
 ) -> KillReport:
     """Kill ``num_kills`` children, or as many as fit into ``limit_s``, with files in ``folder``. It stops after the
     first round with a violation."""
@@ -78,7 +79,7 @@ def uid_of(number: int) -> GroupUid:
 
 
 class _Round:
-    def __init__(self, folder: Path, kind: type[SqliteLedger], report: KillReport, rng: random.Random) -> None:
+    def __init__(self, folder: Path, kind: type[Ledger], report: KillReport, rng: random.Random) -> None:
         self.path, self.copy = folder / "ledger.sqlite", folder / "copy.sqlite"
         self.kind, self.report, self.rng = kind, report, rng
         self.trained: set[int] = set()
@@ -93,7 +94,7 @@ class _Round:
             self.report.kills += 1
             self.check()
             if self.rng.random() < 0.1 and self.path.exists():
-                self.travel()
+                self.copy_or_restore()
         self.live(LAST_LIFE_S, drain=True)
         self.check(drained=True)
 
@@ -117,9 +118,9 @@ class _Round:
             received += block
         os.close(reader)
         os.waitpid(child, 0)
-        self.take(received.decode().splitlines(keepends=True), drain)
+        self.read_lines(received.decode().splitlines(keepends=True), drain)
 
-    def take(self, lines: list[str], drain: bool) -> None:
+    def read_lines(self, lines: list[str], drain: bool) -> None:
         whole = [line.split() for line in lines if line.endswith("\n")]
         for kind, *values in whole:
             if kind == "T":
@@ -130,7 +131,7 @@ class _Round:
             elif kind == "L":
                 self.leases.setdefault((int(values[0]), int(values[1])), values[2])
             elif kind == "late":
-                self.report.late_reports += 1
+                self.report.repeated_attempts += 1
             elif kind == "E":
                 self.report.faults.append(" ".join(values))
         if drain and ["end"] not in whole:
@@ -156,7 +157,7 @@ class _Round:
             self.report.groups += len(found)
             self.report.missing += sum(found.get(number) not in _DONE for number in range(len(found)))
 
-    def travel(self) -> None:
+    def copy_or_restore(self) -> None:
         """Make a copy of the ledger, or go back to the one that there is."""
         ledger = self.kind(self.path, run=RUN)
         if self.trained_in_copy is None:
@@ -171,7 +172,7 @@ class _Round:
         ledger.close()
 
 
-def _child(path: Path, kind: type[SqliteLedger], writer: int, seed: float, late: _Late, drain: bool) -> None:
+def _child(path: Path, kind: type[Ledger], writer: int, seed: float, late: _Late, drain: bool) -> None:
     """Work until killed. Never returns."""
     try:
         ledger = kind(path, run=RUN)
@@ -186,7 +187,7 @@ def _child(path: Path, kind: type[SqliteLedger], writer: int, seed: float, late:
         os._exit(1)
 
 
-def _work(ledger: SqliteLedger, rng: random.Random, late: _Late, drain: bool) -> Iterator[str]:
+def _work(ledger: Ledger, rng: random.Random, late: _Late, drain: bool) -> Iterator[str]:
     """Acknowledgements, each after the call that it is about."""
     queue = [uid.row + ROWS * uid.epoch for uid in ledger.recover()]
     admitted, rollout_id = ledger.num_admitted, max(ledger.commits(), default=-1) + 1
@@ -199,20 +200,19 @@ def _work(ledger: SqliteLedger, rng: random.Random, late: _Late, drain: bool) ->
         if queue:
             number = queue.pop(0)
             attempts[number] = ledger.lease(uid_of(number), rollout_id)
-            former = late.get((number, attempts[number]))
-            if former not in (None, ledger.incarnation):
-                yield from _late_report(ledger, number, attempts[number], str(former))
-            yield f"L {number} {attempts[number]} {ledger.incarnation}"
+            if former := late.get((number, attempts[number])):
+                yield _repeated_attempt(ledger, number, former)
+            yield f"L {number} {attempts[number]} {ledger.fencing_token}"
             chance = rng.random()
             if chance < 0.05:
-                ledger.reject(uid_of(number), attempts[number], "zero_std", incarnation=ledger.incarnation)
+                ledger.reject(uid_of(number), attempts[number], "zero_std")
             elif chance < 0.07:
-                ledger.quarantine(uid_of(number), attempts[number], "poison", incarnation=ledger.incarnation)
+                ledger.quarantine(uid_of(number), attempts[number], "poison")
             elif chance < 0.15:
-                ledger.requeue(uid_of(number), attempts[number], incarnation=ledger.incarnation)
+                ledger.requeue(uid_of(number), attempts[number])
                 queue.append(number)
             else:
-                ledger.finish(uid_of(number), attempts[number], incarnation=ledger.incarnation)
+                ledger.finish(uid_of(number), attempts[number])
                 finished.append(number)
         if len(finished) == GROUPS_PER_STEP or (drain and finished and not queue and admitted >= last):
             ledger.commit([uid_of(number) for number in finished], rollout_id, rollout_id + 1)
@@ -220,10 +220,6 @@ def _work(ledger: SqliteLedger, rng: random.Random, late: _Late, drain: bool) ->
             finished, rollout_id = [], rollout_id + 1
 
 
-def _late_report(ledger: SqliteLedger, number: int, attempt: int, former: str) -> Iterator[str]:
-    try:
-        ledger.finish(uid_of(number), attempt, incarnation=former)
-    except BufferStateError:
-        yield "late"
-        return
-    yield f"E a report of incarnation {former} on group {number} was taken"
+def _repeated_attempt(ledger: Ledger, number: int, former: str) -> str:
+    """A report with the same attempt of a lease from before: the fencing token alone tells it apart."""
+    return f"E the token {former} of group {number} is the ledger's again" if former == ledger.fencing_token else "late"
