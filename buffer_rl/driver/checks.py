@@ -15,7 +15,7 @@ from buffer_rl.driver.schedule import Schedule
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
-from buffer_rl.weights.locality import require_local_engines
+from buffer_rl.weights.tensor import require_local_engines
 
 __all__ = ["EarlyStop", "check_options", "parse_early_stop"]
 

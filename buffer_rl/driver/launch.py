@@ -44,9 +44,8 @@ from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
 from buffer_rl.train.estimator import is_supervised
 from buffer_rl.train.group import start_train_group
-from buffer_rl.weights.locality import require_local_trainer
-from buffer_rl.weights.publish import Publisher
-from buffer_rl.weights.role_weights import RolePublisher
+from buffer_rl.weights.publish import Publisher, RolePublisher
+from buffer_rl.weights.tensor import require_local_trainer
 
 if TYPE_CHECKING:
     from buffer_rl.engine.client import EngineControlClient

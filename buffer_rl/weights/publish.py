@@ -4,13 +4,17 @@ Who waits for whom: the publisher waits for the trainer (to write) and for every
 deadline). Whatever fails, the engines are told to continue, so that none stays paused. What an engine failed is tried
 again from ``pause`` on with what was prepared once; every step may be repeated. After the last attempt the transport is
 told to free what it prepared.
+
+The role ``actor_fwd`` reads each version from a folder of its own, whatever way the engines take theirs.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from buffer_rl.contracts import WeightTransport
 from buffer_rl.errors import BufferRLError, EngineError
@@ -124,3 +128,36 @@ class Publisher:
             if failure is None:
                 raise
             failure.add_note(f"and the engines could not be continued: {error}")
+
+
+class WeightReader(Protocol):
+    """Takes weights from a folder; ``buffer_rl.train.worker.RoleGroup`` is one."""
+
+    def update_weights_from_disk(self, path: str, version: int) -> None: ...
+
+
+class RolePublisher:
+    """Publishes a version to the engines, where there are any, and to a role that computes with the actor's weights.
+
+    folder: where versions are written. The newest stays there: a role that is restarted reads it again.
+    """
+
+    def __init__(self, engines: Publisher | None, source: WeightSource, reader: WeightReader, folder: Path) -> None:
+        self._engines = engines
+        self._source = source
+        self._reader = reader
+        self._folder = folder.absolute()
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Have everybody take ``version``. Returns the seconds of each part."""
+        times = {} if self._engines is None else self._engines.publish(version)
+        started = time.monotonic()
+        target = self._folder / f"v{version:06d}"
+        shutil.rmtree(target, ignore_errors=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._source.save_hf(str(target))
+        self._reader.update_weights_from_disk(str(target), version)
+        for older in self._folder.glob("v*"):
+            if older != target:
+                shutil.rmtree(older, ignore_errors=True)
+        return times | {"role_time": time.monotonic() - started}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from buffer_rl.weights.bucket_layout import bytes_view
+from buffer_rl.weights.shared_memory import bytes_view
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
