@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer_rl.engine.stop_strings import stop_window, text_before_stop
+from buffer_rl.engine.text import stop_window, text_before_stop
 from buffer_rl.types import Sample, SampleGroup, Status, VersionSpan
 
 

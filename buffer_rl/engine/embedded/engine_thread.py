@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from buffer_rl.engine.embedded.request import Request
-from buffer_rl.engine.embedded.scheduler import Scheduler
+from buffer_rl.engine.embedded.scheduler import Request, Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ import torch
 import uvicorn
 
 from buffer_rl.engine.api_key import take_key
-from buffer_rl.engine.embedded.authentication import RequireKey
 from buffer_rl.engine.embedded.loader import DTYPES, LoadedModel, LoadOptions, load_tokenizer
-from buffer_rl.engine.embedded.routes import build_app
+from buffer_rl.engine.embedded.routes import RequireKey, build_app
 from buffer_rl.engine.embedded.service import EngineService
 from buffer_rl.engine.process import exit_with_parent
 from buffer_rl.errors import EngineError

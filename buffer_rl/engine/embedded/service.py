@@ -7,14 +7,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from buffer_rl.engine.embedded.checksum import checksum_answer
 from buffer_rl.engine.embedded.engine_thread import EngineThread
 from buffer_rl.engine.embedded.loader import LoadedModel
 from buffer_rl.engine.embedded.protocol import BadRequestError, GenerateCall, Limits, parse_generate
-from buffer_rl.engine.embedded.request import Request
-from buffer_rl.engine.embedded.scheduler import Scheduler
-from buffer_rl.engine.embedded.text import TextCodec
-from buffer_rl.engine.embedded.weight_update import StagedUpdate
+from buffer_rl.engine.embedded.scheduler import Request, Scheduler
+from buffer_rl.engine.embedded.weight_update import StagedUpdate, checksum_answer
+from buffer_rl.engine.text import TextCodec
 from buffer_rl.errors import EngineError
 
 PAUSE_MODES = ("abort", "in_place", "retract")
@@ -203,7 +201,7 @@ class EngineService:
     # ------------------------------------------------------------------ information
 
     async def checksums(self) -> dict[str, Any]:
-        """Checksums of the weights that are served now (see ``buffer_rl.engine.embedded.checksum``)."""
+        """Checksums of the weights that are served now (see ``buffer_rl.engine.embedded.weight_update``)."""
         answer: dict[str, Any] = await self._thread.call(lambda: checksum_answer(self.model.decoder.named_weights()))
         return answer
 
