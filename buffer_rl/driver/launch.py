@@ -34,8 +34,8 @@ from buffer_rl.driver.rollout_files import RecordedRollouts, RolloutRecorder
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
 from buffer_rl.driver.save_folder import check_lineage, sole_saver
 from buffer_rl.driver.schedule import Schedule
-from buffer_rl.engine.api_key import with_engine_key
 from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.engine.process import with_engine_key
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct

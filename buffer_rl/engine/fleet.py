@@ -6,24 +6,24 @@ where they are on disk, else it waits for the next publication, and only then th
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from buffer_rl.contracts import EngineLauncher, EngineProcess
 from buffer_rl.engine.client import EngineControlClient
-from buffer_rl.engine.fleet_control import FleetControl
-from buffer_rl.engine.heartbeat import Heartbeat
-from buffer_rl.engine.launching import named_launcher
-from buffer_rl.engine.roster import Member, MemberState, Roster, none_left
+from buffer_rl.engine.registry import FleetControl, Heartbeat, Member, MemberState, Roster, none_left
 from buffer_rl.engine.router import Router
 from buffer_rl.errors import BufferRLError, ConfigError, DeadlineError, EngineError
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.calls import Guarded, call, returned
 
 JOIN_TIMEOUT_S = 5.0
+_REQUIRED = ("wait_ready", "stop")
 
 
 class EngineFleet:
@@ -288,3 +288,21 @@ class EngineFleet:
             print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=log)
         if self._notice is not None:
             self._notice(line)
+
+
+def named_launcher(launcher: EngineLauncher, reference: str) -> EngineLauncher:
+    """``launcher``, which may be the user's: its failures and those of its engines name ``reference``.
+
+    Raises EngineError if it raises, PluginError if what it returns is no ``EngineProcess``.
+    """
+
+    def launch(args: Any, index: int, log_path: str) -> EngineProcess:
+        at = f"engine {index}"
+        engine: Any = call("engine", reference, launcher, args, index, log_path, at=at, error_class=EngineError)
+        # The address may not be known before the engine is ready: only whether there will be one is asked.
+        has_url = hasattr(type(engine), "url") or "url" in getattr(engine, "__dict__", {})
+        if not has_url or inspect.isawaitable(engine) or not all(callable(getattr(engine, m, None)) for m in _REQUIRED):
+            raise returned("engine", reference, engine, "an object with url, wait_ready(timeout_s) and stop()", at=at)
+        return cast(EngineProcess, Guarded("engine", reference, engine, EngineError, (*_REQUIRED, "check")))
+
+    return launch

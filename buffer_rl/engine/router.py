@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from buffer_rl.engine.api_key import auth_headers, key_environment
-from buffer_rl.engine.process import ChildProcess
-from buffer_rl.engine.readiness import POLL_INTERVAL_S, wait_until_ready
+from buffer_rl.engine.process import POLL_INTERVAL_S, ChildProcess, auth_headers, key_environment, wait_until_ready
 from buffer_rl.errors import DeadlineError, EngineError
 
 HOST = "127.0.0.1"

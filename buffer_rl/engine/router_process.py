@@ -11,8 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from buffer_rl.engine.api_key import take_key
-from buffer_rl.engine.process import PARENT_FD_FLAG
+from buffer_rl.engine.process import PARENT_FD_FLAG, take_key
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -91,8 +91,8 @@ def _answers(args: Any, namespace: argparse.Namespace) -> list[dict[str, Any]]:
 def _ask(args: Any, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
     import asyncio
 
-    from buffer_rl.engine.api_key import with_engine_key
     from buffer_rl.engine.fleet import EngineFleet
+    from buffer_rl.engine.process import with_engine_key
     from buffer_rl.rollout.ask import ask_engine, prompt_samples
 
     samples = prompt_samples(args, texts, count)

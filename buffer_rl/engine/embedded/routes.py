@@ -15,9 +15,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from buffer_rl.engine.api_key import auth_headers
 from buffer_rl.engine.embedded.protocol import BadRequestError, answer
 from buffer_rl.engine.embedded.service import EngineService
+from buffer_rl.engine.process import auth_headers
 from buffer_rl.errors import EngineError
 
 PROBE_TIMEOUT_S = 20.0

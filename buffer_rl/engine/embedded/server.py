@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import torch
 import uvicorn
 
-from buffer_rl.engine.api_key import take_key
 from buffer_rl.engine.embedded.loader import DTYPES, LoadedModel, LoadOptions, load_tokenizer
 from buffer_rl.engine.embedded.routes import RequireKey, build_app
 from buffer_rl.engine.embedded.service import EngineService
-from buffer_rl.engine.process import exit_with_parent
+from buffer_rl.engine.process import exit_with_parent, take_key
 from buffer_rl.errors import EngineError
 
 # The engine thread gives the interpreter lock up around every torch operation and has to get it back from the event

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.engine.api_key import KEY_VARIABLE, auth_headers, take_key, with_engine_key
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.engine.process import KEY_VARIABLE, auth_headers, take_key, with_engine_key
 from buffer_rl.errors import EngineError
 from buffer_rl.options import CORE_SECTIONS
 

@@ -9,8 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from buffer_rl.engine.answer import parse_answer
-from buffer_rl.engine.client import EngineClient, EngineControlClient
+from buffer_rl.engine.client import EngineClient, EngineControlClient, parse_answer
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.types import Status, VersionSpan

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engine.fleet_control import FleetControl
-from buffer_rl.engine.roster import Member, MemberState, Published, Roster
+from buffer_rl.engine.registry import FleetControl, Member, MemberState, Published, Roster
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.weights.disk import DiskTransport
@@ -21,7 +20,7 @@ from buffer_rl.weights.publish import Publisher
 @pytest.fixture(autouse=True)
 def deaths_show_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted ones do; with real processes a call that failed waits a second for the kernel's word."""
-    monkeypatch.setattr("buffer_rl.engine.roster.DEATH_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("buffer_rl.engine.registry.DEATH_TIMEOUT_S", 0.02)
 
 
 class Scripted:

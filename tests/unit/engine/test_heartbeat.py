@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engine.heartbeat import Heartbeat
-from buffer_rl.engine.roster import Member, MemberState, Roster
+from buffer_rl.engine.registry import Heartbeat, Member, MemberState, Roster
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 
 

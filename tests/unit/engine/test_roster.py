@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from buffer_rl.engine.roster import Member, MemberState, Roster
+from buffer_rl.engine.registry import Member, MemberState, Roster
 from buffer_rl.errors import EngineError
 
 

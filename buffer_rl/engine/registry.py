@@ -1,0 +1,305 @@
+"""The engines of a fleet now: a registry of them, their heartbeat, and the control calls of a publication to them.
+
+Engines come and go while others generate and take weights. Who waits for whom:
+
+- The registry is read and changed by the driver's thread (finds the dead), the publisher's, and one for each
+  replacement, under a lock of its own. ``publication`` is held while weights are brought to engines, so that no engine
+  joins the others between two versions.
+- The heartbeat finds engines that hang: their process lives, their connections open, and nothing is answered. A thread
+  of its own asks every engine that has answered once for ``/health``, again and again; no other thread waits for it.
+  What it finds is the member's failure, and ``EngineFleet.check`` replaces the engine as one that died.
+- A publication, from ``pause`` to ``resume``, waits for a replacement that is just taking the newest weights by itself,
+  and holds back one that would (``Roster.publication``, with a deadline).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from buffer_rl.contracts import EngineProcess
+from buffer_rl.engine.client import EngineClient, EngineControlClient
+from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
+
+T = TypeVar("T")
+
+DEATH_TIMEOUT_S = 1.0
+"""How long a process whose connections broke may take until the kernel says that it has ended."""
+POLL_INTERVAL_S = 0.02
+LONGEST_INTERVAL_S = 5.0
+LONGEST_PROBE_S = 10.0
+SHORTEST_PROBE_S = 1.0
+PROBES_AT_ONCE = 16
+JOIN_TIMEOUT_S = 1.0
+
+
+class MemberState(StrEnum):
+    """What an engine of the fleet can do now."""
+
+    STARTING = "starting"  # it does not answer yet
+    LOADING = "loading"  # it answers, and takes the current weights by itself
+    WAITING = "waiting"  # it answers, and needs the current weights before its first request
+    SERVING = "serving"  # the router sends it requests
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Member:
+    """One engine. index: its place in the fleet; a replacement takes over that of the engine that was lost."""
+
+    index: int
+    engine: EngineProcess
+    state: MemberState = MemberState.STARTING
+    failure: BufferRLError | None = None
+    thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        """Base URL of the engine."""
+        return self.engine.url
+
+    def death(self) -> BufferRLError | None:
+        """Why the engine is of no use any more; None while it is. Engines without ``check`` count as alive."""
+        if self.failure is not None:
+            return self.failure
+        probe: Callable[[], None] | None = getattr(self.engine, "check", None)
+        if probe is not None:
+            try:
+                probe()
+            except EngineError as error:
+                return error
+        return None
+
+
+def none_left(death: BufferRLError) -> EngineError:
+    """The error of a fleet whose last engine ended with ``death``."""
+    return EngineError(
+        f"no engine is left: {death.what}",
+        where=death.where,
+        hint="read the log; fleet.log beside it says what came before",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """The weights that the engines serve. folder: None where they did not come by disk."""
+
+    version: str
+    folder: str | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Roster:
+    """The engines of a fleet. published: None while they serve the weights that they started with."""
+
+    members: list[Member] = field(default_factory=list)
+    published: Published | None = None
+    publication: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __contains__(self, member: Member) -> bool:
+        return member in self.all()
+
+    def all(self) -> list[Member]:
+        """Everybody, by place."""
+        with self._lock:
+            return sorted(self.members, key=lambda member: member.index)
+
+    def add(self, member: Member) -> None:
+        """From now on it belongs to the fleet."""
+        with self._lock:
+            self.members.append(member)
+
+    def remove(self, member: Member) -> None:
+        """From now on it does not."""
+        with self._lock:
+            self.members.remove(member)
+
+    def clear(self) -> list[Member]:
+        """Nobody belongs to the fleet any more; returns who did."""
+        with self._lock:
+            members, self.members = self.members, []
+        return members
+
+    def in_state(self, *states: MemberState) -> list[Member]:
+        """Those in one of ``states``, by place."""
+        return [member for member in self.all() if member.state in states]
+
+    def able(self) -> list[Member]:
+        """Those that serve, and, while weights are published, those that wait for them."""
+        states = [MemberState.SERVING, *([MemberState.WAITING] if self.publication.locked() else [])]
+        return [member for member in self.in_state(*states) if member.death() is None]
+
+    def is_gone(self, url: str) -> bool:
+        """Whether the engine at ``url`` has left or has died. Waits a moment for the death of one that lives."""
+        deadline = time.monotonic() + DEATH_TIMEOUT_S
+        while member := next((member for member in self.all() if member.url == url), None):
+            if member.death() is not None:
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_INTERVAL_S)
+        return True
+
+
+WATCHED = (MemberState.SERVING, MemberState.WAITING, MemberState.LOADING)
+"""Of one that starts, the deadline is ``--engine-start-timeout-s``."""
+
+
+class Heartbeat:
+    """Watches the members of ``roster`` that serve, or will as soon as they have the weights.
+
+    timeout_s: an engine has failed once it answered no probe for so long. The time counts from the first probe that
+    failed, not from the last that succeeded: a machine that slept finds its engines well.
+    """
+
+    def __init__(self, roster: Roster, timeout_s: float) -> None:
+        self._roster = roster
+        self._timeout_s = timeout_s
+        self._interval_s = min(timeout_s / 6, LONGEST_INTERVAL_S)
+        self._probe_s = max(SHORTEST_PROBE_S, min(timeout_s / 6, LONGEST_PROBE_S))
+        self._failing_since: dict[Member, float] = {}
+        self._end = threading.Event()
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+        self._thread = threading.Thread(target=self._watch, name="engine-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; a probe under way is not waited for."""
+        self._end.set()
+        self._thread.join(JOIN_TIMEOUT_S)
+
+    def _watch(self) -> None:
+        pool = concurrent.futures.ThreadPoolExecutor(PROBES_AT_ONCE, thread_name_prefix="engine-probe")
+        try:
+            while not self._end.wait(self._interval_s):
+                members = self._roster.in_state(*WATCHED)
+                for member, healthy in zip(members, pool.map(self._answers, members), strict=True):
+                    self._note(member, healthy)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _note(self, member: Member, healthy: bool) -> None:
+        if healthy:
+            self._failing_since.pop(member, None)
+            return
+        now = time.monotonic()
+        since = self._failing_since.setdefault(member, now)
+        if now - since >= self._timeout_s and member.failure is None:
+            del self._failing_since[member]
+            member.failure = EngineError(
+                f"engine {member.index} hangs: no answer to /health for {self._timeout_s:g} s",
+                where=member.url,
+                hint="its log says what it did last; raise --rollout-health-check-timeout if it is only slow",
+            )
+
+    def _answers(self, member: Member) -> bool:
+        try:
+            with self._opener.open(f"{member.url}/health", timeout=self._probe_s) as response:
+                return bool(response.status == 200)
+        except (http.client.HTTPException, OSError, ValueError):  # urllib's errors are OSErrors
+            return False
+
+
+class FleetControl(EngineControlClient):
+    """Reaches the engines that were there at ``pause`` and still live. An engine that dies does not fail a call that
+    another one answers, nor does one that is given up (``let_go_of_failing``). Replacements that wait for weights take
+    part, and join the router at ``resume``.
+
+    admit: has the router send requests to a member. timeout_s: deadline of one call. api_key: of the engines.
+    """
+
+    def __init__(
+        self, roster: Roster, admit: Callable[[Member], None], *, timeout_s: float, api_key: str | None = None
+    ) -> None:
+        super().__init__((), timeout_s=timeout_s, is_gone=self._is_gone_or_given_up, api_key=api_key)
+        self._roster = roster
+        self._admit = admit
+        self._in_publication: list[Member] | None = None
+        self._folder: str | None = None
+        self._versions: dict[str, str] = {}
+        self._lets_go = False
+
+    def targets(self) -> Sequence[str]:
+        """The engines that calls go to now."""
+        return [member.url for member in self._members() if member in self._roster and member.failure is None]
+
+    def _members(self) -> list[Member]:
+        if self._in_publication is not None:
+            return self._in_publication
+        return self._roster.in_state(MemberState.SERVING)
+
+    def let_go_of_failing(self) -> None:
+        """Until ``resume``, an engine that fails a call that another one answers has failed for good: nothing of this
+        publication is asked of it any more, and the fleet replaces it as one that died."""
+        self._lets_go = True
+
+    def pause(self, mode: str = "retract") -> None:
+        """Begin a publication: stop decoding on every engine that answers."""
+        if not self._roster.publication.acquire(timeout=self.timeout_s):
+            raise DeadlineError(f"an engine that joins took longer than {self.timeout_s:g} s", where="publish")
+        self._in_publication = self._roster.in_state(MemberState.SERVING, MemberState.WAITING)
+        self._folder, self._versions = None, {}
+        super().pause(mode)
+
+    def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Have every engine take the weights in the folder ``path`` and call them ``version``."""
+        super().update_weights_from_disk(path, version)
+        self._folder = path
+
+    def versions(self) -> dict[str, str]:
+        """The weight version of each engine, by URL."""
+        self._versions = super().versions()
+        return self._versions
+
+    def resume(self) -> None:
+        """End the publication: every engine goes on, and replacements that have the weights of the others join."""
+        try:
+            super().resume()
+            if self._in_publication is None:
+                return
+            if len(set(self._versions.values())) == 1:  # versions() was asked for, and all have the same
+                self._roster.published = Published(version=next(iter(self._versions.values())), folder=self._folder)
+                for member in self._in_publication:
+                    waits = member.state is MemberState.WAITING and member.failure is None
+                    if waits and member.url in self._versions:
+                        self._admit(member)
+        finally:
+            self._lets_go = False
+            if self._in_publication is not None:
+                self._in_publication = None
+                self._roster.publication.release()
+
+    def _run(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
+        members = self._members()
+        try:
+            if not self.targets():
+                raise EngineError("there is no engine to ask", where="the fleet")
+            return super()._run(call)
+        except EngineError as error:
+            if not all(self._roster.is_gone(member.url) for member in members):
+                raise
+            deaths = [death for member in members if (death := member.death()) is not None]
+            raise none_left(deaths[-1] if deaths else error) from error
+
+    def _is_gone_or_given_up(self, url: str) -> bool:
+        if self._roster.is_gone(url):
+            return True
+        failing = next((member for member in self._members() if member.url == url), None)
+        if not self._lets_go or failing is None:
+            return False
+        failing.failure = EngineError(
+            f"engine {failing.index} failed the last attempt of a publication",
+            where=url,
+            hint="the notices of the attempts before, and its log, say why",
+        )
+        return True
