@@ -48,7 +48,7 @@ from buffer_rl.weights.publish import Publisher, RolePublisher
 from buffer_rl.weights.tensor import require_local_trainer
 
 if TYPE_CHECKING:
-    from buffer_rl.engine.client import EngineControlClient
+    from buffer_rl.engine.control import EngineControlClient
     from buffer_rl.options import Args
 
 CLOSE_TIMEOUT_S = 10.0

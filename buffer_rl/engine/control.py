@@ -6,7 +6,8 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from concurrent.futures import CancelledError
+from typing import Any, Self, TypeVar
 
 import aiohttp
 import orjson
@@ -46,6 +47,7 @@ class HttpSession:
             self._session = None
 
 
+CONTROL_TIMEOUT_S = 60.0
 CONTROL_KEEPALIVE_S = 2.0
 """Less than servers wait, 5 s and more, before they close an idle connection: a control call that met that moment would
 fail."""
@@ -81,41 +83,30 @@ class EngineFanOut:
         """Close all connections."""
         await self._http.close()
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> list[bytes]:
-        """The answers' bodies, in the order of the engines."""
-        return list((await self._all("POST", path, orjson.dumps(dict(body)))).values())
+    async def post(self, path: str, body: Mapping[str, Any], *, reachable_only: bool = False) -> None:
+        """Send ``body`` to all engines. reachable_only: pass over engines that cannot be reached."""
+        await self._all("POST", path, orjson.dumps(dict(body)), reachable_only=reachable_only)
 
-    async def post_each(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    async def post_each(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> None:
         """``post`` with a body for each engine; at least as many as there are engines."""
-        return list((await self._all("POST", path, [orjson.dumps(dict(body)) for body in bodies])).values())
-
-    async def post_where_reachable(self, path: str, body: Mapping[str, Any]) -> None:
-        """``post`` for calls that have no meaning for an engine that cannot be reached."""
-        await self._all("POST", path, orjson.dumps(dict(body)), reachable_only=True)
-
-    async def get(self, path: str) -> list[bytes]:
-        """The answers' bodies, in the order of the engines."""
-        return list((await self._all("GET", path, None)).values())
+        await self._all("POST", path, [orjson.dumps(dict(body)) for body in bodies])
 
     async def versions(self) -> dict[str, str]:
         """The weight version of each engine, by URL."""
-        found = {}
-        for url, raw in (await self._all("GET", "/model_info", None)).items():
-            info = decode_json(raw, f"{url}/model_info")
-            if not isinstance(info, dict) or "weight_version" not in info:
-                raise EngineError("the answer has no weight_version", where=f"{url}/model_info")
-            found[url] = str(info["weight_version"])
-        return found
+        return await self._field("weight_version", "GET", "/model_info", None)
 
     async def checksums(self) -> dict[str, str]:
         """The checksum of the weights that each engine serves, by URL."""
-        path, action = "/weights_checker", orjson.dumps({"action": "checksum"})
+        action = orjson.dumps({"action": "checksum"})
+        return await self._field("per_engine_checksum", "POST", "/weights_checker", action)
+
+    async def _field(self, name: str, method: str, path: str, body: bytes | None) -> dict[str, str]:
         found = {}
-        for url, raw in (await self._all("POST", path, action)).items():
+        for url, raw in (await self._all(method, path, body)).items():
             answer = decode_json(raw, url + path)
-            if not isinstance(answer, dict) or "per_engine_checksum" not in answer:
-                raise EngineError("the answer has no per_engine_checksum", where=url + path)
-            found[url] = str(answer["per_engine_checksum"])
+            if not isinstance(answer, dict) or name not in answer:
+                raise EngineError(f"the answer has no {name}", where=url + path)
+            found[url] = str(answer[name])
         return found
 
     async def _all(
@@ -234,3 +225,97 @@ def _run_until(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
 
 async def _waited(ended: asyncio.Event) -> None:
     await ended.wait()
+
+
+class EngineControlClient:
+    """The control calls for synchronous code, wherever it is called from: they run in the event loop of another thread.
+
+    timeout_s: deadline of one call. is_gone, api_key: see ``EngineFanOut``. Close it, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        engine_urls: Sequence[str],
+        *,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+        is_gone: Callable[[str], bool] | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        self.engine_urls = tuple(url.rstrip("/") for url in engine_urls)
+        self.timeout_s = timeout_s
+        self._loop = LoopThread("engine-control")
+        self._engines = EngineFanOut(self.targets, timeout_s, is_gone=is_gone, api_key=api_key)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; a later call opens others."""
+        if self._loop.is_running:
+            self._loop.run(self._engines.close())
+            self._loop.stop()
+
+    def targets(self) -> Sequence[str]:
+        """The engines that the next call goes to."""
+        return self.engine_urls
+
+    def _run(self, call: Callable[[EngineFanOut], Coroutine[Any, Any, T]]) -> T:
+        try:
+            return self._loop.run(call(self._engines))
+        except CancelledError as error:
+            raise EngineError("the control client was closed during a call", where="the engines") from error
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> None:
+        self._run(lambda engines: engines.post(path, body))
+
+    def pause(self, mode: str = "retract") -> None:
+        """Stop decoding on every engine; mode is ``abort``, ``in_place`` or ``retract``."""
+        self._post("/pause_generation", {"mode": mode})
+
+    def resume(self) -> None:
+        """End a pause on every engine."""
+        self._post("/continue_generation", {})
+
+    def flush(self) -> None:
+        """Have every engine forget what it cached. EngineError while requests run."""
+        self._post("/flush_cache", {})
+
+    def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Have every engine take the weights in the folder ``path`` and call them ``version``."""
+        self._post("/update_weights_from_disk", {"model_path": path, "weight_version": str(version)})
+
+    def begin_weight_update(self) -> None:
+        """Have every engine stage what ``update_weights_from_tensor`` sends."""
+        self._post("/begin_weight_update", {"selector": "all"})
+
+    def update_weights_from_tensor(
+        self, serialized: Sequence[str], load_format: str | None, version: int | None
+    ) -> None:
+        """Send every engine a bucket of weights, of which ``serialized`` has a handle for each of them.
+
+        load_format: how the handles are to be read. version: what the weights are called, with the last bucket."""
+        common = {
+            "load_format": load_format,
+            "flush_cache": False,  # the publisher has flushed; at a real server it would fail after the weights changed
+            "weight_version": None if version is None else str(version),
+        }
+        bodies = [{"serialized_named_tensors": [handle], **common} for handle in serialized]
+        self._run(lambda engines: engines.post_each("/update_weights_from_tensor", bodies))
+
+    def end_weight_update(self) -> None:
+        """Have every engine serve what was sent since ``begin_weight_update``."""
+        self._post("/end_weight_update", {})
+
+    def let_go_of_failing(self) -> None:
+        """Nobody replaces these engines: what one of them fails goes on to fail the call."""
+
+    def versions(self) -> dict[str, str]:
+        """The weight version of each engine, by URL."""
+        return self._run(lambda engines: engines.versions())
+
+    def checksums(self) -> dict[str, str]:
+        """The checksum of the weights that each engine serves, by URL."""
+        return self._run(lambda engines: engines.checksums())

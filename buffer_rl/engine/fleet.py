@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from buffer_rl.contracts import EngineLauncher, EngineProcess
-from buffer_rl.engine.client import EngineControlClient
+from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.registry import FleetControl, Heartbeat, Member, MemberState, Roster, none_left
 from buffer_rl.engine.router import Router
 from buffer_rl.errors import BufferRLError, ConfigError, DeadlineError, EngineError

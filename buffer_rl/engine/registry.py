@@ -25,7 +25,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from buffer_rl.contracts import EngineProcess
-from buffer_rl.engine.client import EngineClient, EngineControlClient
+from buffer_rl.engine.control import EngineControlClient, EngineFanOut
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
 
 T = TypeVar("T")
@@ -279,7 +279,7 @@ class FleetControl(EngineControlClient):
                 self._in_publication = None
                 self._roster.publication.release()
 
-    def _run(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
+    def _run(self, call: Callable[[EngineFanOut], Coroutine[Any, Any, T]]) -> T:
         members = self._members()
         try:
             if not self.targets():

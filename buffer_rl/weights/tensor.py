@@ -19,7 +19,7 @@ from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.weights.options import WeightOptions
 
 if TYPE_CHECKING:
-    from buffer_rl.engine.client import EngineControlClient
+    from buffer_rl.engine.control import EngineControlClient
 
 LOAD_FORMAT = "buffer_rl_shared_memory"
 """``load_format`` of the embedded engine: JSON handles (see ``buffer_rl.weights.shared_bucket``). Other engines get

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from buffer_rl.config import compose
-from buffer_rl.engine.client import EngineControlClient
+from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.embedded.launcher import EmbeddedEngine, launch
 from buffer_rl.engine.embedded.loader import LoadedModel, LoadOptions
 from buffer_rl.engine.embedded.weight_update import checksum_answer
