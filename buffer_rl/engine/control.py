@@ -59,8 +59,8 @@ class EngineFanOut:
 
     urls: the engines, asked for when a call is made; where there are none, the workers that the router at
     ``router_url`` lists then.
-    timeout_s: deadline of one call. is_gone: whether the failure of the engine at a URL is of no account, because it
-    has died or is given up; asked only where another engine answered; it may block for a moment. A call that no engine
+    timeout_s: deadline of one call. is_gone: whether to ignore the failure of the engine at a URL, because it has
+    died or was dropped; asked only where another engine answered; it may block for a moment. A call that no engine
     answers fails all the same. api_key: of engines and router.
     """
 
@@ -180,7 +180,7 @@ def status_error(url: str, status: int, raw: bytes) -> EngineError:
 class LoopThread:
     """An event loop that runs in a thread of its own from the first call on, so that connections outlive a call.
 
-    The thread is a daemon: it ends with ``stop``, when nobody has the object any more, or with the process.
+    The thread is a daemon: it ends with ``stop``, when the object is collected, or with the process.
     """
 
     def __init__(self, name: str) -> None:
@@ -309,8 +309,8 @@ class EngineControlClient:
         """Have every engine serve what was sent since ``begin_weight_update``."""
         self._post("/end_weight_update", {})
 
-    def let_go_of_failing(self) -> None:
-        """Nobody replaces these engines: what one of them fails goes on to fail the call."""
+    def drop_failed_engines(self) -> None:
+        """Does nothing: these engines are not replaced, so the failure of one fails the call."""
 
     def versions(self) -> dict[str, str]:
         """The weight version of each engine, by URL."""

@@ -156,9 +156,9 @@ def wait_until_ready(url: str, process: ChildProcess, timeout_s: float) -> None:
 
 
 def with_engine_key(args: Args) -> Args:
-    """``args`` with a key for the engines that this run starts: the one that was given, or a new one.
+    """``args`` with a key for the engines that this run starts: the given one, or a new one.
 
-    Without one where ``--no-engine-auth`` says so; as they are where the engines are somebody else's."""
+    Without a key under ``--no-engine-auth``; unchanged under ``--router-url``, whose engines the run does not start."""
     if args.router_url is not None:
         return args
     key = args.engine_api_key or secrets.token_urlsafe(KEY_BYTES)
@@ -166,15 +166,15 @@ def with_engine_key(args: Args) -> Args:
 
 
 def auth_headers(key: str | None) -> dict[str, str]:
-    """What a request to an engine or the router says; nothing without a key."""
+    """The headers of a request to an engine or the router; none without a key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def key_environment(key: str | None) -> dict[str, str]:
-    """What a server process gets in its environment. Empty for no key, also where this process has one."""
+    """The environment variable of a server process. Empty for no key, also where this process has one."""
     return {KEY_VARIABLE: key or ""}
 
 
-def take_key(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """In a server process: its key, which is then no longer in the environment that its own children get."""
+def pop_key(environ: MutableMapping[str, str] = os.environ) -> str | None:
+    """In a server process: its key, removed from the environment that its own children inherit."""
     return environ.pop(KEY_VARIABLE, "") or None

@@ -7,9 +7,9 @@ Engines come and go while others generate and take weights. Who waits for whom:
   joins the others between two versions.
 - The heartbeat finds engines that hang: their process lives, their connections open, and nothing is answered. A thread
   of its own asks every engine that has answered once for ``/health``, again and again; no other thread waits for it.
-  What it finds is the member's failure, and ``EngineFleet.check`` replaces the engine as one that died.
+  What it finds is the replica's failure, and ``EngineFleet.check`` replaces the engine as one that died.
 - A publication, from ``pause`` to ``resume``, waits for a replacement that is just taking the newest weights by itself,
-  and holds back one that would (``Roster.publication``, with a deadline).
+  and holds back one that would (``EngineRegistry.publication``, with a deadline).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROBES_AT_ONCE = 16
 JOIN_TIMEOUT_S = 1.0
 
 
-class MemberState(StrEnum):
+class ReplicaState(StrEnum):
     """What an engine of the fleet can do now."""
 
     STARTING = "starting"  # it does not answer yet
@@ -50,12 +50,12 @@ class MemberState(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Member:
+class Replica:
     """One engine. index: its place in the fleet; a replacement takes over that of the engine that was lost."""
 
     index: int
     engine: EngineProcess
-    state: MemberState = MemberState.STARTING
+    state: ReplicaState = ReplicaState.STARTING
     failure: BufferRLError | None = None
     thread: threading.Thread | None = None
 
@@ -64,8 +64,8 @@ class Member:
         """Base URL of the engine."""
         return self.engine.url
 
-    def death(self) -> BufferRLError | None:
-        """Why the engine is of no use any more; None while it is. Engines without ``check`` count as alive."""
+    def error(self) -> BufferRLError | None:
+        """Why the engine cannot be used any more; None while it can. Engines without ``check`` count as alive."""
         if self.failure is not None:
             return self.failure
         probe: Callable[[], None] | None = getattr(self.engine, "check", None)
@@ -77,7 +77,7 @@ class Member:
         return None
 
 
-def none_left(death: BufferRLError) -> EngineError:
+def no_engine_left(death: BufferRLError) -> EngineError:
     """The error of a fleet whose last engine ended with ``death``."""
     return EngineError(
         f"no engine is left: {death.what}",
@@ -95,52 +95,52 @@ class Published:
 
 
 @dataclass(slots=True, kw_only=True)
-class Roster:
+class EngineRegistry:
     """The engines of a fleet. published: None while they serve the weights that they started with."""
 
-    members: list[Member] = field(default_factory=list)
+    replicas: list[Replica] = field(default_factory=list)
     published: Published | None = None
     publication: threading.Lock = field(default_factory=threading.Lock)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __contains__(self, member: Member) -> bool:
-        return member in self.all()
+    def __contains__(self, replica: Replica) -> bool:
+        return replica in self.all()
 
-    def all(self) -> list[Member]:
-        """Everybody, by place."""
+    def all(self) -> list[Replica]:
+        """All replicas, by index."""
         with self._lock:
-            return sorted(self.members, key=lambda member: member.index)
+            return sorted(self.replicas, key=lambda replica: replica.index)
 
-    def add(self, member: Member) -> None:
-        """From now on it belongs to the fleet."""
+    def add(self, replica: Replica) -> None:
+        """Add ``replica`` to the fleet."""
         with self._lock:
-            self.members.append(member)
+            self.replicas.append(replica)
 
-    def remove(self, member: Member) -> None:
-        """From now on it does not."""
+    def remove(self, replica: Replica) -> None:
+        """Remove ``replica`` from the fleet."""
         with self._lock:
-            self.members.remove(member)
+            self.replicas.remove(replica)
 
-    def clear(self) -> list[Member]:
-        """Nobody belongs to the fleet any more; returns who did."""
+    def clear(self) -> list[Replica]:
+        """Remove all replicas; returns them."""
         with self._lock:
-            members, self.members = self.members, []
-        return members
+            replicas, self.replicas = self.replicas, []
+        return replicas
 
-    def in_state(self, *states: MemberState) -> list[Member]:
-        """Those in one of ``states``, by place."""
-        return [member for member in self.all() if member.state in states]
+    def in_state(self, *states: ReplicaState) -> list[Replica]:
+        """The replicas in one of ``states``, by index."""
+        return [replica for replica in self.all() if replica.state in states]
 
-    def able(self) -> list[Member]:
-        """Those that serve, and, while weights are published, those that wait for them."""
-        states = [MemberState.SERVING, *([MemberState.WAITING] if self.publication.locked() else [])]
-        return [member for member in self.in_state(*states) if member.death() is None]
+    def healthy(self) -> list[Replica]:
+        """Replicas without error that serve or, while weights are published, wait for them."""
+        states = [ReplicaState.SERVING, *([ReplicaState.WAITING] if self.publication.locked() else [])]
+        return [replica for replica in self.in_state(*states) if replica.error() is None]
 
     def is_gone(self, url: str) -> bool:
         """Whether the engine at ``url`` has left or has died. Waits a moment for the death of one that lives."""
         deadline = time.monotonic() + DEATH_TIMEOUT_S
-        while member := next((member for member in self.all() if member.url == url), None):
-            if member.death() is not None:
+        while replica := next((replica for replica in self.all() if replica.url == url), None):
+            if replica.error() is not None:
                 return True
             if time.monotonic() > deadline:
                 return False
@@ -148,23 +148,23 @@ class Roster:
         return True
 
 
-WATCHED = (MemberState.SERVING, MemberState.WAITING, MemberState.LOADING)
+WATCHED = (ReplicaState.SERVING, ReplicaState.WAITING, ReplicaState.LOADING)
 """Of one that starts, the deadline is ``--engine-start-timeout-s``."""
 
 
 class Heartbeat:
-    """Watches the members of ``roster`` that serve, or will as soon as they have the weights.
+    """Watches the replicas of ``registry`` that serve, or will as soon as they have the weights.
 
     timeout_s: an engine has failed once it answered no probe for so long. The time counts from the first probe that
     failed, not from the last that succeeded: a machine that slept finds its engines well.
     """
 
-    def __init__(self, roster: Roster, timeout_s: float) -> None:
-        self._roster = roster
+    def __init__(self, registry: EngineRegistry, timeout_s: float) -> None:
+        self._registry = registry
         self._timeout_s = timeout_s
         self._interval_s = min(timeout_s / 6, LONGEST_INTERVAL_S)
         self._probe_s = max(SHORTEST_PROBE_S, min(timeout_s / 6, LONGEST_PROBE_S))
-        self._failing_since: dict[Member, float] = {}
+        self._failing_since: dict[Replica, float] = {}
         self._end = threading.Event()
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
         self._thread = threading.Thread(target=self._watch, name="engine-heartbeat", daemon=True)
@@ -182,29 +182,29 @@ class Heartbeat:
         pool = concurrent.futures.ThreadPoolExecutor(PROBES_AT_ONCE, thread_name_prefix="engine-probe")
         try:
             while not self._end.wait(self._interval_s):
-                members = self._roster.in_state(*WATCHED)
-                for member, healthy in zip(members, pool.map(self._answers, members), strict=True):
-                    self._note(member, healthy)
+                replicas = self._registry.in_state(*WATCHED)
+                for replica, healthy in zip(replicas, pool.map(self._answers, replicas), strict=True):
+                    self._note(replica, healthy)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _note(self, member: Member, healthy: bool) -> None:
+    def _note(self, replica: Replica, healthy: bool) -> None:
         if healthy:
-            self._failing_since.pop(member, None)
+            self._failing_since.pop(replica, None)
             return
         now = time.monotonic()
-        since = self._failing_since.setdefault(member, now)
-        if now - since >= self._timeout_s and member.failure is None:
-            del self._failing_since[member]
-            member.failure = EngineError(
-                f"engine {member.index} hangs: no answer to /health for {self._timeout_s:g} s",
-                where=member.url,
+        since = self._failing_since.setdefault(replica, now)
+        if now - since >= self._timeout_s and replica.failure is None:
+            del self._failing_since[replica]
+            replica.failure = EngineError(
+                f"engine {replica.index} hangs: no answer to /health for {self._timeout_s:g} s",
+                where=replica.url,
                 hint="its log says what it did last; raise --rollout-health-check-timeout if it is only slow",
             )
 
-    def _answers(self, member: Member) -> bool:
+    def _answers(self, replica: Replica) -> bool:
         try:
-            with self._opener.open(f"{member.url}/health", timeout=self._probe_s) as response:
+            with self._opener.open(f"{replica.url}/health", timeout=self._probe_s) as response:
                 return bool(response.status == 200)
         except (http.client.HTTPException, OSError, ValueError):  # urllib's errors are OSErrors
             return False
@@ -212,42 +212,47 @@ class Heartbeat:
 
 class FleetControl(EngineControlClient):
     """Reaches the engines that were there at ``pause`` and still live. An engine that dies does not fail a call that
-    another one answers, nor does one that is given up (``let_go_of_failing``). Replacements that wait for weights take
+    another one answers, nor does a dropped one (``drop_failed_engines``). Replacements that wait for weights take
     part, and join the router at ``resume``.
 
-    admit: has the router send requests to a member. timeout_s: deadline of one call. api_key: of the engines.
+    admit: has the router send requests to a replica. timeout_s: deadline of one call. api_key: of the engines.
     """
 
     def __init__(
-        self, roster: Roster, admit: Callable[[Member], None], *, timeout_s: float, api_key: str | None = None
+        self,
+        registry: EngineRegistry,
+        admit: Callable[[Replica], None],
+        *,
+        timeout_s: float,
+        api_key: str | None = None,
     ) -> None:
-        super().__init__((), timeout_s=timeout_s, is_gone=self._is_gone_or_given_up, api_key=api_key)
-        self._roster = roster
+        super().__init__((), timeout_s=timeout_s, is_gone=self._is_gone_or_dropped, api_key=api_key)
+        self._registry = registry
         self._admit = admit
-        self._in_publication: list[Member] | None = None
+        self._in_publication: list[Replica] | None = None
         self._folder: str | None = None
         self._versions: dict[str, str] = {}
-        self._lets_go = False
+        self._drops_failed = False
 
     def targets(self) -> Sequence[str]:
         """The engines that calls go to now."""
-        return [member.url for member in self._members() if member in self._roster and member.failure is None]
+        return [replica.url for replica in self._replicas() if replica in self._registry and replica.failure is None]
 
-    def _members(self) -> list[Member]:
+    def _replicas(self) -> list[Replica]:
         if self._in_publication is not None:
             return self._in_publication
-        return self._roster.in_state(MemberState.SERVING)
+        return self._registry.in_state(ReplicaState.SERVING)
 
-    def let_go_of_failing(self) -> None:
-        """Until ``resume``, an engine that fails a call that another one answers has failed for good: nothing of this
-        publication is asked of it any more, and the fleet replaces it as one that died."""
-        self._lets_go = True
+    def drop_failed_engines(self) -> None:
+        """Until ``resume``, drop an engine that fails a call that another one answers: it gets no more calls of this
+        publication, and the fleet replaces it as one that died."""
+        self._drops_failed = True
 
     def pause(self, mode: str = "retract") -> None:
         """Begin a publication: stop decoding on every engine that answers."""
-        if not self._roster.publication.acquire(timeout=self.timeout_s):
+        if not self._registry.publication.acquire(timeout=self.timeout_s):
             raise DeadlineError(f"an engine that joins took longer than {self.timeout_s:g} s", where="publish")
-        self._in_publication = self._roster.in_state(MemberState.SERVING, MemberState.WAITING)
+        self._in_publication = self._registry.in_state(ReplicaState.SERVING, ReplicaState.WAITING)
         self._folder, self._versions = None, {}
         super().pause(mode)
 
@@ -268,34 +273,34 @@ class FleetControl(EngineControlClient):
             if self._in_publication is None:
                 return
             if len(set(self._versions.values())) == 1:  # versions() was asked for, and all have the same
-                self._roster.published = Published(version=next(iter(self._versions.values())), folder=self._folder)
-                for member in self._in_publication:
-                    waits = member.state is MemberState.WAITING and member.failure is None
-                    if waits and member.url in self._versions:
-                        self._admit(member)
+                self._registry.published = Published(version=next(iter(self._versions.values())), folder=self._folder)
+                for replica in self._in_publication:
+                    waits = replica.state is ReplicaState.WAITING and replica.failure is None
+                    if waits and replica.url in self._versions:
+                        self._admit(replica)
         finally:
-            self._lets_go = False
+            self._drops_failed = False
             if self._in_publication is not None:
                 self._in_publication = None
-                self._roster.publication.release()
+                self._registry.publication.release()
 
     def _run(self, call: Callable[[EngineFanOut], Coroutine[Any, Any, T]]) -> T:
-        members = self._members()
+        replicas = self._replicas()
         try:
             if not self.targets():
                 raise EngineError("there is no engine to ask", where="the fleet")
             return super()._run(call)
         except EngineError as error:
-            if not all(self._roster.is_gone(member.url) for member in members):
+            if not all(self._registry.is_gone(replica.url) for replica in replicas):
                 raise
-            deaths = [death for member in members if (death := member.death()) is not None]
-            raise none_left(deaths[-1] if deaths else error) from error
+            deaths = [death for replica in replicas if (death := replica.error()) is not None]
+            raise no_engine_left(deaths[-1] if deaths else error) from error
 
-    def _is_gone_or_given_up(self, url: str) -> bool:
-        if self._roster.is_gone(url):
+    def _is_gone_or_dropped(self, url: str) -> bool:
+        if self._registry.is_gone(url):
             return True
-        failing = next((member for member in self._members() if member.url == url), None)
-        if not self._lets_go or failing is None:
+        failing = next((replica for replica in self._replicas() if replica.url == url), None)
+        if not self._drops_failed or failing is None:
             return False
         failing.failure = EngineError(
             f"engine {failing.index} failed the last attempt of a publication",

@@ -1,9 +1,8 @@
 """The publication of one version: write → pause → flush → update → check → continue.
 
 Who waits for whom: the publisher waits for the trainer (to write) and for every engine (each call with a
-deadline). Whatever fails, the engines are told to continue, so that none stays paused. What an engine failed is tried
-again from ``pause`` on with what was prepared once; every step may be repeated. After the last attempt the transport is
-told to free what it prepared.
+deadline). Whatever fails, the engines continue, so that none stays paused. A failed attempt is repeated from ``pause``
+on with what was prepared once; every step may be repeated. After the last attempt the transport frees what it prepared.
 
 The role ``actor_fwd`` reads each version from a folder of its own, whatever way the engines take theirs.
 """
@@ -30,7 +29,7 @@ class Publisher:
     """Publishes versions through one transport.
 
     compare: after each, compare the weights that the engines serve. timeout_s: of one publication; no attempt begins
-    later. first_pause_s: between the first attempt and the second. notice: told in one line of an attempt that failed.
+    later. first_pause_s: between the first attempt and the second. notice: called with a line on a failed attempt.
     """
 
     def __init__(
@@ -74,16 +73,16 @@ class Publisher:
             pause_s = self._first_pause_s * 2 ** (attempt - 1)
             try:
                 if attempt == ATTEMPTS:
-                    self._engines.let_go_of_failing()
+                    self._engines.drop_failed_engines()
                 self._load(prepared, version)
                 return
             except EngineError as error:
                 if attempt == ATTEMPTS or time.monotonic() + pause_s >= deadline:
                     raise
-                self._tell(version, attempt, error)
+                self._notify(version, attempt, error)
             time.sleep(pause_s)
 
-    def _tell(self, version: int, attempt: int, error: EngineError) -> None:
+    def _notify(self, version: int, attempt: int, error: EngineError) -> None:
         if self._notice is not None:
             reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
             self._notice(f"the publication of version {version} is tried again ({attempt} of {ATTEMPTS - 1}): {reason}")
@@ -149,7 +148,7 @@ class RolePublisher:
         self._folder = folder.absolute()
 
     def publish(self, version: int) -> dict[str, float]:
-        """Have everybody take ``version``. Returns the seconds of each part."""
+        """Have the engines and the role take ``version``. Returns the seconds of each part."""
         times = {} if self._engines is None else self._engines.publish(version)
         started = time.monotonic()
         target = self._folder / f"v{version:06d}"

@@ -141,7 +141,7 @@ def _is_sound(place: TensorPlace, num_bytes: int) -> bool:
 class SharedTensors:
     """A bucket whose CPU tensors are copied into torch's shared memory; CUDA tensors are shared where they are.
 
-    The memory is there until ``close`` and until every receiver has let go of it. torch counts: what a receiver was
+    The memory is there until ``close`` and until every receiver has released it. torch counts: what a receiver was
     sent and never read stays until this process ends; if that is killed, torch's ``torch_shm_manager`` frees it.
     """
 

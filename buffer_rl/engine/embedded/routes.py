@@ -270,7 +270,7 @@ async def _object(request: HttpRequest) -> dict[str, Any]:
 
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Answered to everybody, as SGLang does: routers and supervisors ask them without a key, and they tell nothing else."""
+"""Answered without a key, as SGLang does: routers and supervisors ask them so, and the answer says nothing else."""
 _REFUSAL = orjson.dumps(
     {
         "error": {

@@ -143,7 +143,7 @@ class EngineService:
         await self._thread.call(run)
 
     async def resume(self) -> None:
-        """End a pause. An update that was begun and not ended is given up: its sender has failed."""
+        """End a pause. An update that was begun and not ended is discarded: its sender has failed."""
         self.staged.discard()
         await self._thread.call(self.scheduler.resume)
 
@@ -160,7 +160,7 @@ class EngineService:
 
         def run() -> int:
             held = self.scheduler.num_running + self.scheduler.num_waiting
-            self._take(lambda: self.model.replace_weights(path), version, flush_cache)
+            self._replace(lambda: self.model.replace_weights(path), version, flush_cache)
             self.model_path = path
             return held if self.scheduler.paused else 0
 
@@ -178,13 +178,13 @@ class EngineService:
 
         def run() -> None:
             try:
-                self._take(lambda: self.model.replace_tensors(tensors), version, flush_cache)
+                self._replace(lambda: self.model.replace_tensors(tensors), version, flush_cache)
             finally:
                 tensors.clear()
 
         await self._thread.call(run, when_drained=True)
 
-    def _take(self, replace: Callable[[], None], version: str | None, flush_cache: bool) -> None:
+    def _replace(self, replace: Callable[[], None], version: str | None, flush_cache: bool) -> None:
         """In the engine thread: new weights under a new name, or the old ones under the old."""
         if flush_cache and self.scheduler.paused and self.scheduler.num_running:
             raise EngineError(

@@ -15,7 +15,7 @@ from buffer_rl.config import compose
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.engine.fleet import EngineFleet
-from buffer_rl.engine.process import KEY_VARIABLE, auth_headers, take_key, with_engine_key
+from buffer_rl.engine.process import KEY_VARIABLE, auth_headers, pop_key, with_engine_key
 from buffer_rl.errors import EngineError
 from buffer_rl.options import CORE_SECTIONS
 
@@ -125,6 +125,6 @@ def test_each_run_makes_a_key_of_its_own_unless_it_has_one_or_wants_none():
 
 def test_a_server_forgets_the_variable_and_takes_an_empty_one_for_none():
     environ = {KEY_VARIABLE: "k", "OTHER": "x"}
-    assert (take_key(environ), take_key(environ), environ) == ("k", None, {"OTHER": "x"})
-    assert take_key({KEY_VARIABLE: ""}) is None
+    assert (pop_key(environ), pop_key(environ), environ) == ("k", None, {"OTHER": "x"})
+    assert pop_key({KEY_VARIABLE: ""}) is None
     assert KEY_VARIABLE not in os.environ
