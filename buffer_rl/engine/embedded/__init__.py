@@ -12,6 +12,5 @@
 - ``model.py``: the fast decoder, for the architectures that it knows
 - ``fallback.py``: the decoder for every other model
 - ``decode_check.py``: compares a decoder with the model's own forward pass, on a small copy
-- ``loader.py``: models and tokenizers from Hugging Face folders
-- ``weight_update.py``: weights that arrive in parts, and checksums of those served
+- ``loader.py``: models from Hugging Face folders, new weights for them, checksums of the weights served
 """

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from buffer_rl.engine.embedded.engine_thread import EngineThread
-from buffer_rl.engine.embedded.loader import LoadedModel
+from buffer_rl.engine.embedded.loader import LoadedModel, StagedUpdate, checksum_answer
 from buffer_rl.engine.embedded.protocol import BadRequestError, GenerateCall, Limits, parse_generate
 from buffer_rl.engine.embedded.scheduler import Request, Scheduler
-from buffer_rl.engine.embedded.weight_update import StagedUpdate, checksum_answer
 from buffer_rl.engine.text import TextCodec
 from buffer_rl.errors import EngineError
 
@@ -201,7 +200,7 @@ class EngineService:
     # ------------------------------------------------------------------ information
 
     async def checksums(self) -> dict[str, Any]:
-        """Checksums of the weights that are served now (see ``buffer_rl.engine.embedded.weight_update``)."""
+        """Checksums of the weights that are served now (see ``buffer_rl.engine.embedded.loader``)."""
         answer: dict[str, Any] = await self._thread.call(lambda: checksum_answer(self.model.decoder.named_weights()))
         return answer
 
