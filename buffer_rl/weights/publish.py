@@ -13,11 +13,15 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.contracts import WeightTransport
 from buffer_rl.errors import BufferRLError, EngineError
-from buffer_rl.weights.disk import EngineControl, WeightSource
+from buffer_rl.weights.disk import WeightSource
+
+if TYPE_CHECKING:
+    from buffer_rl.engine.control import EngineControlClient
+    from buffer_rl.train.worker import RoleGroup
 
 ATTEMPTS = 3
 FIRST_PAUSE_S = 0.5  # doubled after each attempt; engines generate meanwhile
@@ -36,7 +40,7 @@ class Publisher:
         self,
         transport: WeightTransport,
         source: WeightSource,
-        engines: EngineControl,
+        engines: EngineControlClient,
         *,
         compare: bool = False,
         timeout_s: float = TIMEOUT_S,
@@ -129,19 +133,13 @@ class Publisher:
             failure.add_note(f"and the engines could not be continued: {error}")
 
 
-class WeightReader(Protocol):
-    """Takes weights from a folder; ``buffer_rl.train.worker.RoleGroup`` is one."""
-
-    def update_weights_from_disk(self, path: str, version: int) -> None: ...
-
-
 class RolePublisher:
     """Publishes a version to the engines, where there are any, and to a role that computes with the actor's weights.
 
     folder: where versions are written. The newest stays there: a role that is restarted reads it again.
     """
 
-    def __init__(self, engines: Publisher | None, source: WeightSource, reader: WeightReader, folder: Path) -> None:
+    def __init__(self, engines: Publisher | None, source: WeightSource, reader: RoleGroup, folder: Path) -> None:
         self._engines = engines
         self._source = source
         self._reader = reader

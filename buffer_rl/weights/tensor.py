@@ -12,10 +12,11 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from buffer_rl.errors import ConfigError, EngineError
+from buffer_rl.weights.disk import WeightSource
 from buffer_rl.weights.options import WeightOptions
 
 if TYPE_CHECKING:
@@ -26,18 +27,11 @@ LOAD_FORMAT = "buffer_rl_shared_memory"
 SGLang's own form, a pickle, which is ``load_format`` null."""
 
 
-class TensorSource(Protocol):
-    """Shares the newest weights with other processes of this machine; the group of trainer ranks is one."""
-
-    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]: ...
-    def release_weights(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class SharedVersion:
     """A version in shared memory: of every bucket a handle for each engine, and who owns the memory."""
 
-    source: TensorSource
+    source: WeightSource
     buckets: list[list[str]]
 
 
@@ -50,7 +44,7 @@ class TensorTransport:
         # Of a fleet of the run's own it is the most that there are at any time: some may have died.
         self._num_engines = len(options.engine_urls) or options.rollout_num_engines
 
-    def prepare(self, source: TensorSource, version: int) -> SharedVersion:
+    def prepare(self, source: WeightSource, version: int) -> SharedVersion:
         """Put the version into shared memory; engines go on generating meanwhile."""
         buckets = source.share_weights(self._load_format, self._num_engines)
         if not buckets:
