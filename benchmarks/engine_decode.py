@@ -31,9 +31,8 @@ from transformers import AutoModelForCausalLM
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.engine.embedded.model import FastDecoder
-from buffer_rl.engine.embedded.request import Request
 from buffer_rl.engine.embedded.sampling import SamplingParams
-from buffer_rl.engine.embedded.scheduler import Scheduler
+from buffer_rl.engine.embedded.scheduler import Request, Scheduler
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.testing.tiny import make_tiny_model
 

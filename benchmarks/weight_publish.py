@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from buffer_rl.config import compose
-from buffer_rl.engine.client import EngineControlClient
+from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.tiny import make_tiny_model

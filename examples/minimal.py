@@ -33,9 +33,8 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import Options, compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.engine.embedded.model import FastDecoder
-from buffer_rl.engine.embedded.request import Request
 from buffer_rl.engine.embedded.sampling import SamplingParams
-from buffer_rl.engine.embedded.scheduler import Scheduler
+from buffer_rl.engine.embedded.scheduler import Request, Scheduler
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.generate import sampling_seed

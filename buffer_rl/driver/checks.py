@@ -13,7 +13,7 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
 from buffer_rl.train.roles import is_supervised
-from buffer_rl.weights.locality import require_local_engines
+from buffer_rl.weights.tensor import require_local_engines
 
 
 def check_options(args: Any) -> None:

@@ -37,8 +37,8 @@ from buffer_rl.driver.plan import (
 from buffer_rl.driver.process import check_lineage, folder_lock, save_lock, termination_as_exception
 from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, provenance_of, ships_code
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
-from buffer_rl.engine.api_key import with_engine_key
 from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.engine.process import with_engine_key
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
@@ -48,12 +48,11 @@ from buffer_rl.rollout.worker import start_rollout_workers
 from buffer_rl.train.group import start_train_group
 from buffer_rl.train.roles import is_supervised
 from buffer_rl.train.worker import start_roles
-from buffer_rl.weights.locality import require_local_trainer
-from buffer_rl.weights.publish import Publisher
-from buffer_rl.weights.role_weights import RolePublisher
+from buffer_rl.weights.publish import Publisher, RolePublisher
+from buffer_rl.weights.tensor import require_local_trainer
 
 if TYPE_CHECKING:
-    from buffer_rl.engine.client import EngineControlClient
+    from buffer_rl.engine.control import EngineControlClient
     from buffer_rl.options import Args
 
 CLOSE_TIMEOUT_S = 10.0

@@ -1,8 +1,8 @@
-"""HTTP clients of the rollout engines: generation through the router, control calls to every engine directly.
+"""The HTTP client of the rollout: generation through the router, aborts at every engine directly.
 
-The router knows nothing of pausing, aborting and weight updates (it answers 404), so those go to the engines. Its
-own retries are off; ``EngineClient`` repeats a request that got lost, under the same ``rid`` and with the same
-seed, after aborting what may be left of the first try.
+The router knows nothing of aborts (it answers 404), so those go to the engines. Its own retries are off;
+``EngineClient`` repeats a request that got lost, under the same ``rid`` and with the same seed, after aborting what may
+be left of the first try.
 """
 
 from __future__ import annotations
@@ -10,20 +10,87 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import zlib
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import aiohttp
 import orjson
 
-from buffer_rl.engine.answer import GenerateResult, parse_answer
-from buffer_rl.engine.fan_out import EngineFanOut, HttpSession, decode_json, status_error
-from buffer_rl.engine.loop_thread import LoopThread
+from buffer_rl.engine.control import CONTROL_TIMEOUT_S, EngineFanOut, HttpSession, decode_json, status_error
 from buffer_rl.errors import DeadlineError, EngineError
+from buffer_rl.types import Status, VersionSpan, tile
 
-T = TypeVar("T")
+_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateResult:
+    """One answer. ``log_probs[i]``, in nats, belongs to ``output_ids[i]``; finish_reason: stop, length or abort.
+
+    matched: the token id or the string that stopped it, if any. cached_tokens: prompt tokens that another request
+    had computed. spans: which weight version sampled which tokens; they tile ``output_ids``.
+    """
+
+    output_ids: list[int]
+    text: str
+    log_probs: list[float]
+    finish_reason: str
+    spans: list[VersionSpan]
+    matched: int | str | None = None
+    cached_tokens: int = 0
+
+    @property
+    def status(self) -> Status:
+        """The status of a sample with this answer."""
+        return _STATUS[self.finish_reason]
+
+
+def parse_answer(answer: Any, url: str) -> GenerateResult:
+    """Read one answer of ``/generate``. Raises EngineError if it breaks the protocol.
+
+    Empty spans, which SGLang sends for an answer without tokens, say nothing and are left out.
+    """
+    try:
+        meta = answer["meta_info"]
+        reason = meta["finish_reason"]
+        pairs = meta["output_token_logprobs"]
+        result = GenerateResult(
+            output_ids=list(answer["output_ids"]),
+            text=answer.get("text") or "",
+            log_probs=[float(pair[0]) for pair in pairs],
+            finish_reason=reason["type"],
+            spans=[
+                VersionSpan(int(span["version"]), int(span["start"]), int(span["end"]))
+                for span in meta["weight_versions"]
+                if span["start"] != span["end"]
+            ],
+            matched=reason.get("matched"),
+            cached_tokens=int(meta.get("cached_tokens", 0)),
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise EngineError(
+            f"an answer of /generate breaks the protocol: {type(error).__name__}: {error}",
+            where=url,
+            expected="output_ids and meta_info with finish_reason, output_token_logprobs, weight_versions",
+            hint="start the engine with a whole number as --weight-version",
+        ) from error
+    if [pair[1] for pair in pairs] != result.output_ids:
+        raise EngineError("output_token_logprobs does not belong to output_ids", where=url)
+    if not tile(result.spans, len(result.output_ids)):
+        raise EngineError(
+            f"weight_versions {meta['weight_versions']} of {len(result.output_ids)} output tokens",
+            where=url,
+            expected="spans {version, start, end} that cover every output token once, in order",
+            hint="the engine has to report which weights sampled each token, as a current SGLang does",
+        )
+    if result.finish_reason not in _STATUS:
+        raise EngineError(
+            f"unknown finish reason {result.finish_reason!r}", where=url, expected=f"one of {', '.join(_STATUS)}"
+        )
+    return result
+
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 # The first retries are for a lost connection; all of them, about 11 s, outlast the time until a dead engine is noticed
@@ -31,8 +98,7 @@ ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 MAX_RETRIES = 8
 BACKOFF_S = 0.2
 MAX_BACKOFF_S = 2.0
-CONTROL_TIMEOUT_S = 60.0
-_RETRIED_STATUS = (429, 500, 502, 503, 504)
+_RETRYABLE_STATUS = (429, 500, 502, 503, 504)
 # The sampling parameters that sglang-router 0.3.2 forwards. It drops all others in silence.
 _FORWARDED = frozenset(
     (
@@ -45,22 +111,21 @@ _OF_TEXT_ALONE = ("spaces_between_special_tokens", "stream_interval")  # dropped
 
 
 class EngineClient:
-    """Generates through the router and controls every engine behind it. Belongs to one event loop.
+    """Generates through the router and aborts at every engine behind it. Belongs to one event loop.
 
-    engine_urls: the engines that control calls go to, or what says which they are now; where there are none, those that
-    the router lists at the time, so that a client lives longer than an engine. timeout_s: deadline of one generation,
-    retries included. control_timeout_s: deadline of one control call. is_gone, api_key: see ``EngineFanOut``.
+    engine_urls: the engines that an abort goes to; where there are none, those that the router lists at the time, so
+    that a client lives longer than an engine. timeout_s: deadline of one generation, retries included.
+    control_timeout_s: deadline of one abort. api_key: see ``EngineFanOut``.
     """
 
     def __init__(
         self,
         router_url: str,
-        engine_urls: Sequence[str] | Callable[[], Sequence[str]],
+        engine_urls: Sequence[str],
         *,
         timeout_s: float = 600.0,
         control_timeout_s: float = CONTROL_TIMEOUT_S,
         max_retries: int = MAX_RETRIES,
-        is_gone: Callable[[str], bool] | None = None,
         api_key: str | None = None,
     ) -> None:
         self.router_url = router_url.rstrip("/")
@@ -68,11 +133,8 @@ class EngineClient:
         self.max_retries = max_retries
         self._generate_url = f"{self.router_url}/generate"
         self._http = HttpSession(timeout_s, api_key)
-        fixed = () if callable(engine_urls) else tuple(url.rstrip("/") for url in engine_urls)
-        find_urls = engine_urls if callable(engine_urls) else lambda: fixed
-        self._control = EngineFanOut(
-            find_urls, control_timeout_s, router_url=self.router_url, is_gone=is_gone, api_key=api_key
-        )
+        urls = tuple(url.rstrip("/") for url in engine_urls)
+        self._engines = EngineFanOut(lambda: urls, control_timeout_s, router_url=self.router_url, api_key=api_key)
 
     @classmethod
     def from_args(cls, args: Any) -> EngineClient:
@@ -90,9 +152,7 @@ class EngineClient:
     async def aclose(self) -> None:
         """Close all connections; requests in flight are aborted by their engines."""
         await self._http.close()
-        await self._control.close()
-
-    # ------------------------------------------------------------------ generation
+        await self._engines.close()
 
     async def agenerate(self, rid: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> GenerateResult:
         """Generate one answer for ``input_ids``; ``sampling_params`` under SGLang's names.
@@ -145,7 +205,7 @@ class EngineClient:
                 if status == 200:
                     return parse_answer(decode_json(raw, self._generate_url), self._generate_url)
                 failure = status_error(self._generate_url, status, raw)
-                if status not in _RETRIED_STATUS:
+                if status not in _RETRYABLE_STATUS:
                     raise failure
             except aiohttp.ClientError as error:
                 failure = EngineError(f"{type(error).__name__}: {error}", where=self._generate_url)
@@ -161,152 +221,9 @@ class EngineClient:
         with contextlib.suppress(EngineError):  # what cannot be aborted ends on its own; the retry will tell
             await self.abort([rid])
 
-    # ------------------------------------------------------------------ control
-
     async def abort(self, rids: Iterable[str] | None = None) -> None:
         """Finish the requests ``rids``, or all requests where it is None, with what they have. An engine out of reach
         has nothing to abort and is passed over."""
         bodies = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
         for body in bodies:
-            await self._control.post_where_reachable("/abort_request", body)
-
-    async def pause(self, mode: str = "retract") -> None:
-        """Stop decoding on every engine; mode is ``abort``, ``in_place`` or ``retract``."""
-        await self._control.post("/pause_generation", {"mode": mode})
-
-    async def resume(self) -> None:
-        """End a pause on every engine."""
-        await self._control.post("/continue_generation", {})
-
-    async def flush(self) -> None:
-        """Have every engine forget what it cached. EngineError while requests run."""
-        await self._control.post("/flush_cache", {})
-
-    async def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Have every engine take the weights in the folder ``path`` and call them ``version``."""
-        await self._control.post("/update_weights_from_disk", {"model_path": path, "weight_version": str(version)})
-
-    async def begin_weight_update(self) -> None:
-        """Have every engine stage what ``update_weights_from_tensor`` sends."""
-        await self._control.post("/begin_weight_update", {"selector": "all"})
-
-    async def update_weights_from_tensor(
-        self, serialized: Sequence[str], load_format: str | None, version: int | None
-    ) -> None:
-        """Send every engine a bucket of weights, of which ``serialized`` has a handle for each of them.
-
-        load_format: how the handles are to be read. version: what the weights are called, with the last bucket."""
-        common = {
-            "load_format": load_format,
-            "flush_cache": False,  # the publisher has flushed; at a real server it would fail after the weights changed
-            "weight_version": None if version is None else str(version),
-        }
-        bodies = [{"serialized_named_tensors": [handle], **common} for handle in serialized]
-        await self._control.post_each("/update_weights_from_tensor", bodies)
-
-    async def end_weight_update(self) -> None:
-        """Have every engine serve what was sent since ``begin_weight_update``."""
-        await self._control.post("/end_weight_update", {})
-
-    async def versions(self) -> dict[str, str]:
-        """The weight version of each engine, by URL."""
-        return await self._control.versions()
-
-    async def checksums(self) -> dict[str, str]:
-        """The checksum of the weights that each engine serves, by URL."""
-        return await self._control.checksums()
-
-    async def health(self) -> None:
-        """EngineError naming the engines that do not answer 200."""
-        await self._control.get("/health")
-
-
-class EngineControlClient:
-    """The control calls for synchronous code, wherever it is called from: they run in the event loop of another thread.
-
-    timeout_s: deadline of one call. is_gone, api_key: see ``EngineFanOut``. Close it, or use it as a context manager.
-    """
-
-    def __init__(
-        self,
-        engine_urls: Sequence[str],
-        *,
-        timeout_s: float = CONTROL_TIMEOUT_S,
-        is_gone: Callable[[str], bool] | None = None,
-        api_key: str | None = None,
-    ) -> None:
-        self.engine_urls = tuple(url.rstrip("/") for url in engine_urls)
-        self.timeout_s = timeout_s
-        self._loop = LoopThread("engine-control")
-        self._client = EngineClient("", self.targets, control_timeout_s=timeout_s, is_gone=is_gone, api_key=api_key)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections; a later call opens others."""
-        if self._loop.is_running:
-            self._loop.run(self._client.aclose())
-            self._loop.stop()
-
-    def targets(self) -> Sequence[str]:
-        """The engines that the next call goes to."""
-        return self.engine_urls
-
-    def _run(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
-        try:
-            return self._loop.run(call(self._client))
-        except CancelledError as error:
-            raise EngineError("the control client was closed during a call", where="the engines") from error
-
-    def abort(self, rids: Iterable[str] | None = None) -> None:
-        """Finish the requests ``rids``, or all requests where it is None, with what they have."""
-        self._run(lambda client: client.abort(rids))
-
-    def pause(self, mode: str = "retract") -> None:
-        """Stop decoding on every engine; mode is ``abort``, ``in_place`` or ``retract``."""
-        self._run(lambda client: client.pause(mode))
-
-    def resume(self) -> None:
-        """End a pause on every engine."""
-        self._run(lambda client: client.resume())
-
-    def flush(self) -> None:
-        """Have every engine forget what it cached. EngineError while requests run."""
-        self._run(lambda client: client.flush())
-
-    def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Have every engine take the weights in the folder ``path`` and call them ``version``."""
-        self._run(lambda client: client.update_weights_from_disk(path, version))
-
-    def begin_weight_update(self) -> None:
-        """Have every engine stage what ``update_weights_from_tensor`` sends."""
-        self._run(lambda client: client.begin_weight_update())
-
-    def update_weights_from_tensor(
-        self, serialized: Sequence[str], load_format: str | None, version: int | None
-    ) -> None:
-        """Send every engine a bucket of weights (see ``EngineClient``)."""
-        self._run(lambda client: client.update_weights_from_tensor(serialized, load_format, version))
-
-    def end_weight_update(self) -> None:
-        """Have every engine serve what was sent since ``begin_weight_update``."""
-        self._run(lambda client: client.end_weight_update())
-
-    def let_go_of_failing(self) -> None:
-        """Nobody replaces these engines: what one of them fails goes on to fail the call."""
-
-    def versions(self) -> dict[str, str]:
-        """The weight version of each engine, by URL."""
-        return self._run(lambda client: client.versions())
-
-    def checksums(self) -> dict[str, str]:
-        """The checksum of the weights that each engine serves, by URL."""
-        return self._run(lambda client: client.checksums())
-
-    def health(self) -> None:
-        """EngineError naming the engines that do not answer 200."""
-        self._run(lambda client: client.health())
+            await self._engines.post("/abort_request", body, reachable_only=True)

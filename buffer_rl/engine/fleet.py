@@ -1,29 +1,29 @@
 """The engines of a run and the router in front of them: started together, watched, replaced, always stopped.
 
-Who waits for whom: nobody waits for a replacement. It starts in the background, brings itself to the newest weights
+Who waits for whom: no caller waits for a replacement. It starts in the background, brings itself to the newest weights
 where they are on disk, else it waits for the next publication, and only then the router sends it requests.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from buffer_rl.contracts import EngineLauncher, EngineProcess
-from buffer_rl.engine.client import EngineControlClient
-from buffer_rl.engine.fleet_control import FleetControl
-from buffer_rl.engine.heartbeat import Heartbeat
-from buffer_rl.engine.launching import named_launcher
-from buffer_rl.engine.roster import Member, MemberState, Roster, none_left
+from buffer_rl.engine.control import EngineControlClient
+from buffer_rl.engine.registry import EngineRegistry, FleetControl, Heartbeat, Replica, ReplicaState, no_engine_left
 from buffer_rl.engine.router import Router
 from buffer_rl.errors import BufferRLError, ConfigError, DeadlineError, EngineError
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.calls import Guarded, call, returned
 
 JOIN_TIMEOUT_S = 5.0
+_REQUIRED = ("wait_ready", "stop")
 
 
 class EngineFleet:
@@ -33,11 +33,11 @@ class EngineFleet:
     again and again, replaces engines that died. Leaving stops everything, whatever happened. Logs are in the folder
     ``run_dir/logs``.
 
-    With ``args.router_url`` set, the fleet is somebody else's: nothing is started, checked or stopped.
-    ``args.engine_api_key`` is what engines and router ask for (see ``with_engine_key``); None lets everybody in.
+    With ``args.router_url`` set, the fleet is external: nothing is started, checked or stopped.
+    ``args.engine_api_key`` is what engines and router ask for (see ``with_engine_key``); None: they ask for none.
 
-    launcher: a registry that ``args.rollout_engine`` is resolved in, or the launcher itself. notice: told in one line,
-    from any thread, when an engine is lost or replaced.
+    launcher: a registry that ``args.rollout_engine`` is resolved in, or the launcher itself. notice: called with one
+    line, from any thread, when an engine is lost or replaced.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EngineFleet:
         else:
             self._launch = launcher
         self._notice = notice
-        self._roster = Roster()
+        self._registry = EngineRegistry()
         self._restarts = 0
         self._last_death: BufferRLError | None = None
         self._router: Router | None = None
@@ -94,32 +94,32 @@ class EngineFleet:
 
     @property
     def router(self) -> Router | None:
-        """The router that the fleet started; None before ``wait_ready`` and for a fleet of somebody else."""
+        """The router that the fleet started; None before ``wait_ready`` and for an external fleet."""
         return self._router
 
     @property
     def engines(self) -> list[EngineProcess]:
         """The engines that belong to the fleet now, replacements that do not serve yet included."""
-        return [member.engine for member in self._roster.all()]
+        return [replica.engine for replica in self._registry.all()]
 
     @property
     def engine_urls(self) -> list[str]:
         """Where control calls go now."""
-        return list(self._args.engine_urls) if self._external else [member.url for member in self._roster.all()]
+        return list(self._args.engine_urls) if self._external else [replica.url for replica in self._registry.all()]
 
     def control(self, timeout_s: float) -> EngineControlClient:
-        """The control calls to all engines, whoever they are when a call is made. timeout_s: deadline of one call."""
+        """The control calls to the engines that there are at each call. timeout_s: deadline of one call."""
         if self._external:
             return EngineControlClient(self._args.engine_urls, timeout_s=timeout_s, api_key=self._args.engine_api_key)
-        return FleetControl(self._roster, self._admit, timeout_s=timeout_s, api_key=self._args.engine_api_key)
+        return FleetControl(self._registry, self._admit, timeout_s=timeout_s, api_key=self._args.engine_api_key)
 
     def start(self) -> None:
         """Start the engines without waiting for them. If one cannot be started, the others are stopped."""
-        if self._external or self._roster.all():
+        if self._external or self._registry.all():
             return
         try:
             for index in range(self._args.rollout_num_engines):
-                self._roster.add(self._launched(index, f"engine_{index}.log"))
+                self._registry.add(self._launched(index, f"engine_{index}.log"))
         except BaseException:
             self.stop()
             raise
@@ -134,9 +134,9 @@ class EngineFleet:
             return
         deadline = time.monotonic() + self._args.engine_start_timeout_s
         try:
-            for member in self._roster.all():
-                member.engine.wait_ready(max(deadline - time.monotonic(), 0.0))
-                member.state = MemberState.SERVING
+            for replica in self._registry.all():
+                replica.engine.wait_ready(max(deadline - time.monotonic(), 0.0))
+                replica.state = ReplicaState.SERVING
             self._router = Router(
                 self.engine_urls,
                 self._log_path("router.log"),
@@ -144,24 +144,24 @@ class EngineFleet:
                 deadline=deadline,
                 api_key=self._args.engine_api_key,
             )
-            self._heartbeat = Heartbeat(self._roster, self._args.rollout_health_check_timeout)
+            self._heartbeat = Heartbeat(self._registry, self._args.rollout_health_check_timeout)
             self._heartbeat.start()
         except BaseException:
             self.stop()
             raise
 
     def check(self) -> None:
-        """Let go of engines that died or hang, and start replacements, at most ``args.engine_max_restarts`` in all.
+        """Drop engines that died or hang, and start replacements, at most ``args.engine_max_restarts`` in all.
 
         Raises EngineError, with the end of the log, if the router has ended or no engine is left that could serve.
         Engines of launchers without ``check`` are found dead by their silence alone (``Heartbeat``).
         """
         if self._router is not None:
             self._router.check()
-        for member in self._roster.all():
-            if (death := member.death()) is not None:
-                self._let_go(member, death)
-                self._replace(member.index, death)
+        for replica in self._registry.all():
+            if (death := replica.error()) is not None:
+                self._drop(replica, death)
+                self._replace(replica.index, death)
         self._unlist_dead()
         self._require_one()
 
@@ -170,33 +170,33 @@ class EngineFleet:
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None:
             heartbeat.stop()
-        members, router, self._router = self._roster.clear(), self._router, None
+        replicas, router, self._router = self._registry.clear(), self._router, None
         failures = []
-        stops = [member.engine.stop for member in members]
+        stops = [replica.engine.stop for replica in replicas]
         for stop in [router.stop, *stops] if router is not None else stops:
             try:
                 stop()
             except Exception as error:  # fault boundary: one process that resists must not keep the others alive
                 failures.append(f"{type(error).__name__}: {error}")
-        for member in members:
-            if member.thread is not None:
-                member.thread.join(JOIN_TIMEOUT_S)  # its engine is gone, so it has nothing left to wait for
+        for replica in replicas:
+            if replica.thread is not None:
+                replica.thread.join(JOIN_TIMEOUT_S)  # its engine is gone, so it has nothing left to wait for
         if failures:
             raise EngineError(f"some processes could not be stopped: {'; '.join(failures)}")
 
     # ------------------------------------------------------------------ loss and replacement
 
-    def _let_go(self, member: Member, death: BufferRLError) -> None:
+    def _drop(self, replica: Replica, death: BufferRLError) -> None:
         self._last_death = death
-        self._roster.remove(member)
-        member.engine.stop()  # what is left of its process group
-        self._listed_dead.append(member.url)
+        self._registry.remove(replica)
+        replica.engine.stop()  # what is left of its process group
+        self._listed_dead.append(replica.url)
 
     def _unlist_dead(self) -> None:
         """Have the router send nothing more to engines that are gone. One that is too busy to answer is asked again at
         the next check: it finds out by its own health checks too, and clients try again elsewhere."""
         waiting, self._listed_dead = self._listed_dead, []
-        alive = {member.url for member in self._roster.all()}  # a replacement may have got the same port
+        alive = {replica.url for replica in self._registry.all()}  # a replacement may have got the same port
         for url in waiting:
             try:
                 if self._router is not None and url not in alive:
@@ -206,13 +206,13 @@ class EngineFleet:
                 self._say(f"the router still lists {url}: {error}")
 
     def _require_one(self) -> None:
-        if self._last_death is not None and not self._roster.able():
-            raise none_left(self._last_death)
+        if self._last_death is not None and not self._registry.healthy():
+            raise no_engine_left(self._last_death)
 
     def _replace(self, index: int, death: BufferRLError) -> None:
         self._require_one()
         reason = death.what.splitlines()[0].partition("; ")[0]  # without the log
-        left = len(self._roster.in_state(MemberState.SERVING))
+        left = len(self._registry.in_state(ReplicaState.SERVING))
         limit = self._args.engine_max_restarts
         goes_on = f"{reason} ({death.where}); the run goes on with {left} engine{'s' if left != 1 else ''}"
         if self._restarts >= limit:
@@ -228,63 +228,81 @@ class EngineFleet:
         name = f"engine-{index}-restart"
         thread = threading.Thread(target=self._bring_up, args=(replacement,), name=name, daemon=True)
         replacement.thread = thread
-        self._roster.add(replacement)
+        self._registry.add(replacement)
         thread.start()
 
-    def _bring_up(self, member: Member) -> None:
+    def _bring_up(self, replica: Replica) -> None:
         """What a replacement's thread does; ``check`` finds the failure."""
         try:
-            member.engine.wait_ready(self._args.engine_start_timeout_s)
-            self._catch_up(member)
+            replica.engine.wait_ready(self._args.engine_start_timeout_s)
+            self._catch_up(replica)
         except BufferRLError as error:
-            member.failure = error
+            replica.failure = error
         except Exception as error:  # fault boundary: launchers are plugins
-            member.failure = EngineError(f"{type(error).__name__}: {error}", where=f"engine {member.index}")
+            replica.failure = EngineError(f"{type(error).__name__}: {error}", where=f"engine {replica.index}")
 
-    def _catch_up(self, member: Member) -> None:
+    def _catch_up(self, replica: Replica) -> None:
         """Bring the engine to the weights of the others, or leave it for the next publication."""
         limit = self._args.update_weights_timeout_s
-        member.state = MemberState.LOADING
-        if not self._roster.publication.acquire(timeout=limit):
-            raise DeadlineError(f"a publication took longer than {limit:g} s", where=f"engine {member.index}")
+        replica.state = ReplicaState.LOADING
+        if not self._registry.publication.acquire(timeout=limit):
+            raise DeadlineError(f"a publication took longer than {limit:g} s", where=f"engine {replica.index}")
         try:
-            published = self._roster.published
+            published = self._registry.published
             if published is not None:
                 if published.folder is None or not Path(published.folder).is_dir():
-                    member.state = MemberState.WAITING
-                    self._say(f"engine {member.index} is up again and waits for the next weights")
+                    replica.state = ReplicaState.WAITING
+                    self._say(f"engine {replica.index} is up again and waits for the next weights")
                     return
                 key = self._args.engine_api_key
-                with EngineControlClient([member.url], timeout_s=limit, api_key=key) as control:
+                with EngineControlClient([replica.url], timeout_s=limit, api_key=key) as control:
                     control.update_weights_from_disk(published.folder, int(published.version))
-            self._admit(member)
+            self._admit(replica)
         finally:
-            self._roster.publication.release()
+            self._registry.publication.release()
 
-    def _admit(self, member: Member) -> None:
-        """The router sends requests to ``member`` from now on."""
+    def _admit(self, replica: Replica) -> None:
+        """The router sends requests to ``replica`` from now on."""
         router = self._router
-        if router is None or member not in self._roster:
+        if router is None or replica not in self._registry:
             return
-        router.add(member.url)
-        member.state = MemberState.SERVING
-        if member not in self._roster:  # it died meanwhile, and was taken off a list that it was not on yet
-            router.remove(member.url)
+        router.add(replica.url)
+        replica.state = ReplicaState.SERVING
+        if replica not in self._registry:  # it died meanwhile, and was taken off a list that it was not on yet
+            router.remove(replica.url)
             return
-        published = self._roster.published
+        published = self._registry.published
         weights = f"the weights of version {published.version}" if published else "the initial weights"
-        self._say(f"engine {member.index} is back, with {weights}")
+        self._say(f"engine {replica.index} is back, with {weights}")
 
-    def _launched(self, index: int, log_name: str) -> Member:
-        return Member(index=index, engine=self._launch(self._args, index, self._log_path(log_name)))
+    def _launched(self, index: int, log_name: str) -> Replica:
+        return Replica(index=index, engine=self._launch(self._args, index, self._log_path(log_name)))
 
     def _log_path(self, name: str) -> str:
         return str((self._logs / name).absolute())
 
     def _say(self, line: str) -> None:
-        """To whoever listens, and to a log of its own."""
+        """Write ``line`` to the fleet's log and pass it to ``notice``."""
         self._logs.mkdir(parents=True, exist_ok=True)
         with (self._logs / "fleet.log").open("a", encoding="utf-8") as log:
             print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=log)
         if self._notice is not None:
             self._notice(line)
+
+
+def named_launcher(launcher: EngineLauncher, reference: str) -> EngineLauncher:
+    """``launcher``, which may be the user's: its failures and those of its engines name ``reference``.
+
+    Raises EngineError if it raises, PluginError if what it returns is no ``EngineProcess``.
+    """
+
+    def launch(args: Any, index: int, log_path: str) -> EngineProcess:
+        at = f"engine {index}"
+        engine: Any = call("engine", reference, launcher, args, index, log_path, at=at, error_class=EngineError)
+        # The address may not be known before the engine is ready: only whether there will be one is asked.
+        has_url = hasattr(type(engine), "url") or "url" in getattr(engine, "__dict__", {})
+        if not has_url or inspect.isawaitable(engine) or not all(callable(getattr(engine, m, None)) for m in _REQUIRED):
+            raise returned("engine", reference, engine, "an object with url, wait_ready(timeout_s) and stop()", at=at)
+        return cast(EngineProcess, Guarded("engine", reference, engine, EngineError, (*_REQUIRED, "check")))
+
+    return launch

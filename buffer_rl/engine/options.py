@@ -32,7 +32,7 @@ class EngineOptions(Section):
     engine_api_key: str | None = option(
         None,
         "API key of the engines and the router, as the variable BUFFER_RL_ENGINE_API_KEY or in the --config file; a "
-        "command line is no place for it. Made anew for each run where absent; of --router-url it is the key to send",
+        "command line is no place for it. Made for each run where absent; of --router-url it is the key to send",
         metavar="KEY",
     )
     router_url: str | None = option(

@@ -1,20 +1,36 @@
-"""Child processes that end with their parent, log to a file and can always be stopped."""
+"""Server processes: they end with their parent, log to a file, are awaited with a deadline, can always be stopped.
+
+The API key of a run's engines and router is made here, and carried by options and environment, never by an argument
+list: every user of the machine can read a command line, only its owner the environment of a process.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
+import secrets
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+import time
+import urllib.request
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from buffer_rl.errors import EngineError
+from buffer_rl.config import env_of
+from buffer_rl.errors import DeadlineError, EngineError
+
+if TYPE_CHECKING:
+    from buffer_rl.options import Args
 
 LOG_TAIL_LINES = 20
 STOP_TIMEOUT_S = 5.0
 PARENT_FD_FLAG = "--parent-fd"
+KEY_VARIABLE = env_of("engine_api_key")
+KEY_BYTES = 32
+POLL_INTERVAL_S = 0.05
 
 
 def exit_with_parent(fd: int) -> None:
@@ -114,3 +130,51 @@ class ChildProcess:
             os.killpg(self.pid, number)
         except (ProcessLookupError, PermissionError):
             return
+
+
+def wait_until_ready(url: str, process: ChildProcess, timeout_s: float) -> None:
+    """Ask ``url`` until it answers 200. Raises EngineError if ``process`` ends first, DeadlineError when time is up."""
+    deadline = time.monotonic() + timeout_s
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+    while True:
+        process.check()
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineError(
+                f"{process.name} did not answer {url} within {timeout_s:g} s; "
+                f"the end of its log:\n{process.log_tail()}",
+                where=process.log_path,
+                hint="read the log, or raise --engine-start-timeout-s",
+            )
+        try:
+            with opener.open(url, timeout=min(left, 1.0)) as response:
+                if response.status == 200:
+                    return
+        except (http.client.HTTPException, OSError):  # urllib's errors are OSErrors
+            pass
+        time.sleep(min(POLL_INTERVAL_S, max(left, 0.0)))
+
+
+def with_engine_key(args: Args) -> Args:
+    """``args`` with a key for the engines that this run starts: the given one, or a new one.
+
+    Without a key under ``--no-engine-auth``; unchanged under ``--router-url``, whose engines the run does not start."""
+    if args.router_url is not None:
+        return args
+    key = args.engine_api_key or secrets.token_urlsafe(KEY_BYTES)
+    return args.model_copy(update={"engine_api_key": key if args.engine_auth else None})
+
+
+def auth_headers(key: str | None) -> dict[str, str]:
+    """The headers of a request to an engine or the router; none without a key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def key_environment(key: str | None) -> dict[str, str]:
+    """The environment variable of a server process. Empty for no key, also where this process has one."""
+    return {KEY_VARIABLE: key or ""}
+
+
+def pop_key(environ: MutableMapping[str, str] = os.environ) -> str | None:
+    """In a server process: its key, removed from the environment that its own children inherit."""
+    return environ.pop(KEY_VARIABLE, "") or None

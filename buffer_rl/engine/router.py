@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from buffer_rl.engine.api_key import auth_headers, key_environment
-from buffer_rl.engine.process import ChildProcess
-from buffer_rl.engine.readiness import POLL_INTERVAL_S, wait_until_ready
+from buffer_rl.engine.process import POLL_INTERVAL_S, ChildProcess, auth_headers, key_environment, wait_until_ready
 from buffer_rl.errors import DeadlineError, EngineError
 
 HOST = "127.0.0.1"
@@ -64,7 +62,7 @@ class Router:
         return {worker["url"]: worker["id"] for worker in answer["workers"]}
 
     def add(self, url: str) -> None:
-        """Have ``url``, which answers already, share the work; returns once it does. Raises EngineError and
+        """Send requests to ``url`` as well, which answers already; returns once it is listed. Raises EngineError and
         DeadlineError."""
         own_key = {"api_key": self._api_key} if self._api_key else {}  # later workers do not inherit the router's
         self._call("POST", "/workers", {"url": url, **own_key})
@@ -81,7 +79,7 @@ class Router:
         deadline = time.monotonic() + CALL_TIMEOUT_S
         while (url in self.workers()) is not listed:
             if time.monotonic() > deadline:
-                what = "list" if listed else "let go of"
+                what = "list" if listed else "drop"
                 raise DeadlineError(f"the router did not {what} {url} within {CALL_TIMEOUT_S:g} s", where=self.url)
             time.sleep(POLL_INTERVAL_S)
 
@@ -148,7 +146,7 @@ def _command(worker_urls: Sequence[str], request_timeout_s: int, port: int, metr
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of the loopback interface that nobody listens on now."""
+    """Different ports of the loopback interface that are free now."""
     sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
     try:
         return [int(listener.getsockname()[1]) for listener in sockets]

@@ -11,8 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from buffer_rl.engine.api_key import take_key
-from buffer_rl.engine.process import PARENT_FD_FLAG
+from buffer_rl.engine.process import PARENT_FD_FLAG, pop_key
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         at = rest.index(PARENT_FD_FLAG)
         _fork_watcher(int(rest[at + 1]))
         del rest[at : at + 2]
-    if (key := take_key()) is not None:
+    if (key := pop_key()) is not None:
         rest += [f"--api-key={key}"]  # a key may begin with a dash
     from sglang_router.launch_router import launch_router, parse_router_args  # type: ignore[import-untyped]
 
@@ -34,7 +33,7 @@ def _fork_watcher(fd: int) -> None:
     """Leave a small process behind that kills this one when the other end of the pipe ``fd`` is closed.
 
     A process, not a thread: the router holds the interpreter lock for as long as it runs. It stays in this
-    process's group, so whoever stops the group ends it too.
+    process's group, so a signal to the group ends it too.
     """
     router = os.getpid()
     if os.fork() != 0:

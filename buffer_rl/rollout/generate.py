@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.engine.stop_strings import stop_window, text_before_stop
+from buffer_rl.engine.text import stop_window, text_before_stop
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.rollout.context import current_context, current_scope
 from buffer_rl.types import GroupUid, RowId, Sample, SampleGroup, Status, VersionSpan, tile
 
 if TYPE_CHECKING:
-    from buffer_rl.engine.answer import GenerateResult
-    from buffer_rl.engine.client import EngineClient
+    from buffer_rl.engine.client import EngineClient, GenerateResult
 
 REPEAT_S = 0.5
 """A request may reach its engine after the abort did, so the abort is repeated until every answer is here."""

@@ -194,9 +194,9 @@ class FakeEngines:
         self._note("resume")
         self.paused = False
 
-    def let_go_of_failing(self) -> None:
+    def drop_failed_engines(self) -> None:
         """Nothing: they are one."""
-        self._note("let go")
+        self._note("drop failed")
 
     def _note(self, call: str) -> None:
         self.calls.append(call)

@@ -96,8 +96,8 @@ def _answers(args: Any, namespace: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _ask(args: Any, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
-    from buffer_rl.engine.api_key import with_engine_key
     from buffer_rl.engine.fleet import EngineFleet
+    from buffer_rl.engine.process import with_engine_key
 
     samples = _prompt_samples(args, texts, count)
     registry = PluginRegistry.from_flags(args.plugin)

@@ -1,7 +1,7 @@
 """Memory of one CUDA device in two processes, through CUDA's inter-process handles as torch makes them.
 
 torch counts a handle's receivers, so each of them needs a handle of its own, and the memory stays allocated until the
-receiver has let go of it. Processes may number the same device differently; a handle names it by its UUID.
+receiver has released it. Processes may number the same device differently; a handle names it by its UUID.
 """
 
 from __future__ import annotations

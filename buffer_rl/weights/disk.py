@@ -7,27 +7,20 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from buffer_rl.weights.options import WeightOptions
 
+if TYPE_CHECKING:
+    from buffer_rl.engine.control import EngineControlClient
+
 
 class WeightSource(Protocol):
-    """Writes the newest weights as a Hugging Face folder; the group of trainer ranks is one."""
+    """The newest weights of the trainer: as a Hugging Face folder, or shared with processes of rank 0's machine."""
 
     def save_hf(self, path: str) -> None: ...
-
-
-class EngineControl(Protocol):
-    """The control calls to all engines together. Each raises EngineError, naming the engine, if one fails."""
-
-    def pause(self, mode: str) -> None: ...
-    def flush(self) -> None: ...
-    def update_weights_from_disk(self, path: str, version: int) -> None: ...
-    def versions(self) -> dict[str, str]: ...
-    def checksums(self) -> dict[str, str]: ...
-    def resume(self) -> None: ...
-    def let_go_of_failing(self) -> None: ...
+    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]: ...
+    def release_weights(self) -> None: ...
 
 
 class DiskTransport:
@@ -47,7 +40,7 @@ class DiskTransport:
         temporary.rename(target)
         return target
 
-    def load(self, engines: EngineControl, prepared: Any, version: int) -> None:
+    def load(self, engines: EngineControlClient, prepared: Any, version: int) -> None:
         """Have the paused engines read the version."""
         engines.update_weights_from_disk(str(prepared), version)
 

@@ -1,20 +1,27 @@
 """The publication of one version: write → pause → flush → update → check → continue.
 
 Who waits for whom: the publisher waits for the trainer (to write) and for every engine (each call with a
-deadline). Whatever fails, the engines are told to continue, so that none stays paused. What an engine failed is tried
-again from ``pause`` on with what was prepared once; every step may be repeated. After the last attempt the transport is
-told to free what it prepared.
+deadline). Whatever fails, the engines continue, so that none stays paused. A failed attempt is repeated from ``pause``
+on with what was prepared once; every step may be repeated. After the last attempt the transport frees what it prepared.
+
+The role ``actor_fwd`` reads each version from a folder of its own, whatever way the engines take theirs.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.contracts import WeightTransport
 from buffer_rl.errors import BufferRLError, EngineError
-from buffer_rl.weights.disk import EngineControl, WeightSource
+from buffer_rl.weights.disk import WeightSource
+
+if TYPE_CHECKING:
+    from buffer_rl.engine.control import EngineControlClient
+    from buffer_rl.train.worker import RoleGroup
 
 ATTEMPTS = 3
 FIRST_PAUSE_S = 0.5  # doubled after each attempt; engines generate meanwhile
@@ -26,14 +33,14 @@ class Publisher:
     """Publishes versions through one transport.
 
     compare: after each, compare the weights that the engines serve. timeout_s: of one publication; no attempt begins
-    later. first_pause_s: between the first attempt and the second. notice: told in one line of an attempt that failed.
+    later. first_pause_s: between the first attempt and the second. notice: called with a line on a failed attempt.
     """
 
     def __init__(
         self,
         transport: WeightTransport,
         source: WeightSource,
-        engines: EngineControl,
+        engines: EngineControlClient,
         *,
         compare: bool = False,
         timeout_s: float = TIMEOUT_S,
@@ -70,16 +77,16 @@ class Publisher:
             pause_s = self._first_pause_s * 2 ** (attempt - 1)
             try:
                 if attempt == ATTEMPTS:
-                    self._engines.let_go_of_failing()
+                    self._engines.drop_failed_engines()
                 self._load(prepared, version)
                 return
             except EngineError as error:
                 if attempt == ATTEMPTS or time.monotonic() + pause_s >= deadline:
                     raise
-                self._tell(version, attempt, error)
+                self._notify(version, attempt, error)
             time.sleep(pause_s)
 
-    def _tell(self, version: int, attempt: int, error: EngineError) -> None:
+    def _notify(self, version: int, attempt: int, error: EngineError) -> None:
         if self._notice is not None:
             reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
             self._notice(f"the publication of version {version} is tried again ({attempt} of {ATTEMPTS - 1}): {reason}")
@@ -124,3 +131,30 @@ class Publisher:
             if failure is None:
                 raise
             failure.add_note(f"and the engines could not be continued: {error}")
+
+
+class RolePublisher:
+    """Publishes a version to the engines, where there are any, and to a role that computes with the actor's weights.
+
+    folder: where versions are written. The newest stays there: a role that is restarted reads it again.
+    """
+
+    def __init__(self, engines: Publisher | None, source: WeightSource, reader: RoleGroup, folder: Path) -> None:
+        self._engines = engines
+        self._source = source
+        self._reader = reader
+        self._folder = folder.absolute()
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Have the engines and the role take ``version``. Returns the seconds of each part."""
+        times = {} if self._engines is None else self._engines.publish(version)
+        started = time.monotonic()
+        target = self._folder / f"v{version:06d}"
+        shutil.rmtree(target, ignore_errors=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._source.save_hf(str(target))
+        self._reader.update_weights_from_disk(str(target), version)
+        for older in self._folder.glob("v*"):
+            if older != target:
+                shutil.rmtree(older, ignore_errors=True)
+        return times | {"role_time": time.monotonic() - started}

@@ -1,23 +1,183 @@
-"""A version's buckets in memory that other processes read, and the handles that name it.
+"""A version's buckets of named tensors in memory that other processes read, and the handles that name them.
 
 A handle is JSON: the layout of the tensors and where the bytes are. It goes to the embedded engine in place of
-SGLang's pickled tensors, because an engine must not unpickle what it receives: a pickle is a program. SGLang's own
-form, for servers that know no other, is in ``buffer_rl.weights.sglang_wire``.
+SGLang's pickled tensors, because an engine must not unpickle what it receives: a pickle is a program. A layout that
+comes from outside is checked before a byte is read: a bad one is an EngineError, never a view outside the memory.
+
+Servers that know no other form get SGLang's own (``/update_weights_from_tensor`` with ``load_format`` null): a pickle
+of ``[(name, tensor), …]`` in base64, whose tensors are handles of shared memory. It is only written here, never read.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+import torch.multiprocessing as torch_multiprocessing
 
 from buffer_rl.errors import EngineError
 from buffer_rl.weights import cuda_ipc
-from buffer_rl.weights.bucket_layout import BucketLayout, as_bytes
-from buffer_rl.weights.sglang_wire import SharedTensors
-from buffer_rl.weights.shared_memory import SharedMemory, open_memory
+from buffer_rl.weights.shared_memory import SharedMemory, as_bytes, open_memory
+
+ALIGNMENT = 64
+"""Bytes; every tensor starts at a multiple, as torch's own allocator does, so that views of any dtype are aligned."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlace:
+    """One tensor of a bucket. offset: in bytes from the bucket's start."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Length in bytes."""
+        count = DTYPES[self.dtype].itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLayout:
+    """The places of a bucket's tensors, in order, and its length in bytes."""
+
+    places: tuple[TensorPlace, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, bucket: Mapping[str, torch.Tensor]) -> BucketLayout:
+        """The layout of ``bucket``'s tensors, one behind the other."""
+        places, end = [], 0
+        for name, tensor in bucket.items():
+            place = TensorPlace(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                offset=-(-end // ALIGNMENT) * ALIGNMENT,
+            )
+            if place.dtype not in DTYPES:
+                raise EngineError(
+                    f"weights of dtype {place.dtype} cannot be published", where=name, expected=", ".join(DTYPES)
+                )
+            places.append(place)
+            end = place.offset + place.num_bytes
+        return cls(places=tuple(places), num_bytes=end)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; ``parse`` is the inverse."""
+        tensors = [[place.name, place.dtype, list(place.shape), place.offset] for place in self.places]
+        return {"num_bytes": self.num_bytes, "tensors": tensors}
+
+    @classmethod
+    def parse(cls, raw: Any) -> BucketLayout:
+        """Raises EngineError unless ``raw`` is a layout whose tensors all lie within its bytes."""
+        try:
+            num_bytes, rows = raw["num_bytes"], raw["tensors"]
+            places = tuple(
+                TensorPlace(name=name, dtype=dtype, shape=tuple(shape), offset=offset)
+                for name, dtype, shape, offset in rows
+            )
+            sound = _is_size(num_bytes) and all(_is_sound(place, num_bytes) for place in places)
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"not a bucket of weights: {type(error).__name__}: {error}") from error
+        if not sound or len({place.name for place in places}) != len(places):
+            raise EngineError("not a bucket of weights: a tensor lies outside it, is named twice or has no known dtype")
+        return cls(places=places, num_bytes=num_bytes)
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors in ``flat``, uint8 of at least ``num_bytes``; they share its memory."""
+        return {
+            place.name: flat[place.offset : place.offset + place.num_bytes].view(DTYPES[place.dtype]).view(place.shape)
+            for place in self.places
+        }
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_sound(place: TensorPlace, num_bytes: int) -> bool:
+    return (
+        isinstance(place.name, str)
+        and bool(place.name)
+        and isinstance(place.dtype, str)
+        and place.dtype in DTYPES
+        and all(_is_size(size) for size in place.shape)
+        and _is_size(place.offset)
+        and place.offset % ALIGNMENT == 0
+        and place.offset + place.num_bytes <= num_bytes
+    )
+
+
+class SharedTensors:
+    """A bucket whose CPU tensors are copied into torch's shared memory; CUDA tensors are shared where they are.
+
+    The memory is there until ``close`` and until every receiver has released it. torch counts: what a receiver was
+    sent and never read stays until this process ends; if that is killed, torch's ``torch_shm_manager`` frees it.
+    """
+
+    def __init__(self, bucket: Mapping[str, torch.Tensor]) -> None:
+        with _named_files():
+            self._named = [(name, _shared(tensor)) for name, tensor in bucket.items()]
+
+    def pickled(self) -> str:
+        """The bucket for one receiver: a server's tensor-parallel rank."""
+        buffer = io.BytesIO()
+        dump: Any = ForkingPickler(buffer).dump
+        with _named_files():
+            dump(self._named)
+        return base64.b64encode(buffer.getvalue()).decode()
+
+    def close(self) -> None:
+        """Give the tensors up."""
+        self._named = []
+
+
+def _shared(tensor: Any) -> torch.Tensor:
+    copied: torch.Tensor = tensor.detach() if tensor.is_cuda else tensor.detach().clone().share_memory_()
+    return copied
+
+
+@contextmanager
+def _named_files() -> Iterator[None]:
+    """torch's default passes file descriptors over a socket of the sender, which a server that is no child of its
+    cannot read and dies of; named files can be opened by any process of the user."""
+    module: Any = torch_multiprocessing
+    before = module.get_sharing_strategy()
+    module.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        module.set_sharing_strategy(before)
 
 
 class SharedWeights:

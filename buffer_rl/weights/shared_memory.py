@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from buffer_rl.errors import ConfigError, EngineError, TrainError
-from buffer_rl.weights.bucket_layout import bytes_view
-from buffer_rl.weights.locality import has_memory_files
+from buffer_rl.weights.tensor import has_memory_files
 
 NAME = "buffer_rl_weights"
 """What the memory is called in ``/proc``; a reader refuses other files."""
@@ -112,6 +111,17 @@ def open_memory(handle: Any, num_bytes: int) -> torch.Tensor:
     with contextlib.suppress(OSError):  # kernels before 5.14 do not know it
         mapped.madvise(_MADV_POPULATE_READ)
     return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``tensor`` in row-major order, ``[num_bytes]`` uint8; shares memory where it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def bytes_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of ``tensor`` in row-major order, on the CPU."""
+    array: Any = as_bytes(tensor.cpu()).numpy()
+    return memoryview(array)
 
 
 def _not_enough(num_bytes: int, error: OSError) -> TrainError:

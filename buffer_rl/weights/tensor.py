@@ -7,40 +7,31 @@ all at once at the end, so what fails in between leaves it with the old weights.
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from buffer_rl.errors import EngineError
+from buffer_rl.errors import ConfigError, EngineError
+from buffer_rl.weights.disk import WeightSource
 from buffer_rl.weights.options import WeightOptions
+
+if TYPE_CHECKING:
+    from buffer_rl.engine.control import EngineControlClient
 
 LOAD_FORMAT = "buffer_rl_shared_memory"
 """``load_format`` of the embedded engine: JSON handles (see ``buffer_rl.weights.shared_bucket``). Other engines get
 SGLang's own form, a pickle, which is ``load_format`` null."""
 
 
-class TensorSource(Protocol):
-    """Shares the newest weights with other processes of this machine; the group of trainer ranks is one."""
-
-    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]: ...
-    def release_weights(self) -> None: ...
-
-
-class TensorEngineControl(Protocol):
-    """The control calls to all engines together. Each raises EngineError, naming the engine, if one fails."""
-
-    def begin_weight_update(self) -> None: ...
-    def update_weights_from_tensor(
-        self, serialized: Sequence[str], load_format: str | None, version: int | None
-    ) -> None: ...
-    def end_weight_update(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class SharedVersion:
     """A version in shared memory: of every bucket a handle for each engine, and who owns the memory."""
 
-    source: TensorSource
+    source: WeightSource
     buckets: list[list[str]]
 
 
@@ -53,14 +44,14 @@ class TensorTransport:
         # Of a fleet of the run's own it is the most that there are at any time: some may have died.
         self._num_engines = len(options.engine_urls) or options.rollout_num_engines
 
-    def prepare(self, source: TensorSource, version: int) -> SharedVersion:
+    def prepare(self, source: WeightSource, version: int) -> SharedVersion:
         """Put the version into shared memory; engines go on generating meanwhile."""
         buckets = source.share_weights(self._load_format, self._num_engines)
         if not buckets:
             raise EngineError("the trainer has no weights to share", where=f"publication of version {version}")
         return SharedVersion(source, buckets)
 
-    def load(self, engines: TensorEngineControl, prepared: SharedVersion, version: int) -> None:
+    def load(self, engines: EngineControlClient, prepared: SharedVersion, version: int) -> None:
         """Have the paused engines read the version; it gets its number with the last bucket."""
         engines.begin_weight_update()
         last = len(prepared.buckets) - 1
@@ -75,3 +66,56 @@ class TensorTransport:
     def discard(self, prepared: SharedVersion) -> None:
         """The publication failed: free the memory."""
         prepared.source.release_weights()
+
+
+def has_memory_files() -> bool:
+    """Whether this system has anonymous memory files, as Linux does."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether ``host``, a name or an address, has an address of this machine: exactly those can be bound to."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def require_local_engines(mode: str, urls: Sequence[str]) -> None:
+    """Raises ConfigError if weights go by shared memory and an engine is on another machine, or this system has no
+    such memory."""
+    if mode != "tensor":
+        return
+    if not has_memory_files():
+        raise ConfigError(
+            "weights through shared memory need Linux",
+            where="--weight-sync-mode tensor",
+            hint="use --weight-sync-mode disk",
+        )
+    for url in urls:
+        if not is_this_machine(urlsplit(url).hostname or ""):
+            raise ConfigError(
+                f"the engine {url} is not on this machine, so it cannot read the trainer's memory",
+                where="--weight-sync-mode tensor and --engine-urls",
+                hint="use --weight-sync-mode disk, with --run-dir on a file system that the engines see",
+            )
+
+
+def require_local_trainer(mode: str, host: str) -> None:
+    """Raises ConfigError if weights go by shared memory and the trainer's rank 0 runs on another machine."""
+    if mode == "tensor" and not is_this_machine(host):
+        raise ConfigError(
+            f"the trainer runs on {host}, so the engines here cannot read its memory",
+            where="--weight-sync-mode tensor and --ray-address",
+            hint="use --weight-sync-mode disk, with --run-dir on a file system that both see",
+        )
+
+
+def _can_bind(family: int, address: object) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(address)  # type: ignore[arg-type]  # getaddrinfo made it for this family
+        except OSError:
+            return False
+    return True

@@ -27,7 +27,7 @@ KILLER = """
 import asyncio, json, os, signal, time, urllib.request
 from pathlib import Path
 
-from buffer_rl.engine.api_key import auth_headers
+from buffer_rl.engine.process import auth_headers
 from buffer_rl.engine.embedded import launcher
 from buffer_rl.rollout.context import current_scope
 from buffer_rl.rollout.generate import generate

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from buffer_rl.engine.answer import GenerateResult
-from buffer_rl.engine.client import EngineClient
+from buffer_rl.engine.client import EngineClient, GenerateResult
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.plugins import PluginRegistry
 

@@ -75,7 +75,7 @@ class SlotPool:
         )
 
     @torch.inference_mode()
-    def take(self, rows: Sequence[Row]) -> int:
+    def allocate(self, rows: Sequence[Row]) -> int:
         """Give ``rows`` the next free slots; returns the first of them."""
         start = len(self.rows)
         needed = start + len(rows)
@@ -140,7 +140,7 @@ class SlotCache:
     def join(self, prefix: Prefix, rows: Sequence[Row]) -> None:
         """Start ``rows`` behind ``prefix``: one broadcast copy of its entries into their slots."""
         pool = self.pool_for(prefix.length)
-        start = pool.take(rows)
+        start = pool.allocate(rows)
         end = start + len(rows)
         pool.keys[:, start:end, :, : prefix.length] = prefix.keys[:, None]
         pool.values[:, start:end, :, : prefix.length] = prefix.values[:, None]
@@ -164,7 +164,7 @@ class SlotCache:
             source.free(row)
             target = self.pool_for(row.length)
             assert target is not source, "the scheduler admits no sequence beyond the context length"
-            start = target.take([row])
+            start = target.allocate([row])
             target.keys[:, start, :, : row.length] = keys
             target.values[:, start, :, : row.length] = values
 

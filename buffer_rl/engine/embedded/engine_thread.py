@@ -1,6 +1,6 @@
 """The one thread that owns the scheduler and the model.
 
-The server's event loop puts commands into ``_inbox``; the thread takes them between steps and hands results back,
+The server's event loop puts commands into ``_inbox``; the thread handles them between steps and posts results,
 one wake-up of the event loop a step. While nothing can be decoded the thread blocks on the inbox. An update of the
 weights of an engine that is not paused waits for the running requests; the thread admits no new ones meanwhile.
 """
@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from buffer_rl.engine.embedded.request import Request
-from buffer_rl.engine.embedded.scheduler import Scheduler
+from buffer_rl.engine.embedded.scheduler import Request, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -79,16 +78,16 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._take():
+            while self._handle_inbox():
                 if self.scheduler.has_work:
-                    self._hand_back(self.scheduler.step())
+                    self._post_finished(self.scheduler.step())
                 self._run_drained()
         except BaseException as error:  # fault boundary: whatever ends the thread must reach the waiting requests
             logger.exception("the engine thread has failed")
             self.failure = error
             self._post(self._fail, error)
 
-    def _take(self) -> bool:
+    def _handle_inbox(self) -> bool:
         """Handle what is in the inbox, waiting for something if there is nothing else to do; False to end."""
         block = not self.scheduler.has_work
         while True:
@@ -122,7 +121,7 @@ class EngineThread:
         else:
             self._post(_set, call.reply, result, None)
 
-    def _hand_back(self, finished: list[Request]) -> None:
+    def _post_finished(self, finished: list[Request]) -> None:
         if finished:
             self._post(self._on_finished, finished)
 
@@ -132,11 +131,11 @@ class EngineThread:
             self._loop.call_soon_threadsafe(function, *values)
 
     def finished_between_steps(self, requests: list[Request]) -> None:
-        """Hand back requests that a command finished; call it from a function run by ``call``."""
-        self._hand_back(requests)
+        """Report requests that a command finished; call it from a function run by ``call``."""
+        self._post_finished(requests)
 
     def _fail(self, error: BaseException) -> None:
-        """In the event loop: nobody may wait for a thread that is gone."""
+        """In the event loop: fail every call that waits for the ended thread."""
         while True:
             try:
                 item = self._inbox.get_nowait()

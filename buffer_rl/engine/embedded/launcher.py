@@ -6,9 +6,7 @@ import socket
 import sys
 from typing import Any
 
-from buffer_rl.engine.api_key import key_environment
-from buffer_rl.engine.process import ChildProcess
-from buffer_rl.engine.readiness import wait_until_ready
+from buffer_rl.engine.process import ChildProcess, key_environment, wait_until_ready
 from buffer_rl.errors import EngineError
 
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from buffer_rl.engine.embedded.request import Request
 from buffer_rl.engine.embedded.sampling import SamplingError, SamplingParams, is_neutral, sample_seed
-from buffer_rl.engine.embedded.text import TextCodec
+from buffer_rl.engine.embedded.scheduler import Request
+from buffer_rl.engine.text import TextCodec
 
 # Fields of SGLang's request that this engine does not implement, with the values that change nothing; None, False and
 # what is empty change nothing either. The router sends most of them with every request.

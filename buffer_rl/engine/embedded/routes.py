@@ -1,9 +1,10 @@
-"""SGLang's HTTP routes over an ``EngineService``."""
+"""SGLang's HTTP routes over an ``EngineService``, and the check of the run's API key in front of them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -12,10 +13,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from buffer_rl.engine.embedded.protocol import BadRequestError, answer
 from buffer_rl.engine.embedded.service import EngineService
+from buffer_rl.engine.process import auth_headers
 from buffer_rl.errors import EngineError
 
 PROBE_TIMEOUT_S = 20.0
@@ -265,3 +267,39 @@ async def _object(request: HttpRequest) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
     return body
+
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Answered without a key, as SGLang does: routers and supervisors ask them so, and the answer says nothing else."""
+_REFUSAL = orjson.dumps(
+    {
+        "error": {
+            "message": "the engine's API key is missing or wrong; expected the header 'Authorization: Bearer KEY', "
+            "where KEY is args.engine_api_key"
+        }
+    }
+)
+
+
+class RequireKey:
+    """ASGI middleware: HTTP 401 for every request to ``app`` without ``key``, ``OPEN_PATHS`` excepted."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = auth_headers(key)["Authorization"].encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or scope.get("path") in OPEN_PATHS or self._allows(scope):
+            await self._app(scope, receive, send)
+            return
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(_REFUSAL)).encode()),
+            (b"www-authenticate", b"Bearer"),
+        ]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": _REFUSAL})
+
+    def _allows(self, scope: Scope) -> bool:
+        given: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return hmac.compare_digest(given, self._expected)  # takes as long wherever the two differ

@@ -1,7 +1,7 @@
 """Drawing tokens from logits: temperature, top-k, top-p, min-p, and random numbers that depend on nothing else.
 
 The number behind a token is a hash of (seed, position), so a sequence drawn again with its seed comes out again,
-whoever shares the batch. The token is found by inverting the cumulative distribution in float64, in two levels
+whatever else is in the batch. The token is found by inverting the cumulative distribution in float64, in two levels
 (blocks of 128 entries, then inside one), which is far cheaper than ``multinomial`` for large vocabularies.
 
 The reported log-probability is ``log_softmax(logits / temperature)`` of the drawn token: it comes from the very

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 import torch
 import uvicorn
 
-from buffer_rl.engine.api_key import take_key
-from buffer_rl.engine.embedded.authentication import RequireKey
 from buffer_rl.engine.embedded.loader import DTYPES, LoadedModel, LoadOptions, load_tokenizer
-from buffer_rl.engine.embedded.routes import build_app
+from buffer_rl.engine.embedded.routes import RequireKey, build_app
 from buffer_rl.engine.embedded.service import EngineService
-from buffer_rl.engine.process import exit_with_parent
+from buffer_rl.engine.process import exit_with_parent, pop_key
 from buffer_rl.errors import EngineError
 
 # The engine thread gives the interpreter lock up around every torch operation and has to get it back from the event
@@ -49,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Load the model, then serve until SIGTERM, SIGINT or a failure of the engine; returns the exit status."""
     args = build_parser().parse_args(argv)
-    api_key = take_key()
+    api_key = pop_key()
     if args.parent_fd is not None:
         exit_with_parent(args.parent_fd)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")

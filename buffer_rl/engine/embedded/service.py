@@ -7,14 +7,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from buffer_rl.engine.embedded.checksum import checksum_answer
 from buffer_rl.engine.embedded.engine_thread import EngineThread
-from buffer_rl.engine.embedded.loader import LoadedModel
+from buffer_rl.engine.embedded.loader import LoadedModel, StagedUpdate, checksum_answer
 from buffer_rl.engine.embedded.protocol import BadRequestError, GenerateCall, Limits, parse_generate
-from buffer_rl.engine.embedded.request import Request
-from buffer_rl.engine.embedded.scheduler import Scheduler
-from buffer_rl.engine.embedded.text import TextCodec
-from buffer_rl.engine.embedded.weight_update import StagedUpdate
+from buffer_rl.engine.embedded.scheduler import Request, Scheduler
+from buffer_rl.engine.text import TextCodec
 from buffer_rl.errors import EngineError
 
 PAUSE_MODES = ("abort", "in_place", "retract")
@@ -145,7 +142,7 @@ class EngineService:
         await self._thread.call(run)
 
     async def resume(self) -> None:
-        """End a pause. An update that was begun and not ended is given up: its sender has failed."""
+        """End a pause. An update that was begun and not ended is discarded: its sender has failed."""
         self.staged.discard()
         await self._thread.call(self.scheduler.resume)
 
@@ -162,7 +159,7 @@ class EngineService:
 
         def run() -> int:
             held = self.scheduler.num_running + self.scheduler.num_waiting
-            self._take(lambda: self.model.replace_weights(path), version, flush_cache)
+            self._replace(lambda: self.model.replace_weights(path), version, flush_cache)
             self.model_path = path
             return held if self.scheduler.paused else 0
 
@@ -180,13 +177,13 @@ class EngineService:
 
         def run() -> None:
             try:
-                self._take(lambda: self.model.replace_tensors(tensors), version, flush_cache)
+                self._replace(lambda: self.model.replace_tensors(tensors), version, flush_cache)
             finally:
                 tensors.clear()
 
         await self._thread.call(run, when_drained=True)
 
-    def _take(self, replace: Callable[[], None], version: str | None, flush_cache: bool) -> None:
+    def _replace(self, replace: Callable[[], None], version: str | None, flush_cache: bool) -> None:
         """In the engine thread: new weights under a new name, or the old ones under the old."""
         if flush_cache and self.scheduler.paused and self.scheduler.num_running:
             raise EngineError(
@@ -203,7 +200,7 @@ class EngineService:
     # ------------------------------------------------------------------ information
 
     async def checksums(self) -> dict[str, Any]:
-        """Checksums of the weights that are served now (see ``buffer_rl.engine.embedded.checksum``)."""
+        """Checksums of the weights that are served now (see ``buffer_rl.engine.embedded.loader``)."""
         answer: dict[str, Any] = await self._thread.call(lambda: checksum_answer(self.model.decoder.named_weights()))
         return answer
 

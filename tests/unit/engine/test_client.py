@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from buffer_rl.engine.answer import parse_answer
-from buffer_rl.engine.client import EngineClient, EngineControlClient
+from buffer_rl.engine.client import EngineClient, parse_answer
+from buffer_rl.engine.control import EngineControlClient, EngineFanOut
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.types import Status, VersionSpan
@@ -101,27 +101,27 @@ async def test_more_than_one_answer_a_request_is_refused():
 async def test_control_reaches_every_engine_and_failures_name_each_url():
     with FakeEngine(version=3) as first, FakeEngine(version=4) as second:
         async with EngineClient("", [first.url, second.url]) as client:
-            await client.pause("retract")
-            await client.resume()
-            await client.flush()
-            await client.health()
             await client.abort()
             await client.abort(["a", "b"])
-            assert await client.versions() == {first.url: "3", second.url: "4"}
+        with EngineControlClient([first.url, second.url]) as control:
+            control.pause("retract")
+            control.resume()
+            control.flush()
+            assert control.versions() == {first.url: "3", second.url: "4"}
             with pytest.raises(EngineError) as caught:  # the scripted engine has no such route
-                await client.begin_weight_update()
+                control.begin_weight_update()
         for engine in (first, second):
             assert engine.log.aborted == [{"abort_all": True}, {"rid": "a"}, {"rid": "b"}]
             assert engine.url in str(caught.value)
         assert "HTTP 404" in str(caught.value)
 
 
-async def test_one_dead_engine_among_living_ones_is_named():
+def test_one_dead_engine_among_living_ones_is_named():
     dead = closed_url()
     with FakeEngine() as engine:
-        async with EngineClient("", [engine.url, dead]) as client:
-            with pytest.raises(EngineError) as caught:
-                await client.health()
+        control = EngineControlClient([engine.url, dead])
+        with control, pytest.raises(EngineError) as caught:
+            control.flush()
     assert dead in str(caught.value)
     assert engine.url not in str(caught.value)
 
@@ -141,7 +141,7 @@ async def test_an_abort_that_an_engine_refuses_is_an_error():
                 await client.abort()
 
 
-async def test_without_engines_of_its_own_a_client_asks_the_router_for_them_each_time():
+async def test_without_engines_of_its_own_a_call_asks_the_router_for_them_each_time():
     listed: list[str] = []
 
     async def workers(request):
@@ -151,11 +151,13 @@ async def test_without_engines_of_its_own_a_client_asks_the_router_for_them_each
     app.router.add_get("/workers", workers)
     with FakeEngine(version=1) as first, FakeEngine(version=2) as second:
         async with TestServer(app) as router, EngineClient(str(router.make_url("/")), []) as client:
+            engines = EngineFanOut(lambda: [], 60.0, router_url=client.router_url)
             listed[:] = [first.url]
-            assert await client.versions() == {first.url: "1"}
+            assert await engines.versions() == {first.url: "1"}
             listed[:] = [second.url]
-            assert await client.versions() == {second.url: "2"}
+            assert await engines.versions() == {second.url: "2"}
             await client.abort(["r"])
+            await engines.close()
     assert (first.log.aborted, second.log.aborted) == ([], [{"rid": "r"}])
 
 
@@ -163,22 +165,21 @@ async def test_a_router_that_lists_no_workers_is_an_error():
     with FakeEngine() as engine:
         async with EngineClient(engine.url, []) as client:
             with pytest.raises(EngineError, match="HTTP 404"):
-                await client.versions()
+                await client.abort(["r"])
 
 
-async def test_engines_that_have_died_do_not_fail_a_call_that_another_one_answers():
+def test_engines_that_have_died_do_not_fail_a_call_that_another_one_answers():
     dead = closed_url()
     with FakeEngine(version=3) as engine:
-        async with EngineClient("", [engine.url, dead], is_gone=lambda url: url == dead) as client:
-            assert await client.versions() == {engine.url: "3"}
-            await client.pause()
-        async with EngineClient("", [engine.url, dead], is_gone=lambda url: False) as client:
-            with pytest.raises(EngineError) as caught:
-                await client.pause()
+        with EngineControlClient([engine.url, dead], is_gone=lambda url: url == dead) as control:
+            assert control.versions() == {engine.url: "3"}
+            control.pause()
+        living = EngineControlClient([engine.url, dead], is_gone=lambda url: False)
+        with living as control, pytest.raises(EngineError) as caught:
+            control.pause()
         assert dead in str(caught.value)
-        async with EngineClient("", [dead], is_gone=lambda url: True) as client:
-            with pytest.raises(EngineError):
-                await client.pause()
+        with EngineControlClient([dead], is_gone=lambda url: True) as control, pytest.raises(EngineError):
+            control.pause()
 
 
 def test_synchronous_control_works_without_and_within_an_event_loop():
@@ -187,8 +188,6 @@ def test_synchronous_control_works_without_and_within_an_event_loop():
         control.pause()
         control.flush()
         control.resume()
-        control.abort(["r"])
-        control.health()
         assert control.versions() == {engine.url: "2"}
 
         async def inside():
@@ -196,7 +195,7 @@ def test_synchronous_control_works_without_and_within_an_event_loop():
 
         assert asyncio.run(inside()) == {engine.url: "2"}
     with control, pytest.raises(EngineError):
-        control.health()
+        control.flush()
 
 
 def good_answer():

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engine.fleet_control import FleetControl
-from buffer_rl.engine.roster import Member, MemberState, Published, Roster
+from buffer_rl.engine.registry import EngineRegistry, FleetControl, Published, Replica, ReplicaState
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.weights.disk import DiskTransport
@@ -21,7 +20,7 @@ from buffer_rl.weights.publish import Publisher
 @pytest.fixture(autouse=True)
 def deaths_show_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted ones do; with real processes a call that failed waits a second for the kernel's word."""
-    monkeypatch.setattr("buffer_rl.engine.roster.DEATH_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("buffer_rl.engine.registry.DEATH_TIMEOUT_S", 0.02)
 
 
 class Scripted:
@@ -47,8 +46,8 @@ def closed_url() -> str:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def member(index: int, url: str, state: MemberState = MemberState.SERVING, **more) -> Member:
-    return Member(index=index, engine=Scripted(url, **more), state=state)
+def replica(index: int, url: str, state: ReplicaState = ReplicaState.SERVING, **more) -> Replica:
+    return Replica(index=index, engine=Scripted(url, **more), state=state)
 
 
 OPENED: list[FleetControl] = []
@@ -61,65 +60,65 @@ def controls_are_closed() -> Iterator[None]:
         OPENED.pop().close()
 
 
-def control_of(*members: Member, timeout_s: float = 10.0) -> tuple[FleetControl, Roster, list[Member]]:
-    admitted: list[Member] = []
-    roster = Roster(members=list(members))
-    OPENED.append(FleetControl(roster, admitted.append, timeout_s=timeout_s))
-    return OPENED[-1], roster, admitted
+def control_of(*replicas: Replica, timeout_s: float = 10.0) -> tuple[FleetControl, EngineRegistry, list[Replica]]:
+    admitted: list[Replica] = []
+    registry = EngineRegistry(replicas=list(replicas))
+    OPENED.append(FleetControl(registry, admitted.append, timeout_s=timeout_s))
+    return OPENED[-1], registry, admitted
 
 
 def test_a_replacement_that_waits_takes_part_in_the_publication_and_joins_at_its_end():
     with FakeEngine(version=4) as old, FakeEngine(version=4) as new, FakeEngine(version=0) as late:
-        waiting = member(1, new.url, MemberState.WAITING)
-        starting = member(2, late.url, MemberState.STARTING)
-        control, roster, admitted = control_of(member(0, old.url), waiting, starting)
+        waiting = replica(1, new.url, ReplicaState.WAITING)
+        starting = replica(2, late.url, ReplicaState.STARTING)
+        control, registry, admitted = control_of(replica(0, old.url), waiting, starting)
         control.pause()
-        starting.state = MemberState.WAITING  # too late for this one
+        starting.state = ReplicaState.WAITING  # too late for this one
         assert control.versions() == {old.url: "4", new.url: "4"}
         assert admitted == []
-        assert roster.publication.locked()
+        assert registry.publication.locked()
         control.resume()
     assert admitted == [waiting]
-    assert roster.published == Published(version="4", folder=None)
-    assert not roster.publication.locked()
+    assert registry.published == Published(version="4", folder=None)
+    assert not registry.publication.locked()
 
 
 def test_nobody_joins_a_fleet_whose_engines_differ():
     with FakeEngine(version=4) as old, FakeEngine(version=0) as new:
-        control, roster, admitted = control_of(member(0, old.url), member(1, new.url, MemberState.WAITING))
+        control, registry, admitted = control_of(replica(0, old.url), replica(1, new.url, ReplicaState.WAITING))
         control.pause()
         control.versions()
         control.resume()
-    assert (admitted, roster.published) == ([], None)
+    assert (admitted, registry.published) == ([], None)
 
 
 def test_an_engine_that_dies_in_the_middle_does_not_fail_the_publication_for_the_others():
     died: list[bool] = []
     with FakeEngine(version=5) as first:
         with FakeEngine(version=5) as second:
-            control, roster, _ = control_of(member(0, first.url), member(1, second.url, dead=lambda: bool(died)))
+            control, registry, _ = control_of(replica(0, first.url), replica(1, second.url, dead=lambda: bool(died)))
             control.pause()
         died.append(True)
         control.flush()
         assert control.versions() == {first.url: "5"}
         control.resume()
-    assert roster.published == Published(version="5", folder=None)
+    assert registry.published == Published(version="5", folder=None)
 
 
 def test_an_engine_that_lives_and_does_not_answer_fails_the_publication():
     with FakeEngine() as engine:
         url = closed_url()
-        control, roster, _ = control_of(member(0, engine.url), member(1, url))
+        control, registry, _ = control_of(replica(0, engine.url), replica(1, url))
         with pytest.raises(EngineError, match="ClientConnector") as caught:
             control.pause()
         assert url in str(caught.value)
         with pytest.raises(EngineError):
             control.resume()
-    assert not roster.publication.locked()
+    assert not registry.publication.locked()
 
 
 def test_a_publication_without_an_engine_left_shows_the_last_ones_end():
-    control, _, _ = control_of(member(0, closed_url(), dead=lambda: True), member(1, closed_url(), dead=lambda: True))
+    control, _, _ = control_of(replica(0, closed_url(), dead=lambda: True), replica(1, closed_url(), dead=lambda: True))
     with pytest.raises(EngineError, match=r"no engine is left: the engine was killed") as caught:
         control.pause()
     assert caught.value.where == "engine.log"
@@ -127,11 +126,11 @@ def test_a_publication_without_an_engine_left_shows_the_last_ones_end():
 
 def test_a_publication_waits_for_an_engine_that_joins_with_a_deadline():
     with FakeEngine() as engine:
-        control, roster, _ = control_of(member(0, engine.url), timeout_s=0.05)
-        with roster.publication, pytest.raises(DeadlineError, match="joins"):
+        control, registry, _ = control_of(replica(0, engine.url), timeout_s=0.05)
+        with registry.publication, pytest.raises(DeadlineError, match="joins"):
             control.pause()
         control.resume()  # as the publisher does, whatever failed
-    assert not roster.publication.locked()
+    assert not registry.publication.locked()
 
 
 class Folder:
@@ -146,8 +145,8 @@ def publisher(control: FleetControl, folder: Path, notices: list[str]) -> Publis
     return Publisher(DiskTransport(args), Folder(), control, first_pause_s=0.0, notice=notices.append)
 
 
-def published_version(roster: Roster) -> str | None:
-    return None if roster.published is None else roster.published.version
+def published_version(registry: EngineRegistry) -> str | None:
+    return None if registry.published is None else registry.published.version
 
 
 CALLS = ["/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"]
@@ -166,33 +165,33 @@ def test_one_failed_call_of_one_engine_costs_an_attempt_and_no_engine(tmp_path: 
         return fault
 
     with FakeEngine() as well, FakeEngine(control_fault=once) as failing:
-        control, roster, _ = control_of(member(0, well.url), member(1, failing.url))
+        control, registry, _ = control_of(replica(0, well.url), replica(1, failing.url))
         publisher(control, tmp_path, notices).publish(1)
         assert (well.version, failing.version) == (1, 1)
-    assert [member.death() for member in roster.all()] == [None, None]
-    assert published_version(roster) == "1"
+    assert [replica.error() for replica in registry.all()] == [None, None]
+    assert published_version(registry) == "1"
     assert len(notices) == 1
     assert call in notices[0]
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("state", [MemberState.SERVING, MemberState.WAITING])
+@pytest.mark.parametrize("state", [ReplicaState.SERVING, ReplicaState.WAITING])
 def test_an_engine_that_fails_every_attempt_is_given_up_and_the_others_go_on(
-    tmp_path: Path, call: str, state: MemberState
+    tmp_path: Path, call: str, state: ReplicaState
 ):
     def always(asked: str) -> Fault | None:
         return Fault.SERVER_ERROR if asked == call else None
 
     with FakeEngine() as well, FakeEngine(control_fault=always) as failing:
-        broken = member(1, failing.url, state)
-        control, roster, admitted = control_of(member(0, well.url), broken)
+        broken = replica(1, failing.url, state)
+        control, registry, admitted = control_of(replica(0, well.url), broken)
         publisher(control, tmp_path, []).publish(1)
         assert well.version == 1
-    assert "engine 1 failed the last attempt of a publication" in str(broken.death())
-    assert roster.all()[0].death() is None
-    assert published_version(roster) == "1"
+    assert "engine 1 failed the last attempt of a publication" in str(broken.error())
+    assert registry.all()[0].error() is None
+    assert published_version(registry) == "1"
     assert admitted == []
-    assert not roster.publication.locked()
+    assert not registry.publication.locked()
 
 
 def test_an_engine_is_given_up_by_the_last_attempt_alone_and_only_where_another_one_answers(tmp_path: Path):
@@ -200,15 +199,15 @@ def test_an_engine_is_given_up_by_the_last_attempt_alone_and_only_where_another_
         return Fault.SERVER_ERROR if asked == "/pause_generation" else None
 
     with FakeEngine(control_fault=always) as first, FakeEngine(control_fault=always) as second:
-        control, roster, _ = control_of(member(0, first.url), member(1, second.url))
+        control, registry, _ = control_of(replica(0, first.url), replica(1, second.url))
         with pytest.raises(EngineError, match="2 of 2 engines failed"):
             publisher(control, tmp_path, []).publish(1)
-        assert [member.death() for member in roster.all()] == [None, None]
+        assert [replica.error() for replica in registry.all()] == [None, None]
         with pytest.raises(EngineError):
             control.pause()
         control.resume()
-    assert [member.death() for member in roster.all()] == [None, None]
-    assert not roster.publication.locked()
+    assert [replica.error() for replica in registry.all()] == [None, None]
+    assert not registry.publication.locked()
 
 
 def test_an_engine_that_comes_round_in_the_last_attempt_has_three_again_in_the_next_publication(tmp_path: Path):
@@ -218,12 +217,12 @@ def test_an_engine_that_comes_round_in_the_last_attempt_has_three_again_in_the_n
         return faults.pop() if asked == "/pause_generation" and faults else None
 
     with FakeEngine() as well, FakeEngine(control_fault=while_there_are_any) as failing:
-        control, roster, _ = control_of(member(0, well.url), member(1, failing.url))
+        control, registry, _ = control_of(replica(0, well.url), replica(1, failing.url))
         for version in (1, 2):
             publisher(control, tmp_path, []).publish(version)
             assert (well.version, failing.version) == (version, version)
             faults.append(Fault.SERVER_ERROR)
-    assert [member.death() for member in roster.all()] == [None, None]
+    assert [replica.error() for replica in registry.all()] == [None, None]
 
 
 def test_an_engine_that_takes_the_weights_and_keeps_its_version_ends_the_publication(tmp_path: Path):
@@ -234,10 +233,10 @@ def test_an_engine_that_takes_the_weights_and_keeps_its_version_ends_the_publica
             return answer
 
     with FakeEngine() as well, Stale() as stale:
-        control, roster, _ = control_of(member(0, well.url), member(1, stale.url))
+        control, registry, _ = control_of(replica(0, well.url), replica(1, stale.url))
         with pytest.raises(EngineError, match="report other weights than version 1"):
             publisher(control, tmp_path, []).publish(1)
-    assert roster.published is None
+    assert registry.published is None
 
 
 def test_a_publication_for_which_nobody_is_left_is_an_error_and_not_an_empty_success():

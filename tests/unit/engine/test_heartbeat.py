@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engine.heartbeat import Heartbeat
-from buffer_rl.engine.roster import Member, MemberState, Roster
+from buffer_rl.engine.registry import EngineRegistry, Heartbeat, Replica, ReplicaState
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 
 
-def member(index: int, engine: FakeEngine, state: MemberState = MemberState.SERVING) -> Member:
+def replica(index: int, engine: FakeEngine, state: ReplicaState = ReplicaState.SERVING) -> Replica:
     process: Any = SimpleNamespace(url=engine.url, check=lambda: None)
-    return Member(index=index, engine=process, state=state)
+    return Replica(index=index, engine=process, state=state)
 
 
 def hang(engine: FakeEngine) -> None:
@@ -43,19 +42,19 @@ def until(condition: Any, timeout_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("state", [MemberState.SERVING, MemberState.WAITING, MemberState.LOADING])
-def test_an_engine_that_hangs_has_failed_and_the_others_have_not(state: MemberState) -> None:
+@pytest.mark.parametrize("state", [ReplicaState.SERVING, ReplicaState.WAITING, ReplicaState.LOADING])
+def test_an_engine_that_hangs_has_failed_and_the_others_have_not(state: ReplicaState) -> None:
     with FakeEngine() as well, FakeEngine(control_fault=lambda _: Fault.HANG, back_after_s=600.0) as hung:
-        members = [member(0, well), member(1, hung, state)]
-        heartbeat = Heartbeat(Roster(members=members), timeout_s=0.3)
+        replicas = [replica(0, well), replica(1, hung, state)]
+        heartbeat = Heartbeat(EngineRegistry(replicas=replicas), timeout_s=0.3)
         heartbeat.start()
         try:
             hang(hung)
-            until(lambda: members[1].death() is not None)
+            until(lambda: replicas[1].error() is not None)
         finally:
             heartbeat.stop()
-    assert "engine 1 hangs: no answer to /health for 0.3 s" in str(members[1].death())
-    assert members[0].death() is None
+    assert "engine 1 hangs: no answer to /health for 0.3 s" in str(replicas[1].error())
+    assert replicas[0].error() is None
 
 
 def test_an_engine_that_answers_garbage_is_not_healthy_and_the_others_are_still_watched() -> None:
@@ -71,20 +70,20 @@ def test_an_engine_that_answers_garbage_is_not_healthy_and_the_others_are_still_
 
         threading.Thread(target=answer, daemon=True).start()
         process: Any = SimpleNamespace(url=f"http://127.0.0.1:{garbage.getsockname()[1]}", check=lambda: None)
-        members = [member(0, well), Member(index=1, engine=process, state=MemberState.SERVING)]
-        heartbeat = Heartbeat(Roster(members=members), timeout_s=0.3)
+        replicas = [replica(0, well), Replica(index=1, engine=process, state=ReplicaState.SERVING)]
+        heartbeat = Heartbeat(EngineRegistry(replicas=replicas), timeout_s=0.3)
         heartbeat.start()
         try:
-            until(lambda: members[1].death() is not None)
+            until(lambda: replicas[1].error() is not None)
         finally:
             heartbeat.stop()
-    assert members[0].death() is None
+    assert replicas[0].error() is None
 
 
 def test_silences_shorter_than_the_deadline_do_not_add_up() -> None:
     with FakeEngine(control_fault=lambda _: Fault.HANG, back_after_s=1.5) as engine:
-        one = member(0, engine)
-        heartbeat = Heartbeat(Roster(members=[one]), timeout_s=30.0)
+        one = replica(0, engine)
+        heartbeat = Heartbeat(EngineRegistry(replicas=[one]), timeout_s=30.0)
         heartbeat._interval_s = 0.05
         heartbeat.start()
         try:
@@ -94,13 +93,13 @@ def test_silences_shorter_than_the_deadline_do_not_add_up() -> None:
                 until(lambda: not heartbeat._failing_since)
         finally:
             heartbeat.stop()
-    assert one.death() is None
+    assert one.error() is None
 
 
 def test_an_engine_that_does_not_serve_yet_is_not_asked() -> None:
     with FakeEngine(control_fault=lambda _: Fault.HANG, back_after_s=600.0) as hung, FakeEngine() as well:
-        starting, serving = member(0, hung, MemberState.STARTING), member(1, well)
-        heartbeat = Heartbeat(Roster(members=[starting, serving]), timeout_s=0.1)
+        starting, serving = replica(0, hung, ReplicaState.STARTING), replica(1, well)
+        heartbeat = Heartbeat(EngineRegistry(replicas=[starting, serving]), timeout_s=0.1)
         hang(hung)
         rounds: list[bool] = []
         note = heartbeat._note
@@ -110,5 +109,5 @@ def test_an_engine_that_does_not_serve_yet_is_not_asked() -> None:
             until(lambda: len(rounds) >= 5)
         finally:
             heartbeat.stop()
-    assert starting.death() is None
+    assert starting.error() is None
     assert all(rounds)

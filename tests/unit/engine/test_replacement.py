@@ -12,7 +12,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from buffer_rl.engine.client import EngineClient, EngineControlClient
+from buffer_rl.engine.client import EngineClient
+from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.errors import EngineError

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engine.embedded.request import Request
 from buffer_rl.engine.embedded.sampling import SamplingParams
-from buffer_rl.engine.embedded.text import TextCodec
-from buffer_rl.engine.stop_strings import first_stop, text_before_stop
+from buffer_rl.engine.embedded.scheduler import Request
+from buffer_rl.engine.text import TextCodec, first_stop, text_before_stop
 from buffer_rl.rollout.generate import end_of_straddling_stop, response_text
 from buffer_rl.testing.tiny import make_char_tokenizer
 

@@ -17,7 +17,8 @@ import pytest
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.data.source import PromptDataSource
-from buffer_rl.engine.client import EngineClient, EngineControlClient
+from buffer_rl.engine.client import EngineClient
+from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout

@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from buffer_rl.engine.client import EngineClient
+from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.testing.slots import Slots
 from harness.processes import holds_within
@@ -128,8 +129,8 @@ async def test_a_client_that_goes_away_is_noticed() -> None:
 async def test_new_weights_are_a_new_version() -> None:
     with FakeEngine(version=3) as engine:
         assert (await post(engine.url, body()))["meta_info"]["weight_version"] == "3"
-        async with EngineClient("", [engine.url]) as client:
-            await client.update_weights_from_disk("somewhere", 4)
-            assert await client.versions() == {engine.url: "4"}
+        with EngineControlClient([engine.url]) as control:
+            control.update_weights_from_disk("somewhere", 4)
+            assert control.versions() == {engine.url: "4"}
         assert (await post(engine.url, body()))["meta_info"]["weight_version"] == "4"
     assert engine.log.updates == [{"model_path": "somewhere", "weight_version": "4"}]

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.errors import EngineError
-from buffer_rl.weights.bucket_layout import ALIGNMENT, DTYPES, BucketLayout, as_bytes
+from buffer_rl.weights.shared_bucket import ALIGNMENT, DTYPES, BucketLayout
+from buffer_rl.weights.shared_memory import as_bytes
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 

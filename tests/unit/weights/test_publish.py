@@ -57,7 +57,7 @@ def test_a_call_that_fails_is_made_again_for_the_version_that_was_written_once(t
     assert engines.version == 3
     assert not engines.paused
     assert engines.calls.count("pause") == engines.calls.count("resume") == 3
-    assert engines.calls.index("let go") > engines.calls.index("resume")  # the last attempt alone
+    assert engines.calls.index("drop failed") > engines.calls.index("resume")  # the last attempt alone
     assert writer.writes == 1
     assert notices == [
         f"the publication of version 3 is tried again ({number} of 2): http://engine-0: broken for now"

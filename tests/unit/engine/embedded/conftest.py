@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from buffer_rl.engine.embedded.fallback import FallbackDecoder
 from buffer_rl.engine.embedded.model import FastDecoder
-from buffer_rl.engine.embedded.request import Request
 from buffer_rl.engine.embedded.sampling import SamplingParams
-from buffer_rl.engine.embedded.scheduler import Scheduler
+from buffer_rl.engine.embedded.scheduler import Request, Scheduler
 
 
 @pytest.fixture(scope="session")

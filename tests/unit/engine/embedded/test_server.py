@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from buffer_rl.engine.client import EngineClient
+from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.engine.router import Router
@@ -434,7 +435,8 @@ async def test_through_the_router_the_same_answers_arrive_for_the_same_seeds(fle
 
 async def test_through_the_router_a_client_that_goes_away_ends_its_request(fleet, http):
     async with EngineClient(fleet.router_url, fleet.engine_urls) as client:
-        await client.pause("in_place")
+        with EngineControlClient(fleet.engine_urls) as control:
+            control.pause("in_place")
         task = asyncio.create_task(client.agenerate("gone", [5], {"max_new_tokens": 2}))
         await http.until(lambda info: info["num_waiting_requests"] == 1)
         task.cancel()
@@ -443,11 +445,12 @@ async def test_through_the_router_a_client_that_goes_away_ends_its_request(fleet
 
 async def test_the_router_leaves_a_paused_engine_alone(fleet, http):
     async with EngineClient(fleet.router_url, fleet.engine_urls) as client:
-        await client.pause("retract")
-        task = asyncio.create_task(client.agenerate("patient", [5], {"max_new_tokens": 2}))
-        await http.until(lambda info: info["num_waiting_requests"] == 1)
-        await client.flush()
-        await client.resume()
+        with EngineControlClient(fleet.engine_urls) as control:
+            control.pause("retract")
+            task = asyncio.create_task(client.agenerate("patient", [5], {"max_new_tokens": 2}))
+            await http.until(lambda info: info["num_waiting_requests"] == 1)
+            control.flush()
+            control.resume()
         assert len((await task).output_ids) <= 2
 
 

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from buffer_rl.config import compose
-from buffer_rl.engine.client import EngineControlClient
-from buffer_rl.engine.embedded.checksum import checksum_answer
+from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.embedded.launcher import EmbeddedEngine, launch
-from buffer_rl.engine.embedded.loader import LoadedModel, LoadOptions
+from buffer_rl.engine.embedded.loader import LoadedModel, LoadOptions, checksum_answer
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.tiny import ARCHITECTURES
 from buffer_rl.train.model import hf_state, load_model, weight_buckets

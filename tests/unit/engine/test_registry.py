@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from buffer_rl.engine.roster import Member, MemberState, Roster
+from buffer_rl.engine.registry import EngineRegistry, Replica, ReplicaState
 from buffer_rl.errors import EngineError
 
 
@@ -24,29 +24,29 @@ class Process:
         return
 
 
-def member(index: int, state: MemberState) -> Member:
-    return Member(index=index, engine=Process(f"http://engine-{index}"), state=state)
+def replica(index: int, state: ReplicaState) -> Replica:
+    return Replica(index=index, engine=Process(f"http://engine-{index}"), state=state)
 
 
 def test_an_engine_that_waits_for_weights_counts_only_while_some_are_published():
-    serving, waiting = member(0, MemberState.SERVING), member(1, MemberState.WAITING)
-    roster = Roster(members=[waiting, serving, member(2, MemberState.STARTING)])
-    assert roster.able() == [serving]
+    serving, waiting = replica(0, ReplicaState.SERVING), replica(1, ReplicaState.WAITING)
+    registry = EngineRegistry(replicas=[waiting, serving, replica(2, ReplicaState.STARTING)])
+    assert registry.healthy() == [serving]
     serving.engine.ended = True
-    assert roster.able() == []
-    with roster.publication:
-        assert roster.able() == [waiting]
+    assert registry.healthy() == []
+    with registry.publication:
+        assert registry.healthy() == [waiting]
 
 
 def test_an_engine_is_gone_once_it_has_died_or_left():
-    alive, dead = member(0, MemberState.SERVING), member(1, MemberState.SERVING)
+    alive, dead = replica(0, ReplicaState.SERVING), replica(1, ReplicaState.SERVING)
     dead.engine.ended = True
-    roster = Roster(members=[alive, dead])
-    assert not roster.is_gone(alive.url)
-    assert roster.is_gone(dead.url)
-    roster.remove(alive)
-    assert roster.is_gone(alive.url)
-    assert roster.all() == [dead]
+    registry = EngineRegistry(replicas=[alive, dead])
+    assert not registry.is_gone(alive.url)
+    assert registry.is_gone(dead.url)
+    registry.remove(alive)
+    assert registry.is_gone(alive.url)
+    assert registry.all() == [dead]
 
 
 def test_an_engine_of_a_launcher_without_check_counts_as_alive_until_it_fails_to_start():
@@ -59,7 +59,7 @@ def test_an_engine_of_a_launcher_without_check_counts_as_alive_until_it_fails_to
         def stop(self) -> None:
             return
 
-    plain = Member(index=0, engine=Plain())
-    assert plain.death() is None
+    plain = Replica(index=0, engine=Plain())
+    assert plain.error() is None
     plain.failure = EngineError("it did not start")
-    assert plain.death() is plain.failure
+    assert plain.error() is plain.failure
