@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.buffer.cells import Cell, RowSizes
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import Cell, LocalDataPlane, RowSizes
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.pools import Pools
 from buffer_rl.types import GroupUid, RowId, Ticket

@@ -17,11 +17,10 @@ import numpy as np
 import ray
 
 from buffer_rl.buffer.actor import start_buffer
-from buffer_rl.buffer.cells import RowSizes
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.columns import RowSizes
 from buffer_rl.buffer.pool import ReadRequest
-from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient
-from buffer_rl.buffer.storage.offer import StorageUnit
+from buffer_rl.buffer.storage import PayloadProducer, StorageClient, StorageUnit
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.config import compose, dump_args
 from buffer_rl.options import CORE_SECTIONS

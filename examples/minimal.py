@@ -27,8 +27,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.ledger import MemoryLedger
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import Options, compose
 from buffer_rl.data.source import EvalSource, PromptDataSource

@@ -12,11 +12,10 @@ import ray
 
 from buffer_rl.buffer.calling import Answers, StartedCall
 from buffer_rl.buffer.calls import OpenCalls
-from buffer_rl.buffer.cells import BatchPlan, Cell, assemble
-from buffer_rl.buffer.partition import Splitting
+from buffer_rl.buffer.columns import BatchPlan, Cell, Columns, assemble
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
-from buffer_rl.buffer.storage.offer import NumberedCall, Offer
-from buffer_rl.buffer.wire import Columns
+from buffer_rl.buffer.readers import Splitting
+from buffer_rl.buffer.storage import NumberedCall, Offer
 from buffer_rl.errors import DeadlineError, PayloadLostError
 from buffer_rl.types import Column, RolloutReport, RowId, Ticket, TrainBatch
 

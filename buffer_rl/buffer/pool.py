@@ -12,11 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from buffer_rl.buffer.cells import BatchPlan, GroupSlice
-from buffer_rl.buffer.partition import Splitting, balanced_partition
-from buffer_rl.buffer.plane import DataPlane
-from buffer_rl.buffer.readers import Reader
-from buffer_rl.buffer.samplers import Request
+from buffer_rl.buffer.columns import BatchPlan, DataPlane, GroupSlice
+from buffer_rl.buffer.readers import Reader, Request, Splitting, balanced_partition
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId
 
@@ -51,7 +48,7 @@ class ReadRequest:
     fields: those that the rows must have. produces: those that the task adds to them.
     sampler: ``group``, or ``balanced`` for ranks that work in step.
     is_final: rows that were handed out are part of the step, whatever finishes later.
-    leave: see ``buffer_rl.buffer.samplers.Request``.
+    leave: see ``buffer_rl.buffer.readers.Request``.
     """
 
     reader: str

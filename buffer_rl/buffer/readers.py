@@ -1,12 +1,209 @@
-"""What one reading task of a pool was handed, and what waits for it."""
+"""Which finished groups a reading task of a pool gets next, and how rows are split over data-parallel ranks.
+
+``Ready`` is an ordered queue of groups whose fields are all there and which the reader did not get yet. A sampler takes
+whole prompt groups from its front, so that a call costs as much as it returns, however many groups wait.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
 
-from buffer_rl.buffer.samplers import ReadyGroup, Request, sampler_named
+from buffer_rl.errors import BufferStateError
 from buffer_rl.types import GroupUid
+
+
+class Splitting(StrEnum):
+    """What of a batch goes to one rank as a whole: single rows; the rows of a prompt group; or groups where there are
+    as many as ranks, and rows where there are fewer."""
+
+    ROWS = "rows"
+    GROUPS = "groups"
+    GROUPS_OR_ROWS = "groups or rows"
+
+
+def balanced_partition(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Row indices in ``num_parts`` parts whose sums of ``lengths`` (tokens a row) are about equal.
+
+    Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17,
+    1969): the largest part exceeds the best possible one by at most a third. Every row is in exactly one part; no
+    part is empty where there are at least as many rows as parts; row counts may differ. Equal input gives equal
+    output, and each part is in ascending order.
+
+    Raises ValueError if ``num_parts`` is below 1 or a length is negative.
+    """
+    if num_parts < 1:
+        raise ValueError(f"num_parts must be at least 1, not {num_parts}")
+    if any(length < 0 for length in lengths):
+        raise ValueError("lengths must not be negative")
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    # Entries are (tokens, rows, part): of equally loaded parts the one with the fewest rows takes the next row, so
+    # that rows of length 0 spread too, and no part stays empty.
+    heap = [(0, 0, part) for part in range(num_parts)]
+    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, rows, part = heapq.heappop(heap)
+        parts[part].append(row)
+        heapq.heappush(heap, (tokens + int(lengths[row]), rows + 1, part))
+    return [sorted(part) for part in parts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyGroup:
+    """tokens: prompt and response tokens of each of its rows."""
+
+    uid: GroupUid
+    tokens: list[int]
+
+
+Ready = OrderedDict[GroupUid, ReadyGroup]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a reader asks for: about ``num_rows`` rows, as rank ``dp_rank`` of ``dp_size``.
+
+    leave: it asks ahead of its need: for a full batch, and only where as many more as this are ready for others. What
+    is ready in a closed pool counts as full. None: it needs what there is."""
+
+    num_rows: int
+    dp_rank: int = 0
+    dp_size: int = 1
+    leave: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1:
+            raise BufferStateError(f"{self.num_rows} rows were asked for", expected="at least 1")
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise BufferStateError(f"rank {self.dp_rank} of {self.dp_size} does not exist")
+
+
+class Sampler(Protocol):
+    """Hands out ready groups of one pool to one reader, which may have several ranks."""
+
+    def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
+        """Remove groups from ``ready`` and return them; none if there are not enough yet.
+
+        closed: no further groups will come, so what is there must do."""
+        ...
+
+    def holds_back(self, request: Request) -> bool:
+        """Whether groups that left ``ready`` still wait for the request's rank."""
+        ...
+
+    def withdraw(self, uids: Collection[GroupUid]) -> None:
+        """These groups left the pool."""
+        ...
+
+
+class GroupSampler:
+    """Groups in the order in which they became ready, to whoever asks first: as many as fit into the rows asked for,
+    at least one."""
+
+    def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
+        """See ``Sampler.take``."""
+        if request.leave is not None and _num_batches(ready, request.num_rows, closed) <= request.leave:
+            return []
+        chosen: list[GroupUid] = []
+        rows = 0
+        while ready:
+            uid, group = next(iter(ready.items()))
+            rows += len(group.tokens)
+            if chosen and rows > request.num_rows:
+                break
+            chosen.append(uid)
+            del ready[uid]
+        return chosen
+
+    def holds_back(self, request: Request) -> bool:
+        """See ``Sampler.holds_back``."""
+        return False
+
+    def withdraw(self, uids: Collection[GroupUid]) -> None:
+        """See ``Sampler.withdraw``."""
+
+
+@dataclass(slots=True)
+class BalancedSampler:
+    """Equal work for every rank: once there are rows for all ranks, the groups are dealt out so that each rank has
+    about as many tokens, and a rank's k-th call gets its part of the k-th deal, whoever calls first, and whatever its
+    ``leave`` says.
+
+    In the last deal a rank may get nothing, if there are fewer groups than ranks. The first request says how many ranks
+    there are; one that says otherwise is refused.
+    """
+
+    _deals: list[list[list[GroupUid]]] = field(default_factory=list)
+    _next_deal: dict[int, int] = field(default_factory=dict)
+    _dp_size: int | None = None
+
+    def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
+        """See ``Sampler.take``. Raises BufferStateError for another number of ranks than before."""
+        self._dp_size = self._dp_size or request.dp_size
+        if request.dp_size != self._dp_size:
+            raise BufferStateError(
+                f"rank {request.dp_rank} of {request.dp_size} asks, and groups are dealt to {self._dp_size} ranks",
+                expected=f"dp_size {self._dp_size}, as in the first request",
+            )
+        rank = request.dp_rank
+        number = self._next_deal.get(rank, 0)
+        while number < len(self._deals) or self._deal(ready, request, closed):
+            number += 1
+            self._next_deal[rank] = number
+            if part := self._deals[number - 1][rank]:
+                return part
+        return []
+
+    def holds_back(self, request: Request) -> bool:
+        """See ``Sampler.holds_back``."""
+        later = self._deals[self._next_deal.get(request.dp_rank, 0) :]
+        return any(deal[request.dp_rank] for deal in later)
+
+    def withdraw(self, uids: Collection[GroupUid]) -> None:
+        """See ``Sampler.withdraw``."""
+        self._deals = [[[uid for uid in part if uid not in uids] for part in deal] for deal in self._deals]
+
+    def _deal(self, ready: Ready, request: Request, closed: bool) -> bool:
+        chosen: list[ReadyGroup] = []
+        rows, wanted = 0, request.num_rows * request.dp_size
+        for group in ready.values():
+            if rows >= wanted and len(chosen) >= request.dp_size:
+                break
+            chosen.append(group)
+            rows += len(group.tokens)
+        if not chosen or ((rows < wanted or len(chosen) < request.dp_size) and not closed):
+            return False
+        for group in chosen:
+            del ready[group.uid]
+        parts = balanced_partition([sum(group.tokens) for group in chosen], request.dp_size)
+        self._deals.append([[chosen[index].uid for index in part] for part in parts])
+        return True
+
+
+def _num_batches(ready: Ready, num_rows: int, closed: bool) -> int:
+    """How many full batches ``GroupSampler`` would hand out of ``ready``; the last one counts in a closed pool."""
+    batches = rows = 0
+    for group in ready.values():
+        if rows and rows + len(group.tokens) > num_rows:
+            batches, rows = batches + 1, 0
+        rows += len(group.tokens)
+        if rows >= num_rows:
+            batches, rows = batches + 1, 0
+    return batches + (closed and rows > 0)
+
+
+SAMPLERS: dict[str, Callable[[], Sampler]] = {"group": GroupSampler, "balanced": BalancedSampler}
+"""By the name that a reader gives."""
+
+
+def sampler_named(name: str) -> Sampler:
+    """A fresh sampler. Raises BufferStateError for an unknown name."""
+    if name not in SAMPLERS:
+        raise BufferStateError(f"there is no sampler {name!r}", expected=f"one of {', '.join(SAMPLERS)}")
+    return SAMPLERS[name]()
 
 
 class Reader:

@@ -8,11 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from buffer_rl.buffer.cells import RowSizes
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.columns import Columns, RowSizes
 from buffer_rl.buffer.partial import check_versions
-from buffer_rl.buffer.storage.offer import Offer
-from buffer_rl.buffer.wire import Columns
+from buffer_rl.buffer.storage import Offer
 from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.types import Column, GroupUid, QueueHeader, RowId, SampleGroup, Ticket
 
@@ -44,7 +43,7 @@ class BatchSource(Protocol):
 
 
 class PayloadStore(Protocol):
-    """Keeps the large columns of a group out of the report (see ``buffer_rl.buffer.storage.client``)."""
+    """Keeps the large columns of a group out of the report (see ``buffer_rl.buffer.storage``)."""
 
     def offered(
         self, columns: Mapping[str, Column], *, blocking: bool

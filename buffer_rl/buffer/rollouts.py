@@ -1,20 +1,66 @@
 """The training groups between the data source and a step: the queue, the open rollouts and their leases.
 
+A group is admitted when it is leased for the first time, and keeps its number: a group that returns to the queue takes
+its old place, before all groups that were admitted later.
+
 Methods that change something check everything first, so that a refused request changes nothing.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from buffer_rl.buffer.feed import Feed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.partial import RequeueRule, oldest_version
-from buffer_rl.buffer.queue import Admitted, GroupQueue
 from buffer_rl.errors import BufferRestartedError, BufferStateError
 from buffer_rl.types import GroupUid, QueueHeader, SampleGroup, Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """A group with its running number."""
+
+    group: SampleGroup
+    number: int
+
+
+class GroupQueue:
+    """Iterates over the groups, the next one first."""
+
+    def __init__(self, groups: Iterable[SampleGroup] = ()) -> None:
+        self._entries = [Admitted(group=group, number=number) for number, group in enumerate(groups)]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[SampleGroup]:
+        return (entry.group for entry in self._entries)
+
+    @property
+    def entries(self) -> Sequence[Admitted]:
+        """The groups with their numbers."""
+        return tuple(self._entries)
+
+    def first(self, num_groups: int, chosen: Sequence[GroupUid] | None = None) -> list[Admitted]:
+        """The next groups, or those of ``chosen`` that are here, in its order; at most ``num_groups``. They stay."""
+        if chosen is None:
+            return self._entries[:num_groups]
+        by_uid = {entry.group.uid: entry for entry in self._entries}
+        return [by_uid[uid] for uid in list(dict.fromkeys(chosen))[:num_groups] if uid in by_uid]
+
+    def remove(self, uids: Collection[GroupUid]) -> None:
+        """Take groups out; those that are not here are passed over."""
+        gone = set(uids)
+        self._entries = [entry for entry in self._entries if entry.group.uid not in gone]
+
+    def put(self, entry: Admitted) -> None:
+        """Put a group at the place of its number."""
+        bisect.insort(self._entries, entry, key=lambda other: other.number)
+
 
 QUARANTINED = "quarantined"
 """What drops are counted as that are quarantined; the ledger has each one's reason."""

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from buffer_rl.buffer.cells import Cell, RowSizes
 from buffer_rl.buffer.codec import group_from_json, group_to_json
+from buffer_rl.buffer.columns import Cell, DataPlane, RowSizes
 from buffer_rl.buffer.feed import DeliveredFeed, PromptSource, feed_of
 from buffer_rl.buffer.ledger import GroupState, Ledger, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
-from buffer_rl.buffer.plane import DataPlane
-from buffer_rl.buffer.pool_calls import PoolCalls
-from buffer_rl.buffer.pools import Pools
-from buffer_rl.buffer.queue import GroupQueue
+from buffer_rl.buffer.pools import PoolCalls, Pools
 from buffer_rl.buffer.record import RunRecord
-from buffer_rl.buffer.rollouts import POSITION, Lease, OpenRollout, Rollouts
+from buffer_rl.buffer.rollouts import POSITION, GroupQueue, Lease, OpenRollout, Rollouts
 from buffer_rl.data.delivery import Delivery
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.types import (

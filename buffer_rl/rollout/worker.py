@@ -16,8 +16,7 @@ import ray
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.rollout_client import RolloutClient
-from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient
-from buffer_rl.buffer.storage.offer import StorageUnit
+from buffer_rl.buffer.storage import PayloadProducer, StorageClient, StorageUnit
 from buffer_rl.cluster.logs import redirect_output
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.rollout_client import GroupEncoder, RolloutClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource

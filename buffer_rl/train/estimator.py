@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from buffer_rl.buffer.partition import Splitting
+from buffer_rl.buffer.readers import Splitting
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, scope_of
 from buffer_rl.types import TrainBatch

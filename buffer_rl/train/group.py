@@ -16,8 +16,8 @@ import ray
 import torch
 
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.buffer.partition import Splitting
 from buffer_rl.buffer.pool import FIELD_OF_MODEL
+from buffer_rl.buffer.readers import Splitting
 from buffer_rl.cluster.logs import redirect_output
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import load_args

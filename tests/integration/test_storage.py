@@ -19,12 +19,10 @@ import ray
 from ray._private.internal_api import node_stats
 
 from buffer_rl.buffer.actor import MAX_WAITERS, start_buffer
-from buffer_rl.buffer.cells import RowSizes
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.columns import RowSizes
 from buffer_rl.buffer.pool import ReadRequest
-from buffer_rl.buffer.storage.actor import start_storage
-from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient
-from buffer_rl.buffer.storage.offer import StorageUnit
+from buffer_rl.buffer.storage import PayloadProducer, StorageClient, StorageUnit, start_storage
 from buffer_rl.config import dump_args
 from buffer_rl.errors import BufferStateError, DeadlineError, PayloadLostError, WorkerError
 from buffer_rl.types import SampleGroup, Ticket

@@ -20,7 +20,7 @@ import ray
 
 from buffer_rl.buffer.actor import CHANGES, READS, STATE_FILE, BufferActor, can_restart
 from buffer_rl.buffer.calling import Answers
-from buffer_rl.buffer.cells import assemble
+from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger_place import ledger_writer, new_ledger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose, dump_args

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from buffer_rl.buffer.cells import assemble
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import LocalDataPlane, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest
 from buffer_rl.types import GroupUid, RowId
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import MemoryLedger
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.cells import Cell, RowSizes, assemble
-from buffer_rl.buffer.partition import Splitting
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import Cell, LocalDataPlane, RowSizes, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
+from buffer_rl.buffer.readers import Splitting
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import GroupUid, RowId
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.ledger import GroupState, MemoryLedger
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import GroupUid, Sample, SampleGroup

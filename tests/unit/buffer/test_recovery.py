@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.ledger import GroupState
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.record import RunRecord
 from buffer_rl.buffer.sqlite_ledger import SqliteLedger
 from buffer_rl.buffer.state import BufferState

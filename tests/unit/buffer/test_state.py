@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.ledger import GroupState, MemoryLedger
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.ledger import GroupState, MemoryLedger
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource

@@ -7,9 +7,8 @@ import aiohttp
 import pytest
 
 from buffer_rl.engine.client import EngineClient
-from buffer_rl.testing.fake_engine import FakeEngine, Fault
+from buffer_rl.testing.fake_engine import FakeEngine, Fault, Slots
 from buffer_rl.testing.processes import holds_within
-from buffer_rl.testing.slots import Slots
 
 
 def body(**more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.pool import DataPool, ReadRequest
 from buffer_rl.train.duties import STREAMED_GROUPS, rows_per_batch
 from buffer_rl.types import GroupUid, RowId

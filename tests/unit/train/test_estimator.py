@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.buffer.cells import assemble
-from buffer_rl.buffer.partition import Splitting
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import LocalDataPlane, assemble
 from buffer_rl.buffer.pool import DataPool
+from buffer_rl.buffer.readers import Splitting
 from buffer_rl.config import Options
 from buffer_rl.errors import BufferStateError, PluginError
 from buffer_rl.plugins import PluginRegistry

@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from buffer_rl.buffer.cells import assemble
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import LocalDataPlane, assemble
 from buffer_rl.buffer.pool import DataPool
 from buffer_rl.config import Options
 from buffer_rl.errors import PluginError

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from buffer_rl.buffer.cells import assemble
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import LocalDataPlane, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import DeadlineError, TrainError
 from buffer_rl.train.duties import advantage_stage, gradient_stage

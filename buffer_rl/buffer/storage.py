@@ -1,25 +1,75 @@
-"""A storage process: owner of payloads that others produced.
+"""Large payloads: in the object store, written once by their producer and owned by a storage process.
 
 An object of Ray's store dies with the process that owns it, and the owner of a call's answer is the caller. So the
 owner calls the producer for its payload: the producer writes it into the store of its own node, once, and it outlives
 the producer. The owner then makes the call that the payload belongs to, and keeps nothing: a payload is freed when the
 Buffer drops its reference. (What a producer is writing when its owner dies, Ray keeps until the run ends.)
+
+Blocking: the producer waits for the owner. The owner waits for the producer's ``give_payloads`` and then for the
+Buffer, with deadlines that end earlier; so that method must be answered while the producer waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import ray
 
 from buffer_rl.buffer.calling import Answers
-from buffer_rl.buffer.cells import Cell
-from buffer_rl.buffer.storage.offer import NumberedCall, Offered, StorageUnit
-from buffer_rl.buffer.wire import Columns
+from buffer_rl.buffer.columns import Cell, Columns, column_bytes
 from buffer_rl.errors import DeadlineError
+from buffer_rl.types import Column
+
+NumberedCall = tuple[str, int, int, str, tuple[Any, ...]]
+"""A call that changes the Buffer: the arguments of ``BufferActor.change``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """Stands for a large column in the arguments of a call: its producer has it under ``key``."""
+
+    key: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageUnit:
+    """A process that owns payloads, and its name in messages. buffer: the actor that it passes calls on to; None where
+    it is the Buffer itself."""
+
+    actor: Any
+    name: str
+    buffer: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Who has the offered columns of a call, and who is to own them; the call goes by way of the owner.
+
+    producer: the actor, a ``PayloadProducer``. timeout_s: for the Buffer's answer; half of it for the columns.
+    """
+
+    producer: Any
+    unit: StorageUnit
+    timeout_s: float
+
+    def ask(self, call: NumberedCall) -> Any:
+        """Make the call; returns the reference to its answer."""
+        passed_to = () if self.unit.buffer is None else (self.unit.buffer,)
+        return self.unit.actor.change_with_payloads.remote(self.producer, self.timeout_s, call, *passed_to)
+
+    @property
+    def answers(self) -> Answers:
+        """Waits for the answer of the owner: longer than it waits, so that it can say for whom."""
+        who = "the Buffer" if self.unit.buffer is None else self.unit.name
+        return Answers(who=who, role=self.unit.name, timeout_s=2 * self.timeout_s, flag="--buffer-timeout-s")
+
 
 MAX_REPORTS = 8
 """Reports that one owner works on at a time; others wait for it."""
@@ -98,3 +148,61 @@ def start_storage(num_units: int, buffer: Any) -> list[StorageUnit]:
     )
     names = [f"storage-{index}" for index in range(num_units)]
     return [StorageUnit(actor=remote(StorageActor).remote(name), name=name, buffer=buffer) for name in names]
+
+
+class PayloadProducer:
+    """Mixin of async actors that store payloads: answers the owner's calls. ``offers`` are the columns by key."""
+
+    offers: dict[int, Column]
+
+    async def give_payloads(self, keys: Sequence[int]) -> tuple[Any, ...]:
+        """The columns offered under ``keys``, each an object of the store, and that this is all of them."""
+        return *(self.offers[key] for key in keys), True
+
+
+class StorageClient:
+    """Offers the large columns of one producer, which must be a ``PayloadProducer`` and hold ``offers``.
+
+    units: storage processes, taken in turn. min_bytes: smaller columns stay inside the call that reports them.
+    Make it in the producer's process.
+    """
+
+    def __init__(
+        self, units: Sequence[StorageUnit], offers: dict[int, Column], *, timeout_s: float, min_bytes: int
+    ) -> None:
+        self._me = cast(Any, ray).get_runtime_context().current_actor
+        self._units = itertools.cycle(units)
+        self._offers = offers
+        self._timeout_s = timeout_s
+        self._min_bytes = min_bytes
+        self._keys = itertools.count()
+
+    @contextmanager
+    def offered(self, columns: Mapping[str, Column], *, blocking: bool) -> Iterator[tuple[Columns, Offer | None]]:
+        """What a call, made and answered inside the block, sends for ``columns``, and the ``offer`` for
+        ``BufferClient.change``; None where all of them are small.
+
+        blocking: whether the thread waits for the answer. The event loop's thread could then not hand anything over:
+        the columns stay as they are."""
+        large = [name for name, column in columns.items() if column_bytes(column) >= self._min_bytes]
+        if not large or (blocking and _on_event_loop()):
+            yield Columns(columns), None
+            return
+        sent = Columns(columns)
+        keys = {name: next(self._keys) for name in large}
+        for name, key in keys.items():
+            self._offers[key] = columns[name]
+            sent[name] = Offered(key=key, num_rows=len(columns[name]))
+        try:
+            yield sent, Offer(producer=self._me, unit=next(self._units), timeout_s=self._timeout_s)
+        finally:
+            for key in keys.values():
+                self._offers.pop(key, None)
+
+
+def _on_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
