@@ -27,7 +27,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.ledger import MemoryLedger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import Options, compose
@@ -172,8 +171,6 @@ def make_buffer(args: Any) -> BufferState:
     return BufferState(
         PromptDataSource(args),
         ledger=MemoryLedger(),
-        plane=LocalDataPlane(),
-        eval_plane=LocalDataPlane(),
         groups_per_step=args.rollout_batch_size,
     )
 

@@ -24,7 +24,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffer_rl.buffer.calls import CallLog
-from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.ledger_place import PID, LedgerPlace, new_ledger, process_note
@@ -66,7 +65,6 @@ READS = frozenset(
         # It fixes the assignment of rows to ranks, but repeats give the same rows by themselves; its answers hold the
         # payloads of a whole step, too large to keep.
         "plan_data",
-        "plan_eval_data",
         "plan_fields",
         "get_totals",
         "get_headers",
@@ -102,8 +100,6 @@ class BufferActor:
         self._state = BufferState(
             source,
             ledger=self._ledger,
-            plane=LocalDataPlane(),
-            eval_plane=LocalDataPlane(),
             groups_per_step=args.rollout_batch_size,
             eval_groups=EvalSource(args).all_groups,
             rule=RequeueRule.from_args(args),

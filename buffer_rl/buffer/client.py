@@ -100,10 +100,6 @@ class BufferClient:
         """One rank's share of mini-batch ``step`` of ``num_steps``; see ``DataPool.share``."""
         return self._assembled(self.read("plan_data", rollout_id, dp_rank, dp_size, num_steps, step, splitting))
 
-    def get_eval_data(self, rollout_id: int) -> TrainBatch:
-        """All rows of an evaluation."""
-        return self._assembled(self.read("plan_eval_data", rollout_id))
-
     def get_totals(self, rollout_id: int) -> tuple[int, int]:
         """Samples and unmasked response tokens that the step trains on, over all ranks."""
         return self.read("get_totals", rollout_id)  # type: ignore[no-any-return]

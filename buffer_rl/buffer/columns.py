@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -244,48 +244,6 @@ def assemble(plan: BatchPlan, resolve: Resolve | None = None) -> TrainBatch:
     )
 
 
-class DataPlane(Protocol):
-    """Keeps the cells of finished groups. A field of a group is written once."""
-
-    def put(
-        self, uid: GroupUid, row_ids: Sequence[RowId], columns: Mapping[str, Column | Cell], sizes: RowSizes | None
-    ) -> None:
-        """Store a finished group, with the column ``sample_total_tokens`` (see ``TrainBatch``) where it has a
-        ``loss_mask``. sizes: needed where ``tokens`` or ``loss_mask`` are in an object store.
-
-        Raises BufferStateError if the group is there already."""
-        ...
-
-    def check_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> None:
-        """Raises what ``put_field`` would raise; changes nothing."""
-        ...
-
-    def put_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> bool:
-        """Add a derived field for some of the group's rows, by their position. Returns whether this completed it:
-        all rows came. Raises BufferStateError if a row was written before with other content."""
-        ...
-
-    def rows(self, uid: GroupUid) -> list[RowId]:
-        """The group's row ids, in the order of its cells."""
-        ...
-
-    def sizes(self, uid: GroupUid) -> RowSizes:
-        """Tokens of each row."""
-        ...
-
-    def position(self, row: RowId) -> int | None:
-        """Where a row is in its group's cells; None if it is unknown."""
-        ...
-
-    def cells(self, uid: GroupUid) -> Mapping[str, Cell]:
-        """The fields that all rows of the group have."""
-        ...
-
-    def drop(self, uid: GroupUid) -> None:
-        """Forget a group; unknown uids are ignored."""
-        ...
-
-
 class _Stored:
     """One group."""
 
@@ -299,9 +257,11 @@ class _Stored:
         self.partial: dict[str, dict[int, np.ndarray]] = {}
 
 
-class LocalDataPlane:
-    """Everything in this process, except payloads that are in an object store: of those it holds the references,
-    and an object is freed when the last one is dropped."""
+class ColumnStore:
+    """The rows, sizes and cells of finished groups. A field of a group is written once.
+
+    Of payloads that are in an object store it holds the references; an object is freed when the last one is dropped.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[GroupUid, _Stored] = {}
@@ -313,7 +273,10 @@ class LocalDataPlane:
         columns: Mapping[str, Column | Cell],
         sizes: RowSizes | None = None,
     ) -> None:
-        """See ``DataPlane.put``."""
+        """Store a finished group, with the column ``sample_total_tokens`` (see ``TrainBatch``) where it has a
+        ``loss_mask``. sizes: needed where ``tokens`` or ``loss_mask`` are in an object store.
+
+        Raises BufferStateError if the group is there already."""
         if uid in self._groups:
             raise BufferStateError(f"group {uid} is stored already")
         if sizes is None:
@@ -325,7 +288,7 @@ class LocalDataPlane:
         self._groups[uid] = _Stored(list(row_ids), cells, sizes)
 
     def check_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> None:
-        """See ``DataPlane.check_field``."""
+        """Raises what ``put_field`` would raise; changes nothing."""
         group = self._group(uid)
         complete = group.cells.get(name)
         if complete is not None and complete.inline is None:
@@ -338,7 +301,8 @@ class LocalDataPlane:
                 )
 
     def put_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> bool:
-        """See ``DataPlane.put_field``."""
+        """Add a derived field for some of the group's rows, by their position. Returns whether this completed it:
+        all rows came. Raises BufferStateError if a row was written before with other content."""
         self.check_field(uid, name, rows)
         group = self._group(uid)
         if name in group.cells:
@@ -352,24 +316,24 @@ class LocalDataPlane:
         return True
 
     def rows(self, uid: GroupUid) -> list[RowId]:
-        """See ``DataPlane.rows``."""
+        """The group's row ids, in the order of its cells."""
         return self._group(uid).rows
 
     def sizes(self, uid: GroupUid) -> RowSizes:
-        """See ``DataPlane.sizes``."""
+        """Tokens of each row."""
         return self._group(uid).sizes
 
     def position(self, row: RowId) -> int | None:
-        """See ``DataPlane.position``."""
+        """Where a row is in its group's cells; None if it is unknown."""
         group = self._groups.get(row.uid)
         return None if group is None else group.place.get(row)
 
     def cells(self, uid: GroupUid) -> Mapping[str, Cell]:
-        """See ``DataPlane.cells``."""
+        """The fields that all rows of the group have."""
         return self._group(uid).cells
 
     def drop(self, uid: GroupUid) -> None:
-        """See ``DataPlane.drop``."""
+        """Forget a group; unknown uids are ignored."""
         self._groups.pop(uid, None)
 
     def _group(self, uid: GroupUid) -> _Stored:

@@ -21,19 +21,10 @@ import orjson
 
 from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
+from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError, DataError
 from buffer_rl.resolution.calls import place
 from buffer_rl.types import GroupUid, SampleGroup
-
-
-class PromptSource(Protocol):
-    """A data source in the Buffer's own process: groups in epoch order and without end."""
-
-    def get_samples(self, num_samples: int) -> list[SampleGroup]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-    def group_of(self, uid: GroupUid, number: int) -> SampleGroup: ...
-    def __len__(self) -> int: ...
 
 
 class Feed(Protocol):
@@ -80,26 +71,22 @@ class Feed(Protocol):
 class LocalFeed:
     """The built-in data source, or none."""
 
-    def __init__(self, source: PromptSource | None) -> None:
+    def __init__(self, source: PromptDataSource | None) -> None:
         self._source = source
         self._before: Mapping[str, Any] = {}
 
     def take(self, num_groups: int) -> list[SampleGroup]:
-        """See ``Feed.take``; there is always enough."""
         source = self._required()
         self._before = source.state_dict()
         return source.get_samples(num_groups)
 
     def untake(self, groups: Sequence[SampleGroup]) -> None:
-        """See ``Feed.untake``."""
         self._required().load_state_dict(self._before)
 
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
-        """See ``Feed.group_of``."""
         return self._required().group_of(uid, number)
 
     def resized(self, group: SampleGroup, number: int) -> SampleGroup:
-        """See ``Feed.resized``."""
         if self._source is None or not group.samples:  # finished elsewhere, and taken over
             return group
         fresh = self.group_of(group.uid, number)
@@ -107,23 +94,18 @@ class LocalFeed:
         return group if len(saved) == len(fresh) else replace(fresh, attempt=group.attempt)
 
     def position(self) -> str:
-        """See ``Feed.position``."""
         return orjson.dumps(self.state_dict()).decode()
 
     def seek(self, position: str) -> None:
-        """See ``Feed.seek``."""
         self.load_state_dict(orjson.loads(position))
 
     def num_rows(self) -> int:
-        """See ``Feed.num_rows``."""
         return 0 if self._source is None else len(self._source)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """See ``Feed.state_dict``."""
         return None if self._source is None else self._source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """See ``Feed.load_state_dict``."""
         if state is not None and "reference" in state:
             raise _other_source(f"--data-source-path {state['reference']}", "no --data-source-path")
         if (self._source is None) != (state is None):
@@ -131,7 +113,7 @@ class LocalFeed:
         if self._source is not None and state is not None:
             self._source.load_state_dict(state)
 
-    def _required(self) -> PromptSource:
+    def _required(self) -> PromptDataSource:
         if self._source is None:
             raise BufferStateError("there is no training data", hint="name it with --prompt-data")
         return self._source
@@ -152,14 +134,12 @@ class DeliveredFeed:
         self._num_rows: int | None = None
 
     def take(self, num_groups: int) -> list[SampleGroup]:
-        """See ``Feed.take``."""
         missing = num_groups - len(self._stock)
         if missing > 0:
             raise DeliveryNeeded(DeliveryRequest(number=self._number, num_groups=missing, first_group=self._delivered))
         return [self._stock.popleft() for _ in range(num_groups)]
 
     def untake(self, groups: Sequence[SampleGroup]) -> None:
-        """See ``Feed.untake``."""
         self._stock.extendleft(reversed(groups))
 
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
@@ -176,7 +156,7 @@ class DeliveredFeed:
         return ""
 
     def seek(self, position: str) -> None:
-        """See ``Feed.seek``; there is none to go to."""
+        pass
 
     def deliver(self, delivery: Delivery, is_known: Callable[[GroupUid], bool]) -> None:
         """Take the next batch in; an older one was taken in before, and is ignored.
@@ -212,7 +192,7 @@ class DeliveredFeed:
         return self._number, self._source_state
 
     def num_rows(self) -> int:
-        """See ``Feed.num_rows``. Raises BufferStateError if nobody told it."""
+        """Raises BufferStateError before ``set_num_rows``."""
         if self._num_rows is None:
             raise BufferStateError("the length of the data source is not known", where="buffer")
         return self._num_rows
@@ -222,7 +202,6 @@ class DeliveredFeed:
         self._num_rows = num_rows
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Feed.state_dict``."""
         return {
             "reference": self._reference,
             "number": self._number,
@@ -232,7 +211,6 @@ class DeliveredFeed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """See ``Feed.load_state_dict``."""
         if state is None or state.get("reference") != self._reference:
             saved = f"--data-source-path {state['reference']}" if state and "reference" in state else "--prompt-data"
             raise _other_source(saved, f"--data-source-path {self._reference}")
@@ -245,7 +223,7 @@ class DeliveredFeed:
         self._number, self._delivered, self._source_state, self._stock = number, delivered, source_state, stock
 
 
-def feed_of(source: PromptSource | DeliveredFeed | None) -> LocalFeed | DeliveredFeed:
+def feed_of(source: PromptDataSource | DeliveredFeed | None) -> LocalFeed | DeliveredFeed:
     """The feed of a data source in this process, of none, or of one that is a feed already."""
     return source if isinstance(source, DeliveredFeed) else LocalFeed(source)
 

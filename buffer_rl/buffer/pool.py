@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from buffer_rl.buffer.columns import BatchPlan, DataPlane, GroupSlice
+from buffer_rl.buffer.columns import BatchPlan, ColumnStore, GroupSlice
 from buffer_rl.buffer.readers import Reader, Request, Splitting, balanced_partition
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId
@@ -77,11 +77,11 @@ class DataPool:
     num_groups: how many groups the step trains on; a final reader is never handed more.
     """
 
-    def __init__(self, rollout_id: int, task: str, plane: DataPlane, num_groups: int) -> None:
+    def __init__(self, rollout_id: int, task: str, store: ColumnStore, num_groups: int) -> None:
         self.rollout_id = rollout_id
         self.task = task
         self.closed = False
-        self._plane = plane
+        self._store = store
         self._num_groups = num_groups
         self._uids: dict[GroupUid, None] = {}
         self._gone: set[GroupUid] = set()
@@ -96,7 +96,7 @@ class DataPool:
     # -- filling -------------------------------------------------------------------------------------
 
     def add(self, uid: GroupUid) -> None:
-        """A finished group, whose cells the plane has by now."""
+        """A finished group, whose cells the store has by now."""
         assert not self.closed, f"{self.task} is closed"
         self._uids[uid] = None
         self._offer(uid)
@@ -139,9 +139,9 @@ class DataPool:
                 if where is not None:
                     writes.setdefault((where[0], name), {})[where[1]] = value
         for (uid, name), rows in writes.items():
-            self._plane.check_field(uid, name, rows)
+            self._store.check_field(uid, name, rows)
         for (uid, name), rows in writes.items():
-            if self._plane.put_field(uid, name, rows):
+            if self._store.put_field(uid, name, rows):
                 self._offer(uid)
 
     # -- reading while it fills ----------------------------------------------------------------------
@@ -157,7 +157,7 @@ class DataPool:
             num_rows=request.num_rows, dp_rank=request.dp_rank, dp_size=request.dp_size, leave=request.leave
         )
         uids = reader.take(wanted, self.closed)
-        rows = [row for uid in uids for row in self._plane.rows(uid)]
+        rows = [row for uid in uids for row in self._store.rows(uid)]
         ended = not rows and self.closed and reader.is_done(wanted, reader.num_offered == len(self._uids))
         return RowsMeta(task=self.task, row_ids=rows, ended=ended, generation=reader.generation, revision=revision)
 
@@ -169,7 +169,7 @@ class DataPool:
         if reader is None:
             return 0
         lost = [
-            uid for uid in reader.handed() if reader.is_final or not reader.produces <= self._plane.cells(uid).keys()
+            uid for uid in reader.handed() if reader.is_final or not reader.produces <= self._store.cells(uid).keys()
         ]
         return reader.offer_again(lost)
 
@@ -199,7 +199,7 @@ class DataPool:
         does not divide. Raises BufferStateError if there is no such mini-batch, or while the rollout still runs.
         """
         uids = self._mini_batch(num_steps, step)
-        return self._plan([(uid, self._plane.rows(uid)) for uid in uids], None)
+        return self._plan([(uid, self._store.rows(uid)) for uid in uids], None)
 
     def share(
         self, dp_rank: int, dp_size: int, num_steps: int = 1, step: int = 0, splitting: Splitting = Splitting.ROWS
@@ -215,15 +215,15 @@ class DataPool:
         if key not in self._assignments:
             self._assignments[key] = self._assign(uids, dp_size, splitting)
         chosen = set(self._assignments[key][dp_rank])
-        mine = [(uid, [row for row in self._plane.rows(uid) if row in chosen]) for uid in uids]
+        mine = [(uid, [row for row in self._store.rows(uid) if row in chosen]) for uid in uids]
         names = self._common_fields(uids)
         return self._plan([(uid, rows) for uid, rows in mine if rows], names, totals_of=uids)
 
     # -- helpers -------------------------------------------------------------------------------------
 
     def _assign(self, uids: Sequence[GroupUid], dp_size: int, splitting: Splitting) -> list[list[RowId]]:
-        blocks = [[row] for uid in uids for row in self._plane.rows(uid)]
-        lengths = [tokens for uid in uids for tokens in self._plane.sizes(uid).tokens]
+        blocks = [[row] for uid in uids for row in self._store.rows(uid)]
+        lengths = [tokens for uid in uids for tokens in self._store.sizes(uid).tokens]
         if len(blocks) < dp_size:
             raise BufferStateError(f"{len(blocks)} rows cannot be shared among {dp_size} ranks", where=self.task)
         enough = len(uids) >= dp_size
@@ -236,8 +236,8 @@ class DataPool:
                 "--num-advantage-workers 1, whose groups are whole",
             )
         if splitting is not Splitting.ROWS and enough:
-            blocks = [self._plane.rows(uid) for uid in uids]
-            lengths = [sum(self._plane.sizes(uid).tokens) for uid in uids]
+            blocks = [self._store.rows(uid) for uid in uids]
+            lengths = [sum(self._store.sizes(uid).tokens) for uid in uids]
         parts = balanced_partition(lengths, dp_size)
         return [[row for index in part for row in blocks[index]] for part in parts]
 
@@ -252,27 +252,27 @@ class DataPool:
         names = self._common_fields(uids) if fields is None else list(fields)
         parts = []
         for uid, rows in slices:
-            cells = self._plane.cells(uid)
+            cells = self._store.cells(uid)
             if absent := [name for name in names if name not in cells]:
                 raise BufferStateError(f"group {uid} has no field {absent[0]!r} yet", where=self.task)
             positions = [self._position(row) for row in rows]
             parts.append(GroupSlice(row_ids=rows, positions=positions, cells={name: cells[name] for name in names}))
         counted = dict.fromkeys(uids if totals_of is None else totals_of)
-        sizes = [self._plane.sizes(uid) for uid in counted]
+        sizes = [self._store.sizes(uid) for uid in counted]
         return BatchPlan(
             rollout_id=self.rollout_id,
             task=self.task,
             slices=parts,
-            total_samples=sum(len({row.sample_index for row in self._plane.rows(uid)}) for uid in counted),
+            total_samples=sum(len({row.sample_index for row in self._store.rows(uid)}) for uid in counted),
             total_tokens=int(sum(sum(size.trained) for size in sizes)),
         )
 
     def _common_fields(self, uids: Sequence[GroupUid]) -> list[str]:
-        cells = [self._plane.cells(uid) for uid in uids]
+        cells = [self._store.cells(uid) for uid in uids]
         return [name for name in cells[0] if all(name in other for other in cells)] if cells else []
 
     def _position(self, row: RowId) -> int:
-        position = self._plane.position(row) if row.uid in self._uids else None
+        position = self._store.position(row) if row.uid in self._uids else None
         if position is None:
             raise BufferStateError(f"row {row} does not belong to this task", where=self.task)
         return position
@@ -297,10 +297,10 @@ class DataPool:
         return reader
 
     def _offer(self, uid: GroupUid) -> None:
-        there = self._plane.cells(uid).keys()
+        there = self._store.cells(uid).keys()
         for reader in self._readers.values():
             if reader.fields <= there and (not reader.is_final or reader.num_offered < self._num_groups):
-                reader.offer(uid, self._plane.sizes(uid).tokens)
+                reader.offer(uid, self._store.sizes(uid).tokens)
 
     def _mini_batch(self, num_steps: int, step: int) -> list[GroupUid]:
         if not self.closed:
@@ -323,9 +323,9 @@ class DataPool:
         """Raises BufferStateError if these groups have different fields from their producer. Derived fields come later
         and one by one."""
         ordered = sorted(uids)
-        first = self._plane.cells(ordered[0]).keys() - DERIVED_FIELDS if ordered else set()
+        first = self._store.cells(ordered[0]).keys() - DERIVED_FIELDS if ordered else set()
         for uid in ordered[1:]:
-            fields = self._plane.cells(uid).keys() - DERIVED_FIELDS
+            fields = self._store.cells(uid).keys() - DERIVED_FIELDS
             if fields != first:
                 raise BufferStateError(
                     f"group {uid} has the fields {sorted(fields)}", where=self.task, expected=str(sorted(first))

@@ -104,7 +104,6 @@ class GroupSampler:
     at least one."""
 
     def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
-        """See ``Sampler.take``."""
         if request.leave is not None and _num_batches(ready, request.num_rows, closed) <= request.leave:
             return []
         chosen: list[GroupUid] = []
@@ -119,11 +118,10 @@ class GroupSampler:
         return chosen
 
     def holds_back(self, request: Request) -> bool:
-        """See ``Sampler.holds_back``."""
         return False
 
     def withdraw(self, uids: Collection[GroupUid]) -> None:
-        """See ``Sampler.withdraw``."""
+        pass
 
 
 @dataclass(slots=True)
@@ -141,7 +139,6 @@ class BalancedSampler:
     _dp_size: int | None = None
 
     def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
-        """See ``Sampler.take``. Raises BufferStateError for another number of ranks than before."""
         self._dp_size = self._dp_size or request.dp_size
         if request.dp_size != self._dp_size:
             raise BufferStateError(
@@ -158,12 +155,10 @@ class BalancedSampler:
         return []
 
     def holds_back(self, request: Request) -> bool:
-        """See ``Sampler.holds_back``."""
         later = self._deals[self._next_deal.get(request.dp_rank, 0) :]
         return any(deal[request.dp_rank] for deal in later)
 
     def withdraw(self, uids: Collection[GroupUid]) -> None:
-        """See ``Sampler.withdraw``."""
         self._deals = [[[uid for uid in part if uid not in uids] for part in deal] for deal in self._deals]
 
     def _deal(self, ready: Ready, request: Request, closed: bool) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.columns import Columns, RowSizes
 from buffer_rl.buffer.partial import check_versions
-from buffer_rl.buffer.storage import Offer
+from buffer_rl.buffer.storage import Offer, StorageClient
 from buffer_rl.data.delivery import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.types import Column, GroupUid, QueueHeader, RowId, SampleGroup, Ticket
 
@@ -42,14 +42,6 @@ class BatchSource(Protocol):
     async def atake(self, request: DeliveryRequest) -> Delivery | None: ...
 
 
-class PayloadStore(Protocol):
-    """Keeps the large columns of a group out of the report (see ``buffer_rl.buffer.storage``)."""
-
-    def offered(
-        self, columns: Mapping[str, Column], *, blocking: bool
-    ) -> AbstractContextManager[tuple[Columns, Offer | None]]: ...
-
-
 class RolloutClient:
     """The ``buffer`` of one rollout (see ``buffer_rl.contracts.RolloutBuffer``).
 
@@ -64,7 +56,7 @@ class RolloutClient:
         encoder: GroupEncoder,
         choose: ChooseQueued | None = None,
         source: BatchSource | None = None,
-        storage: PayloadStore | None = None,
+        storage: StorageClient | None = None,
     ) -> None:
         self._client = client
         self._ticket = ticket

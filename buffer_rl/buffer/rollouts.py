@@ -123,7 +123,6 @@ class Rollouts:
         return [self._header(group) for group in self.queue]
 
     def lease(self, ticket: Ticket, num_samples: int, chosen: Sequence[GroupUid] | None) -> list[SampleGroup]:
-        """See ``BufferState.get_samples``."""
         rollout = self.of(ticket)
         if num_samples < 0:
             raise BufferStateError(f"{num_samples} groups were asked for", where=ticket.task)
@@ -146,7 +145,6 @@ class Rollouts:
     def give_back(
         self, ticket: Ticket, leases: Sequence[tuple[GroupUid, int]], groups: Sequence[SampleGroup] = ()
     ) -> None:
-        """See ``BufferState.add_samples``."""
         rollout = self.of(ticket)
         if len({uid for uid, _ in leases}) != len(leases):
             raise BufferStateError("a group is given back twice", where=ticket.task)

@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from buffer_rl.buffer.codec import group_from_json, group_to_json
-from buffer_rl.buffer.columns import Cell, DataPlane, RowSizes
-from buffer_rl.buffer.feed import DeliveredFeed, PromptSource, feed_of
+from buffer_rl.buffer.columns import Cell, RowSizes
+from buffer_rl.buffer.feed import DeliveredFeed, feed_of
 from buffer_rl.buffer.ledger import GroupState, Ledger, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.pools import PoolCalls, Pools
 from buffer_rl.buffer.record import RunRecord
 from buffer_rl.buffer.rollouts import POSITION, GroupQueue, Lease, OpenRollout, Rollouts
 from buffer_rl.data.delivery import Delivery
+from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.types import (
     Column,
@@ -48,11 +49,9 @@ class BufferState(PoolCalls):
 
     def __init__(
         self,
-        source: PromptSource | DeliveredFeed | None,
+        source: PromptDataSource | DeliveredFeed | None,
         *,
         ledger: Ledger,
-        plane: DataPlane,
-        eval_plane: DataPlane,
         groups_per_step: int,
         eval_groups: Callable[[], Sequence[SampleGroup]] = tuple,
         rule: RequeueRule | None = None,
@@ -67,7 +66,7 @@ class BufferState(PoolCalls):
         self._max_staleness = max_staleness
         self._record = RunRecord(ledger)
         self._rollouts = Rollouts(self._feed, ledger=ledger, rule=self._rule)
-        super().__init__(Pools(plane, eval_plane, restarted))
+        super().__init__(Pools(restarted))
         self._selected: dict[GroupUid, Lease] = {}
         if position := ledger.recall(POSITION):
             self._feed.seek(position)
@@ -331,10 +330,6 @@ class BufferState(PoolCalls):
             "version": self._record.version,
             "incarnation": self.ledger.incarnation,
         }
-
-    def counts(self, source: str, epoch: int, num_rows: int) -> dict[GroupState, int]:
-        """Groups of an epoch by state; they add up to ``num_rows``."""
-        return self.ledger.counts(source, epoch, num_rows)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values for a checkpoint, which has the ledger beside them. Groups that are leased or finished but not

@@ -97,39 +97,30 @@ class FakeBuffer:
         self._metadata.update(metadata)
 
     async def aget_samples(self, num_samples: int) -> list[SampleGroup]:
-        """See ``get_samples``."""
         return self.get_samples(num_samples)
 
     async def aadd_samples(self, groups: Sequence[SampleGroup]) -> None:
-        """See ``add_samples``."""
         self.add_samples(groups)
 
     async def afinish(self, group: SampleGroup, encoded: Any = None) -> None:
-        """See ``finish``."""
         self.finish(group)
 
     async def areject(self, group: SampleGroup, reason: str) -> None:
-        """See ``reject``."""
         self.reject(group, reason)
 
     async def aquarantine(self, group: SampleGroup, reason: str) -> None:
-        """See ``quarantine``."""
         self.quarantine(group, reason)
 
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
-        """See ``count_failure``."""
         return self.count_failure(group, kind)
 
     async def aget_buffer_length(self) -> int:
-        """See ``get_buffer_length``."""
         return self.get_buffer_length()
 
     async def aget_metadata(self) -> dict[str, Any]:
-        """See ``get_metadata``."""
         return self.get_metadata()
 
     async def aupdate_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """See ``update_metadata``."""
         self.update_metadata(metadata)
 
     def _end(self, group: SampleGroup) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.rollout_client import GroupEncoder, RolloutClient
 from buffer_rl.buffer.state import BufferState
@@ -20,19 +19,15 @@ class DirectCalls:
         self._state = state
 
     def change(self, method: str, *args: Any, offer: None = None) -> Any:
-        """See ``BufferClient.change``."""
         return getattr(self._state, method)(*args)
 
     def read(self, method: str, *args: Any) -> Any:
-        """See ``BufferClient.read``."""
         return getattr(self._state, method)(*args)
 
     async def achange(self, method: str, *args: Any, offer: None = None) -> Any:
-        """See ``BufferClient.achange``."""
         return self.change(method, *args)
 
     async def aread(self, method: str, *args: Any) -> Any:
-        """See ``BufferClient.aread``."""
         return self.read(method, *args)
 
 
@@ -43,8 +38,6 @@ def local_state(args: Any, ledger: Ledger, **options: Any) -> BufferState:
     return BufferState(
         PromptDataSource(args),
         ledger=ledger,
-        plane=LocalDataPlane(),
-        eval_plane=LocalDataPlane(),
         groups_per_step=args.rollout_batch_size,
         **options,
     )

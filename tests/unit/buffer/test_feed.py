@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import MemoryLedger
 from buffer_rl.buffer.state import BufferState
@@ -40,8 +39,6 @@ def make_state(source: Any = None, groups_per_step: int = 2) -> BufferState:
     return BufferState(
         source or DeliveredFeed(REFERENCE),
         ledger=MemoryLedger(),
-        plane=LocalDataPlane(),
-        eval_plane=LocalDataPlane(),
         groups_per_step=groups_per_step,
     )
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.columns import Cell, LocalDataPlane, RowSizes, assemble
+from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.errors import BufferStateError
@@ -31,7 +31,7 @@ class Pool:
     """A pool with its plane; group ``row`` has rows of ``row + 2 + index`` tokens."""
 
     def __init__(self, num_groups: int = 100) -> None:
-        self.plane = LocalDataPlane()
+        self.plane = ColumnStore()
         self.pool = DataPool(3, "train_3", self.plane, num_groups)
 
     def add(self, row: int, count: int = 2) -> GroupUid:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.ledger import GroupState, MemoryLedger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import BufferStateError
@@ -36,8 +35,7 @@ class Rows:
 
 def make_state() -> tuple[BufferState, MemoryLedger]:
     ledger = MemoryLedger()
-    planes = {"plane": LocalDataPlane(), "eval_plane": LocalDataPlane()}
-    return BufferState(Rows(), ledger=ledger, groups_per_step=2, **planes), ledger
+    return BufferState(Rows(), ledger=ledger, groups_per_step=2), ledger
 
 
 def test_a_group_in_quarantine_keeps_its_reason_and_is_never_leased_again() -> None:
@@ -52,7 +50,7 @@ def test_a_group_in_quarantine_keeps_its_reason_and_is_never_leased_again() -> N
     state.add_samples(ticket, [(second.uid, second.attempt)])
     assert [group.uid.row for group in state.get_samples(ticket, 2)] == [1, 2]
     assert state.close_rollout(ticket).drops == {"quarantined": 1, "unreported": 2}
-    counts = state.counts("rows", 0, 10)
+    counts = state.ledger.counts("rows", 0, 10)
     assert sum(counts.values()) == 10
     assert counts[GroupState.QUARANTINED] == 1
 

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.ledger import GroupState
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.record import RunRecord
@@ -56,8 +55,6 @@ class Run:
         return BufferState(
             PromptDataSource(self.args),
             ledger=SqliteLedger(self.file, run="r", keep_selected=True),
-            plane=LocalDataPlane(),
-            eval_plane=LocalDataPlane(),
             groups_per_step=PER_STEP,
             restarted=restarted,
         )
@@ -256,7 +253,7 @@ def test_whenever_the_buffer_dies_every_group_is_trained_once_and_the_counts_add
                 run.kill()
             run.state.release(rollout_id + 1)
             for epoch in range(12):
-                assert sum(run.state.counts(source, epoch, ROWS).values()) == ROWS
+                assert sum(run.state.ledger.counts(source, epoch, ROWS).values()) == ROWS
         states = run.entries()
         assert len(trained) == 12 * PER_STEP
         assert set(trained) == {uid for uid, state in states.items() if state is GroupState.TRAINED}

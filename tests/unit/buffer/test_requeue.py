@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.ledger import GroupState, MemoryLedger
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.state import BufferState
@@ -41,8 +40,6 @@ def make_state(path: str, groups_per_step: int, rule: RequeueRule | None = None,
     return BufferState(
         PromptDataSource(args),
         ledger=MemoryLedger(),
-        plane=LocalDataPlane(),
-        eval_plane=LocalDataPlane(),
         groups_per_step=groups_per_step,
         rule=rule,
     )
@@ -339,7 +336,7 @@ class Model:
         assert set(queued) == {uid for uid, state in self.where.items() if state is GroupState.PENDING}
         assert [(uid.epoch) for uid in queued] == sorted(uid.epoch for uid in queued)
         for uid in self.where:
-            counts = self.state.counts(uid.source, uid.epoch, self.rows)
+            counts = self.state.ledger.counts(uid.source, uid.epoch, self.rows)
             of_epoch = Counter(state for other, state in self.where.items() if other.epoch == uid.epoch)
             of_epoch[GroupState.PENDING] += self.rows - of_epoch.total()  # nobody asked for these yet
             assert {state: count for state, count in counts.items() if count} == +of_epoch

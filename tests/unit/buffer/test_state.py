@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.columns import LocalDataPlane
+from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger import GroupState, MemoryLedger
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
@@ -43,8 +43,6 @@ def make_state(
     return BufferState(
         PromptDataSource(args),
         ledger=MemoryLedger(),
-        plane=LocalDataPlane(),
-        eval_plane=LocalDataPlane(),
         groups_per_step=groups_per_step,
         eval_groups=lambda: [group for name in evals.names for group in evals.groups(name)],
         max_staleness=max_staleness,
@@ -84,7 +82,7 @@ def test_a_step_moves_its_groups_through_all_states(tmp_path: Path) -> None:
     source = groups[0].uid.source
 
     def counts() -> dict[str, int]:
-        found = state.counts(source, 0, 5)
+        found = state.ledger.counts(source, 0, 5)
         assert sum(found.values()) == 5
         return {name: number for name, number in found.items() if number}
 
@@ -113,7 +111,7 @@ def test_what_is_leased_and_never_mentioned_is_rejected_as_unreported(tmp_path: 
     state.reject(ticket, groups[1].uid, groups[1].attempt, "zero_std")
     report = state.close_rollout(ticket)
     assert report.drops == {"unreported": 2, "zero_std": 1}
-    assert state.counts(groups[0].uid.source, 0, 5)[GroupState.REJECTED] == 3
+    assert state.ledger.counts(groups[0].uid.source, 0, 5)[GroupState.REJECTED] == 3
 
 
 def test_surplus_goes_back_as_prompts_in_the_order_of_admission_and_is_leased_first(tmp_path: Path) -> None:
@@ -161,7 +159,7 @@ def test_reports_without_a_live_lease_are_refused_and_change_nothing(tmp_path: P
     state.close_rollout(ticket)
     with pytest.raises(BufferStateError, match="not open"):
         state.get_samples(ticket, 1)
-    assert state.counts(group.uid.source, 0, 6)[GroupState.FINISHED] == 2
+    assert state.ledger.counts(group.uid.source, 0, 6)[GroupState.FINISHED] == 2
 
 
 def test_a_ticket_of_another_incarnation_is_refused(tmp_path: Path) -> None:
@@ -286,9 +284,10 @@ def test_an_evaluation_hands_out_each_prompt_once_and_leaves_the_ledger_alone(tm
     for group in groups:
         finish(state, ticket, group)
     assert state.close_rollout(ticket).num_groups == 4
-    assert len(state.get_eval_data(0)) == 4
+    rows = [sample.row_id for group in groups for sample in group]
+    assert len(assemble(state.plan_fields(ticket.task, rows))) == 4
     state.clear(ticket.task)
-    assert state.counts(mine[0].uid.source, 0, 4)[GroupState.LEASED] == 2
+    assert state.ledger.counts(mine[0].uid.source, 0, 4)[GroupState.LEASED] == 2
 
 
 def test_three_epochs_in_one_batch_take_every_row_three_times(tmp_path: Path) -> None:
@@ -376,7 +375,7 @@ def test_a_state_saved_in_mid_rollout_brings_back_what_was_not_trained_first(tmp
     again = restored.get_samples(restored.generate(0), 3)
     assert [group.uid for group in again] == [group.uid for group in leased]
     assert [sample.prompt for group in again for sample in group] == [s.prompt for g in leased for s in g]
-    assert restored.counts(leased[0].uid.source, 0, 9)[GroupState.LEASED] == 3
+    assert restored.ledger.counts(leased[0].uid.source, 0, 9)[GroupState.LEASED] == 3
 
 
 def test_a_state_of_other_data_or_another_format_is_refused(tmp_path: Path) -> None:
@@ -443,8 +442,6 @@ def test_a_data_source_that_fails_costs_no_queued_group(tmp_path: Path) -> None:
     state = BufferState(
         FailingSource(args),
         ledger=MemoryLedger(),
-        plane=LocalDataPlane(),
-        eval_plane=LocalDataPlane(),
         groups_per_step=1,
     )
     ticket = state.generate(0)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.ledger import GroupState, MemoryLedger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
@@ -113,8 +112,6 @@ class World:
         self.state = BufferState(
             PromptDataSource(args),
             ledger=MemoryLedger(),
-            plane=LocalDataPlane(),
-            eval_plane=LocalDataPlane(),
             groups_per_step=2,
             eval_groups=lambda: evals.groups("held"),
         )
@@ -193,7 +190,7 @@ def test_every_group_is_trained_exactly_once(tmp_path: Path) -> None:
     world.driver(replace(PLAN, num_rollouts=4)).run()
     source = world.rollouts.tickets and next(iter(saved_state(world.state)["ledger"]["entries"]))[0].split(":")[0]
     for epoch in (0, 1):
-        counts = world.state.counts(str(source), epoch, 4)
+        counts = world.state.ledger.counts(str(source), epoch, 4)
         assert counts[GroupState.TRAINED] == 4
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer.columns import LocalDataPlane
 from buffer_rl.buffer.ledger import GroupState, MemoryLedger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
@@ -54,8 +53,6 @@ class MortalBuffer:
         return BufferState(
             PromptDataSource(self._args),
             ledger=ledger,
-            plane=LocalDataPlane(),
-            eval_plane=LocalDataPlane(),
             groups_per_step=2,
             restarted=restarted,
         )
@@ -65,7 +62,7 @@ class MortalBuffer:
 
     def trained(self) -> int:
         source = PromptDataSource(self._args).source_hashes[0]
-        return self._state.counts(source, 0, 6)[GroupState.TRAINED]
+        return self._state.ledger.counts(source, 0, 6)[GroupState.TRAINED]
 
 
 class Rollouts(FakeRollouts):

@@ -97,7 +97,7 @@ class Run:
         self.trained.append({str(row): row_tokens.tolist() for row, row_tokens in tokens})
 
     def check_accounts(self) -> None:
-        counts = self.state.counts(self.source, 0, ROWS)
+        counts = self.state.ledger.counts(self.source, 0, ROWS)
         assert sum(counts.values()) == ROWS
         expected = {GroupState.TRAINED: STEPS * GROUPS, GroupState.PENDING: ROWS - STEPS * GROUPS}
         assert {state: count for state, count in counts.items() if count} == expected
@@ -207,6 +207,6 @@ async def test_weights_that_never_come_spend_the_budget_and_train_nothing(kit: A
     expected = r"4 attempts .* --max-infra-failures is 3(.|\n)*weight version 7"
     with FakeEngine(seeded, version=7) as engine, pytest.raises(RolloutError, match=expected):
         await run.go(engine)
-    counts = run.state.counts(run.source, 0, ROWS)
+    counts = run.state.ledger.counts(run.source, 0, ROWS)
     assert counts[GroupState.TRAINED] == counts[GroupState.FINISHED] == 0
     assert sum(counts.values()) == ROWS

@@ -106,7 +106,7 @@ async def test_the_first_that_are_done_are_trained_on_and_the_rest_is_aborted_an
         assert await bench.roll(1, engine) == [0, 3]
         assert bench.queued == [1, 5, 6]
         source = next(iter(bench.finished.values())).uid.source
-        counts = bench.state.counts(source, 0, 9)
+        counts = bench.state.ledger.counts(source, 0, 9)
         assert (counts[GroupState.FINISHED], counts[GroupState.TRAINED], counts[GroupState.PENDING]) == (2, 2, 5)
 
 

@@ -129,7 +129,7 @@ async def test_a_prompt_without_a_reward_is_tried_twice_and_is_no_label(
     assert (entry.state, entry.attempt) == (GroupState.QUARANTINED, 2)
     timed_out = behaviour == "hang" and place != "remote"  # a remote reward says so before its deadline, in words
     assert entry.reason.startswith("reward_failed:timeout" if timed_out else "reward_failed:")
-    counts = run.state.counts(run.source, 0, ROWS)
+    counts = run.state.ledger.counts(run.source, 0, ROWS)
     assert {state: count for state, count in counts.items() if count} == {
         GroupState.PENDING: 2,
         GroupState.FINISHED: 2,
@@ -167,4 +167,4 @@ async def test_the_run_ends_with_the_error_where_the_policy_says_so(kit: Any, tm
     with pytest.raises(RolloutError, match=r"--on-reward-error is abort(.|\n)*KeyError: 'no such answer'"):
         await run.roll()
     assert run.reports == []
-    assert sum(run.state.counts(run.source, 0, ROWS).values()) == ROWS
+    assert sum(run.state.ledger.counts(run.source, 0, ROWS).values()) == ROWS

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from buffer_rl.buffer.columns import LocalDataPlane, assemble
+from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import DeadlineError, TrainError
 from buffer_rl.train.duties import advantage_stage, gradient_stage
@@ -48,7 +48,7 @@ class Store:
 
     def __init__(self) -> None:
         Answer.open.clear()
-        self.plane = LocalDataPlane()
+        self.plane = ColumnStore()
         self.pool = DataPool(0, "train_0", self.plane, 100)
         self.later: list[Any] = []
         self.asked = 0
