@@ -35,7 +35,7 @@ def _measure(num_rows: int) -> dict[str, float]:
     calls = PoolCalls(pools)
     ticket = Ticket(rollout_id=0, evaluation=False, num_groups=num_rows // GROUP_ROWS, version=0, incarnation="")
     pools.open(ticket)
-    calls.get_meta(ticket.task, READ)  # the reader is there from the start, as in a run
+    pools.of(ticket.task).get_meta(READ)  # the reader is there from the start, as in a run
     groups = num_rows // GROUP_ROWS
     gc.disable()  # nothing here is a cycle; its passes over a growing heap would be timed with whatever triggers them
     for number in range(groups):
@@ -49,7 +49,7 @@ def _measure(num_rows: int) -> dict[str, float]:
     operations: dict[str, Callable[[], Any]] = {
         "finish": lambda: _finish(pools, ticket, next(fresh)),
         "put_fields": lambda: calls.put_fields(ticket.task, next(uneven), {"ref_log_probs": ones}),
-        "get_meta": lambda: calls.get_meta(ticket.task, READ),
+        "get_meta": lambda: pools.of(ticket.task).get_meta(READ),
         "plan": _planner(pools, ticket.task, picked),
     }
     for name, operation in operations.items():
@@ -60,9 +60,9 @@ def _measure(num_rows: int) -> dict[str, float]:
     pools.close(ticket, chosen, surplus)
     found["close per row"] = (time.perf_counter() - started) / num_rows
     found["get_meta, closed"] = _median(operations["get_meta"])
-    while calls.get_meta(ticket.task, BLOCKED).row_ids:
+    while pools.of(ticket.task).get_meta(BLOCKED).row_ids:
         pass
-    found["get_meta, none"] = _median(lambda: calls.get_meta(ticket.task, BLOCKED))
+    found["get_meta, none"] = _median(lambda: pools.of(ticket.task).get_meta(BLOCKED))
     found["plan, closed"] = _median(_planner(pools, ticket.task, picked))
     gc.enable()
     return found

@@ -23,58 +23,17 @@ import orjson
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from buffer_rl.buffer.calls import CallLog
+from buffer_rl.buffer.calls import CallLog, Kind, kind_of, mutates, reads
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.ledger_place import PID, LedgerPlace, new_ledger, process_note
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.sqlite_ledger import SqliteLedger
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.storage import MAX_REPORTS, NumberedCall, payloads_taken
+from buffer_rl.buffer.storage import MAX_REPORTS, NumberedCall, fetched_payloads
 from buffer_rl.config import load_args
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
-
-CHANGES = frozenset(
-    {
-        "generate",
-        "get_samples",
-        "deliver",
-        "set_source_length",
-        "add_samples",
-        "finish",
-        "reject",
-        "quarantine",
-        "count_failure",
-        "adopt",
-        "close_rollout",
-        "put_fields",
-        "get_meta",
-        "take",
-        "offer_again",
-        "abandon",
-        "clear",
-        "commit",
-        "release",
-        "update_metadata",
-        "load",
-    }
-)
-READS = frozenset(
-    {
-        # It fixes the assignment of rows to ranks, but repeats give the same rows by themselves; its answers hold the
-        # payloads of a whole step, too large to keep.
-        "plan_data",
-        "plan_fields",
-        "get_totals",
-        "get_headers",
-        "get_metadata",
-        "get_buffer_length",
-        "get_num_rollout_per_epoch",
-        "get_source_state",
-        "save",
-    }
-)
 
 MAX_WAITERS = 64
 """Readers that can wait for rows at one time; more would wait for each other."""
@@ -116,12 +75,10 @@ class BufferActor:
         self._sign()  # from here on it can be asked how it is
 
     def change(self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any]) -> Any:
-        """Execute a method that changes state, once per ``(caller, sequence)`` (see ``CallLog.once``).
+        """Execute an operation that changes state, once per ``(caller, sequence)`` (see ``CallLog.once``).
 
         ``args`` are one argument, since Ray serializes each argument by itself."""
-        if method not in CHANGES:
-            raise BufferStateError(f"the Buffer has no method {method!r} that changes state")
-        target = self._load if method == "load" else getattr(self._state, method)
+        target = self._operation(method, Kind.MUTATES)
         with self._state_lock:
             revision = self._state.revision
             self._busy_since = started = time.monotonic()
@@ -135,12 +92,16 @@ class BufferActor:
                         self._changed.notify_all()
 
     def read(self, method: str, args: Sequence[Any] = ()) -> Any:
-        """Execute a method whose repeat changes nothing."""
-        if method not in READS:
-            raise BufferStateError(f"the Buffer has no method {method!r} that reads")
-        target = self._save if method == "save" else getattr(self._state, method)
+        """Execute an operation whose repeat changes nothing."""
+        target = self._operation(method, Kind.READS)
         with self._state_lock:
             return target(*args)
+
+    def _operation(self, name: str, kind: Kind) -> Callable[..., Any]:
+        for owner in (self._state, self):
+            if kind_of(operation := getattr(owner, name, None)) is kind:
+                return cast(Callable[..., Any], operation)
+        raise BufferStateError(f"the Buffer has no method {name!r} that {kind}")
 
     @ray.method(concurrency_group="health")
     def get_progress(self) -> dict[str, Any]:
@@ -169,11 +130,13 @@ class BufferActor:
     def change_with_payloads(self, producer: Any, timeout_s: float, call: NumberedCall) -> Any:
         """``change`` with large columns, which this process then owns: there are no storage processes (see
         ``StorageActor.change_with_payloads``)."""
-        caller, sequence, open_from, method, offered = call
-        with payloads_taken(producer, offered, "buffer", timeout_s / 2) as args:
+        caller, sequence, open_from, method, sent = call
+        with fetched_payloads(producer, sent, "buffer", timeout_s / 2) as args:
             return self.change(caller, sequence, open_from, method, args)
 
-    def _save(self, folder: str) -> None:
+    @reads
+    def save(self, folder: str) -> None:
+        """Write the Buffer's state and ledger into ``folder``. Called through ``read``, which holds the lock."""
         self._ledger.backup(Path(folder) / FILE_NAME)
         path = Path(folder) / STATE_FILE
         try:
@@ -184,7 +147,9 @@ class BufferActor:
         except OSError as error:
             raise CheckpointError(f"the Buffer's state cannot be written: {error}", where=str(path)) from error
 
-    def _load(self, folder: str) -> None:
+    @mutates
+    def load(self, folder: str) -> None:
+        """Continue from the state in ``folder``. Called through ``change``, which holds the lock."""
         path = Path(folder) / STATE_FILE
         try:
             state = orjson.loads(path.read_bytes())

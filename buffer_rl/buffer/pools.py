@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from buffer_rl.buffer.calls import mutates, reads
 from buffer_rl.buffer.columns import BatchPlan, Cell, ColumnStore, RowSizes, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.readers import Splitting
@@ -141,6 +142,7 @@ class PoolCalls:
         """Grows with every change that may make rows ready for a reader."""
         return self._pools.revision
 
+    @reads
     def plan_data(
         self,
         rollout_id: int,
@@ -151,13 +153,14 @@ class PoolCalls:
         splitting: Splitting = Splitting.ROWS,
     ) -> BatchPlan:
         """The share of one data-parallel rank in one mini-batch; repeats return the same rows (see
-        ``DataPool.share``)."""
+        ``DataPool.share``). Its answers hold the payloads of a whole step, too large for the log of calls."""
         return self._pools.of(f"train_{rollout_id}").share(dp_rank, dp_size, num_steps, step, splitting)
 
     def plan_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> BatchPlan:
         """Rows of a task (see ``DataPool.plan_rows``)."""
         return self._pools.of(task).plan_rows(row_ids, fields)
 
+    @reads
     def get_totals(self, rollout_id: int) -> tuple[int, int]:
         """Samples and unmasked response tokens that the step trains on."""
         plan = self._pools.of(f"train_{rollout_id}").plan()
@@ -169,20 +172,18 @@ class PoolCalls:
         """``plan_data`` with its payloads, which must all be in this process."""
         return assemble(self.plan_data(rollout_id, dp_rank, dp_size, num_steps, step))
 
-    def get_meta(self, task: str, request: ReadRequest) -> RowsMeta:
-        """Rows that are ready for a reading task (see ``DataPool.get_meta``). A rollout that ended without a group has
-        none; why is in its report."""
-        if self._pools.is_empty(task):
-            return RowsMeta(task=task, row_ids=[], ended=True, revision=self.revision)
-        return self._pools.of(task).get_meta(request, self.revision)
-
+    @mutates
     def take(
         self, task: str, request: ReadRequest, fields: Sequence[str] | None = None
     ) -> tuple[RowsMeta, BatchPlan | None]:
-        """``get_meta``, and ``plan_fields`` of its rows; None while no rows are ready."""
-        meta = self.get_meta(task, request)
+        """Rows that are ready for a reading task (see ``DataPool.get_meta``), with ``fields``, or with all that they
+        have; None while no rows are ready. A rollout that ended without a group has none; why is in its report."""
+        if self._pools.is_empty(task):
+            return RowsMeta(task=task, row_ids=[], ended=True, revision=self.revision), None
+        meta = self._pools.of(task).get_meta(request, self.revision)
         return meta, self.plan_fields(task, meta.row_ids, fields) if meta.row_ids else None
 
+    @mutates
     def put_fields(
         self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
     ) -> None:
@@ -190,6 +191,7 @@ class PoolCalls:
         self._pools.of(task).put_fields(row_ids, columns, writer)
         self._pools.revision += 1
 
+    @mutates
     def offer_again(self, task: str, reader: str) -> int:
         """A reading task's process is replaced (see ``DataPool.offer_again``)."""
         self._pools.revision += 1

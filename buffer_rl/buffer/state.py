@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from buffer_rl.buffer.calls import mutates, reads
 from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.buffer.columns import Cell, RowSizes
 from buffer_rl.buffer.feed import DeliveredFeed, feed_of
@@ -74,6 +75,7 @@ class BufferState(PoolCalls):
 
     # -- rollouts ------------------------------------------------------------------------------------
 
+    @mutates
     def generate(self, rollout_id: int, evaluation: bool = False) -> Ticket:
         """Open a rollout. Raises BufferStateError if it is open, or was trained on already, or if the S + 1 rollouts
         that the Buffer holds at most are all unreleased."""
@@ -107,10 +109,12 @@ class BufferState(PoolCalls):
         self._pools.open(ticket)
         return ticket
 
+    @reads
     def get_headers(self) -> list[QueueHeader]:
         """What a buffer filter sees: the queue's groups, the next one first."""
         return self._rollouts.headers()
 
+    @mutates
     def get_samples(
         self, ticket: Ticket, num_samples: int, chosen: Sequence[GroupUid] | None = None
     ) -> list[SampleGroup]:
@@ -122,19 +126,23 @@ class BufferState(PoolCalls):
         """
         return self._rollouts.lease(ticket, num_samples, chosen)
 
+    @mutates
     def deliver(self, delivery: Delivery) -> None:
         """Take in a batch of the user's data source; a repeat is ignored (see ``DeliveredFeed.deliver``)."""
         fresh = LedgerEntry(state=GroupState.PENDING)
         self._delivered().deliver(delivery, lambda uid: self.ledger.entry(uid) != fresh)
 
+    @mutates
     def set_source_length(self, num_rows: int) -> None:
         """Tell the length of the user's data source."""
         self._delivered().set_num_rows(num_rows)
 
+    @reads
     def get_source_state(self) -> tuple[int, bytes]:
         """Where the user's data source stands (see ``DeliveredFeed.source_state``)."""
         return self._delivered().source_state()
 
+    @mutates
     def add_samples(
         self, ticket: Ticket, leases: Sequence[tuple[GroupUid, int]], groups: Sequence[SampleGroup] = ()
     ) -> None:
@@ -146,6 +154,7 @@ class BufferState(PoolCalls):
         """
         self._rollouts.give_back(ticket, leases, groups)
 
+    @mutates
     def finish(
         self,
         ticket: Ticket,
@@ -165,24 +174,28 @@ class BufferState(PoolCalls):
         self._pools.add(ticket, uid, row_ids, columns, sizes)
         lease.finished = True
 
+    @mutates
     def reject(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
         """Drop a leased group; the reason is counted."""
         rollout = self._rollouts.of(ticket)
         rollout.live(uid, attempt)
         self._rollouts.reject(rollout, uid, attempt, reason)
 
+    @mutates
     def quarantine(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
         """Drop a leased group that failed by itself, so that it is never tried again; counted as ``quarantined``."""
         rollout = self._rollouts.of(ticket)
         rollout.live(uid, attempt)
         self._rollouts.quarantine(rollout, uid, attempt, reason)
 
+    @mutates
     def count_failure(self, ticket: Ticket, uid: GroupUid, kind: str) -> tuple[int, int]:
         """Count a failed attempt at a group. Returns how many of this ``kind`` the run had, over all its workers, and
         how many of them this group had."""
         self._rollouts.of(ticket)
         return self._record.count_failure(uid, kind)
 
+    @mutates
     def adopt(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
         """Store groups that were finished elsewhere, such as in the run that recorded them. They are leased and
         finished at once, past the data source; one that waits in the queue leaves it.
@@ -208,6 +221,7 @@ class BufferState(PoolCalls):
             self._pools.add(ticket, uid, [row_ids[index] for index in indices], stored)
         self._rollouts.adopt(rollout, list(rows))
 
+    @mutates
     def close_rollout(self, ticket: Ticket) -> RolloutReport:
         """Select the step's groups: those that a final reader was handed, then the oldest finished ones. Surplus goes
         back to the queue as prompts; what was leased and never mentioned again is rejected as ``unreported``."""
@@ -228,6 +242,7 @@ class BufferState(PoolCalls):
             surplus=len(surplus),
         )
 
+    @mutates
     def abandon(self, rollout_id: int) -> None:
         """Give up a training rollout, running or closed, that is not trained on: its payloads are lost, or whoever
         worked on it is. Its leased and finished groups are pending again, as prompts, in their places in the queue.
@@ -251,6 +266,7 @@ class BufferState(PoolCalls):
 
     # -- steps ---------------------------------------------------------------------------------------
 
+    @mutates
     def clear(self, task: str) -> None:
         """Forget a task and its payloads. Unknown tasks are ignored, so that a repeat does no harm.
 
@@ -265,6 +281,7 @@ class BufferState(PoolCalls):
             if task.startswith("train_"):
                 self._selected.pop(uid, None)
 
+    @mutates
     def commit(self, rollout_id: int, step: int) -> None:
         """Mark the rollout's groups as trained at ``step``. A repeat with the same step changes nothing. A Buffer that
         replaces one that died needs no pool for it: the ledger has the groups that were selected."""
@@ -283,6 +300,7 @@ class BufferState(PoolCalls):
         self.ledger.commit(uids, rollout_id, step)
         self._record.commit(rollout_id, step)
 
+    @mutates
     def release(self, version: int) -> None:
         """The weights of ``version`` are published: rollouts before it give their slots and payloads back.
 
@@ -300,18 +318,22 @@ class BufferState(PoolCalls):
 
     # -- the rest ------------------------------------------------------------------------------------
 
+    @reads
     def get_metadata(self) -> dict[str, Any]:
         """The user's notes."""
         return self._record.metadata
 
+    @mutates
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Merge JSON values into the notes. Raises BufferStateError for anything that is not JSON."""
         self._record.update_metadata(metadata)
 
+    @reads
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""
         return len(self._rollouts.queue)
 
+    @reads
     def get_num_rollout_per_epoch(self) -> int:
         """Steps that one pass over the training data takes, at least 1."""
         return max(1, num_rows // self._groups_per_step) if (num_rows := self._feed.num_rows()) else 0

@@ -31,8 +31,8 @@ NumberedCall = tuple[str, int, int, str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offered:
-    """Stands for a large column in the arguments of a call: its producer has it under ``key``."""
+class ColumnPlaceholder:
+    """Stands for a large column in the arguments of a call; its producer keeps the column under ``key``."""
 
     key: int
     num_rows: int
@@ -40,7 +40,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageUnit:
-    """A process that owns payloads, and its name in messages. buffer: the actor that it passes calls on to; None where
+    """A process that owns payloads, and its name in messages. buffer: the actor to which it forwards calls; None where
     it is the Buffer itself."""
 
     actor: Any
@@ -49,20 +49,21 @@ class StorageUnit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """Who has the offered columns of a call, and who is to own them; the call goes by way of the owner.
+class PayloadTransfer:
+    """Moves a call's large columns from the producer to their owner, and forwards the call to the Buffer.
 
-    producer: the actor, a ``PayloadProducer``. timeout_s: for the Buffer's answer; half of it for the columns.
+    producer: the actor, a ``PayloadProducer``. unit: the owner. timeout_s: for the Buffer's answer; half of it for the
+    columns.
     """
 
     producer: Any
     unit: StorageUnit
     timeout_s: float
 
-    def ask(self, call: NumberedCall) -> Any:
+    def submit(self, call: NumberedCall) -> Any:
         """Make the call; returns the reference to its answer."""
-        passed_to = () if self.unit.buffer is None else (self.unit.buffer,)
-        return self.unit.actor.change_with_payloads.remote(self.producer, self.timeout_s, call, *passed_to)
+        forward_to = () if self.unit.buffer is None else (self.unit.buffer,)
+        return self.unit.actor.change_with_payloads.remote(self.producer, self.timeout_s, call, *forward_to)
 
     @property
     def answers(self) -> Answers:
@@ -76,33 +77,33 @@ MAX_REPORTS = 8
 
 
 @contextmanager
-def payloads_taken(producer: Any, args: Sequence[Any], owner: str, timeout_s: float) -> Iterator[Sequence[Any]]:
-    """``args`` with a cell, owned by this process, for each column that the actor ``producer`` offers in them.
+def fetched_payloads(producer: Any, args: Sequence[Any], owner: str, timeout_s: float) -> Iterator[Sequence[Any]]:
+    """``args`` with a cell, owned by this process, in place of each placeholder of the actor ``producer``.
 
     The cells leave ``args`` at the end of the block: a call that raised is in the traceback of its error, which may
-    last for as long as the process does nothing else, and so would a payload that nobody has.
+    last for as long as the process does nothing else, and would keep the unused payload alive.
 
-    Raises DeadlineError where the producer does not hand over what it offered within ``timeout_s``, WorkerDiedError
-    where it died, WorkerError where it failed or the store is full."""
-    offered = [
+    Raises DeadlineError where the producer does not send the payloads within ``timeout_s``, WorkerDiedError where it
+    died, WorkerError where it failed or the store is full."""
+    placeholders = [
         (columns, name, column)
         for columns in args
         if isinstance(columns, Columns)
         for name, column in columns.items()
-        if isinstance(column, Offered)
+        if isinstance(column, ColumnPlaceholder)
     ]
-    assert offered, "a call without large columns goes to the Buffer itself"
-    refs = _given(producer, [column.key for _, _, column in offered], owner, timeout_s)
-    for columns, name, column in offered:
+    assert placeholders, "a call without large columns goes to the Buffer itself"
+    refs = _fetch(producer, [column.key for _, _, column in placeholders], owner, timeout_s)
+    for columns, name, column in placeholders:
         columns[name] = Cell(num_rows=column.num_rows, ref=refs.pop(0), storage=owner)
     try:
         yield args
     finally:
-        for columns, name, _ in offered:
+        for columns, name, _ in placeholders:
             del columns[name]
 
 
-def _given(producer: Any, keys: Sequence[int], owner: str, timeout_s: float) -> list[Any]:
+def _fetch(producer: Any, keys: Sequence[int], owner: str, timeout_s: float) -> list[Any]:
     # What the producer returns last is small, and is read: the reference to an answer that failed looks like any other.
     refs: list[Any]
     *refs, done = producer.give_payloads.options(num_returns=len(keys) + 1).remote(keys)
@@ -130,10 +131,10 @@ class StorageActor:
         """Answers once the process runs."""
 
     def change_with_payloads(self, producer: Any, timeout_s: float, call: NumberedCall, buffer: Any) -> Any:
-        """The answer of the actor ``buffer`` to ``call``, whose offered columns are then in the store. Raises what
-        ``payloads_taken`` does, with half of ``timeout_s``, and what ``Answers`` does, with all of it."""
-        caller, sequence, open_from, method, offered = call
-        with payloads_taken(producer, offered, self._name, timeout_s / 2) as args:
+        """The answer of the actor ``buffer`` to ``call``, whose large columns are then in the store. Raises what
+        ``fetched_payloads`` does, with half of ``timeout_s``, and what ``Answers`` does, with all of it."""
+        caller, sequence, open_from, method, sent = call
+        with fetched_payloads(producer, sent, self._name, timeout_s / 2) as args:
             answers = Answers(who="the Buffer", role="buffer", timeout_s=timeout_s, flag="--buffer-timeout-s")
             return answers.wait(method, partial(buffer.change.remote, caller, sequence, open_from, method, args))
 
@@ -141,8 +142,8 @@ class StorageActor:
 def start_storage(num_units: int, buffer: Any) -> list[StorageUnit]:
     """Start ``--num-data-storage-units`` processes, spread over the nodes of the cluster, for the actor ``buffer``.
 
-    One that dies is started again, if need be on another node. What it owned is lost: whoever reads it is told so
-    (PayloadLostError), and the rollout is produced again."""
+    One that dies is started again, if need be on another node. Its payloads are lost: reading one raises
+    PayloadLostError, and the rollout is produced again."""
     remote = cast(Any, ray.remote)(
         num_cpus=0, max_restarts=-1, max_concurrency=MAX_REPORTS, scheduling_strategy="SPREAD"
     )
@@ -151,39 +152,42 @@ def start_storage(num_units: int, buffer: Any) -> list[StorageUnit]:
 
 
 class PayloadProducer:
-    """Mixin of async actors that store payloads: answers the owner's calls. ``offers`` are the columns by key."""
+    """Mixin of async actors that store payloads: answers the owner's calls. outgoing: the large columns of calls under
+    way, by key."""
 
-    offers: dict[int, Column]
+    outgoing: dict[int, Column]
 
     async def give_payloads(self, keys: Sequence[int]) -> tuple[Any, ...]:
-        """The columns offered under ``keys``, each an object of the store, and that this is all of them."""
-        return *(self.offers[key] for key in keys), True
+        """The columns of ``keys``, each an object of the store, and True behind them."""
+        return *(self.outgoing[key] for key in keys), True
 
 
 class StorageClient:
-    """Offers the large columns of one producer, which must be a ``PayloadProducer`` and hold ``offers``.
+    """Sends the large columns of one producer, which must be a ``PayloadProducer`` with these ``outgoing`` columns.
 
     units: storage processes, taken in turn. min_bytes: smaller columns stay inside the call that reports them.
     Make it in the producer's process.
     """
 
     def __init__(
-        self, units: Sequence[StorageUnit], offers: dict[int, Column], *, timeout_s: float, min_bytes: int
+        self, units: Sequence[StorageUnit], outgoing: dict[int, Column], *, timeout_s: float, min_bytes: int
     ) -> None:
         self._me = cast(Any, ray).get_runtime_context().current_actor
         self._units = itertools.cycle(units)
-        self._offers = offers
+        self._outgoing = outgoing
         self._timeout_s = timeout_s
         self._min_bytes = min_bytes
         self._keys = itertools.count()
 
     @contextmanager
-    def offered(self, columns: Mapping[str, Column], *, blocking: bool) -> Iterator[tuple[Columns, Offer | None]]:
-        """What a call, made and answered inside the block, sends for ``columns``, and the ``offer`` for
-        ``BufferClient.change``; None where all of them are small.
+    def transfer(
+        self, columns: Mapping[str, Column], *, blocking: bool
+    ) -> Iterator[tuple[Columns, PayloadTransfer | None]]:
+        """The columns to send in a call that is made and answered inside the block, and the transfer of the large ones
+        for ``BufferClient.through``; None where all of them are small.
 
-        blocking: whether the thread waits for the answer. The event loop's thread could then not hand anything over:
-        the columns stay as they are."""
+        blocking: whether the thread waits for the answer. The event loop's thread could not answer the owner
+        meanwhile: the columns stay as they are."""
         large = [name for name, column in columns.items() if column_bytes(column) >= self._min_bytes]
         if not large or (blocking and _on_event_loop()):
             yield Columns(columns), None
@@ -191,13 +195,13 @@ class StorageClient:
         sent = Columns(columns)
         keys = {name: next(self._keys) for name in large}
         for name, key in keys.items():
-            self._offers[key] = columns[name]
-            sent[name] = Offered(key=key, num_rows=len(columns[name]))
+            self._outgoing[key] = columns[name]
+            sent[name] = ColumnPlaceholder(key=key, num_rows=len(columns[name]))
         try:
-            yield sent, Offer(producer=self._me, unit=next(self._units), timeout_s=self._timeout_s)
+            yield sent, PayloadTransfer(producer=self._me, unit=next(self._units), timeout_s=self._timeout_s)
         finally:
             for key in keys.values():
-                self._offers.pop(key, None)
+                self._outgoing.pop(key, None)
 
 
 def _on_event_loop() -> bool:

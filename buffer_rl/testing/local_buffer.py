@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from buffer_rl.buffer.client import BufferClient
@@ -18,17 +19,15 @@ class DirectCalls:
     def __init__(self, state: BufferState) -> None:
         self._state = state
 
-    def change(self, method: str, *args: Any, offer: None = None) -> Any:
-        return getattr(self._state, method)(*args)
+    def through(self, transfer: object) -> DirectCalls:
+        """Payloads stay in this process."""
+        return self
 
-    def read(self, method: str, *args: Any) -> Any:
-        return getattr(self._state, method)(*args)
+    def call(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._state, operation.__name__)(*args, **kwargs)
 
-    async def achange(self, method: str, *args: Any, offer: None = None) -> Any:
-        return self.change(method, *args)
-
-    async def aread(self, method: str, *args: Any) -> Any:
-        return self.read(method, *args)
+    async def acall(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.call(operation, *args, **kwargs)
 
 
 def local_state(args: Any, ledger: Ledger, **options: Any) -> BufferState:

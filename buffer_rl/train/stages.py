@@ -81,7 +81,7 @@ def run_stage(
         if written is not None:
             written.result()
     finally:
-        dataset.settle()
+        dataset.drain()
         if written is not None:
-            written.settle()
+            written.drain()
     return report

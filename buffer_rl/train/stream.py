@@ -24,10 +24,10 @@ Taken = tuple[RowsMeta, TrainBatch | None]
 
 
 class Started(Protocol[T_co]):
-    """A call under way, whose answer is asked for once, or settled (see ``buffer_rl.buffer.calling.StartedCall``)."""
+    """A call under way, whose answer is asked for once, or drained (see ``buffer_rl.buffer.calling.StartedCall``)."""
 
     def result(self) -> T_co: ...
-    def settle(self) -> None: ...
+    def drain(self) -> None: ...
 
 
 class RowSource(Protocol):
@@ -52,7 +52,7 @@ class StreamingDataset(IterableDataset[TrainBatch]):
     request: who reads what (see ``buffer_rl.buffer.pool.ReadRequest``). fields: what each batch has; all where None.
     timeout_s: longest wait for one batch. replay: keep the batches for a second pass.
     leave: while a batch is worked on, the next one is asked for, where it is full and so many more are ready for other
-    processes that read as the same task; None: never. Who leaves the loop before its end then calls ``settle``: what
+    processes that read as the same task; None: never. Who leaves the loop before its end then calls ``drain``: what
     was asked for is nobody else's.
     ``generation`` is that of the newest batch (see ``RowsMeta``).
     """
@@ -81,7 +81,7 @@ class StreamingDataset(IterableDataset[TrainBatch]):
 
     def step(self, partition_id: int) -> None:
         """Go on to rollout ``partition_id``; batches of the one before are forgotten."""
-        self.settle()
+        self.drain()
         self._task = f"train_{partition_id}"
         self._seen.clear()
         self._ended = False
@@ -102,10 +102,10 @@ class StreamingDataset(IterableDataset[TrainBatch]):
                 self._asked = self._source.start_take(self._task, self._ahead, self._fields)
             yield batch
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing is asked for any more."""
         if self._asked is not None:
-            self._asked.settle()
+            self._asked.drain()
             self._asked = None
 
     def _next(self, task: str) -> Taken:

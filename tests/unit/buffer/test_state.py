@@ -533,7 +533,7 @@ def test_a_reader_of_a_cleared_pool_is_told_so_and_of_one_that_kept_nothing_has_
     state.close_rollout(state.generate(1))
     request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=2)
     with pytest.raises(BufferStateError, match="no pool train_0 any more: it was cleared"):
-        state.get_meta("train_0", request)
-    assert state.get_meta("train_1", request).ended, "why there are no groups is in the rollout's report"
+        state.take("train_0", request)
+    assert state.take("train_1", request)[0].ended, "why there are no groups is in the rollout's report"
     with pytest.raises(BufferStateError, match="there is no pool train_2"):
-        state.get_meta("train_2", request)
+        state.take("train_2", request)

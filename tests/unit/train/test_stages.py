@@ -37,7 +37,7 @@ class Answer:
             raise self.error
         return self.value
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         if self in self.open:
             with suppress(TrainError):
                 self.result()
@@ -166,8 +166,8 @@ def test_what_is_fetched_ahead_leaves_a_batch_for_each_other_process(closed: boo
     assert len(next(iter(other))) == max(rows, 2)
     assert store.ahead == [max(rows, 2), 0]  # the first left one, and there was none to leave by then
     assert len(next(batches)) == max(rows, 2)
-    first.settle()
-    other.settle()
+    first.drain()
+    other.drain()
 
 
 def test_the_end_is_learnt_while_the_last_batch_is_worked_on() -> None:
