@@ -72,7 +72,7 @@ class BufferActor:
         # Ray sends an answer when the lock is free again. What another thread may do by then is ``finish``, which
         # alters nothing that was answered: it adds a group, and marks its lease.
         self._state_lock = threading.Lock()
-        self._sign()  # from here on it can be asked how it is
+        self._sign()  # from here on it answers health checks
 
     def change(self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any]) -> Any:
         """Execute an operation that changes state, once per ``(caller, sequence)`` (see ``CallLog.once``).
@@ -190,12 +190,12 @@ PATIENCE_S = 0.1
 
 
 class BufferWatch:
-    """A watcher of the driver: asks the Buffer how it is, and never waits for it longer than ``PATIENCE_S``.
+    """A watcher of the driver: a health check of the Buffer that never waits longer than ``PATIENCE_S``.
 
     hang_s: a Buffer whose process runs, and did not answer for this long or has worked on one change for this long, is
     ended. start_s: so is one that is not there again after this long.
     process: the id of the Buffer's process on this machine; None while there is none.
-    shown: hears the Buffer's counts. notice: hears of a Buffer that was replaced or is to be.
+    shown: called with the Buffer's counts. notice: called with a line when the Buffer was, or will be, replaced.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class BufferWatch:
         question, self._question = self._question, None
         try:
             answer: dict[str, Any] = ray.get(question, timeout=PATIENCE_S)
-        except ray.exceptions.RayError:  # it died; who needs it waits for the next one, or ends the run
+        except ray.exceptions.RayError:  # it died; its callers wait for the next one, or end the run
             return
         if self._pid is not None and answer["pid"] != self._pid:
             self._notice(f"the Buffer died and was replaced (process {answer['pid']})")

@@ -82,14 +82,15 @@ class CallLog:
         self._open_from: dict[str, int] = {}
 
     def once(self, caller: str, sequence: int, open_from: int, execute: Callable[[], Any]) -> Any:
-        """``execute()``, or the answer that it gave before. Answers of ``caller`` before ``open_from`` are let go.
+        """``execute()``, or the answer that it gave before. Answers of ``caller`` before ``open_from`` are
+        dropped.
 
-        Raises BufferStateError for a call that its caller has given up: nobody waits for it any more.
+        Raises BufferStateError for a call that its caller has given up.
         """
         answers = self._answers.setdefault(caller, {})
         oldest = self._open_from[caller] = max(open_from, self._open_from.get(caller, 0))
-        for settled in [number for number in answers if number < oldest]:
-            del answers[settled]
+        for done in [number for number in answers if number < oldest]:
+            del answers[done]
         if sequence < oldest:
             raise BufferStateError(f"{caller} no longer waits for its call {sequence}; nothing was changed")
         if sequence not in answers:

@@ -115,7 +115,7 @@ class BufferClient:
     generate = _facade(BufferState.generate)
     close_rollout = _facade(BufferState.close_rollout)
     get_totals = _facade(BufferState.get_totals)
-    offer_again = _facade(BufferState.offer_again)
+    requeue_for_readers = _facade(BufferState.requeue_for_readers)
     abandon = _facade(BufferState.abandon)
     clear = _facade(BufferState.clear)
     commit = _facade(BufferState.commit)
@@ -126,9 +126,9 @@ class BufferClient:
     set_source_length = _facade(BufferState.set_source_length)
     get_source_state = _facade(BufferState.get_source_state)
 
-    def adopt(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
-        """Take groups over that were finished elsewhere; see ``BufferState.adopt``."""
-        self.call(BufferState.adopt, ticket, list(row_ids), Columns(columns))
+    def import_groups(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
+        """Take groups over that were finished elsewhere; see ``BufferState.import_groups``."""
+        self.call(BufferState.import_groups, ticket, list(row_ids), Columns(columns))
 
     def get_data(
         self,

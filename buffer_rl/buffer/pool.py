@@ -1,7 +1,7 @@
 """One rollout's rows: filled group by group and field by field, read by named tasks while the rollout still runs.
 
-A pool is open while its rollout runs: finished groups are added, others fill in derived fields, and each reading task
-is handed every group once, when the fields that it asked for are there (``get_meta``). Closing fixes which groups the
+A pool is open while its rollout runs: finished groups are added, roles fill in derived fields, and each reading task
+gets every group once, when its fields are there (``get_meta``). Closing fixes which groups the
 step trains on; after that the whole batch can be read too (``plan``, ``share``).
 """
 
@@ -18,7 +18,7 @@ from buffer_rl.errors import BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId
 
 DERIVED_FIELDS = frozenset({"ref_log_probs", "old_log_probs", "prox_log_probs", "advantages", "returns"})
-"""Fields that others than the rollout fill in."""
+"""Fields that roles fill in, not the rollout."""
 
 FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs"}
 """The field that holds the log-probabilities under the trainer's model of that name."""
@@ -26,10 +26,10 @@ FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsMeta:
-    """Rows that a reading task was handed; their payloads are read with ``get_fields``.
+    """Rows that a reading task got.
 
-    ended: there are none, and none will come: the rollout is closed and the task was handed every row.
-    generation: how often the task's process was replaced; what a replaced one still writes is ignored.
+    ended: there are none, and none will come: the rollout is closed and the task got every row.
+    generation: fencing token: how often the task's process was replaced; writes of a replaced one are ignored.
     revision: of the Buffer when it answered, for a reader that waits for a change.
     """
 
@@ -42,13 +42,13 @@ class RowsMeta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRequest:
-    """What a reading task asks for.
+    """The request of a reading task.
 
     reader: name of the reading task, such as ``ref_log_probs``; every row goes to each task once.
     fields: those that the rows must have. produces: those that the task adds to them.
     sampler: ``group``, or ``balanced`` for ranks that work in step.
-    is_final: rows that were handed out are part of the step, whatever finishes later.
-    leave: see ``buffer_rl.buffer.readers.Request``.
+    is_final: rows that the task got are part of the step, whatever finishes later.
+    prefetch_reserve: see ``buffer_rl.buffer.readers.Request``.
     """
 
     reader: str
@@ -59,22 +59,21 @@ class ReadRequest:
     dp_rank: int = 0
     dp_size: int = 1
     is_final: bool = False
-    leave: int | None = None
+    prefetch_reserve: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """Whose work is written: that of a process of the reading task ``reader``, of this ``generation`` (see
-    ``RowsMeta``)."""
+    """Identifies the process that writes: of the reading task ``reader``, of this ``generation`` (see ``RowsMeta``)."""
 
     reader: str
     generation: int
 
 
 class DataPool:
-    """The groups of one task, in the order of their uids, and who reads which of them.
+    """The groups of one task, in the order of their uids, and their readers.
 
-    num_groups: how many groups the step trains on; a final reader is never handed more.
+    num_groups: how many groups the step trains on; a final reader never gets more.
     """
 
     def __init__(self, rollout_id: int, task: str, store: ColumnStore, num_groups: int) -> None:
@@ -99,7 +98,7 @@ class DataPool:
         """A finished group, whose cells the store has by now."""
         assert not self.closed, f"{self.task} is closed"
         self._uids[uid] = None
-        self._offer(uid)
+        self._mark_ready(uid)
 
     def select(self, uids: Sequence[GroupUid]) -> None:
         """Close the pool: the step trains on these groups; the others leave it.
@@ -113,17 +112,17 @@ class DataPool:
         self._gone.update(gone)
         self.closed = True
         for uid in self._uids:
-            self._offer(uid)
+            self._mark_ready(uid)
 
     def pinned(self) -> set[GroupUid]:
-        """Groups that the step must train on: a final reader was handed them."""
-        return {uid for reader in self._readers.values() if reader.is_final for uid in reader.handed()}
+        """Groups that the step must train on: a final reader got them."""
+        return {uid for reader in self._readers.values() if reader.is_final for uid in reader.delivered()}
 
     def put_fields(self, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None) -> None:
         """Add derived ragged fields (one array a row) for ``row_ids``, in any order. Rows of a group that the step was
-        closed without are passed over: whoever computed them could not know.
+        closed without are passed over: their writer could not know.
 
-        writer: from whose work they come; of a replaced process nothing is taken.
+        writer: the process that writes; writes of a replaced one are ignored.
         Raises BufferStateError for a row of another task, a repeated row, or a field of the wrong length."""
         reader = self._readers.get(writer.reader) if writer is not None else None
         if writer is not None and reader is not None and writer.generation < reader.generation:
@@ -142,40 +141,43 @@ class DataPool:
             self._store.check_field(uid, name, rows)
         for (uid, name), rows in writes.items():
             if self._store.put_field(uid, name, rows):
-                self._offer(uid)
+                self._mark_ready(uid)
 
     # -- reading while it fills ----------------------------------------------------------------------
 
     def get_meta(self, request: ReadRequest, revision: int = 0) -> RowsMeta:
-        """Hand out rows to a reading task: each once, when its fields are there; whole groups.
+        """The next rows for a reading task: each once, when its fields are there; whole groups.
 
         No rows and not ``ended`` means: not yet. Raises BufferStateError if the task asked otherwise before: for
         other fields, or as another kind of reader.
         """
         reader = self._reader(request)
         wanted = Request(
-            num_rows=request.num_rows, dp_rank=request.dp_rank, dp_size=request.dp_size, leave=request.leave
+            num_rows=request.num_rows,
+            dp_rank=request.dp_rank,
+            dp_size=request.dp_size,
+            prefetch_reserve=request.prefetch_reserve,
         )
-        uids = reader.take(wanted, self.closed)
+        uids = reader.next_ready(wanted, self.closed)
         rows = [row for uid in uids for row in self._store.rows(uid)]
-        ended = not rows and self.closed and reader.is_done(wanted, reader.num_offered == len(self._uids))
+        ended = not rows and self.closed and reader.is_done(wanted, reader.num_marked == len(self._uids))
         return RowsMeta(task=self.task, row_ids=rows, ended=ended, generation=reader.generation, revision=revision)
 
-    def offer_again(self, reader_name: str) -> int:
-        """The process that read as ``reader_name`` is replaced: groups that it was handed and that lack what it
-        produces are handed out once more. Returns how many these are. What a final reader did is lost with it, so all
-        its groups come again."""
+    def requeue_for_readers(self, reader_name: str) -> int:
+        """The process that read as ``reader_name`` is replaced: groups that it got and that lack the fields that it
+        produces are redelivered. Returns their number. The work of a final reader is lost with it, so all its groups
+        are redelivered."""
         reader = self._readers.get(reader_name)
         if reader is None:
             return 0
         lost = [
-            uid for uid in reader.handed() if reader.is_final or not reader.produces <= self._store.cells(uid).keys()
+            uid for uid in reader.delivered() if reader.is_final or not reader.produces <= self._store.cells(uid).keys()
         ]
-        return reader.offer_again(lost)
+        return reader.requeue(lost)
 
     def plan_rows(self, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> BatchPlan:
         """Rows of the pool in the given order, with ``fields``, or with all that every one of their groups has. Rows of
-        a group that the step was closed without are left out: whoever was handed them could not know.
+        a group that the step was closed without are left out: their reader could not know.
 
         Raises BufferStateError for a row of another task and for a field that is not there."""
         slices: list[tuple[GroupUid, list[RowId]]] = []
@@ -285,7 +287,7 @@ class DataPool:
             )
             self._readers[request.reader] = reader
             for uid in self._uids:
-                self._offer(uid)
+                self._mark_ready(uid)
         before = (reader.fields, reader.produces, reader.sampler, reader.is_final)
         if (request.fields, request.produces, request.sampler, request.is_final) != before:
             raise BufferStateError(
@@ -296,11 +298,11 @@ class DataPool:
             )
         return reader
 
-    def _offer(self, uid: GroupUid) -> None:
+    def _mark_ready(self, uid: GroupUid) -> None:
         there = self._store.cells(uid).keys()
         for reader in self._readers.values():
-            if reader.fields <= there and (not reader.is_final or reader.num_offered < self._num_groups):
-                reader.offer(uid, self._store.sizes(uid).tokens)
+            if reader.fields <= there and (not reader.is_final or reader.num_marked < self._num_groups):
+                reader.mark_ready(uid, self._store.sizes(uid).tokens)
 
     def _mini_batch(self, num_steps: int, step: int) -> list[GroupUid]:
         if not self.closed:

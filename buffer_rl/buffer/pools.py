@@ -16,7 +16,7 @@ from buffer_rl.errors import BufferRestartedError, BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId, Ticket, TrainBatch
 
 REMEMBERED = 64
-"""Cleared pools whose late readers are told so; a reader is never that late."""
+"""Cleared pools that are named to late readers; a reader is never later than that."""
 
 
 class Pools:
@@ -132,7 +132,7 @@ class Pools:
 
 
 class PoolCalls:
-    """The part of ``BufferState`` that concerns pools alone, whoever filled them."""
+    """The operations of ``BufferState`` that concern pools alone."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -192,7 +192,7 @@ class PoolCalls:
         self._pools.revision += 1
 
     @mutates
-    def offer_again(self, task: str, reader: str) -> int:
-        """A reading task's process is replaced (see ``DataPool.offer_again``)."""
+    def requeue_for_readers(self, task: str, reader: str) -> int:
+        """A reading task's process is replaced (see ``DataPool.requeue_for_readers``)."""
         self._pools.revision += 1
-        return self._pools.of(task).offer_again(reader)
+        return self._pools.of(task).requeue_for_readers(reader)

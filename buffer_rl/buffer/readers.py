@@ -64,7 +64,7 @@ Ready = OrderedDict[GroupUid, ReadyGroup]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a reader asks for: about ``num_rows`` rows, as rank ``dp_rank`` of ``dp_size``.
+    """The request of a reader: about ``num_rows`` rows, as rank ``dp_rank`` of ``dp_size``.
 
     leave: it asks ahead of its need: for a full batch, and only where as many more as this are ready for others. What
     is ready in a closed pool counts as full. None: it needs what there is."""
@@ -72,7 +72,7 @@ class Request:
     num_rows: int
     dp_rank: int = 0
     dp_size: int = 1
-    leave: int | None = None
+    prefetch_reserve: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_rows < 1:
@@ -84,7 +84,7 @@ class Request:
 class Sampler(Protocol):
     """Hands out ready groups of one pool to one reader, which may have several ranks."""
 
-    def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
+    def next_ready(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
         """Remove groups from ``ready`` and return them; none if there are not enough yet.
 
         closed: no further groups will come, so what is there must do."""
@@ -100,11 +100,14 @@ class Sampler(Protocol):
 
 
 class GroupSampler:
-    """Groups in the order in which they became ready, to whoever asks first: as many as fit into the rows asked for,
+    """Groups in the order in which they became ready, to the first request: as many as fit into the rows asked for,
     at least one."""
 
-    def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
-        if request.leave is not None and _num_batches(ready, request.num_rows, closed) <= request.leave:
+    def next_ready(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
+        if (
+            request.prefetch_reserve is not None
+            and _num_batches(ready, request.num_rows, closed) <= request.prefetch_reserve
+        ):
             return []
         chosen: list[GroupUid] = []
         rows = 0
@@ -127,8 +130,8 @@ class GroupSampler:
 @dataclass(slots=True)
 class BalancedSampler:
     """Equal work for every rank: once there are rows for all ranks, the groups are dealt out so that each rank has
-    about as many tokens, and a rank's k-th call gets its part of the k-th deal, whoever calls first, and whatever its
-    ``leave`` says.
+    about as many tokens, and a rank's k-th call gets its part of the k-th deal, in any order of calls, and whatever its
+    ``prefetch_reserve`` says.
 
     In the last deal a rank may get nothing, if there are fewer groups than ranks. The first request says how many ranks
     there are; one that says otherwise is refused.
@@ -138,7 +141,7 @@ class BalancedSampler:
     _next_deal: dict[int, int] = field(default_factory=dict)
     _dp_size: int | None = None
 
-    def take(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
+    def next_ready(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
         self._dp_size = self._dp_size or request.dp_size
         if request.dp_size != self._dp_size:
             raise BufferStateError(
@@ -179,7 +182,7 @@ class BalancedSampler:
 
 
 def _num_batches(ready: Ready, num_rows: int, closed: bool) -> int:
-    """How many full batches ``GroupSampler`` would hand out of ``ready``; the last one counts in a closed pool."""
+    """How many full batches ``GroupSampler`` would make of ``ready``; the last one counts in a closed pool."""
     batches = rows = 0
     for group in ready.values():
         if rows and rows + len(group.tokens) > num_rows:
@@ -205,8 +208,8 @@ class Reader:
     """A named task that reads ``fields`` of every group, each group once, as soon as those fields are there, and adds
     ``produces`` to it.
 
-    sampler: which groups it is handed; raises BufferStateError for an unknown name (see ``samplers``).
-    is_final: what it was handed is part of the step from then on, because its effect cannot be undone.
+    sampler: which groups it gets; raises BufferStateError for an unknown name (see ``SAMPLERS``).
+    is_final: its groups are part of the step once it got them, because its effect cannot be undone.
     generation: how often its process was replaced.
     """
 
@@ -227,51 +230,51 @@ class Reader:
         self.sampler = sampler
         self._sampler = sampler_named(sampler)
         self._ready: OrderedDict[GroupUid, ReadyGroup] = OrderedDict()
-        self._offered: dict[GroupUid, ReadyGroup] = {}
-        self._handed: dict[GroupUid, None] = {}
+        self._marked: dict[GroupUid, ReadyGroup] = {}
+        self._delivered: dict[GroupUid, None] = {}
 
-    def offer(self, uid: GroupUid, tokens: list[int]) -> bool:
-        """All fields of the group are there. False if it was offered before."""
-        if uid in self._offered:
+    def mark_ready(self, uid: GroupUid, tokens: list[int]) -> bool:
+        """All fields of the group are there. False if it was marked before."""
+        if uid in self._marked:
             return False
-        self._offered[uid] = self._ready[uid] = ReadyGroup(uid=uid, tokens=tokens)
+        self._marked[uid] = self._ready[uid] = ReadyGroup(uid=uid, tokens=tokens)
         return True
 
-    def take(self, request: Request, closed: bool) -> list[GroupUid]:
-        """The next groups for the request, none if there are not enough yet; they count as handed out."""
-        uids = self._sampler.take(self._ready, request, closed)
-        self._handed.update((uid, None) for uid in uids)
+    def next_ready(self, request: Request, closed: bool) -> list[GroupUid]:
+        """The next groups for the request, none if there are not enough yet; they count as delivered."""
+        uids = self._sampler.next_ready(self._ready, request, closed)
+        self._delivered.update((uid, None) for uid in uids)
         return uids
 
     @property
-    def num_offered(self) -> int:
-        """Groups that were offered, handed out or not."""
-        return len(self._offered)
+    def num_marked(self) -> int:
+        """Groups that were marked ready, delivered or not."""
+        return len(self._marked)
 
-    def is_done(self, request: Request, all_offered: bool) -> bool:
-        """Whether nothing will come for the request's rank any more. all_offered: every group of the closed pool was
-        offered."""
-        return all_offered and not self._ready and not self._sampler.holds_back(request)
+    def is_done(self, request: Request, all_marked: bool) -> bool:
+        """Whether nothing will come for the request's rank any more. all_marked: every group of the closed pool was
+        marked ready."""
+        return all_marked and not self._ready and not self._sampler.holds_back(request)
 
-    def handed(self) -> list[GroupUid]:
-        """The groups that were handed out, in that order."""
-        return list(self._handed)
+    def delivered(self) -> list[GroupUid]:
+        """The groups that were delivered, in that order."""
+        return list(self._delivered)
 
     def withdraw(self, uids: Iterable[GroupUid]) -> None:
         """These groups left the pool."""
         gone = set(uids)
         self._sampler.withdraw(gone)
         for uid in gone:
-            self._offered.pop(uid, None)
+            self._marked.pop(uid, None)
             self._ready.pop(uid, None)
-            self._handed.pop(uid, None)
+            self._delivered.pop(uid, None)
 
-    def offer_again(self, uids: Iterable[GroupUid]) -> int:
-        """Hand these groups out once more: whoever had them is replaced. Returns how many there are."""
+    def requeue(self, uids: Iterable[GroupUid]) -> int:
+        """Redeliver these groups: the process that had them is replaced. Returns how many there are."""
         self.generation += 1
-        again = [uid for uid in uids if uid in self._handed]
+        again = [uid for uid in uids if uid in self._delivered]
         for uid in reversed(again):
-            del self._handed[uid]
-            self._ready[uid] = self._offered[uid]
+            del self._delivered[uid]
+            self._ready[uid] = self._marked[uid]
             self._ready.move_to_end(uid, last=False)
         return len(again)

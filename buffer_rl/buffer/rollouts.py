@@ -99,7 +99,7 @@ class OpenRollout:
 
 
 class Rollouts:
-    """Owner of the queue and of the leases; the ledger is told of every change."""
+    """Owner of the queue and of the leases; writes every change to the ledger."""
 
     def __init__(self, feed: Feed, *, ledger: Ledger, rule: RequeueRule | None = None) -> None:
         self.queue = GroupQueue()
@@ -136,13 +136,13 @@ class Rollouts:
             attempts = self._write_leases(ticket, queued, fresh)
         except BaseException:  # nothing is leased then, so nothing may be gone from the source
             if fresh:
-                self._feed.untake([entry.group for entry in fresh])
+                self._feed.rollback([entry.group for entry in fresh])
             raise
         self._admitted += len(fresh)
         self.queue.remove([entry.group.uid for entry in queued])
         return [self._lease(rollout, *pair) for pair in zip([*queued, *fresh], attempts, strict=True)]
 
-    def give_back(
+    def requeue(
         self, ticket: Ticket, leases: Sequence[tuple[GroupUid, int]], groups: Sequence[SampleGroup] = ()
     ) -> None:
         rollout = self.of(ticket)
@@ -158,7 +158,7 @@ class Rollouts:
             if ticket.evaluation:
                 rollout.waiting.put(Admitted(group=lease.group, number=lease.number))
             else:
-                self.queue.put(Admitted(group=self._rule.queued(kept.get(uid), lease.group), number=lease.number))
+                self.queue.put(Admitted(group=self._rule.on_requeue(kept.get(uid), lease.group), number=lease.number))
 
     def reject(self, rollout: OpenRollout, uid: GroupUid, attempt: int, reason: str) -> None:
         """Drop a live lease; the reason is counted."""
@@ -174,7 +174,7 @@ class Rollouts:
         del rollout.leases[uid]
         rollout.drops[QUARANTINED] += 1
 
-    def adopt(self, rollout: OpenRollout, uids: Sequence[GroupUid]) -> None:
+    def import_groups(self, rollout: OpenRollout, uids: Sequence[GroupUid]) -> None:
         """Lease and finish pending groups past the source and the queue; their payloads came from elsewhere."""
         with self._ledger.transaction():
             attempts = [self._ledger.lease(uid, rollout.ticket.rollout_id) for uid in uids]
@@ -192,7 +192,7 @@ class Rollouts:
         wanted = len(finished) if rollout.ticket.evaluation else rollout.ticket.num_groups
         return sorted(finished, key=lambda uid: uid not in pinned)[:wanted]  # stable: else in the order of leases
 
-    def settle(self, rollout: OpenRollout, chosen: Collection[GroupUid]) -> list[GroupUid]:
+    def split_selected(self, rollout: OpenRollout, chosen: Collection[GroupUid]) -> list[GroupUid]:
         """Finished groups beyond ``chosen``, which are selected for the step, are queued again, and returned. What was
         leased and never mentioned again is rejected as ``unreported``."""
         kept = set(chosen)
@@ -243,7 +243,7 @@ class Rollouts:
         saved: what ``to_save`` gave of them at ``version``, with what was generated so far; the others are made again,
         as prompts, and so are those of another number of samples than this run's groups have. Raises BufferStateError
         if one of ``saved`` is not pending."""
-        known = {group.uid: self._rule.restored(group, version) for group in saved}
+        known = {group.uid: self._rule.on_restore(group, version) for group in saved}
         pending = self._ledger.recover()
         if foreign := known.keys() - set(pending):
             state = self._ledger.entry(uid := min(foreign)).state
@@ -251,7 +251,7 @@ class Rollouts:
         self.queue = GroupQueue()
         for uid in pending:
             number = self._ledger.number(uid) or 0
-            group = self._feed.resized(known[uid], number) if uid in known else self.lease_of(uid).group
+            group = self._feed.resize(known[uid], number) if uid in known else self.lease_of(uid).group
             self.queue.put(Admitted(group=group, number=number))
         self._admitted = self._ledger.num_admitted
 
@@ -274,7 +274,7 @@ class Rollouts:
         rollout.leases[uid] = Lease(group=prompts, number=entry.number)
         if oldest_version(entry.group) is None:
             return prompts.as_prompts()  # the caller may change what it got
-        return self._rule.leased(
+        return self._rule.on_lease(
             replace(entry.group, attempt=attempt, incarnation=self._ledger.incarnation), ticket.version
         )
 
@@ -282,7 +282,9 @@ class Rollouts:
         """New groups of the data source."""
         if num_samples == 0:
             return []
-        return [Admitted(group=g, number=self._admitted + i) for i, g in enumerate(self._feed.take(num_samples))]
+        return [
+            Admitted(group=g, number=self._admitted + i) for i, g in enumerate(self._feed.draw_prompts(num_samples))
+        ]
 
     def _header(self, group: SampleGroup) -> QueueHeader:
         """What a buffer filter sees of a queued group."""

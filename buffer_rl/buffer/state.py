@@ -1,4 +1,4 @@
-"""All logic of the Buffer, without Ray: what is leased, queued, finished, trained, and by whom it was asked.
+"""All logic of the Buffer, without Ray: which groups are queued, leased, finished and trained.
 
 One ``BufferState`` is used by one thread at a time. Methods that change state check everything first, so
 that a refused request changes nothing.
@@ -39,10 +39,10 @@ FORMAT = 3
 class BufferState(PoolCalls):
     """Owner of the queue, the leases, the pools and the ledger.
 
-    eval_groups: makes the groups of all evaluation sets, anew for each evaluation.
+    eval_groups: makes the groups of all evaluation sets, again for each evaluation.
     groups_per_step: P, the prompt groups that one step trains on.
     rule: what groups that go back to the queue keep; where absent, their prompts alone.
-    max_staleness: S of the schedule, which every ticket bears; None where nothing is published.
+    max_staleness: S of the schedule, which every ticket carries; None where nothing is published.
     restarted: another Buffer worked with this ledger and died. Its groups wait in the queue; its pools are lost.
 
     Raises an error of ``buffer_rl.errors`` if the ledger's groups cannot be made again from the data source.
@@ -134,7 +134,7 @@ class BufferState(PoolCalls):
 
     @mutates
     def set_source_length(self, num_rows: int) -> None:
-        """Tell the length of the user's data source."""
+        """Set the length of the user's data source."""
         self._delivered().set_num_rows(num_rows)
 
     @reads
@@ -150,9 +150,9 @@ class BufferState(PoolCalls):
         admission.
 
         groups: the same groups with what was generated of them so far, which the queue keeps where
-        ``ticket.keeps_tokens`` says so (see ``RequeueRule.queued``). Without it, a group is queued as prompts.
+        ``ticket.keeps_tokens`` says so (see ``RequeueRule.on_requeue``). Without it, a group is queued as prompts.
         """
-        self._rollouts.give_back(ticket, leases, groups)
+        self._rollouts.requeue(ticket, leases, groups)
 
     @mutates
     def finish(
@@ -164,7 +164,7 @@ class BufferState(PoolCalls):
         columns: Mapping[str, Column | Cell],
         sizes: RowSizes | None = None,
     ) -> None:
-        """Store a finished group's columns and take its lease back. Readers of the rollout's pool get it at once.
+        """Store a finished group's columns and end its lease. Readers of the rollout's pool get it at once.
 
         sizes: needed where tokens or loss masks are in the object store."""
         lease = self._rollouts.of(ticket).live(uid, attempt)
@@ -196,7 +196,7 @@ class BufferState(PoolCalls):
         return self._record.count_failure(uid, kind)
 
     @mutates
-    def adopt(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
+    def import_groups(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
         """Store groups that were finished elsewhere, such as in the run that recorded them. They are leased and
         finished at once, past the data source; one that waits in the queue leaves it.
 
@@ -219,17 +219,17 @@ class BufferState(PoolCalls):
         for uid, indices in rows.items():
             stored = {name: take_rows(column, indices) for name, column in columns.items()}
             self._pools.add(ticket, uid, [row_ids[index] for index in indices], stored)
-        self._rollouts.adopt(rollout, list(rows))
+        self._rollouts.import_groups(rollout, list(rows))
 
     @mutates
     def close_rollout(self, ticket: Ticket) -> RolloutReport:
-        """Select the step's groups: those that a final reader was handed, then the oldest finished ones. Surplus goes
+        """Select the step's groups: those that a final reader got, then the oldest finished ones. Surplus goes
         back to the queue as prompts; what was leased and never mentioned again is rejected as ``unreported``."""
         rollout = self._rollouts.of(ticket)
         pool = self._pools.of(ticket.task)
         chosen = self._rollouts.choose(rollout, pool.pinned())
         pool.require_equal_fields(chosen)
-        surplus = self._rollouts.settle(rollout, chosen)
+        surplus = self._rollouts.split_selected(rollout, chosen)
         num_rows = self._pools.close(ticket, chosen, surplus)
         if not ticket.evaluation:
             self._selected.update((uid, rollout.leases[uid]) for uid in chosen)
@@ -244,8 +244,8 @@ class BufferState(PoolCalls):
 
     @mutates
     def abandon(self, rollout_id: int) -> None:
-        """Give up a training rollout, running or closed, that is not trained on: its payloads are lost, or whoever
-        worked on it is. Its leased and finished groups are pending again, as prompts, in their places in the queue.
+        """Give up a training rollout, running or closed, that is not trained on: its payloads or its
+        workers are lost. Its leased and finished groups are pending again, as prompts, in their places in the queue.
         Without such a rollout nothing is changed.
 
         Raises BufferStateError for one that was committed."""

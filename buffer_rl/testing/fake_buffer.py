@@ -1,4 +1,4 @@
-"""A Buffer in memory for tests of rollout functions: hands out given groups and records every report."""
+"""A Buffer in memory for tests of rollout functions: leases given groups and records every report."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from buffer_rl.types import GroupUid, SampleGroup, Ticket
 class FakeBuffer:
     """Implements ``buffer_rl.contracts.RolloutBuffer`` over ``groups``, in their order.
 
-    Unlike the real one it runs out: it then hands out fewer groups than asked, and at last none.
+    Unlike the real one it runs out: it then leases fewer groups than asked, and at last none.
 
     leased: uids in lease order. finished: groups in report order. rejected: (group, reason) in report order;
     quarantined likewise.
-    returned: groups given back with ``add_samples``, which are handed out again first.
+    returned: groups given back with ``add_samples``, which are leased again first.
     """
 
     def __init__(self, groups: Iterable[SampleGroup], ticket: Ticket) -> None:

@@ -194,7 +194,7 @@ class FakeEngine:
         abort = self._aborts.setdefault(body.get("rid", ""), asyncio.Event())
         arrived = self._loop.time()
         try:
-            free_at = await self._slots.take(abort)
+            free_at = await self._slots.acquire(abort)
             return free_at is None or await self._aborted_in_slot(body, abort, max(arrived, free_at))
         finally:
             self._aborts.pop(body.get("rid", ""), None)
@@ -210,7 +210,7 @@ class FakeEngine:
             is_due = True
             return False
         finally:
-            self._slots.give_back(due if is_due else self._loop.time())
+            self._slots.release(due if is_due else self._loop.time())
 
     def _output_ids(self, body: dict[str, Any]) -> list[int]:
         seed = int(body.get("sampling_params", {}).get("sampling_seed", 0))
@@ -357,9 +357,9 @@ class Slots:
     def __init__(self, number: int | None) -> None:
         self._free: asyncio.PriorityQueue[float] | None = None if number is None else asyncio.PriorityQueue()
         for _ in range(number or 0):
-            self.give_back(0.0)
+            self.release(0.0)
 
-    async def take(self, unless: asyncio.Event) -> float | None:
+    async def acquire(self, unless: asyncio.Event) -> float | None:
         """A slot, as the time since which it is free; None if ``unless`` is set before there is one."""
         if self._free is None:
             return 0.0
@@ -368,7 +368,7 @@ class Slots:
             await asyncio.wait((slot, never), return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             if slot.done():
-                self.give_back(slot.result())
+                self.release(slot.result())
             raise
         finally:
             never.cancel()
@@ -376,7 +376,7 @@ class Slots:
                 slot.cancel()
         return slot.result() if slot.done() else None
 
-    def give_back(self, free_at: float) -> None:
+    def release(self, free_at: float) -> None:
         """The slot is free since ``free_at``, on the clock of the event loop."""
         if self._free is not None:
             self._free.put_nowait(free_at)

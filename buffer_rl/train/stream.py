@@ -68,7 +68,7 @@ class StreamingDataset(IterableDataset[TrainBatch]):
         leave: int | None = None,
     ) -> None:
         self._replay = replay
-        self._ahead = None if leave is None else replace(request, leave=leave)
+        self._ahead = None if leave is None else replace(request, prefetch_reserve=leave)
         self._asked: Started[Taken] | None = None
         self._source = source
         self._request = request

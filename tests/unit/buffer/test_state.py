@@ -220,9 +220,9 @@ def test_groups_that_were_finished_elsewhere_are_taken_over_once_and_trained(tmp
 
     second = make_state(path, groups_per_step=2)
     ticket = second.generate(0)
-    second.adopt(ticket, batch.row_ids, batch.columns)
+    second.import_groups(ticket, batch.row_ids, batch.columns)
     with pytest.raises(BufferStateError, match="finished"):
-        second.adopt(ticket, batch.row_ids, batch.columns)
+        second.import_groups(ticket, batch.row_ids, batch.columns)
     report = second.close_rollout(ticket)
     assert (report.num_groups, report.num_rows, report.surplus) == (2, 4, 0)
     again = second.get_data(0)
@@ -232,7 +232,7 @@ def test_groups_that_were_finished_elsewhere_are_taken_over_once_and_trained(tmp
     second.commit(0, 1)
     second.release(1)
     with pytest.raises(BufferStateError, match="trained"):
-        second.adopt(second.generate(1), batch.row_ids, batch.columns)
+        second.import_groups(second.generate(1), batch.row_ids, batch.columns)
 
 
 def test_more_groups_than_a_step_trains_on_are_not_taken_over(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_more_groups_than_a_step_trains_on_are_not_taken_over(tmp_path: Path) ->
     batch = first.get_data(0)
     second = make_state(path, groups_per_step=2)
     with pytest.raises(BufferStateError, match="--rollout-batch-size 3"):
-        second.adopt(second.generate(0), batch.row_ids, batch.columns)
+        second.import_groups(second.generate(0), batch.row_ids, batch.columns)
 
 
 def test_commit_and_release_are_two_things(tmp_path: Path) -> None:

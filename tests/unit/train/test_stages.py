@@ -198,7 +198,7 @@ def test_a_stage_that_fails_leaves_no_call_open_and_its_rows_come_again_for_its_
     with pytest.raises(TrainError, match="lost"):
         run_stage(replace(REF, compute=failing), store, 0, rows_per_batch=4, timeout_s=1.0)
     assert Answer.open == []
-    assert store.pool.offer_again("ref") == 3
+    assert store.pool.requeue_for_readers("ref") == 3
     run_stage(REF, store, 0, rows_per_batch=4, timeout_s=1.0)
     assert all(part.cells["ref_log_probs"].inline is not None for part in store.pool.plan().slices)
 
