@@ -154,25 +154,13 @@ class RolloutClient:
         """Number of groups in the queue."""
         return self._client.call(BufferState.get_buffer_length)
 
-    async def aget_buffer_length(self) -> int:
-        """Number of groups in the queue."""
-        return await self._client.acall(BufferState.get_buffer_length)
-
     def get_metadata(self) -> dict[str, Any]:
         """The user's notes."""
         return self._client.call(BufferState.get_metadata)
 
-    async def aget_metadata(self) -> dict[str, Any]:
-        """The user's notes."""
-        return await self._client.acall(BufferState.get_metadata)
-
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Merge JSON values into the notes."""
         self._client.call(BufferState.update_metadata, dict(metadata))
-
-    async def aupdate_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Merge JSON values into the notes."""
-        await self._client.acall(BufferState.update_metadata, dict(metadata))
 
     def _deliverer(self, needed: DeliveryNeeded) -> BatchSource:
         if self._source is None:

@@ -114,15 +114,6 @@ class FakeBuffer:
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
         return self.count_failure(group, kind)
 
-    async def aget_buffer_length(self) -> int:
-        return self.get_buffer_length()
-
-    async def aget_metadata(self) -> dict[str, Any]:
-        return self.get_metadata()
-
-    async def aupdate_metadata(self, metadata: Mapping[str, Any]) -> None:
-        self.update_metadata(metadata)
-
     def _end(self, group: SampleGroup) -> None:
         if group.uid not in self._live:
             raise BufferStateError(f"group {group.uid} is not leased", where=self._ticket.task)
