@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from buffer_rl.buffer.columns import BatchPlan, ColumnStore, GroupSlice
-from buffer_rl.buffer.readers import Reader, Request, Splitting, balanced_partition
+from buffer_rl.buffer.readers import Reader, Splitting, balanced_partition
+from buffer_rl.buffer.readers import ReadRequest as ReadRequest
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId
 
@@ -38,28 +39,6 @@ class RowsMeta:
     ended: bool
     generation: int = 0
     revision: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadRequest:
-    """The request of a reading task.
-
-    reader: name of the reading task, such as ``ref_log_probs``; every row goes to each task once.
-    fields: those that the rows must have. produces: those that the task adds to them.
-    sampler: ``group``, or ``balanced`` for ranks that work in step.
-    is_final: rows that the task got are part of the step, whatever finishes later.
-    prefetch_reserve: see ``buffer_rl.buffer.readers.Request``.
-    """
-
-    reader: str
-    fields: frozenset[str]
-    num_rows: int
-    produces: frozenset[str] = frozenset()
-    sampler: str = "group"
-    dp_rank: int = 0
-    dp_size: int = 1
-    is_final: bool = False
-    prefetch_reserve: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,15 +131,10 @@ class DataPool:
         other fields, or as another kind of reader.
         """
         reader = self._reader(request)
-        wanted = Request(
-            num_rows=request.num_rows,
-            dp_rank=request.dp_rank,
-            dp_size=request.dp_size,
-            prefetch_reserve=request.prefetch_reserve,
-        )
-        uids = reader.next_ready(wanted, self.closed)
+        request.check()
+        uids = reader.next_ready(request, self.closed)
         rows = [row for uid in uids for row in self._store.rows(uid)]
-        ended = not rows and self.closed and reader.is_done(wanted, reader.num_marked == len(self._uids))
+        ended = not rows and self.closed and reader.is_done(request, reader.num_marked == len(self._uids))
         return RowsMeta(task=self.task, row_ids=rows, ended=ended, generation=reader.generation, revision=revision)
 
     def requeue_for_readers(self, reader_name: str) -> int:
@@ -282,10 +256,7 @@ class DataPool:
     def _reader(self, request: ReadRequest) -> Reader:
         reader = self._readers.get(request.reader)
         if reader is None:
-            reader = Reader(
-                request.reader, request.fields, request.produces, request.sampler, is_final=request.is_final
-            )
-            self._readers[request.reader] = reader
+            reader = self._readers[request.reader] = Reader(request)
             for uid in self._uids:
                 self._mark_ready(uid)
         before = (reader.fields, reader.produces, reader.sampler, reader.is_final)

@@ -63,18 +63,29 @@ Ready = OrderedDict[GroupUid, ReadyGroup]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """The request of a reader: about ``num_rows`` rows, as rank ``dp_rank`` of ``dp_size``.
+class ReadRequest:
+    """The request of a reading task: about ``num_rows`` rows, as rank ``dp_rank`` of ``dp_size``.
 
-    leave: it asks ahead of its need: for a full batch, and only where as many more as this are ready for others. What
-    is ready in a closed pool counts as full. None: it needs what there is."""
+    reader: name of the reading task, such as ``ref_log_probs``; every row goes to each task once.
+    fields: those that the rows must have. produces: those that the task adds to them.
+    sampler: ``group``, or ``balanced`` for ranks that work in step.
+    is_final: rows that the task got are part of the step, whatever finishes later.
+    prefetch_reserve: the request prefetches a full batch, and only where this many more batches are ready for other
+    processes. What is ready in a closed pool counts as full. None: it takes any ready rows.
+    """
 
+    reader: str
+    fields: frozenset[str]
     num_rows: int
+    produces: frozenset[str] = frozenset()
+    sampler: str = "group"
     dp_rank: int = 0
     dp_size: int = 1
+    is_final: bool = False
     prefetch_reserve: int | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises BufferStateError for less than one row, or a rank that does not exist."""
         if self.num_rows < 1:
             raise BufferStateError(f"{self.num_rows} rows were asked for", expected="at least 1")
         if not 0 <= self.dp_rank < self.dp_size:
@@ -84,13 +95,13 @@ class Request:
 class Sampler(Protocol):
     """Hands out ready groups of one pool to one reader, which may have several ranks."""
 
-    def next_ready(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
+    def next_ready(self, ready: Ready, request: ReadRequest, closed: bool) -> list[GroupUid]:
         """Remove groups from ``ready`` and return them; none if there are not enough yet.
 
         closed: no further groups will come, so what is there must do."""
         ...
 
-    def holds_back(self, request: Request) -> bool:
+    def holds_back(self, request: ReadRequest) -> bool:
         """Whether groups that left ``ready`` still wait for the request's rank."""
         ...
 
@@ -103,7 +114,7 @@ class GroupSampler:
     """Groups in the order in which they became ready, to the first request: as many as fit into the rows asked for,
     at least one."""
 
-    def next_ready(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
+    def next_ready(self, ready: Ready, request: ReadRequest, closed: bool) -> list[GroupUid]:
         if (
             request.prefetch_reserve is not None
             and _num_batches(ready, request.num_rows, closed) <= request.prefetch_reserve
@@ -120,7 +131,7 @@ class GroupSampler:
             del ready[uid]
         return chosen
 
-    def holds_back(self, request: Request) -> bool:
+    def holds_back(self, request: ReadRequest) -> bool:
         return False
 
     def withdraw(self, uids: Collection[GroupUid]) -> None:
@@ -141,7 +152,7 @@ class BalancedSampler:
     _next_deal: dict[int, int] = field(default_factory=dict)
     _dp_size: int | None = None
 
-    def next_ready(self, ready: Ready, request: Request, closed: bool) -> list[GroupUid]:
+    def next_ready(self, ready: Ready, request: ReadRequest, closed: bool) -> list[GroupUid]:
         self._dp_size = self._dp_size or request.dp_size
         if request.dp_size != self._dp_size:
             raise BufferStateError(
@@ -157,14 +168,14 @@ class BalancedSampler:
                 return part
         return []
 
-    def holds_back(self, request: Request) -> bool:
+    def holds_back(self, request: ReadRequest) -> bool:
         later = self._deals[self._next_deal.get(request.dp_rank, 0) :]
         return any(deal[request.dp_rank] for deal in later)
 
     def withdraw(self, uids: Collection[GroupUid]) -> None:
         self._deals = [[[uid for uid in part if uid not in uids] for part in deal] for deal in self._deals]
 
-    def _deal(self, ready: Ready, request: Request, closed: bool) -> bool:
+    def _deal(self, ready: Ready, request: ReadRequest, closed: bool) -> bool:
         chosen: list[ReadyGroup] = []
         rows, wanted = 0, request.num_rows * request.dp_size
         for group in ready.values():
@@ -213,22 +224,13 @@ class Reader:
     generation: how often its process was replaced.
     """
 
-    def __init__(
-        self,
-        name: str,
-        fields: frozenset[str],
-        produces: frozenset[str],
-        sampler: str = "group",
-        *,
-        is_final: bool = False,
-    ) -> None:
-        self.name = name
-        self.fields = fields
-        self.produces = produces
-        self.is_final = is_final
+    def __init__(self, request: ReadRequest) -> None:
+        self.fields = request.fields
+        self.produces = request.produces
+        self.is_final = request.is_final
         self.generation = 0
-        self.sampler = sampler
-        self._sampler = sampler_named(sampler)
+        self.sampler = request.sampler
+        self._sampler = sampler_named(request.sampler)
         self._ready: OrderedDict[GroupUid, ReadyGroup] = OrderedDict()
         self._marked: dict[GroupUid, ReadyGroup] = {}
         self._delivered: dict[GroupUid, None] = {}
@@ -240,7 +242,7 @@ class Reader:
         self._marked[uid] = self._ready[uid] = ReadyGroup(uid=uid, tokens=tokens)
         return True
 
-    def next_ready(self, request: Request, closed: bool) -> list[GroupUid]:
+    def next_ready(self, request: ReadRequest, closed: bool) -> list[GroupUid]:
         """The next groups for the request, none if there are not enough yet; they count as delivered."""
         uids = self._sampler.next_ready(self._ready, request, closed)
         self._delivered.update((uid, None) for uid in uids)
@@ -251,7 +253,7 @@ class Reader:
         """Groups that were marked ready, delivered or not."""
         return len(self._marked)
 
-    def is_done(self, request: Request, all_marked: bool) -> bool:
+    def is_done(self, request: ReadRequest, all_marked: bool) -> bool:
         """Whether nothing will come for the request's rank any more. all_marked: every group of the closed pool was
         marked ready."""
         return all_marked and not self._ready and not self._sampler.holds_back(request)

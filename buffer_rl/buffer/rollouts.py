@@ -160,19 +160,14 @@ class Rollouts:
             else:
                 self.queue.put(Admitted(group=self._rule.on_requeue(kept.get(uid), lease.group), number=lease.number))
 
-    def reject(self, rollout: OpenRollout, uid: GroupUid, attempt: int, reason: str) -> None:
-        """Drop a live lease; the reason is counted."""
-        if not rollout.ticket.evaluation:
-            self._ledger.reject(uid, attempt, reason)
+    def drop(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str, *, for_good: bool = False) -> None:
+        """Drop a live lease; the reason is counted. for_good: the group is quarantined, and counted as that."""
+        rollout = self.of(ticket)
+        rollout.live(uid, attempt)
+        if not ticket.evaluation:
+            (self._ledger.quarantine if for_good else self._ledger.reject)(uid, attempt, reason)
         del rollout.leases[uid]
-        rollout.drops[reason] += 1
-
-    def quarantine(self, rollout: OpenRollout, uid: GroupUid, attempt: int, reason: str) -> None:
-        """Drop a live lease for good; counted as ``quarantined``, whatever the reason."""
-        if not rollout.ticket.evaluation:
-            self._ledger.quarantine(uid, attempt, reason)
-        del rollout.leases[uid]
-        rollout.drops[QUARANTINED] += 1
+        rollout.drops[QUARANTINED if for_good else reason] += 1
 
     def import_groups(self, rollout: OpenRollout, uids: Sequence[GroupUid]) -> None:
         """Lease and finish pending groups past the source and the queue; their payloads came from elsewhere."""

@@ -177,16 +177,12 @@ class BufferState(PoolCalls):
     @mutates
     def reject(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
         """Drop a leased group; the reason is counted."""
-        rollout = self._rollouts.of(ticket)
-        rollout.live(uid, attempt)
-        self._rollouts.reject(rollout, uid, attempt, reason)
+        self._rollouts.drop(ticket, uid, attempt, reason)
 
     @mutates
     def quarantine(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
         """Drop a leased group that failed by itself, so that it is never tried again; counted as ``quarantined``."""
-        rollout = self._rollouts.of(ticket)
-        rollout.live(uid, attempt)
-        self._rollouts.quarantine(rollout, uid, attempt, reason)
+        self._rollouts.drop(ticket, uid, attempt, reason, for_good=True)
 
     @mutates
     def count_failure(self, ticket: Ticket, uid: GroupUid, kind: str) -> tuple[int, int]:
