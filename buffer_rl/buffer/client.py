@@ -36,7 +36,11 @@ R = TypeVar("R")
 
 def _positional(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of a call on ``operation`` as the actor takes them."""
-    return inspect.signature(operation).bind(None, *args, **kwargs).args[1:] if kwargs else args
+    if not kwargs:
+        return args
+    bound = inspect.signature(operation).bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    return bound.args[1:]
 
 
 def _facade(

@@ -11,8 +11,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,8 +23,10 @@ import ray
 from buffer_rl.buffer.actor import STATE_FILE, BufferActor, can_restart
 from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.calls import kind_of
+from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger_place import ledger_writer, new_ledger
+from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose, dump_args
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DeadlineError, WorkerError
@@ -78,6 +82,25 @@ def test_every_public_method_of_the_state_is_a_change_or_a_read() -> None:
     own |= {"get_data", "plan_fields"}  # for a state in the caller's process: the client reads plans
     public = {name for name in dir(BufferState) if callable(getattr(BufferState, name)) and not name.startswith("_")}
     assert {name for name in public if kind_of(getattr(BufferState, name)) is None} == own
+
+
+def test_an_operation_is_sent_by_its_name_with_positional_arguments_and_a_number_if_it_changes_something() -> None:
+    sent: list[Any] = []
+    methods = {
+        kind: SimpleNamespace(remote=partial(lambda *call: sent.append(call), kind)) for kind in ("change", "read")
+    }
+    client = BufferClient(SimpleNamespace(**methods), timeout_s=1)
+    client._answers = cast(Any, SimpleNamespace(wait=lambda name, submit: submit()))
+    client.generate(3, evaluation=True)
+    client.get_totals(3)
+    client.call(BufferState.plan_data, 3, num_steps=2)
+    client.call(BufferState.commit, rollout_id=3, step=4)
+    assert sent == [
+        ("change", client._caller, 0, 0, "generate", (3, True)),
+        ("read", "get_totals", (3,)),
+        ("read", "plan_data", (3, 0, 1, 2, 0, Splitting.ROWS)),
+        ("change", client._caller, 1, 1, "commit", (3, 4)),
+    ]
 
 
 def test_anything_else_is_refused(tmp_path: Path) -> None:
