@@ -244,17 +244,15 @@ def assemble(plan: BatchPlan, resolve: Resolve | None = None) -> TrainBatch:
     )
 
 
+@dataclass(slots=True, kw_only=True)
 class _Stored:
-    """One group."""
+    """One group. place: the position of each row. partial: rows by position, of fields that lack some rows yet."""
 
-    __slots__ = ("cells", "partial", "place", "rows", "sizes")
-
-    def __init__(self, rows: list[RowId], cells: dict[str, Cell], sizes: RowSizes) -> None:
-        self.rows = rows
-        self.cells = cells
-        self.sizes = sizes
-        self.place = {row: position for position, row in enumerate(rows)}
-        self.partial: dict[str, dict[int, np.ndarray]] = {}
+    rows: list[RowId]
+    cells: dict[str, Cell]
+    sizes: RowSizes
+    place: dict[RowId, int]
+    partial: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
 
 
 class ColumnStore:
@@ -285,7 +283,8 @@ class ColumnStore:
         cells = {name: column if isinstance(column, Cell) else Cell.of(column) for name, column in columns.items()}
         if "loss_mask" in cells:
             cells["sample_total_tokens"] = Cell.of(sample_total_tokens(row_ids, sizes))
-        self._groups[uid] = _Stored(list(row_ids), cells, sizes)
+        place = {row: position for position, row in enumerate(row_ids)}
+        self._groups[uid] = _Stored(rows=list(row_ids), cells=cells, sizes=sizes, place=place)
 
     def check_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> None:
         """Raises what ``put_field`` would raise; changes nothing."""

@@ -222,11 +222,6 @@ class DeliveredFeed:
         self._number, self._delivered, self._source_state, self._stock = number, delivered, source_state, stock
 
 
-def feed_of(source: PromptDataSource | DeliveredFeed | None) -> LocalFeed | DeliveredFeed:
-    """The feed of a data source in this process, of none, or of one that is a feed already."""
-    return source if isinstance(source, DeliveredFeed) else LocalFeed(source)
-
-
 def _other_source(saved: str, now: str) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint's groups come from {saved}; this run has {now}",

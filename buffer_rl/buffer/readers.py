@@ -208,13 +208,6 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {"group": GroupSampler, "balanced":
 """By the name that a reader gives."""
 
 
-def sampler_named(name: str) -> Sampler:
-    """A fresh sampler. Raises BufferStateError for an unknown name."""
-    if name not in SAMPLERS:
-        raise BufferStateError(f"there is no sampler {name!r}", expected=f"one of {', '.join(SAMPLERS)}")
-    return SAMPLERS[name]()
-
-
 class Reader:
     """A named task that reads ``fields`` of every group, each group once, as soon as those fields are there, and adds
     ``produces`` to it.
@@ -225,12 +218,14 @@ class Reader:
     """
 
     def __init__(self, request: ReadRequest) -> None:
+        if request.sampler not in SAMPLERS:
+            raise BufferStateError(f"there is no sampler {request.sampler!r}", expected=f"one of {', '.join(SAMPLERS)}")
         self.fields = request.fields
         self.produces = request.produces
         self.is_final = request.is_final
         self.generation = 0
         self.sampler = request.sampler
-        self._sampler = sampler_named(request.sampler)
+        self._sampler = SAMPLERS[request.sampler]()
         self._ready: OrderedDict[GroupUid, ReadyGroup] = OrderedDict()
         self._marked: dict[GroupUid, ReadyGroup] = {}
         self._delivered: dict[GroupUid, None] = {}

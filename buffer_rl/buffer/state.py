@@ -12,7 +12,7 @@ from typing import Any
 from buffer_rl.buffer.calls import mutates, reads
 from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.buffer.columns import Cell, RowSizes
-from buffer_rl.buffer.feed import DeliveredFeed, feed_of
+from buffer_rl.buffer.feed import DeliveredFeed, LocalFeed
 from buffer_rl.buffer.ledger import GroupState, Ledger, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.pools import PoolCalls, Pools
@@ -59,7 +59,7 @@ class BufferState(PoolCalls):
         max_staleness: int | None = 0,
         restarted: bool = False,
     ) -> None:
-        self._feed = feed_of(source)
+        self._feed = source if isinstance(source, DeliveredFeed) else LocalFeed(source)
         self.ledger = ledger
         self._groups_per_step = groups_per_step
         self._eval_groups = eval_groups
