@@ -24,14 +24,12 @@ from buffer_rl.buffer.storage import PayloadTransfer
 from buffer_rl.errors import DeadlineError, PayloadLostError
 from buffer_rl.types import Column, RowId, Ticket, TrainBatch
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 WAIT_SLICE_S = 5.0
 """Longest single wait for ready rows: a reader that waits longer asks again, so a Buffer that died is noticed."""
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def _positional(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -43,9 +41,7 @@ def _positional(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     return bound.args[1:]
 
 
-def _facade(
-    operation: Callable[Concatenate[Any, P], R],
-) -> Callable[Concatenate[BufferClient, P], R]:
+def _facade(operation: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[BufferClient, P], R]:
     """The method of the client that calls ``operation``."""
 
     def method(self: BufferClient, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -93,7 +93,7 @@ class ReadRequest:
 
 
 class Sampler(Protocol):
-    """Hands out ready groups of one pool to one reader, which may have several ranks."""
+    """Deals ready groups of one pool to one reader, which may have several ranks."""
 
     def next_ready(self, ready: Ready, request: ReadRequest, closed: bool) -> list[GroupUid]:
         """Remove groups from ``ready`` and return them; none if there are not enough yet.
