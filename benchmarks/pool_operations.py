@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.buffer.cells import Cell, RowSizes
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import Cell, RowSizes
 from buffer_rl.buffer.pool import ReadRequest
-from buffer_rl.buffer.pools import Pools
+from buffer_rl.buffer.pools import PoolCalls, Pools
 from buffer_rl.types import GroupUid, RowId, Ticket
 
 ROW_COUNTS = (10**3, 10**4, 10**5, 10**6)
@@ -32,10 +31,11 @@ def measure_operations() -> dict[int, dict[str, float]]:
 def _measure(num_rows: int) -> dict[str, float]:
     gc.collect()
     before = _resident_bytes()
-    pools = Pools(LocalDataPlane(), LocalDataPlane())
+    pools = Pools()
+    calls = PoolCalls(pools)
     ticket = Ticket(rollout_id=0, evaluation=False, num_groups=num_rows // GROUP_ROWS, version=0, incarnation="")
     pools.open(ticket)
-    pools.get_meta(ticket.task, READ)  # the reader is there from the start, as in a run
+    pools.of(ticket.task).get_meta(READ)  # the reader is there from the start, as in a run
     groups = num_rows // GROUP_ROWS
     gc.disable()  # nothing here is a cycle; its passes over a growing heap would be timed with whatever triggers them
     for number in range(groups):
@@ -48,8 +48,8 @@ def _measure(num_rows: int) -> dict[str, float]:
     uneven = iter(picked[::2])
     operations: dict[str, Callable[[], Any]] = {
         "finish": lambda: _finish(pools, ticket, next(fresh)),
-        "put_fields": lambda: pools.put_fields(ticket.task, next(uneven), {"ref_log_probs": ones}),
-        "get_meta": lambda: pools.get_meta(ticket.task, READ),
+        "put_fields": lambda: calls.put_fields(ticket.task, next(uneven), {"ref_log_probs": ones}),
+        "get_meta": lambda: pools.of(ticket.task).get_meta(READ),
         "plan": _planner(pools, ticket.task, picked),
     }
     for name, operation in operations.items():
@@ -60,9 +60,9 @@ def _measure(num_rows: int) -> dict[str, float]:
     pools.close(ticket, chosen, surplus)
     found["close per row"] = (time.perf_counter() - started) / num_rows
     found["get_meta, closed"] = _median(operations["get_meta"])
-    while pools.get_meta(ticket.task, BLOCKED).row_ids:
+    while pools.of(ticket.task).get_meta(BLOCKED).row_ids:
         pass
-    found["get_meta, none"] = _median(lambda: pools.get_meta(ticket.task, BLOCKED))
+    found["get_meta, none"] = _median(lambda: pools.of(ticket.task).get_meta(BLOCKED))
     found["plan, closed"] = _median(_planner(pools, ticket.task, picked))
     gc.enable()
     return found

@@ -17,11 +17,11 @@ import numpy as np
 import ray
 
 from buffer_rl.buffer.actor import start_buffer
-from buffer_rl.buffer.cells import RowSizes
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.columns import RowSizes
 from buffer_rl.buffer.pool import ReadRequest
-from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient
-from buffer_rl.buffer.storage.offer import StorageUnit
+from buffer_rl.buffer.state import BufferState
+from buffer_rl.buffer.storage import PayloadProducer, StorageClient, StorageUnit
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.config import compose, dump_args
 from buffer_rl.options import CORE_SECTIONS
@@ -57,9 +57,9 @@ class Worker(PayloadProducer):
     """A producer or a consumer of either kind."""
 
     def __init__(self, buffer: Any, units: list[StorageUnit], holder: Any) -> None:
-        self.offers = {}
+        self.outgoing = {}
         self._client = BufferClient(buffer, timeout_s=TIMEOUT_S, caller="worker")
-        self._storage = StorageClient(units, self.offers, timeout_s=TIMEOUT_S, min_bytes=1 << 20)
+        self._storage = StorageClient(units, self.outgoing, timeout_s=TIMEOUT_S, min_bytes=1 << 20)
         self._holder = holder
         self._work: list[Any] = []
 
@@ -82,8 +82,10 @@ class Worker(PayloadProducer):
         rows = [sample.row_id for sample in group]
         columns = {"tokens": column}
         sizes = RowSizes.of(columns, len(rows))
-        with self._storage.offered(columns, blocking=False) as (sent, offer):
-            await self._client.achange("finish", ticket, group.uid, group.attempt, rows, sent, sizes, offer=offer)
+        with self._storage.transfer(columns, blocking=False) as (sent, transfer):
+            await self._client.through(transfer).acall(
+                BufferState.finish, ticket, group.uid, group.attempt, rows, sent, sizes
+            )
 
     def get(self, task: str, num_groups: int) -> int:
         """Read ``num_groups`` groups of the pool, whichever they are."""
@@ -172,7 +174,7 @@ class Bench:
     def _prepare(self, ticket: Any, num_bytes: int, count: int, producers: int) -> list[list[str]]:
         keys, calls = [], []
         for worker in self.workers[:producers]:
-            groups = self.client.change("get_samples", ticket, count)
+            groups = self.client.call(BufferState.get_samples, ticket, count)
             calls.append(worker.prepare.remote(num_bytes, groups))
             keys.append([str(group.uid) for group in groups])
         ray.get(calls, timeout=TIMEOUT_S)

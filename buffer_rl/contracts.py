@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class RolloutBuffer(Protocol):
-    """What a rollout function receives as ``buffer``. Every method that waits has an ``a``-prefixed asynchronous twin.
+    """What a rollout function receives as ``buffer``. The methods that lease and report groups have
+    an ``a``-prefixed asynchronous twin.
 
     A group that ``get_samples`` leased ends in one of five ways: ``finish`` (it will be trained on or
     evaluated), ``reject`` (it is dropped, with a reason), ``quarantine`` (it failed by itself, and is dropped for
@@ -82,9 +83,6 @@ class RolloutBuffer(Protocol):
     async def areject(self, group: SampleGroup, reason: str) -> None: ...
     async def aquarantine(self, group: SampleGroup, reason: str) -> None: ...
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]: ...
-    async def aget_buffer_length(self) -> int: ...
-    async def aget_metadata(self) -> dict[str, Any]: ...
-    async def aupdate_metadata(self, metadata: Mapping[str, Any]) -> None: ...
 
 
 class RolloutFunction(Protocol):

@@ -28,7 +28,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import Options, compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
@@ -171,8 +170,6 @@ def make_buffer(args: Any) -> BufferState:
     return BufferState(
         PromptDataSource(args),
         ledger=Ledger.in_memory(),
-        plane=LocalDataPlane(),
-        eval_plane=LocalDataPlane(),
         groups_per_step=args.rollout_batch_size,
     )
 

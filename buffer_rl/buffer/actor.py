@@ -1,18 +1,21 @@
-"""The Buffer's process: a state that one thread at a time works on, and threads that say meanwhile how it is.
+"""The Buffer's process: one thread at a time works on the state, others answer health checks; and its watcher.
 
 Ray starts it again when it dies. The new process reads the ledger: what was leased is pending again, the rollouts under
-way are lost and are told so (BufferRestartedError), and the driver has them produced again.
+way are lost (their calls raise BufferRestartedError), and the driver has them produced again. ``BufferWatch`` ends a
+process that hangs.
 
-Who waits for whom: callers wait for the state, with a deadline of their own; who works on it waits for nobody. A thread
-that takes large payloads over waits for their producer first. User code never runs here.
+Blocking: callers wait for the state with a deadline; the thread that holds the state lock never waits. A thread that
+fetches large payloads waits for their producer before it takes the lock. User code never runs here.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,61 +23,17 @@ import orjson
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from buffer_rl.buffer.calls import CallLog
+from buffer_rl.buffer.calls import CallLog, Kind, kind_of, mutates, reads
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import PID, process_note
 from buffer_rl.buffer.ledger_file import FILE_NAME, LedgerPlace, new_ledger
 from buffer_rl.buffer.partial import RequeueRule
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.storage.actor import MAX_REPORTS, payloads_taken
-from buffer_rl.buffer.storage.offer import NumberedCall
+from buffer_rl.buffer.storage import MAX_REPORTS, NumberedCall, fetched_payloads
 from buffer_rl.config import load_args
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
-
-CHANGES = frozenset(
-    {
-        "generate",
-        "get_samples",
-        "deliver",
-        "set_source_length",
-        "add_samples",
-        "finish",
-        "reject",
-        "quarantine",
-        "count_failure",
-        "adopt",
-        "close_rollout",
-        "put_fields",
-        "get_meta",
-        "take",
-        "offer_again",
-        "abandon",
-        "clear",
-        "commit",
-        "release",
-        "update_metadata",
-        "load",
-    }
-)
-READS = frozenset(
-    {
-        # It fixes the assignment of rows to ranks, but repeats give the same rows by themselves; its answers hold the
-        # payloads of a whole step, too large to keep.
-        "plan_data",
-        "plan_eval_data",
-        "plan_fields",
-        "get_totals",
-        "get_headers",
-        "get_metadata",
-        "get_buffer_length",
-        "get_num_rollout_per_epoch",
-        "get_source_state",
-        "save",
-    }
-)
 
 MAX_WAITERS = 64
 """Readers that can wait for rows at one time; more would wait for each other."""
@@ -100,8 +59,6 @@ class BufferActor:
         self._state = BufferState(
             source,
             ledger=self._ledger,
-            plane=LocalDataPlane(),
-            eval_plane=LocalDataPlane(),
             groups_per_step=args.rollout_batch_size,
             eval_groups=EvalSource(args).all_groups,
             rule=RequeueRule.from_args(args),
@@ -115,15 +72,13 @@ class BufferActor:
         # Ray sends an answer when the lock is free again. What another thread may do by then is ``finish``, which
         # alters nothing that was answered: it adds a group, and marks its lease.
         self._state_lock = threading.Lock()
-        self._sign()  # from here on it can be asked how it is
+        self._sign()  # from here on it answers health checks
 
     def change(self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any]) -> Any:
-        """Execute a method that changes state, once per ``(caller, sequence)`` (see ``CallLog.once``).
+        """Execute an operation that changes state, once per ``(caller, sequence)`` (see ``CallLog.once``).
 
         ``args`` are one argument, since Ray serializes each argument by itself."""
-        if method not in CHANGES:
-            raise BufferStateError(f"the Buffer has no method {method!r} that changes state")
-        target = self._load if method == "load" else getattr(self._state, method)
+        target = self._operation(method, Kind.MUTATES)
         with self._state_lock:
             revision = self._state.revision
             self._busy_since = started = time.monotonic()
@@ -137,12 +92,16 @@ class BufferActor:
                         self._changed.notify_all()
 
     def read(self, method: str, args: Sequence[Any] = ()) -> Any:
-        """Execute a method whose repeat changes nothing."""
-        if method not in READS:
-            raise BufferStateError(f"the Buffer has no method {method!r} that reads")
-        target = self._save if method == "save" else getattr(self._state, method)
+        """Execute an operation whose repeat changes nothing."""
+        target = self._operation(method, Kind.READS)
         with self._state_lock:
             return target(*args)
+
+    def _operation(self, name: str, kind: Kind) -> Callable[..., Any]:
+        for owner in (self._state, self):
+            if kind_of(operation := getattr(owner, name, None)) is kind:
+                return cast(Callable[..., Any], operation)
+        raise BufferStateError(f"the Buffer has no method {name!r} that {kind}")
 
     @ray.method(concurrency_group="health")
     def get_progress(self) -> dict[str, Any]:
@@ -171,11 +130,13 @@ class BufferActor:
     def change_with_payloads(self, producer: Any, timeout_s: float, call: NumberedCall) -> Any:
         """``change`` with large columns, which this process then owns: there are no storage processes (see
         ``StorageActor.change_with_payloads``)."""
-        caller, sequence, open_from, method, offered = call
-        with payloads_taken(producer, offered, "buffer", timeout_s / 2) as args:
+        caller, sequence, open_from, method, sent = call
+        with fetched_payloads(producer, sent, "buffer", timeout_s / 2) as args:
             return self.change(caller, sequence, open_from, method, args)
 
-    def _save(self, folder: str) -> None:
+    @reads
+    def save(self, folder: str) -> None:
+        """Write the Buffer's state and ledger into ``folder``. Called through ``read``, which holds the lock."""
         self._ledger.backup(Path(folder) / FILE_NAME)
         path = Path(folder) / STATE_FILE
         try:
@@ -186,7 +147,9 @@ class BufferActor:
         except OSError as error:
             raise CheckpointError(f"the Buffer's state cannot be written: {error}", where=str(path)) from error
 
-    def _load(self, folder: str) -> None:
+    @mutates
+    def load(self, folder: str) -> None:
+        """Continue from the state in ``folder``. Called through ``change``, which holds the lock."""
         path = Path(folder) / STATE_FILE
         try:
             state = orjson.loads(path.read_bytes())
@@ -220,3 +183,70 @@ def can_restart(args: Any) -> bool:
     from a data source of the user's own or from recorded rollouts: its death then ends the run."""
     recorded = args.debug_train_only or args.load_debug_rollout_data is not None
     return args.data_source_path is None and not recorded
+
+
+PATIENCE_S = 0.1
+"""Longest time that one look waits for an answer; a healthy Buffer's takes milliseconds."""
+
+
+class BufferWatch:
+    """A watcher of the driver: a health check of the Buffer that never waits longer than ``PATIENCE_S``.
+
+    hang_s: a Buffer whose process runs, and did not answer for this long or has worked on one change for this long, is
+    ended. start_s: so is one that is not there again after this long.
+    process: the id of the Buffer's process on this machine; None while there is none.
+    shown: called with the Buffer's counts. notice: called with a line when the Buffer was, or will be, replaced.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        *,
+        hang_s: float,
+        start_s: float,
+        process: Callable[[], int | None],
+        shown: Callable[[dict[str, Any]], None],
+        notice: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._actor = actor
+        self._hang_s = hang_s
+        self._start_s = start_s
+        self._process = process
+        self._shown = shown
+        self._notice = notice
+        self._now = now
+        self._question: Any = None
+        self._asked = 0.0
+        self._pid: int | None = None
+
+    def __call__(self) -> None:
+        """One look."""
+        if self._question is None:
+            self._question, self._asked = self._actor.get_progress.remote(), self._now()
+        if not ray.wait([self._question], timeout=PATIENCE_S)[0]:
+            silent = self._now() - self._asked
+            if silent > self._hang_s and (self._process() is not None or silent > self._start_s):
+                self._end(f"did not answer for {silent:.0f} s")
+            return
+        question, self._question = self._question, None
+        try:
+            answer: dict[str, Any] = ray.get(question, timeout=PATIENCE_S)
+        except ray.exceptions.RayError:  # it died; its callers wait for the next one, or end the run
+            return
+        if self._pid is not None and answer["pid"] != self._pid:
+            self._notice(f"the Buffer died and was replaced (process {answer['pid']})")
+        self._pid = answer["pid"]
+        if answer["busy_s"] > self._hang_s:
+            self._end(f"has worked on one change for {answer['busy_s']:.0f} s")
+        self._shown(answer)
+
+    def _end(self, why: str) -> None:
+        self._notice(f"the Buffer {why}: its process is ended")
+        self._question = None
+        process = self._process()
+        if process is None:
+            ray.kill(self._actor, no_restart=False)
+            return
+        with suppress(ProcessLookupError):  # as ray.kill, which takes seconds to end a stopped process
+            os.kill(process, signal.SIGKILL)

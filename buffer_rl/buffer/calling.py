@@ -1,7 +1,8 @@
 """Calls on an actor: a deadline for each, a repeat where the actor was being restarted, errors that name it.
 
 Ray answers with ActorUnavailableError while an actor is restarted, also for calls that it had begun. So a call is given
-as a function that makes it, and made again until the deadline. Whoever is called must tell a repeat from a new call.
+as a function that submits it, and submitted again until the deadline. The actor deduplicates by ``(caller, sequence)``,
+so retries are idempotent (see ``buffer_rl.buffer.calls``).
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Answers:
     timeout_s: float
     flag: str
 
-    def wait(self, method: str, ask: Callable[[], Any]) -> Any:
-        """The answer to the call that ``ask`` makes, once it is there."""
+    def wait(self, method: str, submit: Callable[[], Any]) -> Any:
+        """The answer to the call that ``submit`` makes, once it is there."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:
-                return ray.get(ask(), timeout=max(0.0, deadline - time.monotonic()))
+                return ray.get(submit(), timeout=max(0.0, deadline - time.monotonic()))
             except ray.exceptions.GetTimeoutError as error:
                 raise self._late(method) from error
             except ray.exceptions.ActorUnavailableError as error:
@@ -52,12 +53,12 @@ class Answers:
             except ray.exceptions.RayError as error:
                 raise self.named(method, error) from error
 
-    async def until(self, method: str, ask: Callable[[], Any]) -> Any:
+    async def until(self, method: str, submit: Callable[[], Any]) -> Any:
         """``wait`` for an event loop."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:
-                future = asyncio.wrap_future(ask().future())
+                future = asyncio.wrap_future(submit().future())
                 return await asyncio.wait_for(future, max(0.0, deadline - time.monotonic()))
             except TimeoutError as error:
                 if isinstance(error, ray.exceptions.RayTaskError):  # one that the actor raised
@@ -71,7 +72,7 @@ class Answers:
                 raise self.named(method, error) from error
 
     def named(self, method: str, error: Any) -> BufferRLError:
-        """What became of a call, as an error of this project."""
+        """The error of a failed call, as one of this project."""
         cause = getattr(error, "cause", None)
         if isinstance(cause, BufferRLError):
             return cause
@@ -96,50 +97,53 @@ class Answers:
 
 
 class StartedCall(Generic[T]):
-    """A call that was made, and whose answer is waited for later, by one thread.
+    """A call under way, whose answer one thread waits for later.
 
-    ask: makes the call; at once, and again where Ray lost it. understand: makes what is returned of the answer.
-    ended: called once, when nobody waits for the answer any more; so it must be asked for, or settled.
+    submit: makes the call; at once, and again where Ray lost it. decode: makes the result of the answer.
+    on_done: called once, when the answer is no longer needed: after ``result`` or ``drain``; one of them
+    must be called.
     """
 
     def __init__(
         self,
         answers: Answers,
         method: str,
-        ask: Callable[[], Any],
+        submit: Callable[[], Any],
         *,
-        understand: Callable[[Any], T],
-        ended: Callable[[], None],
+        decode: Callable[[Any], T],
+        on_done: Callable[[], None],
     ) -> None:
         self._answers = answers
         self._method = method
-        self._ask = ask
-        self._understand = understand
-        self._ended: Callable[[], None] | None = ended
-        self._made: list[Any] = []
+        self._submit = submit
+        self._decode = decode
+        self._on_done: Callable[[], None] | None = on_done
+        self._submitted: list[Any] = []
         try:
-            self._made.append(ask())
+            self._submitted.append(submit())
         except BaseException:
             self._end()
             raise
 
     def result(self) -> T:
         """The answer, waited for from now on as long as for any call; once. Raises what ``Answers`` names."""
-        return self._understand(self._answer())
+        return self._decode(self._answer())
 
-    def settle(self) -> None:
-        """Wait until the call is over, if its answer was not asked for; whatever it is."""
-        if self._ended is not None:
+    def drain(self) -> None:
+        """Wait until the call is over, if ``result`` was not called; the answer or error is ignored."""
+        if self._on_done is not None:
             with contextlib.suppress(BufferRLError):
                 self._answer()
 
     def _answer(self) -> Any:
         try:
-            return self._answers.wait(self._method, lambda: self._made.pop() if self._made else self._ask())
+            return self._answers.wait(
+                self._method, lambda: self._submitted.pop() if self._submitted else self._submit()
+            )
         finally:
             self._end()
 
     def _end(self) -> None:
-        if self._ended is not None:
-            self._ended()
-            self._ended = None
+        if self._on_done is not None:
+            self._on_done()
+            self._on_done = None

@@ -1,8 +1,8 @@
-"""Repeats of a call, recognised by ``(caller, sequence)``.
+"""Which methods of the Buffer are operations, and how a repeated call is recognised.
 
-Ray may execute a call twice when a connection breaks between the call and its answer; a retry must
-then find the stored answer, and change nothing. Each call also says from which number on its caller still waits for
-answers: those before are let go, so that what is kept does not grow with the run.
+Ray may execute a call twice when a connection breaks between the call and its answer. Each mutation carries ``(caller,
+sequence)``; a retry finds the stored answer and changes nothing. Each call also carries the smallest number for which
+its caller still waits: older answers are dropped, so that the log does not grow with the run.
 """
 
 from __future__ import annotations
@@ -10,9 +10,36 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from buffer_rl.errors import BufferStateError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Kind(StrEnum):
+    """What a call of an operation does to the Buffer's state."""
+
+    MUTATES = "changes state"
+    READS = "reads"
+
+
+def mutates(operation: F) -> F:
+    """Marks an operation that changes the state: executed once per ``(caller, sequence)``."""
+    operation.__dict__["kind"] = Kind.MUTATES
+    return operation
+
+
+def reads(operation: F) -> F:
+    """Marks an operation that may be repeated: it changes nothing, or a repeat gives the same answer."""
+    operation.__dict__["kind"] = Kind.READS
+    return operation
+
+
+def kind_of(operation: object) -> Kind | None:
+    """The mark of a method; None for one that is no operation."""
+    return getattr(operation, "kind", None)
 
 
 class OpenCalls:
@@ -55,14 +82,15 @@ class CallLog:
         self._open_from: dict[str, int] = {}
 
     def once(self, caller: str, sequence: int, open_from: int, execute: Callable[[], Any]) -> Any:
-        """``execute()``, or the answer that it gave before. Answers of ``caller`` before ``open_from`` are let go.
+        """``execute()``, or the answer that it gave before. Answers of ``caller`` before ``open_from`` are
+        dropped.
 
-        Raises BufferStateError for a call that its caller has given up: nobody waits for it any more.
+        Raises BufferStateError for a call that its caller has given up.
         """
         answers = self._answers.setdefault(caller, {})
         oldest = self._open_from[caller] = max(open_from, self._open_from.get(caller, 0))
-        for settled in [number for number in answers if number < oldest]:
-            del answers[settled]
+        for done in [number for number in answers if number < oldest]:
+            del answers[done]
         if sequence < oldest:
             raise BufferStateError(f"{caller} no longer waits for its call {sequence}; nothing was changed")
         if sequence not in answers:

@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 
+from buffer_rl.buffer.actor import BufferActor
 from buffer_rl.buffer.calling import Answers, StartedCall
-from buffer_rl.buffer.calls import OpenCalls
-from buffer_rl.buffer.cells import BatchPlan, Cell, assemble
-from buffer_rl.buffer.partition import Splitting
+from buffer_rl.buffer.calls import Kind, OpenCalls, kind_of
+from buffer_rl.buffer.columns import BatchPlan, Cell, Columns, assemble
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
-from buffer_rl.buffer.storage.offer import NumberedCall, Offer
-from buffer_rl.buffer.wire import Columns
+from buffer_rl.buffer.readers import Splitting
+from buffer_rl.buffer.state import BufferState
+from buffer_rl.buffer.storage import PayloadTransfer
 from buffer_rl.errors import DeadlineError, PayloadLostError
-from buffer_rl.types import Column, RolloutReport, RowId, Ticket, TrainBatch
+from buffer_rl.types import Column, RowId, Ticket, TrainBatch
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 WAIT_SLICE_S = 5.0
 """Longest single wait for ready rows: a reader that waits longer asks again, so a Buffer that died is noticed."""
+
+
+def _positional(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a call on ``operation`` as the actor takes them."""
+    if not kwargs:
+        return args
+    bound = inspect.signature(operation).bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    return bound.args[1:]
+
+
+def _facade(operation: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[BufferClient, P], R]:
+    """The method of the client that calls ``operation``."""
+
+    def method(self: BufferClient, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.call(operation, *args, **kwargs)
+
+    return method
 
 
 class BufferClient:
@@ -40,54 +64,71 @@ class BufferClient:
         self._answers = Answers(who="the Buffer", role="buffer", timeout_s=timeout_s, flag="--buffer-timeout-s")
         self._caller = f"{caller or 'client'}-{uuid.uuid4().hex}"
         self._calls = OpenCalls()
+        self._transfer: PayloadTransfer | None = None
 
-    def change(self, method: str, *args: Any, offer: Offer | None = None) -> Any:
-        """Call a method that changes state, and wait for its answer. offer: of the large columns among ``args``, which
-        go another way (see ``buffer_rl.buffer.storage``)."""
+    def through(self, transfer: PayloadTransfer | None) -> BufferClient:
+        """This client for calls whose large columns go by way of a storage process (see
+        ``buffer_rl.buffer.storage``)."""
+        client = copy.copy(self)
+        client._transfer = transfer
+        return client
+
+    def call(self, operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call an operation of the Buffer, such as ``BufferState.finish``, and wait for its answer."""
+        with self._prepared(operation, args, kwargs) as (answers, submit):
+            return cast(R, answers.wait(operation.__name__, submit))
+
+    async def acall(self, operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """``call`` for an event loop."""
+        with self._prepared(operation, args, kwargs) as (answers, submit):
+            return cast(R, await answers.until(operation.__name__, submit))
+
+    @contextmanager
+    def _prepared(
+        self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[Answers, Callable[[], Any]]]:
+        """What sends the call, as often as need be, and what waits for its answer, inside the block."""
+        name, args = operation.__name__, _positional(operation, args, kwargs)
+        if kind_of(operation) is Kind.READS:
+            yield self._answers, partial(self.actor.read.remote, name, args)
+            return
         with self._calls.numbered() as number:
-            answers, ask = self._way((self._caller, *number, method, args), offer)
-            return answers.wait(method, ask)
+            call = (self._caller, *number, name, args)
+            if self._transfer is None:
+                yield self._answers, partial(self.actor.change.remote, *call)
+            else:
+                yield self._transfer.answers, partial(self._transfer.submit, call)
 
-    async def achange(self, method: str, *args: Any, offer: Offer | None = None) -> Any:
-        """``change`` for an event loop."""
-        with self._calls.numbered() as number:
-            answers, ask = self._way((self._caller, *number, method, args), offer)
-            return await answers.until(method, ask)
-
-    def _way(self, call: NumberedCall, offer: Offer | None) -> tuple[Answers, Callable[[], Any]]:
-        if offer is None:
-            return self._answers, partial(self.actor.change.remote, *call)
-        return offer.answers, partial(offer.ask, call)
-
-    def _start_change(self, method: str, *args: Any, understand: Callable[[Any], T]) -> StartedCall[T]:
-        """``change`` without waiting. Calls are executed in the order in which they are made, but for those that a
-        restart of the Buffer interrupts: they are made again when their answer is waited for."""
+    def _start(
+        self, decode: Callable[[R], T], operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> StartedCall[T]:
+        """Call an operation that changes state without waiting. Calls are executed in the order in which they are
+        made, but for those that a restart of the Buffer interrupts: they are made again when their answer is waited
+        for."""
+        name, arguments = operation.__name__, _positional(operation, args, kwargs)
         sequence, open_from = self._calls.begin()
-        ask = partial(self.actor.change.remote, self._caller, sequence, open_from, method, args)
-        ended = partial(self._calls.end, sequence)
-        return StartedCall(self._answers, method, ask, understand=understand, ended=ended)
+        submit = partial(self.actor.change.remote, self._caller, sequence, open_from, name, arguments)
+        return StartedCall(self._answers, name, submit, decode=decode, on_done=partial(self._calls.end, sequence))
 
-    def read(self, method: str, *args: Any) -> Any:
-        """Call a method whose repeat changes nothing, and wait for its answer."""
-        return self._answers.wait(method, partial(self.actor.read.remote, method, args))
+    # -- the operations of the driver, the trainers and the roles ------------------------------------
 
-    async def aread(self, method: str, *args: Any) -> Any:
-        """``read`` for an event loop."""
-        return await self._answers.until(method, partial(self.actor.read.remote, method, args))
+    generate = _facade(BufferState.generate)
+    close_rollout = _facade(BufferState.close_rollout)
+    get_totals = _facade(BufferState.get_totals)
+    requeue_for_readers = _facade(BufferState.requeue_for_readers)
+    abandon = _facade(BufferState.abandon)
+    clear = _facade(BufferState.clear)
+    commit = _facade(BufferState.commit)
+    release = _facade(BufferState.release)
+    save = _facade(BufferActor.save)
+    load = _facade(BufferActor.load)
+    get_num_rollout_per_epoch = _facade(BufferState.get_num_rollout_per_epoch)
+    set_source_length = _facade(BufferState.set_source_length)
+    get_source_state = _facade(BufferState.get_source_state)
 
-    # -- the driver's and the trainer's methods ------------------------------------------------------
-
-    def generate(self, rollout_id: int, evaluation: bool = False) -> Ticket:
-        """Open a rollout; see ``BufferState.generate``."""
-        return self.change("generate", rollout_id, evaluation)  # type: ignore[no-any-return]
-
-    def close_rollout(self, ticket: Ticket) -> RolloutReport:
-        """Select the step's groups; see ``BufferState.close_rollout``."""
-        return self.change("close_rollout", ticket)  # type: ignore[no-any-return]
-
-    def adopt(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
-        """Take groups over that were finished elsewhere; see ``BufferState.adopt``."""
-        self.change("adopt", ticket, list(row_ids), Columns(columns))
+    def import_groups(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
+        """Take groups over that were finished elsewhere; see ``BufferState.import_groups``."""
+        self.call(BufferState.import_groups, ticket, list(row_ids), Columns(columns))
 
     def get_data(
         self,
@@ -99,15 +140,8 @@ class BufferClient:
         splitting: Splitting = Splitting.ROWS,
     ) -> TrainBatch:
         """One rank's share of mini-batch ``step`` of ``num_steps``; see ``DataPool.share``."""
-        return self._assembled(self.read("plan_data", rollout_id, dp_rank, dp_size, num_steps, step, splitting))
-
-    def get_eval_data(self, rollout_id: int) -> TrainBatch:
-        """All rows of an evaluation."""
-        return self._assembled(self.read("plan_eval_data", rollout_id))
-
-    def get_totals(self, rollout_id: int) -> tuple[int, int]:
-        """Samples and unmasked response tokens that the step trains on, over all ranks."""
-        return self.read("get_totals", rollout_id)  # type: ignore[no-any-return]
+        plan = self.call(BufferState.plan_data, rollout_id, dp_rank, dp_size, num_steps, step, splitting)
+        return self._assembled(plan)
 
     def put_fields(
         self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
@@ -119,42 +153,21 @@ class BufferClient:
         self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
     ) -> StartedCall[None]:
         """``put_fields`` without waiting."""
-        args = (task, list(row_ids), Columns(columns), writer)
-        return self._start_change("put_fields", *args, understand=lambda _: None)
-
-    def get_meta(self, task: str, request: ReadRequest, timeout_s: float) -> RowsMeta:
-        """Rows for a reading task as soon as there are any, or the end (see ``DataPool.get_meta``).
-
-        Raises DeadlineError, naming the task and the fields, where nothing comes within ``timeout_s``."""
-        return self._once_ready(task, request, timeout_s, lambda: (self.change("get_meta", task, request), None))[0]
+        return self._start(lambda _: None, BufferState.put_fields, task, list(row_ids), Columns(columns), writer)
 
     def take(
         self, task: str, request: ReadRequest, timeout_s: float, fields: Sequence[str] | None = None
     ) -> tuple[RowsMeta, TrainBatch | None]:
-        """``get_meta``, and ``get_fields`` of these rows, in one call; None at the end."""
-        ask = partial(self.change, "take", task, request, None if fields is None else list(fields))
-        return self._taken(self._once_ready(task, request, timeout_s, ask))
+        """Rows for a reading task as soon as there are any, with ``fields``, or with all that they have; None at the
+        end (see ``DataPool.get_meta``).
 
-    def start_take(
-        self, task: str, request: ReadRequest, fields: Sequence[str] | None = None
-    ) -> StartedCall[tuple[RowsMeta, TrainBatch | None]]:
-        """``take`` without waiting for the answer, nor for rows: what is not ready is not handed out."""
+        Raises DeadlineError, naming the task and the fields, where nothing comes within ``timeout_s``."""
         names = None if fields is None else list(fields)
-        return self._start_change("take", task, request, names, understand=self._taken)
-
-    def _taken(self, answer: tuple[RowsMeta, BatchPlan | None]) -> tuple[RowsMeta, TrainBatch | None]:
-        meta, plan = answer
-        return meta, None if plan is None else self._assembled(plan)
-
-    def _once_ready(
-        self, task: str, request: ReadRequest, timeout_s: float, take: Callable[[], tuple[RowsMeta, BatchPlan | None]]
-    ) -> tuple[RowsMeta, BatchPlan | None]:
-        """The answer of ``take`` that has rows or is the end. Raises DeadlineError."""
         deadline = time.monotonic() + timeout_s
         while True:
-            meta, plan = take()
+            meta, plan = self.call(BufferState.take, task, request, names)
             if meta.row_ids or meta.ended:
-                return meta, plan
+                return self._taken((meta, plan))
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineError(
@@ -163,52 +176,17 @@ class BufferClient:
                     expected=f"finished groups with the fields {', '.join(sorted(request.fields))}",
                 )
             slice_s = min(left, WAIT_SLICE_S, self._answers.timeout_s / 2)
-            ask = partial(self.actor.wait_change.remote, meta.revision, slice_s)
-            self._answers.wait("wait_change", ask)
+            self._answers.wait("wait_change", partial(self.actor.wait_change.remote, meta.revision, slice_s))
 
-    def get_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> TrainBatch:
-        """Rows of a task with ``fields``, or with all that they have."""
-        return self._assembled(self.read("plan_fields", task, list(row_ids), fields))
+    def start_take(
+        self, task: str, request: ReadRequest, fields: Sequence[str] | None = None
+    ) -> StartedCall[tuple[RowsMeta, TrainBatch | None]]:
+        """``take`` without waiting for the answer, nor for rows: the answer is None where no rows are ready."""
+        return self._start(self._taken, BufferState.take, task, request, None if fields is None else list(fields))
 
-    def offer_again(self, task: str, reader: str) -> int:
-        """A reading task's process is replaced; see ``DataPool.offer_again``."""
-        return self.change("offer_again", task, reader)  # type: ignore[no-any-return]
-
-    def abandon(self, rollout_id: int) -> None:
-        """Give up a rollout that is not trained on; see ``BufferState.abandon``."""
-        self.change("abandon", rollout_id)
-
-    def clear(self, task: str) -> None:
-        """Forget a task and its payloads."""
-        self.change("clear", task)
-
-    def commit(self, rollout_id: int, step: int) -> None:
-        """Mark a rollout's groups as trained."""
-        self.change("commit", rollout_id, step)
-
-    def release(self, version: int) -> None:
-        """Free what was trained before ``version``, which is published."""
-        self.change("release", version)
-
-    def save(self, folder: str) -> None:
-        """Write the Buffer's state into ``folder``."""
-        self.read("save", folder)
-
-    def load(self, folder: str) -> None:
-        """Continue from the state in ``folder``."""
-        self.change("load", folder)
-
-    def get_num_rollout_per_epoch(self) -> int:
-        """Steps that one pass over the data takes."""
-        return self.read("get_num_rollout_per_epoch")  # type: ignore[no-any-return]
-
-    def set_source_length(self, num_rows: int) -> None:
-        """Tell the length of the user's data source, which runs elsewhere."""
-        self.change("set_source_length", num_rows)
-
-    def get_source_state(self) -> tuple[int, bytes]:
-        """The number of the next batch of the user's data source, and its state before it."""
-        return self.read("get_source_state")  # type: ignore[no-any-return]
+    def _taken(self, answer: tuple[RowsMeta, BatchPlan | None]) -> tuple[RowsMeta, TrainBatch | None]:
+        meta, plan = answer
+        return meta, None if plan is None else self._assembled(plan)
 
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display."""
@@ -236,4 +214,4 @@ class BufferClient:
                 expected="a storage process, and the node with the payload, that live as long as the rollout",
             ) from error
         except ray.exceptions.RayError as error:
-            raise self._answers.named("get_fields", error) from error
+            raise self._answers.named("take", error) from error

@@ -1,9 +1,9 @@
 """Where the Buffer's fresh groups come from: the built-in data source, or deliveries of a user's one.
 
-A user's data source runs in a process of its own, and the Buffer waits for nobody. So the Buffer holds a stock of
-groups that were delivered and not leased yet; where it is too small, ``get_samples`` raises DeliveryNeeded with the
-number of the next batch, and who asked brings it and asks again (``RolloutClient``). Two who ask at once are told the
-same number: the batch is made once, and the second delivery of it is ignored.
+A user's data source runs in a process of its own, and the Buffer never blocks on another process. So it holds a stock
+of groups that were delivered and not leased yet. Where the stock is too small, ``get_samples`` raises DeliveryNeeded
+with the number of the next batch; the caller delivers it and tries again (``RolloutClient``). Two concurrent callers
+get the same number: the batch is made once, and its second delivery is ignored.
 
 The source's state after the newest batch, the stock and the counts are one record, which is saved and loaded as one:
 a resumed run goes on with the very next group.
@@ -21,30 +21,21 @@ import orjson
 
 from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
+from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError, DataError
 from buffer_rl.resolution.calls import place
 from buffer_rl.types import GroupUid, SampleGroup
 
 
-class PromptSource(Protocol):
-    """A data source in the Buffer's own process: groups in epoch order and without end."""
-
-    def get_samples(self, num_samples: int) -> list[SampleGroup]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-    def group_of(self, uid: GroupUid, number: int) -> SampleGroup: ...
-    def __len__(self) -> int: ...
-
-
 class Feed(Protocol):
-    """What the Buffer asks of either."""
+    """The interface of both kinds of source."""
 
-    def take(self, num_groups: int) -> list[SampleGroup]:
+    def draw_prompts(self, num_groups: int) -> list[SampleGroup]:
         """The next ``num_groups`` groups. Raises DeliveryNeeded, with nothing changed, if there are fewer."""
         ...
 
-    def untake(self, groups: Sequence[SampleGroup]) -> None:
-        """Undo the last ``take``, which gave ``groups``."""
+    def rollback(self, groups: Sequence[SampleGroup]) -> None:
+        """Undo the last ``draw_prompts``, which gave ``groups``."""
         ...
 
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
@@ -52,12 +43,12 @@ class Feed(Protocol):
         ``buffer_rl.errors`` if that cannot be done."""
         ...
 
-    def resized(self, group: SampleGroup, number: int) -> SampleGroup:
+    def resize(self, group: SampleGroup, number: int) -> SampleGroup:
         """A saved group as it is; made again, as prompts, where fresh groups have another number of samples now."""
         ...
 
     def position(self) -> str:
-        """Where the feed stands, for ``seek``; empty where it cannot be told."""
+        """Where the feed stands, for ``seek``; empty where it is unknown."""
         ...
 
     def seek(self, position: str) -> None:
@@ -80,26 +71,22 @@ class Feed(Protocol):
 class LocalFeed:
     """The built-in data source, or none."""
 
-    def __init__(self, source: PromptSource | None) -> None:
+    def __init__(self, source: PromptDataSource | None) -> None:
         self._source = source
         self._before: Mapping[str, Any] = {}
 
-    def take(self, num_groups: int) -> list[SampleGroup]:
-        """See ``Feed.take``; there is always enough."""
+    def draw_prompts(self, num_groups: int) -> list[SampleGroup]:
         source = self._required()
         self._before = source.state_dict()
         return source.get_samples(num_groups)
 
-    def untake(self, groups: Sequence[SampleGroup]) -> None:
-        """See ``Feed.untake``."""
+    def rollback(self, groups: Sequence[SampleGroup]) -> None:
         self._required().load_state_dict(self._before)
 
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
-        """See ``Feed.group_of``."""
         return self._required().group_of(uid, number)
 
-    def resized(self, group: SampleGroup, number: int) -> SampleGroup:
-        """See ``Feed.resized``."""
+    def resize(self, group: SampleGroup, number: int) -> SampleGroup:
         if self._source is None or not group.samples:  # finished elsewhere, and taken over
             return group
         fresh = self.group_of(group.uid, number)
@@ -107,23 +94,18 @@ class LocalFeed:
         return group if len(saved) == len(fresh) else replace(fresh, attempt=group.attempt)
 
     def position(self) -> str:
-        """See ``Feed.position``."""
         return orjson.dumps(self.state_dict()).decode()
 
     def seek(self, position: str) -> None:
-        """See ``Feed.seek``."""
         self.load_state_dict(orjson.loads(position))
 
     def num_rows(self) -> int:
-        """See ``Feed.num_rows``."""
         return 0 if self._source is None else len(self._source)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """See ``Feed.state_dict``."""
         return None if self._source is None else self._source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """See ``Feed.load_state_dict``."""
         if state is not None and "reference" in state:
             raise _other_source(f"--data-source-path {state['reference']}", "no --data-source-path")
         if (self._source is None) != (state is None):
@@ -131,14 +113,14 @@ class LocalFeed:
         if self._source is not None and state is not None:
             self._source.load_state_dict(state)
 
-    def _required(self) -> PromptSource:
+    def _required(self) -> PromptDataSource:
         if self._source is None:
             raise BufferStateError("there is no training data", hint="name it with --prompt-data")
         return self._source
 
 
 class DeliveredFeed:
-    """The Buffer's side of a data source that runs elsewhere.
+    """The Buffer's side of a data source in a process of its own.
 
     reference: the value of ``--data-source-path``.
     """
@@ -151,23 +133,20 @@ class DeliveredFeed:
         self._source_state = b""
         self._num_rows: int | None = None
 
-    def take(self, num_groups: int) -> list[SampleGroup]:
-        """See ``Feed.take``."""
+    def draw_prompts(self, num_groups: int) -> list[SampleGroup]:
         missing = num_groups - len(self._stock)
         if missing > 0:
             raise DeliveryNeeded(DeliveryRequest(number=self._number, num_groups=missing, first_group=self._delivered))
         return [self._stock.popleft() for _ in range(num_groups)]
 
-    def untake(self, groups: Sequence[SampleGroup]) -> None:
-        """See ``Feed.untake``."""
+    def rollback(self, groups: Sequence[SampleGroup]) -> None:
         self._stock.extendleft(reversed(groups))
 
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
-        """Raises BufferStateError: only the source's process could make a group again, and it has no way to be asked
-        for one."""
+        """Raises BufferStateError: only the source's process could make a group again, and it has no such request."""
         raise BufferStateError(f"the group {uid} cannot be made again", where=place("data_source", self._reference))
 
-    def resized(self, group: SampleGroup, number: int) -> SampleGroup:
+    def resize(self, group: SampleGroup, number: int) -> SampleGroup:
         """As it is: how many samples a group has is up to the source."""
         return group
 
@@ -176,13 +155,13 @@ class DeliveredFeed:
         return ""
 
     def seek(self, position: str) -> None:
-        """See ``Feed.seek``; there is none to go to."""
+        pass
 
     def deliver(self, delivery: Delivery, is_known: Callable[[GroupUid], bool]) -> None:
         """Take the next batch in; an older one was taken in before, and is ignored.
 
         is_known: whether a group of this uid was leased before. Raises DataError for a uid that comes again,
-        BufferStateError for a batch that nobody asked for; nothing is changed then.
+        BufferStateError for a batch that was not requested; nothing is changed then.
         """
         if delivery.number < self._number:
             return
@@ -195,7 +174,7 @@ class DeliveredFeed:
         for group in delivery.groups:
             if group.uid in seen or is_known(group.uid):
                 raise DataError(
-                    f"the uid {group.uid} was handed out before",
+                    f"the uid {group.uid} was used before",
                     where=place("data_source", self._reference),
                     expected="another uid for each group",
                     hint="a row that comes again in the next epoch has another epoch in its uid; without a uid, one is "
@@ -212,17 +191,16 @@ class DeliveredFeed:
         return self._number, self._source_state
 
     def num_rows(self) -> int:
-        """See ``Feed.num_rows``. Raises BufferStateError if nobody told it."""
+        """Raises BufferStateError before ``set_num_rows``."""
         if self._num_rows is None:
             raise BufferStateError("the length of the data source is not known", where="buffer")
         return self._num_rows
 
     def set_num_rows(self, num_rows: int) -> None:
-        """Tell the source's length, which only the source's process knows."""
+        """Set the source's length, which only the source's process knows."""
         self._num_rows = num_rows
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Feed.state_dict``."""
         return {
             "reference": self._reference,
             "number": self._number,
@@ -232,7 +210,6 @@ class DeliveredFeed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """See ``Feed.load_state_dict``."""
         if state is None or state.get("reference") != self._reference:
             saved = f"--data-source-path {state['reference']}" if state and "reference" in state else "--prompt-data"
             raise _other_source(saved, f"--data-source-path {self._reference}")
@@ -243,11 +220,6 @@ class DeliveredFeed:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved state of the data source is damaged: {error!r}") from error
         self._number, self._delivered, self._source_state, self._stock = number, delivered, source_state, stock
-
-
-def feed_of(source: PromptSource | DeliveredFeed | None) -> LocalFeed | DeliveredFeed:
-    """The feed of a data source in this process, of none, or of one that is a feed already."""
-    return source if isinstance(source, DeliveredFeed) else LocalFeed(source)
 
 
 def _other_source(saved: str, now: str) -> CheckpointError:

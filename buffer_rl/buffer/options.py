@@ -30,7 +30,7 @@ class BufferOptions(Section):
     )
     buffer_hang_timeout_s: float = option(
         20.0,
-        "a Buffer that answers nobody for this long, in seconds, is ended and replaced; at most half of "
+        "a Buffer that answers no call for this long, in seconds, is ended and replaced; at most half of "
         "--buffer-timeout-s counts",
         gt=0,
     )

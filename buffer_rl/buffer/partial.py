@@ -1,4 +1,4 @@
-"""What a group keeps when it goes back to the queue: nothing but its prompts, or what was generated of it so far.
+"""What a requeued group keeps: its prompts alone, or the tokens that were generated so far.
 
 With tokens kept, the next lease goes on where the last one ended: finished samples stay as they are, aborted ones
 are continued. Tokens of weights older than the leasing rollout's may have to be context alone (``mask_older``).
@@ -42,10 +42,10 @@ class RequeueRule:
             reward_key=args.reward_key,
         )
 
-    def queued(self, group: SampleGroup | None, prompts: SampleGroup) -> SampleGroup:
+    def on_requeue(self, group: SampleGroup | None, prompts: SampleGroup) -> SampleGroup:
         """What is queued of ``group``, which a lease of ``prompts`` gave back; the caller's samples are copied.
 
-        A sample whose tokens, log-probabilities and version spans do not belong together starts anew. So does a
+        A sample whose tokens, log-probabilities and version spans do not belong together starts again. So does a
         whole group that could not be saved, and under ``mask_older`` one that is complete: it would be trained on
         with no unmasked token."""
         fresh = prompts.as_prompts()
@@ -60,20 +60,20 @@ class RequeueRule:
         kept = replace(fresh, samples=samples)
         try:
             orjson.dumps(group_to_json(kept))
-        except TypeError:  # the user's code left something in it that no checkpoint can hold
+        except TypeError:  # user code left a value in it that no checkpoint can hold
             return fresh
         return kept
 
-    def leased(self, group: SampleGroup, version: int) -> SampleGroup:
+    def on_lease(self, group: SampleGroup, version: int) -> SampleGroup:
         """The queued ``group`` as a rollout of ``version`` gets it."""
         if self.mask_older:
             for sample in group:
                 mask_older(sample, version)
         return group
 
-    def restored(self, group: SampleGroup, version: int) -> SampleGroup:
+    def on_restore(self, group: SampleGroup, version: int) -> SampleGroup:
         """The saved ``group`` in a run that continues from ``version``: later version numbers will be used again,
-        for other weights, so tokens that bear one are worth nothing."""
+        for other weights, so tokens with one are dropped."""
         newer = any(span.version > version for sample in group for span in sample.weight_versions)
         return group.as_prompts() if newer or not self.keep_tokens else group
 
@@ -169,7 +169,7 @@ def check_versions(ticket: Ticket, group: SampleGroup) -> None:
 def _can_go_on(parts: list[Sample]) -> bool:
     """Whether the parts of one sample are all done, or are one that was aborted, and are sound."""
     if len(parts) == 1 and parts[0].status is Status.ABORTED:
-        return not parts[0].remove_sample and _is_sound(parts[0])  # one that was given up is tried again
+        return not parts[0].remove_sample and _is_sound(parts[0])  # a sample that the rollout gave up is tried again
     return bool(parts) and is_complete(parts) and all(_is_sound(part) for part in parts)
 
 

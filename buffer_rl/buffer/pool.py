@@ -1,7 +1,7 @@
 """One rollout's rows: filled group by group and field by field, read by named tasks while the rollout still runs.
 
-A pool is open while its rollout runs: finished groups are added, others fill in derived fields, and each reading task
-is handed every group once, when the fields that it asked for are there (``get_meta``). Closing fixes which groups the
+A pool is open while its rollout runs: finished groups are added, roles fill in derived fields, and each reading task
+gets every group once, when its fields are there (``get_meta``). Closing fixes which groups the
 step trains on; after that the whole batch can be read too (``plan``, ``share``).
 """
 
@@ -12,24 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from buffer_rl.buffer.cells import BatchPlan, GroupSlice
-from buffer_rl.buffer.partition import Splitting, balanced_partition
-from buffer_rl.buffer.plane import DataPlane
-from buffer_rl.buffer.readers import Reader
-from buffer_rl.buffer.samplers import Request
+from buffer_rl.buffer.columns import BatchPlan, ColumnStore, GroupSlice
+from buffer_rl.buffer.readers import Reader, Splitting, balanced_partition
+from buffer_rl.buffer.readers import ReadRequest as ReadRequest
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId
 
 DERIVED_FIELDS = frozenset({"ref_log_probs", "old_log_probs", "prox_log_probs", "advantages", "returns"})
-"""Fields that others than the rollout fill in."""
+"""Fields that roles fill in, not the rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsMeta:
-    """Rows that a reading task was handed; their payloads are read with ``get_fields``.
+    """Rows that a reading task got.
 
-    ended: there are none, and none will come: the rollout is closed and the task was handed every row.
-    generation: how often the task's process was replaced; what a replaced one still writes is ignored.
+    ended: there are none, and none will come: the rollout is closed and the task got every row.
+    generation: fencing token: how often the task's process was replaced; writes of a replaced one are ignored.
     revision: of the Buffer when it answered, for a reader that waits for a change.
     """
 
@@ -41,47 +39,24 @@ class RowsMeta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadRequest:
-    """What a reading task asks for.
-
-    reader: name of the reading task, such as ``ref_log_probs``; every row goes to each task once.
-    fields: those that the rows must have. produces: those that the task adds to them.
-    sampler: ``group``, or ``balanced`` for ranks that work in step.
-    is_final: rows that were handed out are part of the step, whatever finishes later.
-    leave: see ``buffer_rl.buffer.samplers.Request``.
-    """
-
-    reader: str
-    fields: frozenset[str]
-    num_rows: int
-    produces: frozenset[str] = frozenset()
-    sampler: str = "group"
-    dp_rank: int = 0
-    dp_size: int = 1
-    is_final: bool = False
-    leave: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """Whose work is written: that of a process of the reading task ``reader``, of this ``generation`` (see
-    ``RowsMeta``)."""
+    """Identifies the process that writes: of the reading task ``reader``, of this ``generation`` (see ``RowsMeta``)."""
 
     reader: str
     generation: int
 
 
 class DataPool:
-    """The groups of one task, in the order of their uids, and who reads which of them.
+    """The groups of one task, in the order of their uids, and their readers.
 
-    num_groups: how many groups the step trains on; a final reader is never handed more.
+    num_groups: how many groups the step trains on; a final reader never gets more.
     """
 
-    def __init__(self, rollout_id: int, task: str, plane: DataPlane, num_groups: int) -> None:
+    def __init__(self, rollout_id: int, task: str, store: ColumnStore, num_groups: int) -> None:
         self.rollout_id = rollout_id
         self.task = task
         self.closed = False
-        self._plane = plane
+        self._store = store
         self._num_groups = num_groups
         self._uids: dict[GroupUid, None] = {}
         self._gone: set[GroupUid] = set()
@@ -96,10 +71,10 @@ class DataPool:
     # -- filling -------------------------------------------------------------------------------------
 
     def add(self, uid: GroupUid) -> None:
-        """A finished group, whose cells the plane has by now."""
+        """A finished group, whose cells the store has by now."""
         assert not self.closed, f"{self.task} is closed"
         self._uids[uid] = None
-        self._offer(uid)
+        self._mark_ready(uid)
 
     def select(self, uids: Sequence[GroupUid]) -> None:
         """Close the pool: the step trains on these groups; the others leave it.
@@ -113,17 +88,17 @@ class DataPool:
         self._gone.update(gone)
         self.closed = True
         for uid in self._uids:
-            self._offer(uid)
+            self._mark_ready(uid)
 
     def pinned(self) -> set[GroupUid]:
-        """Groups that the step must train on: a final reader was handed them."""
-        return {uid for reader in self._readers.values() if reader.is_final for uid in reader.handed()}
+        """Groups that the step must train on: a final reader got them."""
+        return {uid for reader in self._readers.values() if reader.is_final for uid in reader.delivered()}
 
     def put_fields(self, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None) -> None:
         """Add derived ragged fields (one array a row) for ``row_ids``, in any order. Rows of a group that the step was
-        closed without are passed over: whoever computed them could not know.
+        closed without are passed over: their writer could not know.
 
-        writer: from whose work they come; of a replaced process nothing is taken.
+        writer: the process that writes; writes of a replaced one are ignored.
         Raises BufferStateError for a row of another task, a repeated row, or a field of the wrong length."""
         reader = self._readers.get(writer.reader) if writer is not None else None
         if writer is not None and reader is not None and writer.generation < reader.generation:
@@ -139,43 +114,41 @@ class DataPool:
                 if where is not None:
                     writes.setdefault((where[0], name), {})[where[1]] = value
         for (uid, name), rows in writes.items():
-            self._plane.check_field(uid, name, rows)
+            self._store.check_field(uid, name, rows)
         for (uid, name), rows in writes.items():
-            if self._plane.put_field(uid, name, rows):
-                self._offer(uid)
+            if self._store.put_field(uid, name, rows):
+                self._mark_ready(uid)
 
     # -- reading while it fills ----------------------------------------------------------------------
 
     def get_meta(self, request: ReadRequest, revision: int = 0) -> RowsMeta:
-        """Hand out rows to a reading task: each once, when its fields are there; whole groups.
+        """The next rows for a reading task: each once, when its fields are there; whole groups.
 
         No rows and not ``ended`` means: not yet. Raises BufferStateError if the task asked otherwise before: for
         other fields, or as another kind of reader.
         """
         reader = self._reader(request)
-        wanted = Request(
-            num_rows=request.num_rows, dp_rank=request.dp_rank, dp_size=request.dp_size, leave=request.leave
-        )
-        uids = reader.take(wanted, self.closed)
-        rows = [row for uid in uids for row in self._plane.rows(uid)]
-        ended = not rows and self.closed and reader.is_done(wanted, reader.num_offered == len(self._uids))
+        request.check()
+        uids = reader.next_ready(request, self.closed)
+        rows = [row for uid in uids for row in self._store.rows(uid)]
+        ended = not rows and self.closed and reader.is_done(request, reader.num_marked == len(self._uids))
         return RowsMeta(task=self.task, row_ids=rows, ended=ended, generation=reader.generation, revision=revision)
 
-    def offer_again(self, reader_name: str) -> int:
-        """The process that read as ``reader_name`` is replaced: groups that it was handed and that lack what it
-        produces are handed out once more. Returns how many these are. What a final reader did is lost with it, so all
-        its groups come again."""
+    def requeue_for_readers(self, reader_name: str) -> int:
+        """The process that read as ``reader_name`` is replaced: groups that it got and that lack the fields that it
+        produces are redelivered. Returns their number. The work of a final reader is lost with it, so all its groups
+        are redelivered."""
         reader = self._readers.get(reader_name)
         if reader is None:
             return 0
         lost = [
-            uid for uid in reader.handed() if reader.is_final or not reader.produces <= self._plane.cells(uid).keys()
+            uid for uid in reader.delivered() if reader.is_final or not reader.produces <= self._store.cells(uid).keys()
         ]
-        return reader.offer_again(lost)
+        return reader.requeue(lost)
 
     def plan_rows(self, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> BatchPlan:
         """Rows of the pool in the given order, with ``fields``, or with all that every one of their groups has. Rows of
-        a group that the step was closed without are left out: whoever was handed them could not know.
+        a group that the step was closed without are left out: their reader could not know.
 
         Raises BufferStateError for a row of another task and for a field that is not there."""
         slices: list[tuple[GroupUid, list[RowId]]] = []
@@ -199,7 +172,7 @@ class DataPool:
         does not divide. Raises BufferStateError if there is no such mini-batch, or while the rollout still runs.
         """
         uids = self._mini_batch(num_steps, step)
-        return self._plan([(uid, self._plane.rows(uid)) for uid in uids], None)
+        return self._plan([(uid, self._store.rows(uid)) for uid in uids], None)
 
     def share(
         self, dp_rank: int, dp_size: int, num_steps: int = 1, step: int = 0, splitting: Splitting = Splitting.ROWS
@@ -215,15 +188,15 @@ class DataPool:
         if key not in self._assignments:
             self._assignments[key] = self._assign(uids, dp_size, splitting)
         chosen = set(self._assignments[key][dp_rank])
-        mine = [(uid, [row for row in self._plane.rows(uid) if row in chosen]) for uid in uids]
+        mine = [(uid, [row for row in self._store.rows(uid) if row in chosen]) for uid in uids]
         names = self._common_fields(uids)
         return self._plan([(uid, rows) for uid, rows in mine if rows], names, totals_of=uids)
 
     # -- helpers -------------------------------------------------------------------------------------
 
     def _assign(self, uids: Sequence[GroupUid], dp_size: int, splitting: Splitting) -> list[list[RowId]]:
-        blocks = [[row] for uid in uids for row in self._plane.rows(uid)]
-        lengths = [tokens for uid in uids for tokens in self._plane.sizes(uid).tokens]
+        blocks = [[row] for uid in uids for row in self._store.rows(uid)]
+        lengths = [tokens for uid in uids for tokens in self._store.sizes(uid).tokens]
         if len(blocks) < dp_size:
             raise BufferStateError(f"{len(blocks)} rows cannot be shared among {dp_size} ranks", where=self.task)
         enough = len(uids) >= dp_size
@@ -236,8 +209,8 @@ class DataPool:
                 "--num-advantage-workers 1, whose groups are whole",
             )
         if splitting is not Splitting.ROWS and enough:
-            blocks = [self._plane.rows(uid) for uid in uids]
-            lengths = [sum(self._plane.sizes(uid).tokens) for uid in uids]
+            blocks = [self._store.rows(uid) for uid in uids]
+            lengths = [sum(self._store.sizes(uid).tokens) for uid in uids]
         parts = balanced_partition(lengths, dp_size)
         return [[row for index in part for row in blocks[index]] for part in parts]
 
@@ -252,27 +225,27 @@ class DataPool:
         names = self._common_fields(uids) if fields is None else list(fields)
         parts = []
         for uid, rows in slices:
-            cells = self._plane.cells(uid)
+            cells = self._store.cells(uid)
             if absent := [name for name in names if name not in cells]:
                 raise BufferStateError(f"group {uid} has no field {absent[0]!r} yet", where=self.task)
             positions = [self._position(row) for row in rows]
             parts.append(GroupSlice(row_ids=rows, positions=positions, cells={name: cells[name] for name in names}))
         counted = dict.fromkeys(uids if totals_of is None else totals_of)
-        sizes = [self._plane.sizes(uid) for uid in counted]
+        sizes = [self._store.sizes(uid) for uid in counted]
         return BatchPlan(
             rollout_id=self.rollout_id,
             task=self.task,
             slices=parts,
-            total_samples=sum(len({row.sample_index for row in self._plane.rows(uid)}) for uid in counted),
+            total_samples=sum(len({row.sample_index for row in self._store.rows(uid)}) for uid in counted),
             total_tokens=int(sum(sum(size.trained) for size in sizes)),
         )
 
     def _common_fields(self, uids: Sequence[GroupUid]) -> list[str]:
-        cells = [self._plane.cells(uid) for uid in uids]
+        cells = [self._store.cells(uid) for uid in uids]
         return [name for name in cells[0] if all(name in other for other in cells)] if cells else []
 
     def _position(self, row: RowId) -> int:
-        position = self._plane.position(row) if row.uid in self._uids else None
+        position = self._store.position(row) if row.uid in self._uids else None
         if position is None:
             raise BufferStateError(f"row {row} does not belong to this task", where=self.task)
         return position
@@ -280,12 +253,9 @@ class DataPool:
     def _reader(self, request: ReadRequest) -> Reader:
         reader = self._readers.get(request.reader)
         if reader is None:
-            reader = Reader(
-                request.reader, request.fields, request.produces, request.sampler, is_final=request.is_final
-            )
-            self._readers[request.reader] = reader
+            reader = self._readers[request.reader] = Reader(request)
             for uid in self._uids:
-                self._offer(uid)
+                self._mark_ready(uid)
         before = (reader.fields, reader.produces, reader.sampler, reader.is_final)
         if (request.fields, request.produces, request.sampler, request.is_final) != before:
             raise BufferStateError(
@@ -296,11 +266,11 @@ class DataPool:
             )
         return reader
 
-    def _offer(self, uid: GroupUid) -> None:
-        there = self._plane.cells(uid).keys()
+    def _mark_ready(self, uid: GroupUid) -> None:
+        there = self._store.cells(uid).keys()
         for reader in self._readers.values():
-            if reader.fields <= there and (not reader.is_final or reader.num_offered < self._num_groups):
-                reader.offer(uid, self._plane.sizes(uid).tokens)
+            if reader.fields <= there and (not reader.is_final or reader.num_marked < self._num_groups):
+                reader.mark_ready(uid, self._store.sizes(uid).tokens)
 
     def _mini_batch(self, num_steps: int, step: int) -> list[GroupUid]:
         if not self.closed:
@@ -323,9 +293,9 @@ class DataPool:
         """Raises BufferStateError if these groups have different fields from their producer. Derived fields come later
         and one by one."""
         ordered = sorted(uids)
-        first = self._plane.cells(ordered[0]).keys() - DERIVED_FIELDS if ordered else set()
+        first = self._store.cells(ordered[0]).keys() - DERIVED_FIELDS if ordered else set()
         for uid in ordered[1:]:
-            fields = self._plane.cells(uid).keys() - DERIVED_FIELDS
+            fields = self._store.cells(uid).keys() - DERIVED_FIELDS
             if fields != first:
                 raise BufferStateError(
                     f"group {uid} has the fields {sorted(fields)}", where=self.task, expected=str(sorted(first))

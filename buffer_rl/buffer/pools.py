@@ -1,30 +1,34 @@
-"""The pools of all rollouts: opened with them, filled while they run, closed with the groups of the step."""
+"""The pools of all rollouts: opened with them, filled while they run, closed with the groups of the step.
+
+``Pools`` owns them; ``PoolCalls`` are the operations on them that trainers, roles and evaluations call.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from buffer_rl.buffer.cells import BatchPlan, Cell, RowSizes
-from buffer_rl.buffer.plane import DataPlane
+from buffer_rl.buffer.calls import mutates, reads
+from buffer_rl.buffer.columns import BatchPlan, Cell, ColumnStore, RowSizes, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
+from buffer_rl.buffer.readers import Splitting
 from buffer_rl.errors import BufferRestartedError, BufferStateError
-from buffer_rl.types import Column, GroupUid, RowId, Ticket
+from buffer_rl.types import Column, GroupUid, RowId, Ticket, TrainBatch
 
 REMEMBERED = 64
-"""Cleared pools whose late readers are told so; a reader is never that late."""
+"""Cleared pools that are named to late readers; a reader is never later than that."""
 
 
 class Pools:
-    """Evaluation has a plane of its own: the same file may be trained and evaluated on, with equal uids.
+    """Evaluation has a store of its own: the same file may be trained and evaluated on, with equal uids.
 
     restarted: another Buffer, with pools of its own, was here before. revision: grows with every change that may make
     rows ready.
     """
 
-    def __init__(self, plane: DataPlane, eval_plane: DataPlane, restarted: bool = False) -> None:
+    def __init__(self, restarted: bool = False) -> None:
         self._restarted = restarted
-        self._planes = {False: plane, True: eval_plane}
+        self._stores = {False: ColumnStore(), True: ColumnStore()}  # by whether the rollout is an evaluation
         self._pools: dict[str, DataPool] = {}
         self._cleared: deque[str] = deque(maxlen=REMEMBERED)
         self._empty: deque[str] = deque(maxlen=REMEMBERED)  # closed without a group
@@ -38,8 +42,8 @@ class Pools:
 
     def open(self, ticket: Ticket) -> None:
         """A rollout started."""
-        plane = self._planes[ticket.evaluation]
-        self._pools[ticket.task] = DataPool(ticket.rollout_id, ticket.task, plane, ticket.num_groups)
+        store = self._stores[ticket.evaluation]
+        self._pools[ticket.task] = DataPool(ticket.rollout_id, ticket.task, store, ticket.num_groups)
         for gone in (self._cleared, self._empty):
             if ticket.task in gone:
                 gone.remove(ticket.task)
@@ -72,14 +76,14 @@ class Pools:
         sizes: RowSizes | None = None,
     ) -> None:
         """A group of the rollout is finished."""
-        self._planes[ticket.evaluation].put(uid, row_ids, columns, sizes)
+        self._stores[ticket.evaluation].put(uid, row_ids, columns, sizes)
         self._pools[ticket.task].add(uid)
         self.revision += 1
 
     def close(self, ticket: Ticket, chosen: Sequence[GroupUid], surplus: Sequence[GroupUid]) -> int:
         """The rollout ended: the step trains on ``chosen``; a rollout without groups leaves no pool. Returns the
         number of rows."""
-        plane = self._planes[ticket.evaluation]
+        store = self._stores[ticket.evaluation]
         if chosen:
             self._pools[ticket.task].select(chosen)
         else:
@@ -87,53 +91,26 @@ class Pools:
             self._cleared.append(ticket.task)
             self._empty.append(ticket.task)
         for uid in surplus:
-            plane.drop(uid)
+            store.drop(uid)
         self.revision += 1
-        return sum(len(plane.rows(uid)) for uid in chosen)
-
-    def pinned(self, task: str) -> set[GroupUid]:
-        """Groups that the step must train on (see ``DataPool.pinned``)."""
-        return self.of(task).pinned()
-
-    def put_fields(
-        self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
-    ) -> None:
-        """See ``DataPool.put_fields``."""
-        self.of(task).put_fields(row_ids, columns, writer)
-        self.revision += 1
-
-    def get_meta(self, task: str, request: ReadRequest) -> RowsMeta:
-        """See ``DataPool.get_meta``. A rollout that ended without a group has no rows; why is in its report."""
-        if task in self._empty:
-            return RowsMeta(task=task, row_ids=[], ended=True, revision=self.revision)
-        return self.of(task).get_meta(request, self.revision)
-
-    def offer_again(self, task: str, reader: str) -> int:
-        """See ``DataPool.offer_again``."""
-        self.revision += 1
-        return self.of(task).offer_again(reader)
-
-    def totals(self, task: str) -> tuple[int, int]:
-        """Samples and unmasked response tokens of a closed pool."""
-        plan = self.of(task).plan()
-        return plan.total_samples, plan.total_tokens
-
-    def plan(self, task: str) -> BatchPlan:
-        """All rows of a closed pool."""
-        return self.of(task).plan()
+        return sum(len(store.rows(uid)) for uid in chosen)
 
     def clear(self, task: str) -> list[GroupUid]:
         """Forget a pool and its payloads. Returns its groups."""
         pool = self._pools.pop(task)
         self._cleared.append(task)
         for uid in pool.uids:
-            self._planes[task.startswith("eval_")].drop(uid)
+            self._stores[task.startswith("eval_")].drop(uid)
         self.revision += 1
         return pool.uids
 
     def unreleased(self) -> list[str]:
         """The training pools that are open, or closed and not yet cleared."""
         return [task for task in self._pools if task.startswith("train_")]
+
+    def is_empty(self, task: str) -> bool:
+        """Whether the task was closed without a group."""
+        return task in self._empty
 
     def before(self, version: int) -> list[DataPool]:
         """The training pools of rollouts before ``version``."""
@@ -152,3 +129,70 @@ class Pools:
         if self._restarted:
             raise BufferRestartedError(f"{task} was lost with an earlier Buffer", hint="its rollout is produced again")
         raise BufferStateError(f"there is no pool {task}", expected=f"one of {sorted(self._pools) or 'none'}")
+
+
+class PoolCalls:
+    """The operations of ``BufferState`` that concern pools alone."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    @property
+    def revision(self) -> int:
+        """Grows with every change that may make rows ready for a reader."""
+        return self._pools.revision
+
+    @reads
+    def plan_data(
+        self,
+        rollout_id: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        num_steps: int = 1,
+        step: int = 0,
+        splitting: Splitting = Splitting.ROWS,
+    ) -> BatchPlan:
+        """The share of one data-parallel rank in one mini-batch; repeats return the same rows (see
+        ``DataPool.share``). Its answers hold the payloads of a whole step, too large for the log of calls."""
+        return self._pools.of(f"train_{rollout_id}").share(dp_rank, dp_size, num_steps, step, splitting)
+
+    def plan_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> BatchPlan:
+        """Rows of a task (see ``DataPool.plan_rows``)."""
+        return self._pools.of(task).plan_rows(row_ids, fields)
+
+    @reads
+    def get_totals(self, rollout_id: int) -> tuple[int, int]:
+        """Samples and unmasked response tokens that the step trains on."""
+        plan = self._pools.of(f"train_{rollout_id}").plan()
+        return plan.total_samples, plan.total_tokens
+
+    def get_data(
+        self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1, num_steps: int = 1, step: int = 0
+    ) -> TrainBatch:
+        """``plan_data`` with its payloads, which must all be in this process."""
+        return assemble(self.plan_data(rollout_id, dp_rank, dp_size, num_steps, step))
+
+    @mutates
+    def take(
+        self, task: str, request: ReadRequest, fields: Sequence[str] | None = None
+    ) -> tuple[RowsMeta, BatchPlan | None]:
+        """Rows that are ready for a reading task (see ``DataPool.get_meta``), with ``fields``, or with all that they
+        have; None while no rows are ready. A rollout that ended without a group has none; why is in its report."""
+        if self._pools.is_empty(task):
+            return RowsMeta(task=task, row_ids=[], ended=True, revision=self.revision), None
+        meta = self._pools.of(task).get_meta(request, self.revision)
+        return meta, self.plan_fields(task, meta.row_ids, fields) if meta.row_ids else None
+
+    @mutates
+    def put_fields(
+        self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
+    ) -> None:
+        """Add derived fields (``ref_log_probs``, ``old_log_probs``) to rows of a task (see ``DataPool.put_fields``)."""
+        self._pools.of(task).put_fields(row_ids, columns, writer)
+        self._pools.revision += 1
+
+    @mutates
+    def requeue_for_readers(self, task: str, reader: str) -> int:
+        """A reading task's process is replaced (see ``DataPool.requeue_for_readers``)."""
+        self._pools.revision += 1
+        return self._pools.of(task).requeue_for_readers(reader)

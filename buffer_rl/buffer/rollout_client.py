@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from buffer_rl.buffer.cells import RowSizes
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.columns import Columns, RowSizes
 from buffer_rl.buffer.partial import check_versions
-from buffer_rl.buffer.storage.offer import Offer
-from buffer_rl.buffer.wire import Columns
+from buffer_rl.buffer.state import BufferState
+from buffer_rl.buffer.storage import PayloadTransfer, StorageClient
 from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.types import Column, GroupUid, QueueHeader, RowId, SampleGroup, Ticket
 
@@ -43,14 +43,6 @@ class BatchSource(Protocol):
     async def atake(self, request: DeliveryRequest) -> Delivery | None: ...
 
 
-class PayloadStore(Protocol):
-    """Keeps the large columns of a group out of the report (see ``buffer_rl.buffer.storage.client``)."""
-
-    def offered(
-        self, columns: Mapping[str, Column], *, blocking: bool
-    ) -> AbstractContextManager[tuple[Columns, Offer | None]]: ...
-
-
 class RolloutClient:
     """The ``buffer`` of one rollout (see ``buffer_rl.contracts.RolloutBuffer``).
 
@@ -65,7 +57,7 @@ class RolloutClient:
         encoder: GroupEncoder,
         choose: ChooseQueued | None = None,
         source: BatchSource | None = None,
-        storage: PayloadStore | None = None,
+        storage: StorageClient | None = None,
     ) -> None:
         self._client = client
         self._ticket = ticket
@@ -83,38 +75,36 @@ class RolloutClient:
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
         """Lease groups; the queued ones that the buffer filter chooses come first."""
         chosen = None
-        if self._choose is not None and (headers := self._client.read("get_headers")):
+        if self._choose is not None and (headers := self._client.call(BufferState.get_headers)):
             chosen = self._choose(headers, num_samples)
         while True:  # each round hands a batch in, and batches are not empty
             try:
-                groups: list[SampleGroup] = self._client.change("get_samples", self._ticket, num_samples, chosen)
-                return groups
+                return self._client.call(BufferState.get_samples, self._ticket, num_samples, chosen)
             except DeliveryNeeded as needed:
                 delivery = self._deliverer(needed).take(needed.request)
                 if delivery is not None:
-                    self._client.change("deliver", delivery)
+                    self._client.call(BufferState.deliver, delivery)
 
     async def aget_samples(self, num_samples: int) -> list[SampleGroup]:
         """Lease groups; the queued ones that the buffer filter chooses come first."""
         chosen = None
-        if self._choose is not None and (headers := await self._client.aread("get_headers")):
+        if self._choose is not None and (headers := await self._client.acall(BufferState.get_headers)):
             chosen = await asyncio.to_thread(self._choose, headers, num_samples)
         while True:
             try:
-                groups: list[SampleGroup] = await self._client.achange("get_samples", self._ticket, num_samples, chosen)
-                return groups
+                return await self._client.acall(BufferState.get_samples, self._ticket, num_samples, chosen)
             except DeliveryNeeded as needed:
                 delivery = await self._deliverer(needed).atake(needed.request)
                 if delivery is not None:
-                    await self._client.achange("deliver", delivery)
+                    await self._client.acall(BufferState.deliver, delivery)
 
     def add_samples(self, groups: Sequence[SampleGroup]) -> None:
         """Give leased groups back."""
-        self._client.change("add_samples", *self._given_back(groups))
+        self._client.call(BufferState.add_samples, *self._given_back(groups))
 
     async def aadd_samples(self, groups: Sequence[SampleGroup]) -> None:
         """Give leased groups back."""
-        await self._client.achange("add_samples", *self._given_back(groups))
+        await self._client.acall(BufferState.add_samples, *self._given_back(groups))
 
     def encode(self, group: SampleGroup) -> EncodedGroup:
         """The group as the Buffer stores it. Raises RolloutError for one that cannot be trained on."""
@@ -125,78 +115,64 @@ class RolloutClient:
     def finish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
         rows = encoded or self.encode(group)
-        with self._offered(rows.columns, blocking=True) as (columns, offer):
-            self._client.change("finish", *self._finished(group, rows, columns), offer=offer)
+        with self._transfer(rows.columns, blocking=True) as (columns, transfer):
+            self._client.through(transfer).call(BufferState.finish, *self._finished(group, rows, columns))
         self.finished[group.uid] = group
 
     async def afinish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
         rows = encoded or self.encode(group)
-        with self._offered(rows.columns, blocking=False) as (columns, offer):
-            await self._client.achange("finish", *self._finished(group, rows, columns), offer=offer)
+        with self._transfer(rows.columns, blocking=False) as (columns, transfer):
+            await self._client.through(transfer).acall(BufferState.finish, *self._finished(group, rows, columns))
         self.finished[group.uid] = group
 
     def reject(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group."""
-        self._client.change("reject", self._ticket, group.uid, group.attempt, reason)
+        self._client.call(BufferState.reject, self._ticket, group.uid, group.attempt, reason)
 
     async def areject(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group."""
-        await self._client.achange("reject", self._ticket, group.uid, group.attempt, reason)
+        await self._client.acall(BufferState.reject, self._ticket, group.uid, group.attempt, reason)
 
     def quarantine(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group for good."""
-        self._client.change("quarantine", self._ticket, group.uid, group.attempt, reason)
+        self._client.call(BufferState.quarantine, self._ticket, group.uid, group.attempt, reason)
 
     async def aquarantine(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group for good."""
-        await self._client.achange("quarantine", self._ticket, group.uid, group.attempt, reason)
+        await self._client.acall(BufferState.quarantine, self._ticket, group.uid, group.attempt, reason)
 
     def count_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
         """Count a failed attempt; returns how many of this kind the run had, and how many of them the group."""
-        return self._client.change("count_failure", self._ticket, group.uid, kind)  # type: ignore[no-any-return]
+        return self._client.call(BufferState.count_failure, self._ticket, group.uid, kind)
 
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
         """Count a failed attempt; returns how many of this kind the run had, and how many of them the group."""
-        return await self._client.achange(  # type: ignore[no-any-return]
-            "count_failure", self._ticket, group.uid, kind
-        )
+        return await self._client.acall(BufferState.count_failure, self._ticket, group.uid, kind)
 
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""
-        return self._client.read("get_buffer_length")  # type: ignore[no-any-return]
-
-    async def aget_buffer_length(self) -> int:
-        """Number of groups in the queue."""
-        return await self._client.aread("get_buffer_length")  # type: ignore[no-any-return]
+        return self._client.call(BufferState.get_buffer_length)
 
     def get_metadata(self) -> dict[str, Any]:
         """The user's notes."""
-        return self._client.read("get_metadata")  # type: ignore[no-any-return]
-
-    async def aget_metadata(self) -> dict[str, Any]:
-        """The user's notes."""
-        return await self._client.aread("get_metadata")  # type: ignore[no-any-return]
+        return self._client.call(BufferState.get_metadata)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Merge JSON values into the notes."""
-        self._client.change("update_metadata", dict(metadata))
-
-    async def aupdate_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Merge JSON values into the notes."""
-        await self._client.achange("update_metadata", dict(metadata))
+        self._client.call(BufferState.update_metadata, dict(metadata))
 
     def _deliverer(self, needed: DeliveryNeeded) -> BatchSource:
         if self._source is None:
             raise needed
         return self._source
 
-    def _offered(
+    def _transfer(
         self, columns: Mapping[str, Column], *, blocking: bool
-    ) -> AbstractContextManager[tuple[Columns, Offer | None]]:
+    ) -> AbstractContextManager[tuple[Columns, PayloadTransfer | None]]:
         if self._storage is None:
             return nullcontext((Columns(columns), None))
-        return self._storage.offered(columns, blocking=blocking)
+        return self._storage.transfer(columns, blocking=blocking)
 
     def _finished(self, group: SampleGroup, rows: EncodedGroup, columns: Columns) -> tuple[Any, ...]:
         return self._ticket, group.uid, group.attempt, rows.row_ids, columns, rows.sizes

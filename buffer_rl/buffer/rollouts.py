@@ -1,20 +1,66 @@
 """The training groups between the data source and a step: the queue, the open rollouts and their leases.
 
+A group is admitted when it is leased for the first time, and keeps its number: a group that returns to the queue takes
+its old place, before all groups that were admitted later.
+
 Methods that change something check everything first, so that a refused request changes nothing.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from buffer_rl.buffer.feed import Feed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.partial import RequeueRule, oldest_version
-from buffer_rl.buffer.queue import Admitted, GroupQueue
 from buffer_rl.errors import BufferRestartedError, BufferStateError
 from buffer_rl.types import GroupUid, QueueHeader, SampleGroup, Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """A group with its running number."""
+
+    group: SampleGroup
+    number: int
+
+
+class GroupQueue:
+    """Iterates over the groups, the next one first."""
+
+    def __init__(self, groups: Iterable[SampleGroup] = ()) -> None:
+        self._entries = [Admitted(group=group, number=number) for number, group in enumerate(groups)]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[SampleGroup]:
+        return (entry.group for entry in self._entries)
+
+    @property
+    def entries(self) -> Sequence[Admitted]:
+        """The groups with their numbers."""
+        return tuple(self._entries)
+
+    def first(self, num_groups: int, chosen: Sequence[GroupUid] | None = None) -> list[Admitted]:
+        """The next groups, or those of ``chosen`` that are here, in its order; at most ``num_groups``. They stay."""
+        if chosen is None:
+            return self._entries[:num_groups]
+        by_uid = {entry.group.uid: entry for entry in self._entries}
+        return [by_uid[uid] for uid in list(dict.fromkeys(chosen))[:num_groups] if uid in by_uid]
+
+    def remove(self, uids: Collection[GroupUid]) -> None:
+        """Take groups out; those that are not here are passed over."""
+        gone = set(uids)
+        self._entries = [entry for entry in self._entries if entry.group.uid not in gone]
+
+    def put(self, entry: Admitted) -> None:
+        """Put a group at the place of its number."""
+        bisect.insort(self._entries, entry, key=lambda other: other.number)
+
 
 QUARANTINED = "quarantined"
 """What drops are counted as that are quarantined; the ledger has each one's reason."""
@@ -53,7 +99,7 @@ class OpenRollout:
 
 
 class Rollouts:
-    """Owner of the queue and of the leases; the ledger is told of every change."""
+    """Owner of the queue and of the leases; writes every change to the ledger."""
 
     def __init__(self, feed: Feed, *, ledger: Ledger, rule: RequeueRule | None = None) -> None:
         self.queue = GroupQueue()
@@ -77,7 +123,6 @@ class Rollouts:
         return [self._header(group) for group in self.queue]
 
     def lease(self, ticket: Ticket, num_samples: int, chosen: Sequence[GroupUid] | None) -> list[SampleGroup]:
-        """See ``BufferState.get_samples``."""
         rollout = self.of(ticket)
         if num_samples < 0:
             raise BufferStateError(f"{num_samples} groups were asked for", where=ticket.task)
@@ -91,16 +136,15 @@ class Rollouts:
             attempts = self._write_leases(ticket, queued, fresh)
         except BaseException:  # nothing is leased then, so nothing may be gone from the source
             if fresh:
-                self._feed.untake([entry.group for entry in fresh])
+                self._feed.rollback([entry.group for entry in fresh])
             raise
         self._admitted += len(fresh)
         self.queue.remove([entry.group.uid for entry in queued])
         return [self._lease(rollout, *pair) for pair in zip([*queued, *fresh], attempts, strict=True)]
 
-    def give_back(
+    def requeue(
         self, ticket: Ticket, leases: Sequence[tuple[GroupUid, int]], groups: Sequence[SampleGroup] = ()
     ) -> None:
-        """See ``BufferState.add_samples``."""
         rollout = self.of(ticket)
         if len({uid for uid, _ in leases}) != len(leases):
             raise BufferStateError("a group is given back twice", where=ticket.task)
@@ -114,23 +158,18 @@ class Rollouts:
             if ticket.evaluation:
                 rollout.waiting.put(Admitted(group=lease.group, number=lease.number))
             else:
-                self.queue.put(Admitted(group=self._rule.queued(kept.get(uid), lease.group), number=lease.number))
+                self.queue.put(Admitted(group=self._rule.on_requeue(kept.get(uid), lease.group), number=lease.number))
 
-    def reject(self, rollout: OpenRollout, uid: GroupUid, attempt: int, reason: str) -> None:
-        """Drop a live lease; the reason is counted."""
-        if not rollout.ticket.evaluation:
-            self._ledger.reject(uid, attempt, reason)
+    def drop(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str, *, for_good: bool = False) -> None:
+        """Drop a live lease; the reason is counted. for_good: the group is quarantined, and counted as that."""
+        rollout = self.of(ticket)
+        rollout.live(uid, attempt)
+        if not ticket.evaluation:
+            (self._ledger.quarantine if for_good else self._ledger.reject)(uid, attempt, reason)
         del rollout.leases[uid]
-        rollout.drops[reason] += 1
+        rollout.drops[QUARANTINED if for_good else reason] += 1
 
-    def quarantine(self, rollout: OpenRollout, uid: GroupUid, attempt: int, reason: str) -> None:
-        """Drop a live lease for good; counted as ``quarantined``, whatever the reason."""
-        if not rollout.ticket.evaluation:
-            self._ledger.quarantine(uid, attempt, reason)
-        del rollout.leases[uid]
-        rollout.drops[QUARANTINED] += 1
-
-    def adopt(self, rollout: OpenRollout, uids: Sequence[GroupUid]) -> None:
+    def import_groups(self, rollout: OpenRollout, uids: Sequence[GroupUid]) -> None:
         """Lease and finish pending groups past the source and the queue; their payloads came from elsewhere."""
         with self._ledger.transaction():
             attempts = [self._ledger.lease(uid, rollout.ticket.rollout_id) for uid in uids]
@@ -148,7 +187,7 @@ class Rollouts:
         wanted = len(finished) if rollout.ticket.evaluation else rollout.ticket.num_groups
         return sorted(finished, key=lambda uid: uid not in pinned)[:wanted]  # stable: else in the order of leases
 
-    def settle(self, rollout: OpenRollout, chosen: Collection[GroupUid]) -> list[GroupUid]:
+    def split_selected(self, rollout: OpenRollout, chosen: Collection[GroupUid]) -> list[GroupUid]:
         """Finished groups beyond ``chosen``, which are selected for the step, are queued again, and returned. What was
         leased and never mentioned again is rejected as ``unreported``."""
         kept = set(chosen)
@@ -199,7 +238,7 @@ class Rollouts:
         saved: what ``to_save`` gave of them at ``version``, with what was generated so far; the others are made again,
         as prompts, and so are those of another number of samples than this run's groups have. Raises BufferStateError
         if one of ``saved`` is not pending."""
-        known = {group.uid: self._rule.restored(group, version) for group in saved}
+        known = {group.uid: self._rule.on_restore(group, version) for group in saved}
         pending = self._ledger.recover()
         if foreign := known.keys() - set(pending):
             state = self._ledger.entry(uid := min(foreign)).state
@@ -207,7 +246,7 @@ class Rollouts:
         self.queue = GroupQueue()
         for uid in pending:
             number = self._ledger.number(uid) or 0
-            group = self._feed.resized(known[uid], number) if uid in known else self.lease_of(uid).group
+            group = self._feed.resize(known[uid], number) if uid in known else self.lease_of(uid).group
             self.queue.put(Admitted(group=group, number=number))
         self._admitted = self._ledger.num_admitted
 
@@ -230,7 +269,7 @@ class Rollouts:
         rollout.leases[uid] = Lease(group=prompts, number=entry.number)
         if oldest_version(entry.group) is None:
             return prompts.as_prompts()  # the caller may change what it got
-        return self._rule.leased(
+        return self._rule.on_lease(
             replace(entry.group, attempt=attempt, incarnation=self._ledger.fencing_token), ticket.version
         )
 
@@ -238,7 +277,9 @@ class Rollouts:
         """New groups of the data source."""
         if num_samples == 0:
             return []
-        return [Admitted(group=g, number=self._admitted + i) for i, g in enumerate(self._feed.take(num_samples))]
+        return [
+            Admitted(group=g, number=self._admitted + i) for i, g in enumerate(self._feed.draw_prompts(num_samples))
+        ]
 
     def _header(self, group: SampleGroup) -> QueueHeader:
         """What a buffer filter sees of a queued group."""

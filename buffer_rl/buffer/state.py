@@ -1,4 +1,4 @@
-"""All logic of the Buffer, without Ray: what is leased, queued, finished, trained, and by whom it was asked.
+"""All logic of the Buffer, without Ray: which groups are queued, leased, finished and trained.
 
 One ``BufferState`` is used by one thread at a time. Methods that change state check everything first, so
 that a refused request changes nothing.
@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from buffer_rl.buffer.cells import Cell, RowSizes
+from buffer_rl.buffer.calls import mutates, reads
 from buffer_rl.buffer.codec import group_from_json, group_to_json
-from buffer_rl.buffer.feed import DeliveredFeed, PromptSource, feed_of
+from buffer_rl.buffer.columns import Cell, RowSizes
+from buffer_rl.buffer.feed import DeliveredFeed, LocalFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
-from buffer_rl.buffer.plane import DataPlane
-from buffer_rl.buffer.pool_calls import PoolCalls
-from buffer_rl.buffer.pools import Pools
-from buffer_rl.buffer.queue import GroupQueue
+from buffer_rl.buffer.pools import PoolCalls, Pools
 from buffer_rl.buffer.record import RunRecord
-from buffer_rl.buffer.rollouts import POSITION, Lease, OpenRollout, Rollouts
+from buffer_rl.buffer.rollouts import POSITION, GroupQueue, Lease, OpenRollout, Rollouts
 from buffer_rl.data.custom import Delivery
+from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.types import (
     Column,
@@ -41,10 +40,10 @@ FORMAT = 3
 class BufferState(PoolCalls):
     """Owner of the queue, the leases, the pools and the ledger.
 
-    eval_groups: makes the groups of all evaluation sets, anew for each evaluation.
+    eval_groups: makes the groups of all evaluation sets, again for each evaluation.
     groups_per_step: P, the prompt groups that one step trains on.
     rule: what groups that go back to the queue keep; where absent, their prompts alone.
-    max_staleness: S of the schedule, which every ticket bears; None where nothing is published.
+    max_staleness: S of the schedule, which every ticket carries; None where nothing is published.
     restarted: another Buffer worked with this ledger and died. Its groups wait in the queue; its pools are lost.
 
     Raises an error of ``buffer_rl.errors`` if the ledger's groups cannot be made again from the data source.
@@ -52,18 +51,16 @@ class BufferState(PoolCalls):
 
     def __init__(
         self,
-        source: PromptSource | DeliveredFeed | None,
+        source: PromptDataSource | DeliveredFeed | None,
         *,
         ledger: Ledger,
-        plane: DataPlane,
-        eval_plane: DataPlane,
         groups_per_step: int,
         eval_groups: Callable[[], Sequence[SampleGroup]] = tuple,
         rule: RequeueRule | None = None,
         max_staleness: int | None = 0,
         restarted: bool = False,
     ) -> None:
-        self._feed = feed_of(source)
+        self._feed = source if isinstance(source, DeliveredFeed) else LocalFeed(source)
         self.ledger = ledger
         self._groups_per_step = groups_per_step
         self._eval_groups = eval_groups
@@ -71,7 +68,7 @@ class BufferState(PoolCalls):
         self._max_staleness = max_staleness
         self._record = RunRecord(ledger)
         self._rollouts = Rollouts(self._feed, ledger=ledger, rule=self._rule)
-        super().__init__(Pools(plane, eval_plane, restarted))
+        super().__init__(Pools(restarted))
         self._selected: dict[GroupUid, Lease] = {}
         if position := ledger.recall(POSITION):
             self._feed.seek(position)
@@ -79,6 +76,7 @@ class BufferState(PoolCalls):
 
     # -- rollouts ------------------------------------------------------------------------------------
 
+    @mutates
     def generate(self, rollout_id: int, evaluation: bool = False) -> Ticket:
         """Open a rollout. Raises BufferStateError if it is open, or was trained on already, or if the S + 1 rollouts
         that the Buffer holds at most are all unreleased."""
@@ -112,10 +110,12 @@ class BufferState(PoolCalls):
         self._pools.open(ticket)
         return ticket
 
+    @reads
     def get_headers(self) -> list[QueueHeader]:
         """What a buffer filter sees: the queue's groups, the next one first."""
         return self._rollouts.headers()
 
+    @mutates
     def get_samples(
         self, ticket: Ticket, num_samples: int, chosen: Sequence[GroupUid] | None = None
     ) -> list[SampleGroup]:
@@ -127,19 +127,23 @@ class BufferState(PoolCalls):
         """
         return self._rollouts.lease(ticket, num_samples, chosen)
 
+    @mutates
     def deliver(self, delivery: Delivery) -> None:
         """Take in a batch of the user's data source; a repeat is ignored (see ``DeliveredFeed.deliver``)."""
         fresh = LedgerEntry(state=GroupState.PENDING)
         self._delivered().deliver(delivery, lambda uid: self.ledger.entry(uid) != fresh)
 
+    @mutates
     def set_source_length(self, num_rows: int) -> None:
-        """Tell the length of the user's data source."""
+        """Set the length of the user's data source."""
         self._delivered().set_num_rows(num_rows)
 
+    @reads
     def get_source_state(self) -> tuple[int, bytes]:
         """Where the user's data source stands (see ``DeliveredFeed.source_state``)."""
         return self._delivered().source_state()
 
+    @mutates
     def add_samples(
         self, ticket: Ticket, leases: Sequence[tuple[GroupUid, int]], groups: Sequence[SampleGroup] = ()
     ) -> None:
@@ -147,10 +151,11 @@ class BufferState(PoolCalls):
         admission.
 
         groups: the same groups with what was generated of them so far, which the queue keeps where
-        ``ticket.keeps_tokens`` says so (see ``RequeueRule.queued``). Without it, a group is queued as prompts.
+        ``ticket.keeps_tokens`` says so (see ``RequeueRule.on_requeue``). Without it, a group is queued as prompts.
         """
-        self._rollouts.give_back(ticket, leases, groups)
+        self._rollouts.requeue(ticket, leases, groups)
 
+    @mutates
     def finish(
         self,
         ticket: Ticket,
@@ -160,7 +165,7 @@ class BufferState(PoolCalls):
         columns: Mapping[str, Column | Cell],
         sizes: RowSizes | None = None,
     ) -> None:
-        """Store a finished group's columns and take its lease back. Readers of the rollout's pool get it at once.
+        """Store a finished group's columns and end its lease. Readers of the rollout's pool get it at once.
 
         sizes: needed where tokens or loss masks are in the object store."""
         lease = self._rollouts.of(ticket).live(uid, attempt)
@@ -170,25 +175,25 @@ class BufferState(PoolCalls):
         self._pools.add(ticket, uid, row_ids, columns, sizes)
         lease.finished = True
 
+    @mutates
     def reject(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
         """Drop a leased group; the reason is counted."""
-        rollout = self._rollouts.of(ticket)
-        rollout.live(uid, attempt)
-        self._rollouts.reject(rollout, uid, attempt, reason)
+        self._rollouts.drop(ticket, uid, attempt, reason)
 
+    @mutates
     def quarantine(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
         """Drop a leased group that failed by itself, so that it is never tried again; counted as ``quarantined``."""
-        rollout = self._rollouts.of(ticket)
-        rollout.live(uid, attempt)
-        self._rollouts.quarantine(rollout, uid, attempt, reason)
+        self._rollouts.drop(ticket, uid, attempt, reason, for_good=True)
 
+    @mutates
     def count_failure(self, ticket: Ticket, uid: GroupUid, kind: str) -> tuple[int, int]:
         """Count a failed attempt at a group. Returns how many of this ``kind`` the run had, over all its workers, and
         how many of them this group had."""
         self._rollouts.of(ticket)
         return self._record.count_failure(uid, kind)
 
-    def adopt(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
+    @mutates
+    def import_groups(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
         """Store groups that were finished elsewhere, such as in the run that recorded them. They are leased and
         finished at once, past the data source; one that waits in the queue leaves it.
 
@@ -211,16 +216,17 @@ class BufferState(PoolCalls):
         for uid, indices in rows.items():
             stored = {name: take_rows(column, indices) for name, column in columns.items()}
             self._pools.add(ticket, uid, [row_ids[index] for index in indices], stored)
-        self._rollouts.adopt(rollout, list(rows))
+        self._rollouts.import_groups(rollout, list(rows))
 
+    @mutates
     def close_rollout(self, ticket: Ticket) -> RolloutReport:
-        """Select the step's groups: those that a final reader was handed, then the oldest finished ones. Surplus goes
+        """Select the step's groups: those that a final reader got, then the oldest finished ones. Surplus goes
         back to the queue as prompts; what was leased and never mentioned again is rejected as ``unreported``."""
         rollout = self._rollouts.of(ticket)
         pool = self._pools.of(ticket.task)
         chosen = self._rollouts.choose(rollout, pool.pinned())
         pool.require_equal_fields(chosen)
-        surplus = self._rollouts.settle(rollout, chosen)
+        surplus = self._rollouts.split_selected(rollout, chosen)
         num_rows = self._pools.close(ticket, chosen, surplus)
         if not ticket.evaluation:
             self._selected.update((uid, rollout.leases[uid]) for uid in chosen)
@@ -233,9 +239,10 @@ class BufferState(PoolCalls):
             surplus=len(surplus),
         )
 
+    @mutates
     def abandon(self, rollout_id: int) -> None:
-        """Give up a training rollout, running or closed, that is not trained on: its payloads are lost, or whoever
-        worked on it is. Its leased and finished groups are pending again, as prompts, in their places in the queue.
+        """Give up a training rollout, running or closed, that is not trained on: its payloads or its
+        workers are lost. Its leased and finished groups are pending again, as prompts, in their places in the queue.
         Without such a rollout nothing is changed.
 
         Raises BufferStateError for one that was committed."""
@@ -256,6 +263,7 @@ class BufferState(PoolCalls):
 
     # -- steps ---------------------------------------------------------------------------------------
 
+    @mutates
     def clear(self, task: str) -> None:
         """Forget a task and its payloads. Unknown tasks are ignored, so that a repeat does no harm.
 
@@ -270,6 +278,7 @@ class BufferState(PoolCalls):
             if task.startswith("train_"):
                 self._selected.pop(uid, None)
 
+    @mutates
     def commit(self, rollout_id: int, step: int) -> None:
         """Mark the rollout's groups as trained at ``step``. A repeat with the same step changes nothing. A Buffer that
         replaces one that died needs no pool for it: the ledger has the groups that were selected."""
@@ -288,6 +297,7 @@ class BufferState(PoolCalls):
         self.ledger.commit(uids, rollout_id, step)
         self._record.commit(rollout_id, step)
 
+    @mutates
     def release(self, version: int) -> None:
         """The weights of ``version`` are published: rollouts before it give their slots and payloads back.
 
@@ -305,18 +315,22 @@ class BufferState(PoolCalls):
 
     # -- the rest ------------------------------------------------------------------------------------
 
+    @reads
     def get_metadata(self) -> dict[str, Any]:
         """The user's notes."""
         return self._record.metadata
 
+    @mutates
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Merge JSON values into the notes. Raises BufferStateError for anything that is not JSON."""
         self._record.update_metadata(metadata)
 
+    @reads
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""
         return len(self._rollouts.queue)
 
+    @reads
     def get_num_rollout_per_epoch(self) -> int:
         """Steps that one pass over the training data takes, at least 1."""
         return max(1, num_rows // self._groups_per_step) if (num_rows := self._feed.num_rows()) else 0

@@ -10,14 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.buffer.actor import start_buffer
+from buffer_rl.buffer.actor import BufferWatch, start_buffer
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
-from buffer_rl.buffer.storage.actor import start_storage
-from buffer_rl.buffer.storage.offer import StorageUnit
+from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
-from buffer_rl.cluster.buffer_watch import BufferWatch
 from buffer_rl.cluster.session import ray_session, train_gpus
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import dump_args

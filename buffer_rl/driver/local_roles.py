@@ -104,7 +104,7 @@ class RecordedRollouts:
         batch = read_rollout(path)
         if batch.rollout_id != ticket.rollout_id:
             raise DataError(f"these are the rows of rollout {batch.rollout_id}", where=str(path), expected=ticket.task)
-        self._buffer.adopt(ticket, batch.row_ids, batch.columns)
+        self._buffer.import_groups(ticket, batch.row_ids, batch.columns)
         metrics = {}
         if "raw_reward" in batch.columns and len(batch):
             samples = [(row_id.uid, row_id.sample_index) for row_id in batch.row_ids]

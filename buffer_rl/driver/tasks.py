@@ -105,7 +105,7 @@ class RoleCalls:
         lost = [rollout_id for rollout_id, calls in self._calls.items() if calls.pop(role, None) is not None]
         self._runtime.restart(role)
         for rollout_id in lost:
-            buffer("offer_again", f"train_{rollout_id}", role)
+            buffer("requeue_for_readers", f"train_{rollout_id}", role)
             self._calls[rollout_id][role] = self._runtime.submit(role, "stream", rollout_id)
         return self._calls[place][role]
 

@@ -16,8 +16,8 @@ import ray
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.rollout_client import RolloutClient
-from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient
-from buffer_rl.buffer.storage.offer import StorageUnit
+from buffer_rl.buffer.state import BufferState
+from buffer_rl.buffer.storage import PayloadProducer, StorageClient, StorageUnit
 from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.engine.client import EngineClient
@@ -50,10 +50,10 @@ class RolloutWorker(PayloadProducer):
         self._run_dir = Path(log_path).parent.parent  # absolute, unlike --run-dir
         self._args = cast("Args", load_args(args_text))
         self._client = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller="rollout")
-        self.offers = {}
+        self.outgoing = {}
         self._storage = StorageClient(
             storage,
-            self.offers,
+            self.outgoing,
             timeout_s=self._args.buffer_timeout_s,
             min_bytes=self._args.data_storage_min_bytes,
         )
@@ -96,7 +96,7 @@ class RolloutWorker(PayloadProducer):
             if group.uid not in buffer.finished:
                 await buffer.afinish(group)
         seconds = time.perf_counter() - started
-        report: RolloutReport = await self._client.achange("close_rollout", ticket)
+        report = await self._client.acall(BufferState.close_rollout, ticket)
         metrics = await self._log_functions.metrics(ticket, buffer.finished.values(), _named(output.metrics), seconds)
         return report, _named(metrics), self._shown(ticket, buffer)
 

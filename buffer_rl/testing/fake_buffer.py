@@ -1,4 +1,4 @@
-"""A Buffer in memory for tests of rollout functions: hands out given groups and records every report."""
+"""A Buffer in memory for tests of rollout functions: leases given groups and records every report."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from buffer_rl.types import GroupUid, SampleGroup, Ticket
 class FakeBuffer:
     """Implements ``buffer_rl.contracts.RolloutBuffer`` over ``groups``, in their order.
 
-    Unlike the real one it runs out: it then hands out fewer groups than asked, and at last none.
+    Unlike the real one it runs out: it then leases fewer groups than asked, and at last none.
 
     leased: uids in lease order. finished: groups in report order. rejected: (group, reason) in report order;
     quarantined likewise.
-    returned: groups given back with ``add_samples``, which are handed out again first.
+    returned: groups given back with ``add_samples``, which are leased again first.
     """
 
     def __init__(self, groups: Iterable[SampleGroup], ticket: Ticket) -> None:
@@ -97,40 +97,22 @@ class FakeBuffer:
         self._metadata.update(metadata)
 
     async def aget_samples(self, num_samples: int) -> list[SampleGroup]:
-        """See ``get_samples``."""
         return self.get_samples(num_samples)
 
     async def aadd_samples(self, groups: Sequence[SampleGroup]) -> None:
-        """See ``add_samples``."""
         self.add_samples(groups)
 
     async def afinish(self, group: SampleGroup, encoded: Any = None) -> None:
-        """See ``finish``."""
         self.finish(group)
 
     async def areject(self, group: SampleGroup, reason: str) -> None:
-        """See ``reject``."""
         self.reject(group, reason)
 
     async def aquarantine(self, group: SampleGroup, reason: str) -> None:
-        """See ``quarantine``."""
         self.quarantine(group, reason)
 
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
-        """See ``count_failure``."""
         return self.count_failure(group, kind)
-
-    async def aget_buffer_length(self) -> int:
-        """See ``get_buffer_length``."""
-        return self.get_buffer_length()
-
-    async def aget_metadata(self) -> dict[str, Any]:
-        """See ``get_metadata``."""
-        return self.get_metadata()
-
-    async def aupdate_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """See ``update_metadata``."""
-        self.update_metadata(metadata)
 
     def _end(self, group: SampleGroup) -> None:
         if group.uid not in self._live:

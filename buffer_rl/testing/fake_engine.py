@@ -13,7 +13,6 @@ from typing import Any
 from aiohttp import web
 
 from buffer_rl.errors import DeadlineError
-from buffer_rl.testing.slots import Slots
 
 START_TIMEOUT_S = 30.0
 
@@ -195,7 +194,7 @@ class FakeEngine:
         abort = self._aborts.setdefault(body.get("rid", ""), asyncio.Event())
         arrived = self._loop.time()
         try:
-            free_at = await self._slots.take(abort)
+            free_at = await self._slots.acquire(abort)
             return free_at is None or await self._aborted_in_slot(body, abort, max(arrived, free_at))
         finally:
             self._aborts.pop(body.get("rid", ""), None)
@@ -211,7 +210,7 @@ class FakeEngine:
             is_due = True
             return False
         finally:
-            self._slots.give_back(due if is_due else self._loop.time())
+            self._slots.release(due if is_due else self._loop.time())
 
     def _output_ids(self, body: dict[str, Any]) -> list[int]:
         seed = int(body.get("sampling_params", {}).get("sampling_seed", 0))
@@ -346,3 +345,38 @@ class FakeEngine:
         for connection in list(server.connections) if server is not None else ():
             if connection.transport is not None:
                 connection.transport.abort()
+
+
+class Slots:
+    """``number`` slots, given out in the order in which they are asked for; unlimited where it is None.
+
+    A slot remembers when it became free, so that the time that a queue takes does not grow with how late this process
+    notices. Belongs to one event loop.
+    """
+
+    def __init__(self, number: int | None) -> None:
+        self._free: asyncio.PriorityQueue[float] | None = None if number is None else asyncio.PriorityQueue()
+        for _ in range(number or 0):
+            self.release(0.0)
+
+    async def acquire(self, unless: asyncio.Event) -> float | None:
+        """A slot, as the time since which it is free; None if ``unless`` is set before there is one."""
+        if self._free is None:
+            return 0.0
+        slot, never = asyncio.ensure_future(self._free.get()), asyncio.ensure_future(unless.wait())
+        try:
+            await asyncio.wait((slot, never), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if slot.done():
+                self.release(slot.result())
+            raise
+        finally:
+            never.cancel()
+            if not slot.done():
+                slot.cancel()
+        return slot.result() if slot.done() else None
+
+    def release(self, free_at: float) -> None:
+        """The slot is free since ``free_at``, on the clock of the event loop."""
+        if self._free is not None:
+            self._free.put_nowait(free_at)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.rollout_client import GroupEncoder, RolloutClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
@@ -19,21 +19,15 @@ class DirectCalls:
     def __init__(self, state: BufferState) -> None:
         self._state = state
 
-    def change(self, method: str, *args: Any, offer: None = None) -> Any:
-        """See ``BufferClient.change``."""
-        return getattr(self._state, method)(*args)
+    def through(self, transfer: object) -> DirectCalls:
+        """Payloads stay in this process."""
+        return self
 
-    def read(self, method: str, *args: Any) -> Any:
-        """See ``BufferClient.read``."""
-        return getattr(self._state, method)(*args)
+    def call(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._state, operation.__name__)(*args, **kwargs)
 
-    async def achange(self, method: str, *args: Any, offer: None = None) -> Any:
-        """See ``BufferClient.achange``."""
-        return self.change(method, *args)
-
-    async def aread(self, method: str, *args: Any) -> Any:
-        """See ``BufferClient.aread``."""
-        return self.read(method, *args)
+    async def acall(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.call(operation, *args, **kwargs)
 
 
 def local_state(args: Any, ledger: Ledger, **options: Any) -> BufferState:
@@ -43,8 +37,6 @@ def local_state(args: Any, ledger: Ledger, **options: Any) -> BufferState:
     return BufferState(
         PromptDataSource(args),
         ledger=ledger,
-        plane=LocalDataPlane(),
-        eval_plane=LocalDataPlane(),
         groups_per_step=args.rollout_batch_size,
         **options,
     )

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.buffer.partition import Splitting
+from buffer_rl.buffer.readers import Splitting
 from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Trainer

@@ -67,7 +67,7 @@ class StreamingDataset(IterableDataset[TrainBatch]):
         leave: int | None = None,
     ) -> None:
         self._replay = replay
-        self._ahead = None if leave is None else replace(request, leave=leave)
+        self._ahead = None if leave is None else replace(request, prefetch_reserve=leave)
         self._asked: StartedCall[Taken] | None = None
         self._source = source
         self._request = request
@@ -104,7 +104,7 @@ class StreamingDataset(IterableDataset[TrainBatch]):
     def drain(self) -> None:
         """Wait until no request for rows is under way."""
         if self._asked is not None:
-            self._asked.settle()
+            self._asked.drain()
             self._asked = None
 
     def _next(self, task: str) -> Taken:
@@ -189,7 +189,7 @@ def run_stage(
     finally:
         dataset.drain()
         if written is not None:
-            written.settle()
+            written.drain()
     return report
 
 

@@ -36,7 +36,7 @@ class Mutant:
 MUTANTS = (
     Mutant(
         name="groups that come back go to the end of the queue",
-        file="buffer_rl/buffer/queue.py",
+        file="buffer_rl/buffer/rollouts.py",
         old="bisect.insort(self._entries, entry, key=lambda other: other.number)",
         new="self._entries.append(entry)",
         runs=("requeued",),

@@ -19,12 +19,11 @@ import ray
 from ray._private.internal_api import node_stats
 
 from buffer_rl.buffer.actor import MAX_WAITERS, start_buffer
-from buffer_rl.buffer.cells import RowSizes
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.columns import RowSizes
 from buffer_rl.buffer.pool import ReadRequest
-from buffer_rl.buffer.storage.actor import start_storage
-from buffer_rl.buffer.storage.client import PayloadProducer, StorageClient
-from buffer_rl.buffer.storage.offer import StorageUnit
+from buffer_rl.buffer.state import BufferState
+from buffer_rl.buffer.storage import PayloadProducer, StorageClient, StorageUnit, start_storage
 from buffer_rl.config import dump_args
 from buffer_rl.errors import BufferStateError, DeadlineError, PayloadLostError, WorkerError
 from buffer_rl.types import SampleGroup, Ticket
@@ -40,12 +39,12 @@ class Producer(PayloadProducer):
     """Finishes groups whose tokens are large and whose masks are small; group ``g`` of the data consists of ``g``."""
 
     def __init__(self, buffer: Any, units: list[StorageUnit]) -> None:
-        self.offers = {}
+        self.outgoing = {}
         self._client = BufferClient(buffer, timeout_s=60, caller="producer")
-        self._storage = StorageClient(units, self.offers, timeout_s=60, min_bytes=MEGABYTE)
+        self._storage = StorageClient(units, self.outgoing, timeout_s=60, min_bytes=MEGABYTE)
 
     async def finish(self, ticket: Ticket, group: SampleGroup) -> tuple[int, list[str]]:
-        """Returns how many offers are left, and which columns went to the store."""
+        """Returns how many payloads the producer still holds, and which columns went to the store."""
         length = MEGABYTE // 4
         columns: Mapping[str, Any] = {
             "tokens": [np.full(length, group.uid.row, dtype=np.int32) for _ in group],
@@ -53,18 +52,20 @@ class Producer(PayloadProducer):
         }
         rows = [sample.row_id for sample in group]
         sizes = RowSizes.of(columns, len(rows))
-        with self._storage.offered(columns, blocking=False) as (sent, offer):
-            await self._client.achange("finish", ticket, group.uid, group.attempt, rows, sent, sizes, offer=offer)
-        return len(self.offers), [name for name, column in sent.items() if not isinstance(column, list)]
+        with self._storage.transfer(columns, blocking=False) as (sent, transfer):
+            await self._client.through(transfer).acall(
+                BufferState.finish, ticket, group.uid, group.attempt, rows, sent, sizes
+            )
+        return len(self.outgoing), [name for name, column in sent.items() if not isinstance(column, list)]
 
     def finish_blocking(self, ticket: Ticket, group: SampleGroup) -> bool:
         """The same for a synchronous rollout function. Returns whether a column went to the store."""
         rows = [sample.row_id for sample in group]
         columns = {"tokens": [np.full(MEGABYTE // 4, group.uid.row, dtype=np.int32) for _ in group]}
         sizes = RowSizes.of(columns, len(rows))
-        with self._storage.offered(columns, blocking=True) as (sent, offer):
-            self._client.change("finish", ticket, group.uid, group.attempt, rows, sent, sizes, offer=offer)
-        return offer is not None
+        with self._storage.transfer(columns, blocking=True) as (sent, transfer):
+            self._client.through(transfer).call(BufferState.finish, ticket, group.uid, group.attempt, rows, sent, sizes)
+        return transfer is not None
 
     async def finish_in_a_thread_and_on_the_loop(self, ticket: Ticket, groups: list[SampleGroup]) -> tuple[bool, bool]:
         first, second = groups
@@ -74,10 +75,10 @@ class Producer(PayloadProducer):
         """``finish``, by hand, as a call of that number."""
         rows = [sample.row_id for sample in group]
         columns = {"tokens": [np.full(MEGABYTE // 4, group.uid.row, dtype=np.int32) for _ in group]}
-        with self._storage.offered(columns, blocking=False) as (sent, offer):
+        with self._storage.transfer(columns, blocking=False) as (sent, transfer):
             args = (ticket, group.uid, group.attempt, rows, sent, RowSizes.of(columns, len(rows)))
-            assert offer is not None
-            return await offer.ask(("by hand", sequence, sequence, "finish", args))
+            assert transfer is not None
+            return await transfer.submit(("by hand", sequence, sequence, "finish", args))
 
 
 class DyingProducer(Producer):
@@ -92,7 +93,7 @@ class HastyProducer(Producer):
 
     def __init__(self, buffer: Any, units: list[StorageUnit]) -> None:
         super().__init__(buffer, units)
-        self._storage = StorageClient(units, self.offers, timeout_s=4, min_bytes=MEGABYTE)
+        self._storage = StorageClient(units, self.outgoing, timeout_s=4, min_bytes=MEGABYTE)
 
 
 class StuckProducer(HastyProducer):
@@ -152,7 +153,7 @@ def wait_until_stored(megabytes: int, what: str) -> None:
 
 def fill(client: BufferClient, producer: Any, rollout_id: int) -> Ticket:
     ticket = client.generate(rollout_id)
-    for group in client.change("get_samples", ticket, ticket.num_groups):
+    for group in client.call(BufferState.get_samples, ticket, ticket.num_groups):
         assert ray.get(producer.finish.remote(ticket, group), timeout=60) == (0, ["tokens"])
     client.close_rollout(ticket)
     return ticket
@@ -210,7 +211,7 @@ def test_payloads_of_a_storage_process_that_died_are_a_named_error_and_are_produ
         client.release(1)
         ray.kill(storage[1].actor)  # for good
         ticket = client.generate(1)
-        seventh, eighth = client.change("get_samples", ticket, 2)
+        seventh, eighth = client.call(BufferState.get_samples, ticket, 2)
         ray.get(producer.finish.remote(ticket, seventh), timeout=60)
         with pytest.raises(WorkerError, match=r"storage-1.*died"):  # the processes take turns
             ray.get(producer.finish.remote(ticket, eighth), timeout=60)
@@ -224,7 +225,7 @@ def test_a_blocking_report_goes_to_the_store_from_a_thread_and_as_it_is_from_the
     with stopped(buffer, producer):
         client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0)
-        groups = client.change("get_samples", ticket, 2)
+        groups = client.call(BufferState.get_samples, ticket, 2)
         finished = producer.finish_in_a_thread_and_on_the_loop.remote(ticket, groups)
         assert ray.get(finished, timeout=60) == (True, False)
         client.close_rollout(ticket)
@@ -241,7 +242,7 @@ def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the
         for number, units in enumerate(owners(buffer, storage)):
             producer = start_producer(buffer, units)
             sequence = 2 * number
-            group = client.change("get_samples", ticket, 1)[0]
+            group = client.call(BufferState.get_samples, ticket, 1)[0]
             finish = producer.finish_numbered
             assert ray.get(finish.remote(ticket, group, sequence), timeout=60) is None
             wait_until_stored(4 * (number + 1), "the group's 4 rows of 1 MB")
@@ -261,7 +262,7 @@ def test_what_a_producer_does_not_hand_over_is_not_finished(
         ticket = client.generate(0)
         ray.get(storage[0].actor.ready.remote(), timeout=60)
         for units in owners(buffer, storage):
-            group = client.change("get_samples", ticket, 1)[0]
+            group = client.call(BufferState.get_samples, ticket, 1)[0]
             broken, whole = start_producer(buffer, units, kind), start_producer(buffer, units)
             expected = ray.exceptions.RayActorError if kind is DyingProducer else DeadlineError
             with pytest.raises(expected) as caught:
@@ -283,9 +284,9 @@ def test_a_buffer_that_does_not_answer_is_named_also_where_a_storage_process_ask
     with with_storage(make_options()) as (buffer, storage, client):
         producer = start_producer(buffer, storage, HastyProducer)
         ticket = client.generate(0)
-        group = client.change("get_samples", ticket, 1)[0]
+        group = client.call(BufferState.get_samples, ticket, 1)[0]
         ray.get([storage[0].actor.ready.remote(), producer.finish.remote(ticket, group)], timeout=60)
-        group = client.change("get_samples", ticket, 1)[0]
+        group = client.call(BufferState.get_samples, ticket, 1)[0]
         pid = client.get_progress()["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -303,17 +304,17 @@ def test_waiting_readers_wake_at_the_change_and_the_buffer_answers_however_many_
     with stopped(buffer):
         client = BufferClient(buffer, timeout_s=30)
         ticket = client.generate(0)
-        group = client.change("get_samples", ticket, 1)[0]
+        group = client.call(BufferState.get_samples, ticket, 1)[0]
         request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=8)
-        revision = client.change("get_meta", ticket.task, request).revision
+        revision = client.call(BufferState.take, ticket.task, request)[0].revision
         waiting = [buffer.wait_change.remote(revision, 600.0) for _ in range(MAX_WAITERS + 16)]
         rows = [sample.row_id for sample in group]
         columns = {"tokens": [np.zeros(3, np.int32) for _ in rows]}
         assert client.get_progress()["leased"] == 1
         assert ray.wait(waiting, num_returns=1, timeout=0)[0] == []
-        client.change("finish", ticket, group.uid, group.attempt, rows, columns)
+        client.call(BufferState.finish, ticket, group.uid, group.attempt, rows, columns)
         assert ray.get(waiting, timeout=60) == [None] * len(waiting)  # far below the 600 s that they asked for
-        assert client.get_meta(ticket.task, request, 30).row_ids == rows
+        assert client.take(ticket.task, request, 30)[0].row_ids == rows
 
 
 def test_a_reader_that_waits_for_longer_than_it_may_is_told_what_it_waited_for(
@@ -323,16 +324,16 @@ def test_a_reader_that_waits_for_longer_than_it_may_is_told_what_it_waited_for(
     with stopped(buffer):
         client = BufferClient(buffer, timeout_s=30)
         ticket = client.generate(0)
-        group = client.change("get_samples", ticket, 1)[0]
+        group = client.call(BufferState.get_samples, ticket, 1)[0]
         rows = [sample.row_id for sample in group]
         request = ReadRequest(reader="train", fields=frozenset({"tokens", "ref_log_probs"}), num_rows=8)
         columns = {"tokens": [np.zeros(3, np.int32) for _ in rows]}
-        client.change("finish", ticket, group.uid, group.attempt, rows, columns)
+        client.call(BufferState.finish, ticket, group.uid, group.attempt, rows, columns)
         with pytest.raises(DeadlineError, match=r"no rows of train_0 were ready for 'train' within 0\.1 s") as caught:
-            client.get_meta(ticket.task, request, 0.1)
+            client.take(ticket.task, request, 0.1)
         assert caught.value.expected == "finished groups with the fields ref_log_probs, tokens"
         client.put_fields(ticket.task, rows, {"ref_log_probs": [np.zeros(2, np.float32) for _ in rows]})
-        assert client.get_meta(ticket.task, request, 0.0).row_ids == rows  # what is there needs no wait
+        assert client.take(ticket.task, request, 0.0)[0].row_ids == rows  # what is there needs no wait
 
 
 def test_a_reader_that_waits_for_a_pool_that_is_cleared_is_told_at_once(
@@ -347,7 +348,7 @@ def test_a_reader_that_waits_for_a_pool_that_is_cleared_is_told_at_once(
 
         def read() -> None:
             try:
-                client.get_meta(ticket.task, request, 600)
+                client.take(ticket.task, request, 600)
             except BufferStateError as error:
                 told.append(error)
 

@@ -16,6 +16,7 @@ import ray
 
 from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import dump_args
 from buffer_rl.errors import BufferStateError, DeadlineError, PluginError, TrainError, WorkerError
@@ -132,22 +133,22 @@ def test_a_buffer_that_hangs_is_named_at_the_callers_deadline_and_a_repeat_chang
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(DeadlineError, match=r"buffer: the Buffer did not answer get_samples within 0\.2 s"):
-            hasty.change("get_samples", ticket, 2)
+            hasty.call(BufferState.get_samples, ticket, 2)
     finally:
         os.kill(pid, signal.SIGCONT)
     # The late call was executed. Its repeat, under the same caller and sequence, finds the same groups leased.
     caller, sequence = hasty._caller, 0
     groups = ray.get(actor.change.remote(caller, sequence, sequence, "get_samples", (ticket, 2)), timeout=60)
     again = ray.get(actor.change.remote(caller, sequence, sequence, "get_samples", (ticket, 2)), timeout=60)
-    other = client.change("get_samples", ticket, 1)
+    other = client.call(BufferState.get_samples, ticket, 1)
     assert [group.uid for group in again] == [group.uid for group in groups]
     assert other[0].uid not in {group.uid for group in groups}
     assert client.get_progress()["leased"] == 3
     for leased in groups:
         columns = {"tokens": [np.zeros(3, np.int32)], "loss_mask": [np.ones(2, np.float32)]}
-        client.change("finish", ticket, leased.uid, leased.attempt, [leased[0].row_id], columns)
+        client.call(BufferState.finish, ticket, leased.uid, leased.attempt, [leased[0].row_id], columns)
     with pytest.raises(BufferStateError, match="not leased"):
-        client.change("finish", ticket, groups[0].uid, groups[0].attempt, [groups[0][0].row_id], columns)
+        client.call(BufferState.finish, ticket, groups[0].uid, groups[0].attempt, [groups[0][0].row_id], columns)
     client.close_rollout(ticket)
     assert client.get_data(0).row_ids == client.get_data(0).row_ids
     ray.kill(actor)

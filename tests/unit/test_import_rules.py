@@ -15,6 +15,7 @@ RAY_MODULES = (
     "buffer_rl/*/worker.py",
     "buffer_rl/*/client.py",
     "buffer_rl/buffer/calling.py",
+    "buffer_rl/buffer/storage.py",
     "buffer_rl/engine/fleet.py",
     "buffer_rl/weights/publish.py",
     "buffer_rl/cluster/*.py",

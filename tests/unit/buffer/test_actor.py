@@ -11,18 +11,23 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import ray
 
-from buffer_rl.buffer.actor import CHANGES, READS, STATE_FILE, BufferActor, can_restart
+from buffer_rl.buffer.actor import STATE_FILE, BufferActor, can_restart
 from buffer_rl.buffer.calling import Answers
-from buffer_rl.buffer.cells import assemble
+from buffer_rl.buffer.calls import kind_of
+from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import new_ledger
+from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose, dump_args
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DeadlineError, WorkerError
@@ -75,10 +80,28 @@ def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
 
 def test_every_public_method_of_the_state_is_a_change_or_a_read() -> None:
     own = {"state_dict", "load_state_dict", "get_progress"}  # reached by save, load and get_progress
-    own |= {"get_data", "get_eval_data"}  # for a state in the caller's process: the client reads plans
+    own |= {"get_data", "plan_fields"}  # for a state in the caller's process: the client reads plans
     public = {name for name in dir(BufferState) if callable(getattr(BufferState, name)) and not name.startswith("_")}
-    assert CHANGES.isdisjoint(READS)
-    assert public - own == (CHANGES | READS) - {"save", "load"}
+    assert {name for name in public if kind_of(getattr(BufferState, name)) is None} == own
+
+
+def test_an_operation_is_sent_by_its_name_with_positional_arguments_and_a_number_if_it_changes_something() -> None:
+    sent: list[Any] = []
+    methods = {
+        kind: SimpleNamespace(remote=partial(lambda *call: sent.append(call), kind)) for kind in ("change", "read")
+    }
+    client = BufferClient(SimpleNamespace(**methods), timeout_s=1)
+    client._answers = cast(Any, SimpleNamespace(wait=lambda name, submit: submit()))
+    client.generate(3, evaluation=True)
+    client.get_totals(3)
+    client.call(BufferState.plan_data, 3, num_steps=2)
+    client.call(BufferState.commit, rollout_id=3, step=4)
+    assert sent == [
+        ("change", client._caller, 0, 0, "generate", (3, True)),
+        ("read", "get_totals", (3,)),
+        ("read", "plan_data", (3, 0, 1, 2, 0, Splitting.ROWS)),
+        ("change", client._caller, 1, 1, "commit", (3, 4)),
+    ]
 
 
 def test_anything_else_is_refused(tmp_path: Path) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from buffer_rl.buffer.cells import assemble
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest
 from buffer_rl.types import GroupUid, RowId
 
 
 def test_every_row_says_how_many_tokens_its_whole_sample_trains_on_and_samples_are_counted_once() -> None:
     """A sample of two parts, one that is masked entirely and one of one part; in another group one of three parts."""
-    plane = LocalDataPlane()
+    plane = ColumnStore()
     pool = DataPool(0, "train_0", plane, num_groups=2)
     first, second = GroupUid("data", 4, 0), GroupUid("data", 7, 0)
     trained = {

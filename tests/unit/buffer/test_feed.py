@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
@@ -40,8 +39,6 @@ def make_state(source: Any = None, groups_per_step: int = 2) -> BufferState:
     return BufferState(
         source or DeliveredFeed(REFERENCE),
         ledger=Ledger.in_memory(),
-        plane=LocalDataPlane(),
-        eval_plane=LocalDataPlane(),
         groups_per_step=groups_per_step,
     )
 
@@ -102,7 +99,7 @@ def test_the_queue_comes_before_the_source_and_is_untouched_while_a_batch_is_mis
     [
         (delivery(2, 5), BufferStateError, "batch 2 with 1 groups is refused"),
         (delivery(1), BufferStateError, "batch 1 with 0 groups is refused"),
-        (delivery(1, 7, 7), DataError, "the uid s:7:0 was handed out before"),
+        (delivery(1, 7, 7), DataError, "the uid s:7:0 was used before"),
         (delivery(1, 1), DataError, "s:1:0"),  # still in stock
         (delivery(1, 5, 0), DataError, "s:0:0"),  # leased
     ],

@@ -49,8 +49,8 @@ def group_of(*samples: Sample) -> SampleGroup:
 
 def test_without_the_rule_prompts_go_back() -> None:
     done = group_of(responded(0, Status.COMPLETED, (1, 3), reward=1.0), responded(1, Status.ABORTED, (1, 2)))
-    assert RequeueRule().queued(done, prompts(2)) == prompts(2)
-    assert KEEP.queued(None, prompts(2)) == prompts(2)
+    assert RequeueRule().on_requeue(done, prompts(2)) == prompts(2)
+    assert KEEP.on_requeue(None, prompts(2)) == prompts(2)
 
 
 def test_a_kept_group_has_its_done_and_aborted_samples_and_fresh_prompts_for_the_rest() -> None:
@@ -58,7 +58,7 @@ def test_a_kept_group_has_its_done_and_aborted_samples_and_fresh_prompts_for_the
     never, failed = responded(2, Status.PENDING), responded(3, Status.FAILED, (1, 1))
     group = group_of(done, aborted, never, failed)
     before = copy.deepcopy(group)
-    kept = KEEP.queued(group, prompts(4))
+    kept = KEEP.on_requeue(group, prompts(4))
     assert kept.samples[:2] == [done, aborted]
     assert kept.samples[2:] == prompts(4).samples[2:]
     assert (kept.attempt, oldest_version(kept)) == (3, 1)
@@ -69,7 +69,7 @@ def test_a_kept_group_has_its_done_and_aborted_samples_and_fresh_prompts_for_the
 def test_all_parts_of_a_done_sample_are_kept_and_those_of_an_unfinished_one_start_anew() -> None:
     parts = [responded(0, Status.COMPLETED, (1, 2), part=part) for part in range(2)]
     torn = [responded(1, Status.COMPLETED, (1, 2)), responded(1, Status.ABORTED, (1, 2), part=1)]
-    kept = KEEP.queued(group_of(*parts, *torn), prompts(2))
+    kept = KEEP.on_requeue(group_of(*parts, *torn), prompts(2))
     assert [(s.sample_index, s.part, s.response_length) for s in kept] == [(0, 0, 2), (0, 1, 2), (1, 0, 0)]
 
 
@@ -88,22 +88,22 @@ def test_all_parts_of_a_done_sample_are_kept_and_those_of_an_unfinished_one_star
 )
 def test_a_response_whose_fields_do_not_belong_together_starts_anew(breakage: dict[str, Any]) -> None:
     sample = responded(0, Status.ABORTED, (1, 2))
-    assert KEEP.queued(group_of(sample), prompts(1))[0].response_length == 2
+    assert KEEP.on_requeue(group_of(sample), prompts(1))[0].response_length == 2
     for name, value in breakage.items():
         setattr(sample, name, value)
-    assert KEEP.queued(group_of(sample), prompts(1)) == prompts(1)
+    assert KEEP.on_requeue(group_of(sample), prompts(1)) == prompts(1)
 
 
 def test_what_no_checkpoint_can_hold_is_queued_as_prompts() -> None:
     sample = responded(0, Status.ABORTED, (1, 2), metadata={"tool": object()})
-    assert KEEP.queued(group_of(sample), prompts(1)) == prompts(1)
+    assert KEEP.on_requeue(group_of(sample), prompts(1)) == prompts(1)
 
 
 def test_under_the_mask_a_complete_group_starts_anew_and_older_tokens_are_context() -> None:
     rule = RequeueRule(keep_tokens=True, mask_older=True)
     done, aborted = responded(0, Status.COMPLETED, (1, 3)), responded(1, Status.ABORTED, (1, 2), (2, 1))
-    assert rule.queued(group_of(done, responded(1, Status.TRUNCATED, (1, 1))), prompts(2)) == prompts(2)
-    leased = rule.leased(rule.queued(group_of(done, aborted), prompts(2)), version=2)
+    assert rule.on_requeue(group_of(done, responded(1, Status.TRUNCATED, (1, 1))), prompts(2)) == prompts(2)
+    leased = rule.on_lease(rule.on_requeue(group_of(done, aborted), prompts(2)), version=2)
     assert [sample.loss_mask for sample in leased] == [[0, 0, 0], [0, 0, 1]]
 
 
@@ -212,9 +212,9 @@ def test_responses_survive_the_way_through_json_exactly() -> None:
 
 def test_after_a_resume_tokens_of_versions_to_come_are_worth_nothing() -> None:
     group = group_of(responded(0, Status.ABORTED, (1, 2), (2, 1)))
-    assert KEEP.restored(group, version=2) is group
-    assert KEEP.restored(group, version=1) == prompts(1)
-    assert RequeueRule().restored(group, version=2) == prompts(1)
+    assert KEEP.on_restore(group, version=2) is group
+    assert KEEP.on_restore(group, version=1) == prompts(1)
+    assert RequeueRule().on_restore(group, version=2) == prompts(1)
 
 
 def test_the_reward_of_a_queued_group_is_the_mean_of_those_it_has() -> None:
@@ -231,5 +231,5 @@ def test_the_reward_of_a_queued_group_is_the_mean_of_those_it_has() -> None:
 
 def test_a_sample_that_was_given_up_starts_anew() -> None:
     given_up = responded(0, Status.ABORTED, (1, 2), remove_sample=True)
-    (queued,) = KEEP.queued(group_of(given_up), prompts(1))
+    (queued,) = KEEP.on_requeue(group_of(given_up), prompts(1))
     assert (queued.tokens, queued.remove_sample, queued.status) == ([], False, Status.PENDING)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.partition import balanced_partition
+from buffer_rl.buffer.readers import balanced_partition
 
 LENGTHS = st.lists(st.integers(0, 1000), max_size=60)
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.cells import Cell, RowSizes, assemble
-from buffer_rl.buffer.partition import Splitting
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
+from buffer_rl.buffer.readers import Splitting
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import GroupUid, RowId
 
@@ -32,7 +31,7 @@ class Pool:
     """A pool with its plane; group ``row`` has rows of ``row + 2 + index`` tokens."""
 
     def __init__(self, num_groups: int = 100) -> None:
-        self.plane = LocalDataPlane()
+        self.plane = ColumnStore()
         self.pool = DataPool(3, "train_3", self.plane, num_groups)
 
     def add(self, row: int, count: int = 2) -> GroupUid:
@@ -159,7 +158,7 @@ def test_what_a_lost_reader_had_and_did_not_write_is_handed_out_again_first() ->
     before = p.read("ref", num_rows=3)
     assert groups_in(before) == [0, 1, 2]
     p.put(uids[1], "ref_log_probs")
-    assert p.pool.offer_again("ref") == 2
+    assert p.pool.requeue_for_readers("ref") == 2
     late = [np.full(2, 9.0, dtype=np.float32)]
     p.pool.put_fields([RowId(uids[0], 0)], {"ref_log_probs": late}, Writer(reader="ref", generation=before.generation))
     assert "ref_log_probs" not in p.plane.cells(uids[0]), "a replaced process still wrote"
@@ -167,7 +166,7 @@ def test_what_a_lost_reader_had_and_did_not_write_is_handed_out_again_first() ->
     assert groups_in(after) == [0, 2, 3]
     p.pool.put_fields([RowId(uids[0], 0)], {"ref_log_probs": late}, Writer(reader="ref", generation=after.generation))
     assert "ref_log_probs" in p.plane.cells(uids[0])
-    assert p.pool.offer_again("nobody") == 0
+    assert p.pool.requeue_for_readers("nobody") == 0
 
 
 def test_groups_that_the_step_was_closed_without_leave_every_task() -> None:
@@ -338,7 +337,7 @@ class RestartingReader:
 
     def restart(self) -> None:
         lost = {uid for uid in self.held if self.field not in self.pool.plane.cells(uid)}
-        assert self.pool.pool.offer_again(self.name) == len(lost)
+        assert self.pool.pool.requeue_for_readers(self.name) == len(lost)
         self.held -= lost
 
     def is_complete(self, uids: list[GroupUid]) -> bool:

@@ -8,7 +8,6 @@ import pytest
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import GroupUid, Sample, SampleGroup
@@ -38,8 +37,7 @@ class Rows:
 
 def make_state() -> tuple[BufferState, Ledger]:
     ledger = Ledger.in_memory()
-    planes = {"plane": LocalDataPlane(), "eval_plane": LocalDataPlane()}
-    return BufferState(Rows(), ledger=ledger, groups_per_step=2, **planes), ledger
+    return BufferState(Rows(), ledger=ledger, groups_per_step=2), ledger
 
 
 def test_a_group_in_quarantine_keeps_its_reason_and_is_never_leased_again() -> None:

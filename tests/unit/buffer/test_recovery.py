@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_entry import GroupState
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.record import RunRecord
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
@@ -57,8 +56,6 @@ class Run:
         return BufferState(
             PromptDataSource(self.args),
             ledger=Ledger(self.file, run="r", keep_selected=True),
-            plane=LocalDataPlane(),
-            eval_plane=LocalDataPlane(),
             groups_per_step=PER_STEP,
             restarted=restarted,
         )

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.partial import RequeueRule
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
@@ -43,8 +42,6 @@ def make_state(path: str, groups_per_step: int, rule: RequeueRule | None = None,
     return BufferState(
         PromptDataSource(args),
         ledger=Ledger.in_memory(),
-        plane=LocalDataPlane(),
-        eval_plane=LocalDataPlane(),
         groups_per_step=groups_per_step,
         rule=rule,
     )

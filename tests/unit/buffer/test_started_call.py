@@ -47,7 +47,7 @@ class Actor:
             return None if lost else answer
 
         ended = lambda: self.calls.end(sequence)  # noqa: E731
-        return StartedCall(self, what, ask, understand=lambda answer: f"{answer}!", ended=ended)  # type: ignore[arg-type]
+        return StartedCall(self, what, ask, decode=lambda answer: f"{answer}!", on_done=ended)  # type: ignore[arg-type]
 
     @property
     def open_from(self) -> int:
@@ -85,9 +85,9 @@ def test_a_settled_call_is_over_whatever_its_answer():
     understood: list[str] = []
     call = actor.start("take")
     call._understand = understood.append  # type: ignore[assignment]
-    call.settle()
-    call.settle()
-    actor.start("put", fails=DeadlineError("late")).settle()
+    call.drain()
+    call.drain()
+    actor.start("put", fails=DeadlineError("late")).drain()
     assert actor.open_from > 1
     assert understood == []
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
@@ -45,8 +45,6 @@ def make_state(
     return BufferState(
         PromptDataSource(args),
         ledger=Ledger.in_memory(),
-        plane=LocalDataPlane(),
-        eval_plane=LocalDataPlane(),
         groups_per_step=groups_per_step,
         eval_groups=lambda: [group for name in evals.datasets for group in evals.groups(name)],
         max_staleness=max_staleness,
@@ -224,9 +222,9 @@ def test_groups_that_were_finished_elsewhere_are_taken_over_once_and_trained(tmp
 
     second = make_state(path, groups_per_step=2)
     ticket = second.generate(0)
-    second.adopt(ticket, batch.row_ids, batch.columns)
+    second.import_groups(ticket, batch.row_ids, batch.columns)
     with pytest.raises(BufferStateError, match="finished"):
-        second.adopt(ticket, batch.row_ids, batch.columns)
+        second.import_groups(ticket, batch.row_ids, batch.columns)
     report = second.close_rollout(ticket)
     assert (report.num_groups, report.num_rows, report.surplus) == (2, 4, 0)
     again = second.get_data(0)
@@ -236,7 +234,7 @@ def test_groups_that_were_finished_elsewhere_are_taken_over_once_and_trained(tmp
     second.commit(0, 1)
     second.release(1)
     with pytest.raises(BufferStateError, match="trained"):
-        second.adopt(second.generate(1), batch.row_ids, batch.columns)
+        second.import_groups(second.generate(1), batch.row_ids, batch.columns)
 
 
 def test_more_groups_than_a_step_trains_on_are_not_taken_over(tmp_path: Path) -> None:
@@ -249,7 +247,7 @@ def test_more_groups_than_a_step_trains_on_are_not_taken_over(tmp_path: Path) ->
     batch = first.get_data(0)
     second = make_state(path, groups_per_step=2)
     with pytest.raises(BufferStateError, match="--rollout-batch-size 3"):
-        second.adopt(second.generate(0), batch.row_ids, batch.columns)
+        second.import_groups(second.generate(0), batch.row_ids, batch.columns)
 
 
 def test_commit_and_release_are_two_things(tmp_path: Path) -> None:
@@ -288,7 +286,8 @@ def test_an_evaluation_hands_out_each_prompt_once_and_leaves_the_ledger_alone(tm
     for group in groups:
         finish(state, ticket, group)
     assert state.close_rollout(ticket).num_groups == 4
-    assert len(state.get_eval_data(0)) == 4
+    rows = [sample.row_id for group in groups for sample in group]
+    assert len(assemble(state.plan_fields(ticket.task, rows))) == 4
     state.clear(ticket.task)
     assert count_states(state.ledger, mine[0].uid.source, 0, 4)[GroupState.LEASED] == 2
 
@@ -445,8 +444,6 @@ def test_a_data_source_that_fails_costs_no_queued_group(tmp_path: Path) -> None:
     state = BufferState(
         FailingSource(args),
         ledger=Ledger.in_memory(),
-        plane=LocalDataPlane(),
-        eval_plane=LocalDataPlane(),
         groups_per_step=1,
     )
     ticket = state.generate(0)
@@ -538,7 +535,7 @@ def test_a_reader_of_a_cleared_pool_is_told_so_and_of_one_that_kept_nothing_has_
     state.close_rollout(state.generate(1))
     request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=2)
     with pytest.raises(BufferStateError, match="no pool train_0 any more: it was cleared"):
-        state.get_meta("train_0", request)
-    assert state.get_meta("train_1", request).ended, "why there are no groups is in the rollout's report"
+        state.take("train_0", request)
+    assert state.take("train_1", request)[0].ended, "why there are no groups is in the rollout's report"
     with pytest.raises(BufferStateError, match="there is no pool train_2"):
-        state.get_meta("train_2", request)
+        state.take("train_2", request)

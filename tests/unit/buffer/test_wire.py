@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.cells import BatchPlan, Cell, GroupSlice, assemble
-from buffer_rl.buffer.wire import IN_MESSAGE_BYTES, Columns
+from buffer_rl.buffer.columns import IN_MESSAGE_BYTES, BatchPlan, Cell, Columns, GroupSlice, assemble
 from buffer_rl.types import GroupUid, RowId
 
 DTYPES = ("int32", "int64", "float32", "float64", "bool", "float16")

@@ -12,7 +12,6 @@ import pytest
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
@@ -92,7 +91,7 @@ class Saves:
 
 
 # The Buffer takes its time, as it does with processes: what died before it answered is then seen once more.
-COSTS = {"offer_again": 0.5, "run": 10.0, "log_probs": 2.0, "train": 5.0, "publish": 1.0}
+COSTS = {"requeue_for_readers": 0.5, "run": 10.0, "log_probs": 2.0, "train": 5.0, "publish": 1.0}
 
 
 def cost(role: str, method: str, args: tuple[Any, ...]) -> float:
@@ -112,8 +111,6 @@ class World:
         self.state = BufferState(
             PromptDataSource(args),
             ledger=Ledger.in_memory(),
-            plane=LocalDataPlane(),
-            eval_plane=LocalDataPlane(),
             groups_per_step=2,
             eval_groups=lambda: evals.groups("held"),
         )
@@ -403,7 +400,7 @@ def test_a_role_that_dies_is_replaced_and_does_its_work_again(tmp_path: Path) ->
     assert result.steps == 3
     assert role.restarts == 2
     assert role.streamed == [0, 0, 0, 1, 2]
-    again = [span.args for span in world.runtime.spans if span.method == "offer_again"]
+    again = [span.args for span in world.runtime.spans if span.method == "requeue_for_readers"]
     assert again == [("train_0", "ref")] * 2
     assert [text.partition(":")[0] for text in world.recorder.said] == [
         "ref died and is replaced (1 of 2)",

@@ -11,7 +11,6 @@ import pytest
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
-from buffer_rl.buffer.plane import LocalDataPlane
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
@@ -56,8 +55,6 @@ class MortalBuffer:
         return BufferState(
             PromptDataSource(self._args),
             ledger=ledger,
-            plane=LocalDataPlane(),
-            eval_plane=LocalDataPlane(),
             groups_per_step=2,
             restarted=restarted,
         )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.cells import column_bytes
+from buffer_rl.buffer.columns import column_bytes
 from buffer_rl.errors import RolloutError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.conversion import GroupConverter

@@ -8,8 +8,7 @@ import pytest
 
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.engine.control import EngineControlClient
-from buffer_rl.testing.fake_engine import FakeEngine, Fault
-from buffer_rl.testing.slots import Slots
+from buffer_rl.testing.fake_engine import FakeEngine, Fault, Slots
 from harness.processes import holds_within
 
 
@@ -83,20 +82,20 @@ async def test_an_abort_reaches_a_request_that_waits_for_its_slot() -> None:
 
 async def test_a_slot_is_free_again_when_its_request_ends_in_any_way() -> None:
     slots, never = Slots(1), asyncio.Event()
-    assert await slots.take(never) == 0.0
-    waiting = [asyncio.create_task(slots.take(never)) for _ in range(3)]
+    assert await slots.acquire(never) == 0.0
+    waiting = [asyncio.create_task(slots.acquire(never)) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()
-    slots.give_back(7.0)  # the one that waits first is cancelled, so the next one has it
+    slots.release(7.0)  # the one that waits first is cancelled, so the next one has it
     assert await waiting[1] == 7.0
-    slots.give_back(5.0)
+    slots.release(5.0)
     assert await waiting[2] == 5.0
-    given_up = asyncio.create_task(slots.take(never))
+    given_up = asyncio.create_task(slots.acquire(never))
     await asyncio.sleep(0)
     never.set()
     assert await given_up is None
-    slots.give_back(9.0)
-    assert await slots.take(asyncio.Event()) == 9.0
+    slots.release(9.0)
+    assert await slots.acquire(asyncio.Event()) == 9.0
 
 
 async def test_faults_are_scripted_by_request() -> None:

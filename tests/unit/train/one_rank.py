@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from buffer_rl.buffer.partition import balanced_partition
+from buffer_rl.buffer.readers import balanced_partition
 from buffer_rl.errors import TrainError
 from buffer_rl.train.torch_trainer import TorchTrainer
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import ColumnStore
 from buffer_rl.buffer.pool import DataPool, ReadRequest
 from buffer_rl.train.stream import STREAMED_GROUPS, rows_per_batch
 from buffer_rl.types import GroupUid, RowId
@@ -19,7 +19,7 @@ SAMPLES = 3
 def handed_out(num_groups: int, num_readers: int, deterministic: bool = False) -> list[int]:
     """Groups that each reader gets, where all groups are there before the first one asks, and each asks once."""
     args = SimpleNamespace(deterministic=deterministic, n_samples_per_prompt=SAMPLES, rollout_batch_size=num_groups)
-    plane = LocalDataPlane()
+    plane = ColumnStore()
     pool = DataPool(0, "train_0", plane, num_groups)
     for number in range(num_groups):
         uid = GroupUid("data", number, 0)

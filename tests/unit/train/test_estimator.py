@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.buffer.cells import assemble
-from buffer_rl.buffer.partition import Splitting
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool
+from buffer_rl.buffer.readers import Splitting
 from buffer_rl.config import Options
 from buffer_rl.errors import BufferStateError, PluginError
 from buffer_rl.plugins import PluginRegistry
@@ -82,7 +81,7 @@ class Rows:
     """A closed pool with two groups of four; one response token a row."""
 
     def __init__(self) -> None:
-        plane = LocalDataPlane()
+        plane = ColumnStore()
         self._pool = DataPool(0, "train_0", plane, 2)
         uids = [GroupUid("data", row, 0) for row in range(2)]
         contents = (([0, 0, 1, 1], (3, 9, 17, 5)), ([1, 0, 1, 1], (4, 12, 6, 30)))

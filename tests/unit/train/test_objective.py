@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from buffer_rl.buffer.cells import assemble
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool
 from buffer_rl.config import Options
 from buffer_rl.errors import PluginError
@@ -52,7 +51,7 @@ def exact(model_path: str) -> Any:
 def pool() -> DataPool:
     """Two groups of a step; a sample of five parts, and one of two parts that is masked entirely."""
     rng = np.random.default_rng(3)
-    plane = LocalDataPlane()
+    plane = ColumnStore()
     pool = DataPool(0, "train_0", plane, num_groups=2)
     for number, samples in enumerate(PARTS):
         uid = GroupUid("data", number, 0)

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from buffer_rl.buffer.cells import assemble
-from buffer_rl.buffer.plane import LocalDataPlane
+from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import DeadlineError, TrainError
 from buffer_rl.train.roles import SAMPLED_FIELDS
@@ -44,7 +43,7 @@ class Answer:
             raise self.error
         return self.value
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         if self in self.open:
             with suppress(TrainError):
                 self.result()
@@ -55,7 +54,7 @@ class Store:
 
     def __init__(self) -> None:
         Answer.open.clear()
-        self.plane = LocalDataPlane()
+        self.plane = ColumnStore()
         self.pool = DataPool(0, "train_0", self.plane, 100)
         self.later: list[Any] = []
         self.asked = 0
@@ -205,7 +204,7 @@ def test_a_stage_that_fails_leaves_no_call_open_and_its_rows_come_again_for_its_
     with pytest.raises(TrainError, match="lost"):
         run_stage(replace(REF, compute=failing), store, 0, rows_per_batch=4, timeout_s=1.0)
     assert Answer.open == []
-    assert store.pool.offer_again("ref") == 3
+    assert store.pool.requeue_for_readers("ref") == 3
     run_stage(REF, store, 0, rows_per_batch=4, timeout_s=1.0)
     assert all(part.cells["ref_log_probs"].inline is not None for part in store.pool.plan().slices)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.cluster import buffer_watch
-from buffer_rl.cluster.buffer_watch import BufferWatch
+from buffer_rl.buffer import actor as buffer_actor
+from buffer_rl.buffer.actor import BufferWatch
 
 
 class Dead(Exception):
@@ -43,13 +43,13 @@ class FakeRay:
 class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ray = FakeRay()
-        monkeypatch.setattr(buffer_watch, "ray", self.ray)
+        monkeypatch.setattr(buffer_actor, "ray", self.ray)
         self.time = 0.0
         self.shown: list[Any] = []
         self.notices: list[str] = []
         self.process: int | None = 1
         self.killed: list[int] = []
-        monkeypatch.setattr(buffer_watch.os, "kill", lambda pid, number: self.killed.append(pid))
+        monkeypatch.setattr(buffer_actor.os, "kill", lambda pid, number: self.killed.append(pid))
         self.watch = BufferWatch(
             self.ray,
             hang_s=10,

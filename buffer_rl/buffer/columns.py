@@ -1,0 +1,344 @@
+"""Columns of sample groups: how they travel between processes, and how the Buffer stores them.
+
+Ray ships every array of a call by itself, which costs more than the bytes of a short one: a step of 64 rows and 10
+fields is 400 arrays. So ``Columns`` join the rows of a field before they are sent, small fields travel inside the
+message, and the receiver gets views of one array, with the values, dtypes and shapes of the sent ones.
+
+A ``Cell`` is one field of one group. Its payload is in the Buffer's memory, or in the object store: a small payload
+travels inside the call that reports it; a large one is written to the store once, by its producer but owned by a
+storage process, and only its reference travels (see ``buffer_rl.buffer.storage``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from buffer_rl.errors import BufferStateError
+from buffer_rl.types import Column, GroupUid, RowId, TrainBatch, concat_columns, take_rows
+
+IN_MESSAGE_BYTES = 1 << 18
+"""Smaller fields are copied into the message: about as long as shipping one array by itself takes."""
+
+
+class Columns(dict[str, Any]):
+    """Columns by name, which travel joined. A value that is no column, such as a ``Cell``, travels as it is."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived_columns, ({name: _sent(column) for name, column in self.items()},)
+
+
+def stacked(blocks: Sequence[Column]) -> Column | None:
+    """The rows of all ``blocks`` as one column, which can be cut again; None where they are of different kinds."""
+    if all(isinstance(block, list) for block in blocks):
+        return [row for block in blocks for row in block]
+    return np.concatenate(blocks) if _are_alike(blocks) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A column as one array. data: the array, or its bytes. ends: where each row ends, of a column that is a list."""
+
+    data: np.ndarray | bytes
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    ends: list[int] | None
+
+    def column(self) -> Column:
+        data = self.data
+        array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=self.dtype).reshape(self.shape)
+        if self.ends is None:
+            return array
+        return [array[start:end] for start, end in zip([0, *self.ends], self.ends, strict=False)]
+
+
+def _arrived_columns(sent: Mapping[str, Any]) -> Columns:
+    return Columns((name, value.column() if isinstance(value, _Sent) else value) for name, value in sent.items())
+
+
+def _sent(column: Any) -> Any:
+    """``column``, joined where it is a list of arrays of one kind."""
+    ends = None
+    if isinstance(column, list):
+        if not _are_alike(column):
+            return column
+        column, ends = np.concatenate(column), np.cumsum([len(row) for row in column]).tolist()
+    if type(column) is not np.ndarray or column.dtype.hasobject:
+        return column
+    data = column.tobytes() if column.nbytes < IN_MESSAGE_BYTES else column
+    return _Sent(data, column.dtype, column.shape, ends)
+
+
+def _are_alike(parts: Sequence[Any]) -> bool:
+    """Whether ``parts`` are arrays that can be joined along their first axis, and cut again, without a change.
+
+    Not those of a subclass, such as masked arrays, nor those whose dtype joining changes."""
+    if not parts or type(parts[0]) is not np.ndarray or parts[0].ndim == 0:
+        return False
+    dtype, shape = parts[0].dtype, parts[0].shape[1:]
+    if dtype.hasobject or dtype.fields is not None or not dtype.isnative:
+        return False
+    return all(
+        type(part) is np.ndarray and part.ndim > 0 and part.dtype == dtype and part.shape[1:] == shape for part in parts
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A column of one group. ``ref`` is an object reference, opaque to everybody but the clients; ``storage`` names the
+    process that owns the object."""
+
+    num_rows: int
+    inline: Column | None = None
+    ref: Any = None
+    storage: str = ""
+
+    @classmethod
+    def of(cls, column: Column) -> Cell:
+        """The column itself."""
+        return cls(num_rows=len(column), inline=column)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSizes:
+    """What batching needs to know of a group's rows without reading them: ``[num_rows]`` each.
+
+    tokens: prompt and response tokens of each row; trained: its unmasked response tokens.
+    """
+
+    tokens: list[int]
+    trained: list[float]
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Column], num_rows: int) -> RowSizes:
+        """From the columns ``tokens`` and ``loss_mask``; 0 where there is none."""
+        zeros = [0] * num_rows
+        tokens = [len(row) for row in columns["tokens"]] if "tokens" in columns else zeros
+        masks = columns.get("loss_mask")
+        trained = [float(np.sum(mask)) for mask in masks] if masks is not None else [0.0] * num_rows
+        return cls(tokens=tokens, trained=trained)
+
+
+def sample_total_tokens(row_ids: Sequence[RowId], sizes: RowSizes) -> np.ndarray:
+    """The column ``sample_total_tokens`` of a whole group: ``[num_rows]`` float32, for each row the unmasked response
+    tokens of its sample, summed over the parts that the sample fanned out into."""
+    totals: defaultdict[int, float] = defaultdict(float)
+    for row, trained in zip(row_ids, sizes.trained, strict=True):
+        totals[row.sample_index] += trained
+    return np.asarray([totals[row.sample_index] for row in row_ids], dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSlice:
+    """Some rows of one group. ``positions`` count within the group's cells."""
+
+    row_ids: list[RowId]
+    positions: list[int]
+    cells: dict[str, Cell]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole group; 0 where there are no cells."""
+        return next((cell.num_rows for cell in self.cells.values()), 0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row of the group is here, in order."""
+        return all(cell.num_rows == len(self.positions) for cell in self.cells.values()) and self.positions == list(
+            range(len(self.positions))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """A ``TrainBatch`` before its payloads were read; small, and free of payloads where they are in the store.
+
+    It travels with one array for each field that is inline (see ``buffer_rl.buffer.columns``)."""
+
+    rollout_id: int
+    task: str
+    slices: list[GroupSlice] = field(default_factory=list)
+    total_samples: int = 0
+    total_tokens: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        columns = _joint_columns(self.slices)
+        slices = [
+            (
+                part.row_ids,
+                part.positions,
+                part.num_rows,
+                {n: None if n in columns else c for n, c in part.cells.items()},
+            )
+            for part in self.slices
+        ]
+        return _arrived_plan, (self.rollout_id, self.task, slices, columns, self.total_samples, self.total_tokens)
+
+
+def _joint_columns(slices: Sequence[GroupSlice]) -> Columns:
+    """The fields that all slices have inline, each as one column of all their groups' rows."""
+    columns = Columns()
+    for name in slices[0].cells if slices else ():
+        cells = [cell for part in slices if (cell := part.cells.get(name)) is not None and cell.inline is not None]
+        once = len({id(cell) for cell in cells})  # a group in several slices is better sent once, as it is
+        blocks = [cell.inline for cell in cells if cell.inline is not None]
+        if len(blocks) == once == len(slices) and (column := stacked(blocks)) is not None:
+            columns[name] = column
+    return columns
+
+
+def _arrived_plan(
+    rollout_id: int,
+    task: str,
+    slices: Sequence[tuple[list[RowId], list[int], int, dict[str, Cell | None]]],
+    columns: Columns,
+    total_samples: int,
+    total_tokens: int,
+) -> BatchPlan:
+    plan = BatchPlan(rollout_id=rollout_id, task=task, total_samples=total_samples, total_tokens=total_tokens)
+    end = 0
+    for row_ids, positions, num_rows, sent in slices:
+        start, end = end, end + num_rows
+        cells = {name: cell or Cell.of(columns[name][start:end]) for name, cell in sent.items()}
+        plan.slices.append(GroupSlice(row_ids=row_ids, positions=positions, cells=cells))
+    return plan
+
+
+Resolve = Callable[[Sequence[Cell]], Sequence[Column]]
+"""Reads the payloads of cells that are in an object store, all at once."""
+
+
+def column_bytes(column: Column) -> int:
+    """Bytes of a column's numbers."""
+    return column.nbytes if isinstance(column, np.ndarray) else sum(getattr(row, "nbytes", 8) for row in column)
+
+
+def assemble(plan: BatchPlan, resolve: Resolve | None = None) -> TrainBatch:
+    """Read the plan's payloads, each reference once. ``resolve`` may be absent where nothing is in a store.
+
+    Arrays out of a store are views of it, and cannot be written to."""
+    wanted = {id(cell.ref): cell for part in plan.slices for cell in part.cells.values() if cell.inline is None}
+    found: dict[int, Column] = {}
+    if wanted:
+        assert resolve is not None, "payloads are in an object store"
+        found = dict(zip(wanted, resolve(list(wanted.values())), strict=True))
+    blocks = []
+    for part in plan.slices:
+        columns = {
+            name: found[id(cell.ref)] if cell.inline is None else cell.inline for name, cell in part.cells.items()
+        }
+        if not part.is_whole:
+            columns = {name: take_rows(column, part.positions) for name, column in columns.items()}
+        blocks.append(columns)
+    return TrainBatch(
+        rollout_id=plan.rollout_id,
+        task=plan.task,
+        row_ids=[row for part in plan.slices for row in part.row_ids],
+        columns=concat_columns(blocks),
+        total_samples=plan.total_samples,
+        total_tokens=plan.total_tokens,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stored:
+    """One group. place: the position of each row. partial: rows by position, of fields that lack some rows yet."""
+
+    rows: list[RowId]
+    cells: dict[str, Cell]
+    sizes: RowSizes
+    place: dict[RowId, int]
+    partial: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
+
+
+class ColumnStore:
+    """The rows, sizes and cells of finished groups. A field of a group is written once.
+
+    Of payloads that are in an object store it holds the references; an object is freed when the last one is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[GroupUid, _Stored] = {}
+
+    def put(
+        self,
+        uid: GroupUid,
+        row_ids: Sequence[RowId],
+        columns: Mapping[str, Column | Cell],
+        sizes: RowSizes | None = None,
+    ) -> None:
+        """Store a finished group, with the column ``sample_total_tokens`` (see ``TrainBatch``) where it has a
+        ``loss_mask``. sizes: needed where ``tokens`` or ``loss_mask`` are in an object store.
+
+        Raises BufferStateError if the group is there already."""
+        if uid in self._groups:
+            raise BufferStateError(f"group {uid} is stored already")
+        if sizes is None:
+            inline = {name: column for name, column in columns.items() if not isinstance(column, Cell)}
+            sizes = RowSizes.of(inline, len(row_ids))
+        cells = {name: column if isinstance(column, Cell) else Cell.of(column) for name, column in columns.items()}
+        if "loss_mask" in cells:
+            cells["sample_total_tokens"] = Cell.of(sample_total_tokens(row_ids, sizes))
+        place = {row: position for position, row in enumerate(row_ids)}
+        self._groups[uid] = _Stored(rows=list(row_ids), cells=cells, sizes=sizes, place=place)
+
+    def check_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> None:
+        """Raises what ``put_field`` would raise; changes nothing."""
+        group = self._group(uid)
+        complete = group.cells.get(name)
+        if complete is not None and complete.inline is None:
+            raise BufferStateError(f"field {name!r} of group {uid} came with the group and is not derived")
+        known = group.partial.get(name, {}) if complete is None else dict(enumerate(complete.inline or ()))
+        for position, row in rows.items():
+            if position in known and not np.array_equal(known[position], row):
+                raise BufferStateError(
+                    f"field {name!r} of row {group.rows[position]} was written before, with other content"
+                )
+
+    def put_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> bool:
+        """Add a derived field for some of the group's rows, by their position. Returns whether this completed it:
+        all rows came. Raises BufferStateError if a row was written before with other content."""
+        self.check_field(uid, name, rows)
+        group = self._group(uid)
+        if name in group.cells:
+            return False
+        merged = group.partial.setdefault(name, {})
+        merged.update(rows)
+        if len(merged) < len(group.rows):
+            return False
+        del group.partial[name]
+        group.cells[name] = Cell.of([merged[position] for position in range(len(merged))])
+        return True
+
+    def rows(self, uid: GroupUid) -> list[RowId]:
+        """The group's row ids, in the order of its cells."""
+        return self._group(uid).rows
+
+    def sizes(self, uid: GroupUid) -> RowSizes:
+        """Tokens of each row."""
+        return self._group(uid).sizes
+
+    def position(self, row: RowId) -> int | None:
+        """Where a row is in its group's cells; None if it is unknown."""
+        group = self._groups.get(row.uid)
+        return None if group is None else group.place.get(row)
+
+    def cells(self, uid: GroupUid) -> Mapping[str, Cell]:
+        """The fields that all rows of the group have."""
+        return self._group(uid).cells
+
+    def drop(self, uid: GroupUid) -> None:
+        """Forget a group; unknown uids are ignored."""
+        self._groups.pop(uid, None)
+
+    def _group(self, uid: GroupUid) -> _Stored:
+        group = self._groups.get(uid)
+        if group is None:
+            raise BufferStateError(
+                f"group {uid} has no stored payload", hint="was its rollout released, or the group never finished?"
+            )
+        return group

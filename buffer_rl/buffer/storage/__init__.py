@@ -1,1 +1,0 @@
-"""Large payloads: in the object store, written once by their producer and owned by a storage process."""
