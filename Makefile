@@ -1,4 +1,4 @@
-# One environment, in .venv, made anew when what it depends on changes. Commands that people type:
+# One environment, in .venv, updated when what it depends on changes. Commands that people type:
 #   make quickstart   a first training run, set-up included
 #   make test         the tests but the slow ones, set-up included
 # PYTHON names the interpreter that .venv is made from; VENV puts the environment elsewhere.
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart test test-all campaign test-times golden golden-record bench bench-schedules lint format format-check types imports wheel ci clean
+.PHONY: help env quickstart test test-all campaign test-times golden golden-record bench bench-schedules lint format format-check types imports unused-names wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
@@ -18,7 +18,7 @@ help:
 	@echo "make campaign     long fault campaigns (an hour); writes docs/campaigns.md"
 	@echo "make test-times   run tests and say where their time went (PYTEST_ARGS='tests/unit/algo')"
 	@echo "make golden-record  note what the golden runs end with, before code is moved; make golden compares"
-	@echo "make lint         format check, ruff, mypy --strict, import rules"
+	@echo "make lint         format check, ruff, mypy --strict, import rules, unused names"
 	@echo "make format       reformat and apply ruff's safe fixes"
 	@echo "make bench        step time by phase, and the engine against transformers"
 	@echo "make bench-schedules  step time under each schedule"
@@ -71,7 +71,7 @@ bench-schedules: $(VENV)/.stamp-dev
 	$(BIN)/python benchmarks/schedules.py
 	$(BIN)/python benchmarks/schedule_step.py
 
-lint: format-check types imports
+lint: format-check types imports unused-names
 
 format-check: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .
@@ -82,6 +82,9 @@ types: $(VENV)/.stamp-dev
 
 imports: $(VENV)/.stamp-dev
 	$(BIN)/lint-imports
+
+unused-names: $(VENV)/.stamp-dev
+	$(BIN)/python tests/unused_names.py
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff format .

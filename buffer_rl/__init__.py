@@ -1,3 +1,20 @@
-"""buffer_rl: plugin-driven, buffer-centric reinforcement-learning post-training of language models."""
+"""buffer_rl: plugin-driven, buffer-centric reinforcement-learning post-training of language models.
+
+types           records that travel: samples, groups, batches, tickets
+contracts       what a plugin of each kind receives and returns
+contract_check  checks of what plugins return
+kinds           the kinds of plugins, with their flags
+hookspecs       hooks of pluggy plugins
+plugins         the registry: from a reference to an object
+scope           marks that authors put on their functions
+config          option classes, composed and frozen; options as JSON
+options         the list of all option classes
+errors          the errors
+checkpoint      checkpoints: whole or absent
+remote          paths that fsspec reaches, and checkpoints there
+redaction       what may be written down of options and addresses
+model_config    what a model's configuration says of its longest sequence
+cli             the command ``buffer-rl``
+"""
 
 __version__ = "0.1.0"

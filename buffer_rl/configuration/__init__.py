@@ -1,7 +1,7 @@
 """Options from flags, environment and YAML.
 
-help: options as argparse flags, and their help texts
-values: from text to an option's value and type
-yaml_file: the file of options, every key with its line
-sources: the merge of file, environment and flags, with the origin of each value
+help       options as argparse flags, and their help texts
+values     from text to an option's value and type
+yaml_file  the file of options, every key with its line
+sources    the merge of file, environment and flags, with the origin of each value
 """

@@ -1,10 +1,10 @@
 """From a plugin reference to an object that meets its contract.
 
-reference: the forms of a reference; modules and names in the source, read without importing
-locate: where a reference leads, and the import of what it names
-shipping: the user's code on other nodes, both ends
-signature: contracts of the kinds, checked against signatures and methods
-calls: calls of plugins, and the errors about them
-hooks: pluggy plugins: load, check, ask
-entry_points: names that installed distributions bring, and the rows of ``plugins list``
+reference     the forms of a reference; modules and names in the source, read without importing
+locate        where a reference leads, and the import of what it names
+shipping      the user's code on other nodes, both ends
+signature     contracts of the kinds, checked against signatures and methods
+calls         calls of plugins, and the errors about them
+hooks         pluggy plugins: load, check, ask
+entry_points  names that installed distributions bring, and the rows of ``plugins list``
 """

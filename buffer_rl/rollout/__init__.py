@@ -1,22 +1,22 @@
 """Rollouts: generation, scoring, filtering, evaluation; where user code runs.
 
-- ``default``: the default rollout function: leases, generates, scores and filters groups until enough are kept.
-- ``sft``: the rollout function of supervised fine-tuning: the response is the row's label.
-- ``evaluate``: evaluation on held-out prompts, and its metrics.
-- ``production``: generates and scores one group; task groups and the deadline of a rollout.
-- ``generate``: the built-in generate function: seeds, requests to the engine, continued responses.
-- ``turns``: several turns in one sample, for generate functions of users.
-- ``prompts``: the tokenizer, chat templates, prompts to token ids.
-- ``scoring``: chooses each sample's reward function and computes the reward within a deadline.
-- ``reward_process``: processes that compute synchronous rewards and can be killed.
-- ``failures``: kinds and domains of failed attempts.
-- ``failure_policy``: requeue, quarantine or the end of the run after a failed attempt.
-- ``user_rollout``: calls a user's rollout function and reads its answer, slime's evaluation answers too.
-- ``user_functions``: calls the user's filters and log functions.
-- ``conversion``: one finished group to columns.
-- ``stats``: counts of a rollout, and its metrics.
-- ``context``: what user functions reach in a rollout: tokenizer, engine, scorer, lease.
-- ``worker``: the process of a rollout worker.
-- ``source/``: the process of a user's data source.
-- ``options``: the options of rollouts, rewards and evaluation.
+default         the default rollout function: leases, generates, scores and filters groups until enough are kept
+sft             the rollout function of supervised fine-tuning: the response is the row's label
+evaluate        evaluation on held-out prompts, and its metrics
+production      generates and scores one group; task groups and the deadline of a rollout
+generate        the built-in generate function: seeds, requests to the engine, continued responses
+turns           several turns in one sample, for generate functions of users
+prompts         the tokenizer, chat templates, prompts to token ids
+scoring         chooses each sample's reward function and computes the reward within a deadline
+reward_process  processes that compute synchronous rewards and can be killed
+failures        kinds and domains of failed attempts
+failure_policy  requeue, quarantine or the end of the run after a failed attempt
+user_rollout    calls a user's rollout function and reads its answer, slime's evaluation answers too
+user_functions  calls the user's filters and log functions
+conversion      one finished group to columns
+stats           counts of a rollout, and its metrics
+context         what user functions reach in a rollout: tokenizer, engine, scorer, lease
+worker          the process of a rollout worker
+data_source     the process of a user's data source
+options         the options of rollouts, rewards and evaluation
 """

@@ -1,5 +1,17 @@
-"""The command line: one file a verb, named as the verb. ``table`` lists them.
+"""The command line: one file a verb, named as the verb.
 
-preflight: what a run needs of this machine and of its folders, checked for train, eval and generate
-plugin_templates, plugin_template_tests: what ``plugins new`` writes
+table                  the verbs, in the order of ``--help``
+train                  ``train``, and its dry run
+eval                   ``eval``: a model or a checkpoint
+generate               ``generate``: responses to prompts
+plugins                ``plugins``: list, check, new
+plugin_templates       what ``plugins new`` writes
+plugin_template_tests  the tests that ``plugins new`` writes beside it
+data                   ``data``: validate, show and count data files
+report                 ``report``: the HTML page of a run
+ledger                 ``ledger``: where each group of a run is
+checkpoint             ``checkpoint``: check that checkpoints are whole
+export                 ``export``: the model of a checkpoint
+completion             ``completion``: a script for the shell
+preflight              what a run needs of this machine and of its folders
 """

@@ -1,0 +1,86 @@
+"""Functions, classes, methods and properties of shipped code that no shipped code names: lists them, and fails.
+
+    python tests/unused_names.py
+
+Names that others call are below with the reason. Entry points of ``pyproject.toml`` are used, ``buffer_rl/testing`` is
+for tests, and the templates of ``plugins new`` are copied.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from vulture import Vulture
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = ("buffer_rl", "rm_hub", "filter_hub")
+KINDS = ("function", "class", "method", "property")
+LOWEST_CONFIDENCE = 60  # of 100: what vulture gives to all names that are defined and never mentioned
+ALLOWED: Mapping[str, str] = {
+    "_check_value": "argparse calls it for each value",
+    "_one_text_is_a_list_of_one": "pydantic calls it for each option that is a list",
+    "get_seq_length": "transformers asks a cache for it",
+    "get_mask_sizes": "transformers asks a cache for it",
+    "is_compileable": "transformers asks a cache for it",
+    "forward": "torch calls it",
+    "enter_working_directory": "Ray calls it by its path in each worker",
+    "wake_up": "of the Trainer contract",
+    "fetch": "the driver calls it by its name",
+    "finish_stream": "the driver calls it by its name",
+    "generate_turn": "generate functions of users call it",
+    "add_observation": "generate functions of users call it",
+    "in_memory": "for a Buffer in the caller's process: examples/minimal.py, tests",
+    "weighted": "rewards of users are composed with it",
+    "between": "filters of users are made with it",
+    "at_least": "filters of users are made with it",
+    "at_most": "filters of users are made with it",
+    "with_fallback": "filters of users are made with it",
+    "StreamingDataLoader": "the trainer group is to read steps with it",
+}
+
+
+def entry_points() -> set[str]:
+    """Names of objects that ``pyproject.toml`` gives to plugin hosts."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    return {reference.partition(":")[2] for group in groups.values() for reference in group.values()}
+
+
+def hooks() -> set[str]:
+    """Methods that pluggy calls by their names."""
+    return {
+        line.split("def ")[1].split("(")[0] for line in _lines("buffer_rl/hookspecs.py") if "def buffer_rl_" in line
+    }
+
+
+def unused() -> Iterator[tuple[str, str]]:
+    """``(place, name)`` of what no shipped code mentions."""
+    found = Vulture()
+    found.scavenge([str(ROOT / folder) for folder in SHIPPED])
+    for item in found.get_unused_code(min_confidence=LOWEST_CONFIDENCE):
+        path = Path(item.filename).relative_to(ROOT)
+        if item.typ in KINDS and path.parts[1] != "testing" and not path.name.startswith("plugin_template"):
+            yield f"{path}:{item.first_lineno}", item.name
+
+
+def main() -> int:
+    """Returns 1 if there are others than those that are allowed, or an exception that is none."""
+    found = list(unused())
+    used_elsewhere = entry_points() | hooks()
+    for place, name in found:
+        if name not in ALLOWED and name not in used_elsewhere:
+            print(f"{place}: nothing calls {name!r}: delete it, or say in {Path(__file__).name} who does")
+    superfluous = set(ALLOWED) - {name for _, name in found}
+    for name in sorted(superfluous):
+        print(f"tests/{Path(__file__).name}: {name!r} is used or gone: delete the exception")
+    return int(bool(superfluous) or any(name not in ALLOWED and name not in used_elsewhere for _, name in found))
+
+
+def _lines(path: str) -> list[str]:
+    return (ROOT / path).read_text(encoding="utf-8").splitlines()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
