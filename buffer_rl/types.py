@@ -245,7 +245,7 @@ class RolloutReport:
     """How a rollout ended, counted by the Buffer when it was closed.
 
     num_groups, num_rows: what the step trains on (or what was evaluated).
-    drops: rejected groups by reason; ``unreported`` counts leased groups that nobody mentioned again.
+    drops: rejected groups by reason; ``unreported`` counts leased groups that were never mentioned again.
     surplus: finished groups that the step does not need; they went back to the queue as prompts.
     """
 

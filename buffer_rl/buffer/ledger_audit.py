@@ -205,8 +205,8 @@ def process_note(process: int) -> str | None:
 
 
 def ledger_writer(path: Path) -> int | None:
-    """The id of the process of this machine that writes the ledger; None where it is gone, or not there yet, or cannot
-    be told from another one that has its number by now."""
+    """The id of the process of this machine that writes the ledger; None where it is gone, or not there yet, or where
+    another process has its id by now."""
     if not path.exists():
         return None
     audit = LedgerAudit(path)
