@@ -8,7 +8,7 @@ from typing import Any
 from buffer_rl.config import did_you_mean, flag_of
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.source import check_sources
-from buffer_rl.driver.plan import Schedule, parse_early_stop, rollout_only, train_only
+from buffer_rl.driver.schedule import Schedule, parse_early_stop, rollout_only, train_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs

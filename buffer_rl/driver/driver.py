@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.driver.plan import RunPlan, RunResult
+from buffer_rl.driver.schedule import RunPlan, RunResult
 from buffer_rl.driver.tasks import RoleCalls, Runtime, Task
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
 from buffer_rl.observe.timeline import WorkSpan, clock_origin

@@ -21,7 +21,10 @@ from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import dump_args
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints
-from buffer_rl.driver.plan import (
+from buffer_rl.driver.process import check_lineage, folder_lock, save_lock, termination_as_exception
+from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, provenance_of, ships_code
+from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
+from buffer_rl.driver.schedule import (
     RolePlan,
     RunPlan,
     RunResult,
@@ -32,9 +35,6 @@ from buffer_rl.driver.plan import (
     rollout_only,
     train_only,
 )
-from buffer_rl.driver.process import check_lineage, folder_lock, save_lock, termination_as_exception
-from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, provenance_of, ships_code
-from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.engine.process import with_engine_key
 from buffer_rl.observe.observer import RunObserver

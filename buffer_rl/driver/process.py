@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from buffer_rl.checkpoint import make_folder, newest_step, remove_unfinished
-from buffer_rl.driver.plan import rollout_only
+from buffer_rl.driver.schedule import rollout_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.redaction import mask_url
 from buffer_rl.remote import is_remote, local_path

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.driver.checks import STREAM
-from buffer_rl.driver.plan import Schedule, needs_old_log_probs, train_only
+from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, train_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of

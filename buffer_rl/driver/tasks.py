@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from buffer_rl.driver.plan import RolePlan
+from buffer_rl.driver.schedule import RolePlan
 from buffer_rl.errors import BufferRLError, WorkerDiedError
 
 if TYPE_CHECKING:

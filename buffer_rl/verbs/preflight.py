@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from buffer_rl.checkpoint import make_folder, read_manifest
 from buffer_rl.config import flag_of
 from buffer_rl.data.source import EvalSource
-from buffer_rl.driver.plan import rollout_only, train_only
 from buffer_rl.driver.process import check_lineage
+from buffer_rl.driver.schedule import rollout_only, train_only
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
 from buffer_rl.model_config import length_problem, max_positions
 from buffer_rl.redaction import mask_url

@@ -7,7 +7,7 @@ import pytest
 
 from buffer_rl.config import compose
 from buffer_rl.driver.checks import check_options
-from buffer_rl.driver.plan import EarlyStop, parse_early_stop
+from buffer_rl.driver.schedule import EarlyStop, parse_early_stop
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 

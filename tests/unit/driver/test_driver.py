@@ -16,7 +16,7 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver
-from buffer_rl.driver.plan import Mode, RolePlan, RunPlan, Schedule, parse_early_stop
+from buffer_rl.driver.schedule import Mode, RolePlan, RunPlan, Schedule, parse_early_stop
 from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError, TrainError, WorkerDiedError, WorkerError
 from buffer_rl.observe.timeline import WorkReport, WorkSpan, clock_origin
 from buffer_rl.options import CORE_SECTIONS

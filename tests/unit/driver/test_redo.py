@@ -15,7 +15,7 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.driver.driver import Driver
-from buffer_rl.driver.plan import RunPlan, Schedule
+from buffer_rl.driver.schedule import RunPlan, Schedule
 from buffer_rl.errors import BufferRLError, PayloadLostError, RolloutError, TrainError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRollouts, FakeTrain

@@ -9,8 +9,8 @@ import pytest
 
 from buffer_rl.config import compose
 from buffer_rl.driver.checks import check_role_options
-from buffer_rl.driver.plan import needs_old_log_probs, role_plan
 from buffer_rl.driver.role_checks import check_roles
+from buffer_rl.driver.schedule import needs_old_log_probs, role_plan
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry

@@ -1,4 +1,4 @@
-"""The plan of a run, as data: its schedule, its roles, its end."""
+"""What a run does, as data: its schedule, its roles, its end."""
 
 from __future__ import annotations
 
