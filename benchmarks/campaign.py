@@ -33,8 +33,9 @@ CAMPAIGNS: Mapping[str, tuple[str, ...]] = {
 _HEAD = """\
 # Campaigns
 
-What runs too long for every change: `make campaign` runs it and writes this page.
-Of {day}, Python {python}, {cores} cores.
+What runs too long for every change: `make campaign` runs it and writes this page. Status 0 is a pass: no group lost or
+trained twice, bit-equal weights, every fault that was put in found. Of faults the last line has what was killed, how
+often, violations, and seconds. Of {day}, Python {python}, {cores} cores.
 
 | campaign | command | status | minutes | last line |
 |---|---|---|---|---|
