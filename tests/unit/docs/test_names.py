@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,13 @@ def files(text: str) -> set[str]:
     return set(re.findall(r"`([\w./-]+\.(?:py|md|toml|txt|yaml|svg))`", text))
 
 
+def python_names(text: str) -> set[str]:
+    """Modules, and what is in them, of the three packages; names of entry-point groups look the same."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    found = set(re.findall(r"\b((?:buffer_rl|rm_hub|filter_hub)(?:\.\w+)+(?::\w+)?)(?![\w*/])", text))
+    return {name for name in found - set(groups) if not name.endswith((".py", ".toml"))}
+
+
 def options(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w*-])", text))
 
@@ -55,6 +64,16 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     folders = (ROOT, ROOT / "buffer_rl", page.parent)
     missing = {name for name in files(page.read_text()) if not any((folder / name).exists() for folder in folders)}
     assert missing - OF_THE_READER == set()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "coming_from_slime.md"],  # it names slime's modules too
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
+def test_every_module_and_function_that_a_page_names_exists(page: Path) -> None:
+    for name in python_names(page.read_text()):
+        assert pkgutil.resolve_name(name) is not None
 
 
 @pytest.mark.parametrize(
