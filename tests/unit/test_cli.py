@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,9 @@ def test_an_interrupt_is_status_130(tmp_path: Path) -> None:
     pipe = tmp_path / "data.jsonl"
     os.mkfifo(pipe)
     command = [sys.executable, "-m", "buffer_rl.cli", "data", "validate", str(pipe)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # Jobs in the background of a script, and their children, ignore the signal unless they ask for it.
+    asks = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=asks)
     with pipe.open("wb"):  # opens once the program has opened its end, and gives it nothing to read
         process.send_signal(signal.SIGINT)
     # The pipe is closed: a signal that comes just before the program reads would else be seen after the read alone.
