@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, overload
 
@@ -55,13 +55,13 @@ class FilePart:
     first: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RowFacts:
     """What rows say all together. rewards: the first row of each reward that metadata choose (``rm_type``); at most
-    some thousand of them. media: the multimodal fields that a row has. has_label: whether a row has one."""
+    a thousand of them. media: the multimodal fields that a row has. has_label: whether a row has one."""
 
-    rewards: Mapping[str, int] = field(default_factory=dict)
-    media: frozenset[str] = frozenset()
+    rewards: dict[str, int] = field(default_factory=dict)
+    media: set[str] = field(default_factory=set)
     has_label: bool = False
 
 
@@ -80,7 +80,7 @@ class PromptDataset(Sequence[PromptRow]):
     path: str = ""
     unit: Unit = "line"
     parts: tuple[FilePart, ...] = ()
-    facts: RowFacts = RowFacts()
+    facts: RowFacts = field(default_factory=RowFacts)
 
     def where(self, row: PromptRow) -> str:
         """The file and the row's line or number, for errors."""

@@ -2,19 +2,23 @@
 
 A path may have a slice of rows. A file whose name ends in ``.gz``, ``.bz2`` or ``.xz`` (or in the suffix of another
 compression that fsspec knows) is decompressed. fsspec and its backends are imported when such a path is read, never
-before.
+before. A large local file is read on access (``LocalFile``); every other one as a whole.
 """
 
 from __future__ import annotations
 
 import bz2
+import contextlib
 import glob
 import gzip
+import hashlib
 import io
 import lzma
+import os
 import re
+import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -26,8 +30,9 @@ from buffer_rl.remote import file_system, is_remote, unreadable
 
 _SLICE = re.compile(r"\[\s*([+-]?\d+)?\s*:\s*([+-]?\d+)?\s*\]")
 
-
-__all__ = ["exists", "is_folder", "is_remote", "join", "list_folder", "matches", "read_bytes", "uncompressed_name"]
+MIN_BYTES = 32 << 20
+"""Of a file that is read on access."""
+_READ_BYTES = 1 << 18
 _DECOMPRESSORS: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType(
     {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
 )
@@ -71,6 +76,83 @@ class DataPath:
         return f"{self.path}@[{':'.join(ends)}]" if self.sliced else self.path
 
 
+class LocalFile:
+    """The bytes of a local file; slices are read on access. Another file under its name changes nothing here.
+
+    Not mapped into memory: a file that shrinks while it is read must end in an error, not in SIGBUS."""
+
+    def __init__(self, path: str, state: tuple[int, ...] = (), sha256: str = "") -> None:
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise _cannot_read(path, error) from error
+        weakref.finalize(self, os.close, self._descriptor)
+        self.path = path
+        self._state = state or self._now()
+        self._sha256 = sha256
+
+    def __len__(self) -> int:
+        return self._state[2]
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(len(self))
+        try:
+            return os.pread(self._descriptor, stop - start, start)  # the file has no position that readers share
+        except OSError as error:
+            raise _cannot_read(self.path, error) from error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return LocalFile, (self.path, self._state, self._sha256)
+
+    def seal(self, sha256: str) -> None:
+        """Take ``sha256`` for the content's. Raises DataError if the file was changed since it was opened."""
+        if self._now() != self._state:
+            hint = "start again when it is complete"
+            raise DataError("the file was changed while it was read", where=self.path, hint=hint)
+        self._sha256 = sha256
+
+    def check(self) -> None:
+        """Raises DataError once the content was changed in place. A file that was only touched is hashed again, once
+        for each time, which takes 2 seconds of 1 GB."""
+        now = self._now()
+        if now == self._state:
+            return
+        if now[:3] != self._state[:3] or digest_of(self).hexdigest() != self._sha256 or self._now() != now:
+            raise DataError("the file was changed since it was checked", where=self.path, hint="start again")
+        self._state = now
+
+    def _now(self) -> tuple[int, ...]:
+        """The ctime is left out: renaming the file and changing its mode touch it too."""
+        status = os.fstat(self._descriptor)
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+Content = bytes | LocalFile
+
+
+def open_content(path: str) -> Content:
+    """A large local file, not compressed, to be read on access; the bytes of every other one, as ``read_bytes``."""
+    if not is_remote(path) and uncompressed_name(path) == path:
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_size >= MIN_BYTES:
+                return LocalFile(path)
+    return read_bytes(path)
+
+
+def read_in_blocks(content: Content) -> Iterator[bytes]:
+    """All bytes in their order."""
+    return (content[position : position + _READ_BYTES] for position in range(0, len(content), _READ_BYTES))
+
+
+def digest_of(*contents: Content) -> hashlib._Hash:
+    """The SHA-256 of the contents, one behind the other."""
+    digest = hashlib.sha256()
+    for content in contents:
+        for block in read_in_blocks(content):
+            digest.update(block)
+    return digest
+
+
 def read_bytes(path: str) -> bytes:
     """The whole file, decompressed. Raises DataError naming the path if it cannot be read, or if a package is missing
     for it."""
@@ -87,22 +169,14 @@ def is_folder(path: str) -> bool:
     """Whether there is a folder at ``path``. Raises DataError as ``read_bytes`` does."""
     if not is_remote(path):
         return Path(path).is_dir()
-    system, inner = file_system(path)
-    try:
-        return bool(system.isdir(inner))
-    except Exception as error:  # fault boundary: every backend raises errors of its own
-        raise unreadable(path, error) from error
+    return bool(_ask_remote(path, lambda system, inner: system.isdir(inner)))
 
 
 def exists(path: str) -> bool:
     """Whether there is a file or folder at ``path``. Raises DataError as ``read_bytes`` does."""
     if not is_remote(path):
         return Path(path).exists()
-    system, inner = file_system(path)
-    try:
-        return bool(system.exists(inner))
-    except Exception as error:  # fault boundary: every backend raises errors of its own
-        raise unreadable(path, error) from error
+    return bool(_ask_remote(path, lambda system, inner: system.exists(inner)))
 
 
 def join(folder: str, name: str) -> str:
@@ -117,11 +191,7 @@ def list_folder(path: str) -> list[str]:
             return sorted(child.name for child in Path(path).iterdir() if child.is_file())
         except OSError as error:
             raise DataError(f"cannot read the folder: {error.strerror}", where=path) from error
-    system, inner = file_system(path)
-    try:
-        entries = system.ls(inner, detail=True)
-    except Exception as error:  # fault boundary: every backend raises errors of its own
-        raise unreadable(path, error) from error
+    entries = _ask_remote(path, lambda system, inner: system.ls(inner, detail=True))
     return sorted(PurePosixPath(str(entry["name"])).name for entry in entries if entry["type"] == "file")
 
 
@@ -129,12 +199,17 @@ def matches(pattern: str) -> list[str]:
     """The paths of the files that a pattern (``*``, ``?``, ``[…]``, ``**``) matches, sorted. Raises DataError."""
     if not is_remote(pattern):
         return sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
-    system, inner = file_system(pattern)
-    try:
-        found = system.glob(inner, detail=True)
-    except Exception as error:  # fault boundary: every backend raises errors of its own
-        raise unreadable(pattern, error) from error
+    system, _ = file_system(pattern)
+    found = _ask_remote(pattern, lambda system, inner: system.glob(inner, detail=True))
     return sorted(system.unstrip_protocol(name) for name, entry in found.items() if entry["type"] == "file")
+
+
+def _ask_remote(path: str, question: Callable[[Any, str], Any]) -> Any:
+    system, inner = file_system(path)
+    try:
+        return question(system, inner)
+    except Exception as error:  # fault boundary: every backend raises errors of its own
+        raise unreadable(path, error) from error
 
 
 def _read_local(path: str) -> bytes:
@@ -143,7 +218,11 @@ def _read_local(path: str) -> bytes:
     except FileNotFoundError:
         raise DataError("there is no such file", where=path, hint=f"the current folder is {Path.cwd()}") from None
     except OSError as error:
-        raise DataError(f"cannot read the file: {error.strerror}", where=path) from error
+        raise _cannot_read(path, error) from error
+
+
+def _cannot_read(path: str, error: OSError) -> DataError:
+    return DataError(f"cannot read the file: {error.strerror}", where=path)
 
 
 def _read_remote(path: str) -> bytes:

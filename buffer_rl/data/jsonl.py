@@ -1,34 +1,34 @@
 """JSONL files: one JSON object a line, blank lines skipped but counted.
 
-Small files are a table in memory (``JsonlTable``). Of a large one, ranges of bytes are validated (``scan_range``): a
-range has the lines that begin in it; so ranges that cover the file have each line once. Line numbers count from the
-range's first line, and become those of the file when all ranges before are known.
+Of each row the position of its first byte is held, no more; rows are parsed on access (``parse_line``).
+``plain_objects`` parses a block of rows several times as quickly and says nothing of the rows that it cannot: whatever
+is not surely fine goes to ``parse_line``, which alone knows what is refused, and why.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, overload
 
-import jsonlines
+import numpy as np
+import orjson
 
-from buffer_rl.data.dataset import RowError, RowKeys, Unit, build_row
+from buffer_rl.data.dataset import PromptRow, RowError, RowKeys, Unit, build_row, row_label
+from buffer_rl.data.files import Content, LocalFile, read_in_blocks
+from buffer_rl.errors import DataError
 
-_TOO_DEEP = "nested too deeply"
+_TOO_DEEP = "invalid JSON: nested too deeply"
 MAX_LINE_BYTES = 16 << 20
 """A longer line is a file of another format, or one without line ends."""
 MAX_DEPTH = 128
 """Levels of a value. What is written of samples later is limited too, to some 250."""
-MAX_PROBLEMS = 20
-MAX_REWARD_NAMES = 1000
 BOM = b"\xef\xbb\xbf"
-_BLOCK_LINES = 256
-_BLOCK_BYTES = 1 << 20
+_SKIPPED = ("\ufeff", "\x1e")
+"""At most one of them may begin a line: a byte order mark, or the separator of RFC 7464."""
+_BLOCK_BYTES = 1 << 16
+_DUMPED_LEVELS = 254
+"""orjson writes no value of more levels."""
 
 
 class JsonlTable:
@@ -36,76 +36,122 @@ class JsonlTable:
 
     unit: Unit = "line"
 
-    def __init__(self, content: bytes) -> None:
-        self.contents: Sequence[bytes] = [content]
-        self._lines = list(_numbered_lines(content))
+    def __init__(self, content: Content) -> None:
+        self.contents = [content]
+        self._content = content
+        starts, not_objects = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        position, before = 0, b"\n"
+        for block in read_in_blocks(content):
+            values = np.frombuffer(before + block, np.uint8)
+            found = np.flatnonzero(values[:-1] == ord("\n"))
+            not_objects.append(found[values[found + 1] != ord("{")] + position)
+            starts.append(found + position)
+            position, before = position + len(block), block[-1:]
+        self._starts = np.concatenate([*starts, [len(content)]])
+        lines = np.searchsorted(self._starts, np.concatenate(not_objects))
+        blank = np.array([line for line in lines if not self._line(line).strip()], np.int64)
+        self._blank_before = blank - np.arange(len(blank))  # of each blank line, the rows before it
+        if len(blank):
+            self._starts = np.delete(self._starts, blank)  # now of rows
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._starts) - 1
 
     def records(self, first: int, last: int, keys: RowKeys) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
-        lines = self._lines[first:last]
-        for (number, _), record in zip(lines, parse_lines(content for _, content in lines), strict=True):
-            yield number, record
+        for row in range(first, last):
+            line = row + 1 + int(np.searchsorted(self._blank_before, row, side="right"))
+            yield line, parse_line(self._line(row))
 
+    def blocks(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """The rows ``first`` to ``last`` (exclusive) as ranges of a few each, or of one that is long."""
+        while first < last:
+            end = int(np.searchsorted(self._starts, self._starts[first] + _BLOCK_BYTES, side="right")) - 1
+            end = min(max(end, first + 1), last)
+            yield first, end
+            first = end
 
-def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | RowError]:
-    """The object of each line, or why there is none. The lines are not blank and have no line ends."""
-    length = 0
-
-    def counted() -> Iterator[bytes]:
-        nonlocal length
-        for line in lines:
-            length = len(line)
-            yield line if length <= MAX_LINE_BYTES else b""
-
-    reader = jsonlines.Reader(counted(), loads=_loads)
-    while True:
+    def plain_objects(self, first: int, last: int) -> list[dict[str, Any]] | None:
+        """What ``parse_line`` makes of the rows, but for integers of more than 64 bits, which are floats here; None if
+        it might refuse one."""
+        start, end = self._starts[first], self._starts[last]
+        if end - start > MAX_LINE_BYTES:
+            return None
+        block = self._content[start:end]
         try:
-            yield _read_object(reader)
-        except EOFError:
-            return
-        except RowError as error:
-            yield error if length <= MAX_LINE_BYTES else too_long()
+            found = list(map(orjson.loads, filter(bytes.strip, block.split(b"\n"))))
+            deeper: list[Any] = found
+            for _ in range(_DUMPED_LEVELS - MAX_DEPTH - 1):
+                deeper = [deeper]
+            dumped = orjson.dumps(deeper)
+        except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+            return None
+        # A key that comes twice is lost, and its colon with it; one that is written as an escape would be one more.
+        if _num_colons(dumped) != _num_colons(block) or (b"\\" in block and b"\\u003" in block):
+            return None
+        return found if set(map(type, found)) == {dict} else None
+
+    def _line(self, row: int) -> bytes:
+        """The line without its end, and without the blank ones behind it; of one that is too long, a part that is."""
+        start, end = self._starts[row : row + 2].tolist()
+        line = self._content[start : min(end, start + MAX_LINE_BYTES + 8)].partition(b"\n")[0].rstrip(b"\r")
+        return line.removeprefix(BOM) if start == 0 else line
 
 
-def too_long() -> RowError:
-    """Why a line of more than ``MAX_LINE_BYTES`` is refused."""
-    return RowError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+def _num_colons(text: bytes) -> int:
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord(":")))  # three times as quick as bytes.count
 
 
-def _numbered_lines(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """The non-blank lines with their numbers from 1. Only a line feed ends a line (JSON text may hold U+2028)."""
-    for number, line in enumerate(io.BytesIO(content.removeprefix(b"\xef\xbb\xbf")), start=1):
-        if line.strip():
-            yield number, line.rstrip(b"\r\n")
+class RowsOnAccess(Sequence[PromptRow]):
+    """The rows ``first`` to ``last`` (exclusive) of a validated file. Raises DataError for every row once the file was
+    changed in place."""
+
+    def __init__(self, file: LocalFile, table: JsonlTable, first: int, last: int, keys: RowKeys) -> None:
+        self.file = file
+        self._table = table
+        self._rows = range(first, last)
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[PromptRow, ...]: ...
+    def __getitem__(self, index: int | slice) -> PromptRow | tuple[PromptRow, ...]:
+        if isinstance(index, slice):
+            return tuple(self[number] for number in range(*index.indices(len(self))))
+        self.file.check()
+        row = self._rows[index]
+        ((line, record),) = self._table.records(row, row + 1, self._keys)
+        try:
+            if isinstance(record, RowError):
+                raise record
+            return build_row(record, self._keys, row=row - self._rows.start, line=line)
+        except RowError as error:  # the file was changed in the same instant
+            raise DataError(str(error), where=row_label(self.file.path, "line", line)) from error
 
 
-def _read_object(reader: jsonlines.Reader) -> dict[str, Any]:
+def parse_line(line: bytes) -> dict[str, Any] | RowError:
+    """The object of a line that is not blank and has no line end, or why there is none."""
+    if len(line) > MAX_LINE_BYTES:
+        return RowError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
     try:
-        record = reader.read(allow_none=True)
-    except jsonlines.InvalidLineError as error:
-        cause = error.__cause__
-        if isinstance(cause, UnicodeDecodeError):
-            raise RowError(f"invalid UTF-8 at byte {cause.start + 1} of the line") from error
-        raise RowError(f"invalid JSON: {cause}") from error
-    if not isinstance(record, dict):
-        raise RowError("the line is not a JSON object")
-    return record
-
-
-def _loads(line: str | bytes) -> Any:
-    text = line if isinstance(line, str) else line.decode()  # it is text: the reader has decoded it
-    try:
+        text = line.decode()
+        text = text[1:] if text.startswith(_SKIPPED) else text
         value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_mapping)
+    except UnicodeDecodeError as error:
+        return RowError(f"invalid UTF-8 at byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at column {error.colno}") from error
+        return RowError(f"invalid JSON: {error.msg} at column {error.colno}")
+    except ValueError as error:
+        return RowError(f"invalid JSON: {error}")
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
+        return RowError(_TOO_DEEP)
     # Counting is quick, and hardly a row has so many brackets at all.
     if text.count("{") + text.count("[") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
-        raise ValueError(_TOO_DEEP)
-    return value
+        return RowError(_TOO_DEEP)
+    return value if isinstance(value, dict) else RowError("the line is not a JSON object")
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -127,118 +173,3 @@ def _depth(value: Any) -> int:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
-
-
-@dataclass(slots=True, kw_only=True)
-class RangeScan:
-    """What was found in a range.
-
-    num_lines: all lines, blank ones too. offsets: first byte of each row. jumps: pairs (row, line), from which row on
-    ``line - row`` is another; both count from the range's first. id_hashes: 64 bits for each row that has an id, and
-    ``id_rows`` the row; rewards: first row of each reward that rows choose. media: the multimodal fields
-    that a row has.
-    """
-
-    num_lines: int = 0
-    num_problems: int = 0
-    problems: list[tuple[int, str]] = field(default_factory=list)
-    offsets: array[int] = field(default_factory=lambda: array("q"))
-    id_rows: array[int] = field(default_factory=lambda: array("q"))
-    id_hashes: array[int] = field(default_factory=lambda: array("Q"))
-    jumps: list[tuple[int, int]] = field(default_factory=list)
-    rewards: dict[str, int] = field(default_factory=dict)
-    media: set[str] = field(default_factory=set)
-    has_label: bool = False
-
-    def add_problem(self, line: int, reason: str) -> None:
-        """Count a bad line; the first ones are kept."""
-        self.num_problems += 1
-        if len(self.problems) < MAX_PROBLEMS:
-            self.problems.append((line, reason))
-
-    def add_line(self, line: int, offset: int, record: dict[str, object] | RowError, keys: RowKeys) -> None:
-        """Validate the next line that is not blank; ``line`` counts from the range's first, from 0."""
-        number = len(self.offsets)
-        try:
-            if isinstance(record, RowError):
-                raise record
-            row = build_row(record, keys, row=number, line=line + 1)
-        except RowError as error:
-            self.add_problem(line, str(error))
-            return
-        if not self.jumps or line - number != self.jumps[-1][1] - self.jumps[-1][0]:
-            self.jumps.append((number, line))
-        self.offsets.append(offset)
-        if row.id is not None:
-            self.id_rows.append(number)
-            self.id_hashes.append(id_hash(row.id))
-        self.has_label = self.has_label or row.label is not None
-        if row.multimodal:
-            self.media |= set(row.multimodal)
-        name = row.metadata.get("rm_type")
-        if name and len(self.rewards) < MAX_REWARD_NAMES:
-            self.rewards.setdefault(str(name), number)
-
-
-def id_hash(text: str) -> int:
-    """64 bits of an id; ids of equal hashes are compared in full before they are refused."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-
-
-def scan_range(file: BinaryIO, start: int, stop: int, keys: RowKeys) -> RangeScan:
-    """Validate the lines of ``file`` that begin at ``start`` or later, and before ``stop``."""
-    found = RangeScan()
-    block: list[tuple[int, int, bytes]] = []
-    size = 0
-    for number, (offset, line) in enumerate(_lines(file, start, stop)):
-        found.num_lines += 1
-        if line is None:
-            _add_block(found, block, keys)
-            found.add_problem(number, str(too_long()))
-        elif line.strip():
-            block.append((number, offset, line.rstrip(b"\r\n")))
-            size += len(line)
-            if len(block) == _BLOCK_LINES or size >= _BLOCK_BYTES:  # rows with images are few to a block
-                _add_block(found, block, keys)
-                size = 0
-    _add_block(found, block, keys)
-    return found
-
-
-def _add_block(found: RangeScan, block: list[tuple[int, int, bytes]], keys: RowKeys) -> None:
-    records = parse_lines(content for _, _, content in block)
-    for (line, offset, _), record in zip(block, records, strict=True):
-        found.add_line(line, offset, record, keys)
-    block.clear()
-
-
-def _lines(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, bytes | None]]:
-    """Offset and bytes of each line that begins in the range; None for one that is too long."""
-    position = start
-    if start > 0:
-        file.seek(start - 1)
-        position = start - 1 + _skip_line(file)  # the line that byte ``start - 1`` belongs to is another range's
-    else:
-        file.seek(0)
-    while position < stop:
-        line = file.readline(MAX_LINE_BYTES + 2)
-        if not line:
-            return
-        length = len(line)
-        whole = line.endswith(b"\n") or length < MAX_LINE_BYTES + 2
-        if not whole:
-            length += _skip_line(file)
-        if position == 0:
-            line = line.removeprefix(BOM)
-        yield position, line if whole else None
-        position += length
-
-
-def _skip_line(file: BinaryIO) -> int:
-    """Read on to the end of the line; returns how many bytes that was."""
-    length = 0
-    while part := file.readline(_BLOCK_BYTES):
-        length += len(part)
-        if part.endswith(b"\n"):
-            break
-    return length

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from buffer_rl.data import files
-from buffer_rl.data.arrow import SPLITS_FILE, STATE_FILE, read_parquet, read_saved_folder
+from buffer_rl.data.arrow import SPLITS_FILE, STATE_FILE, ArrowTable, read_parquet, read_saved_folder
+from buffer_rl.data.check import MAX_PROBLEMS, Findings
 from buffer_rl.data.dataset import (
     FilePart,
     PromptDataset,
@@ -26,35 +29,16 @@ from buffer_rl.data.dataset import (
     build_row,
     row_label,
 )
-from buffer_rl.data.files import DataPath
-from buffer_rl.data.index import DataIndex, LazyRows
-from buffer_rl.data.jsonl import MAX_PROBLEMS, JsonlTable
-from buffer_rl.data.large_files import BadRowsError, indexed_entry, is_indexed
+from buffer_rl.data.files import Content, DataPath, LocalFile, digest_of
+from buffer_rl.data.jsonl import JsonlTable, RowsOnAccess
 from buffer_rl.errors import DataError
 from buffer_rl.redaction import mask_url
 
 # What counts as data in a folder, besides a suffix of a compression. Other files in it are left alone.
 DATA_SUFFIXES = (".parquet", ".jsonl", ".ndjson")
 _MAGIC = "*?["
-
-
-class Table(Protocol):
-    """The records of one file or folder."""
-
-    @property
-    def unit(self) -> Unit: ...
-
-    @property
-    def contents(self) -> Sequence[bytes]:
-        """The bytes that the records were read from; what the source hash covers."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def records(self, first: int, last: int, keys: RowKeys) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
-        """The records ``first`` to ``last`` (exclusive): the number of each one's line or row, and what it holds or
-        why it cannot be read."""
-        ...
+Table = JsonlTable | ArrowTable
+"""The records of one file or folder. contents: the bytes that they were read from, which the source hash covers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,16 +78,18 @@ def open_parts(path: str) -> list[OpenPart]:
         paths = [path]
     parts: list[OpenPart] = []
     for each in paths:
-        parts.append(OpenPart(path=each, table=_open(each), start=parts[-1].stop if parts else 0))
+        table = _open(each, alone=len(paths) == 1)
+        parts.append(OpenPart(path=each, table=table, start=parts[-1].stop if parts else 0))
     return parts
 
 
-def _open(path: str) -> Table:
+def _open(path: str, *, alone: bool) -> Table:
+    """alone: the only file of its source. Of several, none stays open."""
     if files.is_folder(path):
         return read_saved_folder(path)
     if files.uncompressed_name(path).lower().endswith(".parquet"):
         return read_parquet(path)
-    return JsonlTable(files.read_bytes(path))
+    return JsonlTable(files.open_content(path) if alone else files.read_bytes(path))
 
 
 def _is_pattern(path: str) -> bool:
@@ -121,20 +107,16 @@ def _is_data(name: str) -> bool:
     return not name.startswith((".", "_")) and files.uncompressed_name(name).lower().endswith(DATA_SUFFIXES)
 
 
-def read_dataset(source: str, keys: RowKeys | None = None, index: DataIndex | None = None) -> PromptDataset:
+def read_dataset(source: str, keys: RowKeys | None = None) -> PromptDataset:
     """Read and validate ``PATH`` or ``PATH@[start:stop]``.
 
-    A large local JSONL file without slice is validated by several processes, and only if it is not known to ``index``
-    (the user's, where None); its rows are read on access. Everything else is held in memory.
+    The rows of one large local JSONL file are read on access, all others are held in memory.
 
     Only the rows of the slice are validated. Raises DataError for a file that cannot be read, for the first
     bad rows (at most ``MAX_PROBLEMS``, all in one error) and where there is no row.
     """
     keys = keys or RowKeys()
     data_path = DataPath.parse(source)
-    index = index or DataIndex()
-    if not data_path.sliced and is_indexed(data_path.path, index):
-        return _read_indexed(data_path.path, keys, index)
     parts = open_parts(data_path.path)
     num_rows = parts[-1].stop
     if not num_rows:
@@ -145,68 +127,75 @@ def read_dataset(source: str, keys: RowKeys | None = None, index: DataIndex | No
     if first >= last:
         what = "the file has" if len(parts) == 1 else f"the {len(parts)} files have"
         raise DataError("the slice holds no rows", where=mask_url(str(data_path)), hint=f"{what} {num_rows} rows")
-    rows = _build_rows(parts, first, last, keys)
-    facts = _facts(rows)
-    _check_label_key(mask_url(str(data_path)), keys, facts)
+    with ThreadPoolExecutor(max_workers=1) as pool:  # hashing leaves the interpreter to others
+        digest = pool.submit(digest_of, *_contents(parts))
+        rows, found = _checked_rows(parts, first, last, keys)
+    if isinstance(rows, RowsOnAccess):
+        rows.file.seal(digest.result().hexdigest())
+    _find_repeated_ids(parts, first, last, keys, found)
+    if found.problems:
+        _refuse(found, parts[0].table.unit)
+    _check_label_key(mask_url(str(data_path)), keys, found.facts)
     several = len(parts) > 1
     return PromptDataset(
-        rows=tuple(rows),
-        source_hash=_source_hash(_digest(_contents(parts)), first, last, keys),
+        rows=rows,
+        source_hash=_source_hash(digest.result(), first, last, keys),
         path=data_path.path if several else parts[0].path,
         unit=parts[0].table.unit,
-        parts=tuple(_file_parts(parts, first)) if several else (),
-        facts=facts,
+        parts=tuple(FilePart(path=part.path, unit=part.table.unit, first=part.start - first) for part in parts)
+        if several
+        else (),
+        facts=found.facts,
     )
 
 
-def _read_indexed(path: str, keys: RowKeys, index: DataIndex) -> PromptDataset:
-    try:
-        entry = indexed_entry(path, keys, index, lambda digest, rows: _source_hash(digest, 0, rows, keys))
-    except BadRowsError as error:
-        _refuse([(row_label(path, "line", line), reason) for line, reason in error.problems], "line", error.count)
-    if not len(entry.offsets):
-        raise DataError("the file has no rows", where=path, expected="one JSON object a line")
-    facts = RowFacts(rewards=entry.rewards, media=entry.media, has_label=entry.has_label)
-    _check_label_key(path, keys, facts)
-    return PromptDataset(rows=LazyRows(path, keys, entry), source_hash=entry.source_hash, path=path, facts=facts)
+def _checked_rows(
+    parts: Sequence[OpenPart], first: int, last: int, keys: RowKeys
+) -> tuple[Sequence[PromptRow], Findings]:
+    """The rows, which are good if no problems were found. Repeated ids are not looked for."""
+    found = Findings()
+    table, content = parts[0].table, parts[0].table.contents[0]
+    if not (isinstance(table, JsonlTable) and isinstance(content, LocalFile)):
+        return tuple(row for _, row in _good_rows(parts, first, last, keys, found)), found
+    for begin, end in table.blocks(first, last):
+        records = table.plain_objects(begin, end)
+        if records is None or not found.add_plain_rows(records, begin - first, keys):
+            deque(_good_rows(parts, begin, end, keys, found, begin - first), maxlen=0)
+    return RowsOnAccess(content, table, first, last, keys), found
 
 
-def _facts(rows: Sequence[PromptRow]) -> RowFacts:
-    rewards: dict[str, int] = {}
-    for row in rows:
-        if name := row.metadata.get("rm_type"):
-            rewards.setdefault(str(name), row.row)
-    media = frozenset(name for row in rows for name in row.multimodal or ())
-    return RowFacts(rewards=rewards, media=media, has_label=any(row.label is not None for row in rows))
-
-
-def _file_parts(parts: Sequence[OpenPart], first: int) -> Iterator[FilePart]:
-    for part in parts:
-        yield FilePart(path=part.path, unit=part.table.unit, first=part.start - first)
-
-
-def _build_rows(parts: Sequence[OpenPart], first: int, last: int, keys: RowKeys) -> list[PromptRow]:
-    rows: list[PromptRow] = []
-    place_of_id: dict[str, str] = {}
-    problems: list[tuple[str, str]] = []
-    for position, (part, number, record) in enumerate(_records(parts, first, last, keys)):
+def _good_rows(
+    parts: Sequence[OpenPart], first: int, last: int, keys: RowKeys, found: Findings, position: int = 0
+) -> Iterator[tuple[str, PromptRow]]:
+    """Those of the records ``first`` to ``last`` and the file and line of each. position: of the first one."""
+    for row_number, (part, number, record) in enumerate(_records(parts, first, last, keys), start=position):
         where = row_label(part.path, part.table.unit, number)
         try:
             if isinstance(record, RowError):
                 raise record
-            row = build_row(record, keys, row=position, line=number)
+            row = build_row(record, keys, row=row_number, line=number)
         except RowError as error:
-            problems.append((where, str(error)))
+            found.refuse(row_number, where, str(error))
             continue
-        if row.id is not None:
-            here = where if len(parts) > 1 else f"{part.table.unit} {number}"
+        found.add(row)
+        yield where, row
+
+
+def _find_repeated_ids(parts: Sequence[OpenPart], first: int, last: int, keys: RowKeys, found: Findings) -> None:
+    """Rows whose ids have the hash of another one are read again to see whether it is the same id."""
+    repeated = found.repeated_ids()
+    if not repeated:
+        return
+    twice = Findings()
+    place_of_id: dict[str, str] = {}
+    for where, row in _good_rows(parts, first, last, keys, Findings()):
+        if row.id is not None and hash(row.id) in repeated:
+            here = where if len(parts) > 1 else f"{parts[0].table.unit} {row.line}"
             earlier = place_of_id.setdefault(row.id, here)
             if earlier != here:
-                problems.append((where, f"the id {row.id!r} is already used in {earlier}"))
-        rows.append(row)
-    if problems:
-        _refuse(problems, parts[0].table.unit)
-    return rows
+                twice.refuse(row.row, where, f"the id {row.id!r} is already used in {earlier}")
+    found.problems += twice.problems
+    found.num_problems += twice.num_problems
 
 
 def _records(
@@ -221,13 +210,11 @@ def _records(
             yield part, number, record
 
 
-def _refuse(problems: list[tuple[str, str]], unit: Unit, count: int = 0) -> NoReturn:
-    """count: how many there are in all, where ``problems`` are the first ones."""
-    count = count or len(problems)
-    (first, reason), *others = problems
-    more = [f"{where}: {why}" for where, why in others[: MAX_PROBLEMS - 1]]
-    if count > MAX_PROBLEMS:
-        more.append(f"... and {count - MAX_PROBLEMS} more bad {unit}s")
+def _refuse(found: Findings, unit: Unit) -> NoReturn:
+    (_, first, reason), *others = sorted(found.problems)[:MAX_PROBLEMS]
+    more = [f"{where}: {why}" for _, where, why in others]
+    if found.num_problems > MAX_PROBLEMS:
+        more.append(f"... and {found.num_problems - MAX_PROBLEMS} more bad {unit}s")
     raise DataError("\n".join([reason, *more]), where=first)
 
 
@@ -237,19 +224,13 @@ def _check_label_key(where: str, keys: RowKeys, facts: RowFacts) -> None:
         raise DataError(f"no row has the label field {keys.label!r}", where=where, hint="see --label-key")
 
 
-def _contents(parts: Sequence[OpenPart]) -> list[bytes]:
+def _contents(parts: Sequence[OpenPart]) -> list[Content]:
     """What is hashed. Of several files also where each ends: moving a row to the next file makes another source."""
+    contents = [content for part in parts for content in part.table.contents]
     if len(parts) == 1:
-        return list(parts[0].table.contents)
+        return contents
     sizes = [[len(content) for content in part.table.contents] for part in parts]
-    return [json.dumps(sizes).encode(), *(content for part in parts for content in part.table.contents)]
-
-
-def _digest(contents: Sequence[bytes]) -> hashlib._Hash:
-    digest = hashlib.sha256()
-    for content in contents:
-        digest.update(content)
-    return digest
+    return [json.dumps(sizes).encode(), *contents]
 
 
 def _source_hash(digest: hashlib._Hash, first: int, last: int, keys: RowKeys) -> str:

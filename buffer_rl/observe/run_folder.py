@@ -12,8 +12,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
+
+import jsonlines
 
 from buffer_rl import __version__
 from buffer_rl.config import Options, flag_of
@@ -56,13 +59,14 @@ class JsonlWriter:
             _keep_records(path, keep)
         self._lock = threading.Lock()
         self._file: TextIO = path.open("a", encoding="utf-8")
+        self._writer = jsonlines.Writer(
+            self._file, dumps=partial(json.dumps, ensure_ascii=False, allow_nan=False), flush=True
+        )
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line. Raises ``ValueError`` for NaN or infinity and ``TypeError`` for what JSON cannot hold."""
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False)
         with self._lock:
-            self._file.write(line + "\n")
-            self._file.flush()
+            self._writer.write(record)
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""

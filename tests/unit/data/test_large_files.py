@@ -1,13 +1,10 @@
-"""Large files by way of the index: the same rows, the same errors with the same line numbers, and no second parsing."""
+"""Large files, whose rows are read on access: the same rows, hash and errors as of files that are held in memory."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,222 +12,220 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.data import large_files
-from buffer_rl.data.dataset import PromptDataset, RowKeys
-from buffer_rl.data.index import MAX_ENTRIES, DataIndex, LazyRows, cache_folder
-from buffer_rl.data.jsonl import scan_range
+from buffer_rl.data import files, jsonl, reader
+from buffer_rl.data.check import Findings
+from buffer_rl.data.dataset import PromptDataset, RowError, RowKeys, build_row
+from buffer_rl.data.files import LocalFile
+from buffer_rl.data.jsonl import MAX_DEPTH, JsonlTable, RowsOnAccess, parse_line
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import DataError
 
-KEYS = RowKeys()
+KEYS = RowKeys(multimodal=(("image", "pictures"),))
+
+
+def nested(levels: int) -> bytes:
+    """A row of so many levels."""
+    return b'{"prompt": "n", "metadata": {"x": ' + b"[" * (levels - 2) + b"]" * (levels - 2) + b"}}"
+
+
 GOOD = [
     b'{"prompt": "a"}',
     b'{"prompt": "\xc3\xa9\xe2\x80\xa8", "label": 1}\r',
     b'{"prompt": "c", "metadata": {"rm_type": "x"}}',
 ]
-BLANK = [b"", b"  \t", b"\r"]
-BAD = [b"{", b'{"question": 1}', b"\xff", b'{"prompt": 1}', b"[]", b'{"prompt": "a", "prompt": "b"}']
+# Good ones that are out of the ordinary.
+RARE = [
+    b'  {"prompt": [{"role": "user", "content": "q"}], "label": ["a", 1.5, null, true], "pictures": ["p"]}',
+    b'{"prompt": [{"role": "user", "content": [{"type": "text"}]}], "tools": [{"name": "f"}], "metadata": null}',
+    b'{"prompt": [{"role": "assistant", "content": null, "tool_calls": [1]}], "tools": "[{}]"}',
+    b'{"prompt": "\\ud800", "metadata": {"rm_type": ["y"]}}',
+    b'{"prompt": "b", "label": 123456789012345678901234567890, "metadata": {"rm_type": 18446744073709551616}}',
+    b'{"prompt": "b", "label": 1e400, "metadata": {"rm_type": ""}}',
+    b'{"prompt": "\\u003a \\\\u003a:", "label": null, "tools": [], "metadata": {}}',
+    b'\x1e{"prompt": "after a record separator"}',
+    b'\xef\xbb\xbf{"prompt": "after a byte order mark"}',
+    b'{"prompt":\t"a" , "x" :{"a":1,"b":{"a":1}}}',
+    nested(MAX_DEPTH),
+]
+BLANK = [b"", b"  \t", b"\r", b"\x0b"]
+BAD = [
+    b"{",
+    b'{"question": 1}',
+    b"\xff",
+    b'{"prompt": 1}',
+    b"[]",
+    b"null",
+    b'{"prompt": "a", "prompt": "b"}',
+    b'{"prompt": "a", "x\\u003a": 1, "x:": 2}',
+    b'{"prompt": "\\u003a", "x": 1, "x": 2}',
+    b'{"prompt": "\\u003A", "metadata": {"x": 1, "x": 2}}',
+    b'{"prompt": "a", "label": NaN}',
+    b'{"prompt": "a", "label": {}}',
+    b'{"prompt": "a", "label": [[]]}',
+    b'{"prompt": "a", "label": %s}' % (b"1" * 5000),
+    b'{"prompt": "a", "metadata": []}',
+    b'{"prompt": "a", "metadata": 0}',
+    b'{"prompt": "a", "tools": [1]}',
+    b'{"prompt": "a", "tools": {}}',
+    b'{"prompt": "a", "id": 1.5}',
+    b'{"prompt": "a", "id": true}',
+    b'{"prompt": "a", "id": 18446744073709551616.0}',
+    b'{"prompt": " \xe3\x80\x80"}',
+    b'{"prompt": []}',
+    b'{"prompt": [{"role": "", "content": "a"}]}',
+    b'{"prompt": [{"role": "user"}]}',
+    b'{"prompt": ["a"]}',
+    b"{} {}",
+    nested(MAX_DEPTH + 1),
+    b"[" * 100_000,
+]
 
 
-@pytest.fixture
-def index(tmp_path: Path) -> DataIndex:
-    return DataIndex(folder=tmp_path / "index", min_bytes=1, num_processes=1)
+@pytest.fixture(autouse=True)
+def on_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MIN_BYTES", 1)
 
 
-def by_three(index: DataIndex) -> DataIndex:
-    return replace(index, part_bytes=64, num_processes=3)
+def in_memory(source: str) -> Any:
+    """The outcome of a file that is not large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "MIN_BYTES", 1 << 60)
+        return outcome(source)
 
 
-@pytest.fixture
-def parses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A path for each time that a file is parsed as a whole."""
-    found: list[str] = []
-    scans = large_files._scans
-
-    def counted(path: str, keys: RowKeys, ranges: Any) -> Any:
-        found.append(path)
-        return scans(path, keys, ranges)
-
-    monkeypatch.setattr(large_files, "_scans", counted)
-    return found
-
-
-def in_memory(tmp_path: Path) -> DataIndex:
-    return DataIndex(folder=tmp_path / "none", min_bytes=1 << 60)
-
-
-def write(path: Path, lines: list[bytes], *, settled: bool = True, end: bytes = b"\n") -> str:
+def write(path: Path, lines: list[bytes], *, end: bytes = b"\n") -> str:
     path.write_bytes(b"\n".join(lines) + end)
-    return settle(path) if settled else str(path)
-
-
-def settle(path: Path) -> str:
-    """As if the file had been written long ago: its ctime cannot be set, so the entry's clock is moved (below)."""
-    past = time.time() - 3600
-    os.utime(path, (past, past))
     return str(path)
 
 
-def later(index: DataIndex, path: str, keys: RowKeys = KEYS) -> None:
-    """Have the entry look as if it had been made a minute after the file was changed."""
-    entry = index.load(path, keys)
-    assert entry is not None
-    index.save(path, keys, replace(entry, checked_ns=entry.checked_ns + 60 * 10**9))
-
-
-def outcome(path: str, index: DataIndex) -> Any:
+def outcome(source: str) -> Any:
     try:
-        dataset = read_dataset(path, KEYS, index)
+        dataset = read_dataset(source, KEYS)
     except DataError as error:
         return str(error)
     return list(dataset), dataset.source_hash, dataset.facts, [dataset.where(row) for row in dataset]
 
 
-lines = st.lists(st.sampled_from([*GOOD, *GOOD, *BLANK]), max_size=40)
+lines = st.lists(st.sampled_from([*GOOD, *GOOD, *RARE, *BLANK]), max_size=40)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.sampled_from([*GOOD, *BLANK, *BAD]), max_size=30), st.sampled_from([b"", b"\n"]), st.booleans())
-def test_a_split_at_any_byte_finds_the_same_rows_and_lines(content: list[bytes], end: bytes, bom: bool) -> None:
-    whole = (b"\xef\xbb\xbf" if bom else b"") + b"\n".join(content) + end
-    all_rows = scan_range(io.BytesIO(whole), 0, len(whole), KEYS)
-    for cut in range(1, len(whole)):
-        first, second = (scan_range(io.BytesIO(whole), *ends, KEYS) for ends in ((0, cut), (cut, len(whole))))
-        assert first.num_lines + second.num_lines == all_rows.num_lines
-        assert [*first.offsets, *second.offsets] == list(all_rows.offsets)
-        moved = [(line + first.num_lines, reason) for line, reason in second.problems]
-        assert (first.problems + moved)[:20] == all_rows.problems
-
-
-@settings(max_examples=25, deadline=None)
-@given(lines, st.sampled_from([b"", b"\n"]))
-def test_good_files_read_the_same_with_and_without_the_index(
-    tmp_path_factory: pytest.TempPathFactory, content: list[bytes], end: bytes
+@given(lines, st.lists(st.sampled_from(BAD), max_size=3), st.sampled_from([b"", b"\n"]), st.booleans(), st.data())
+def test_files_read_the_same_on_access_and_in_memory(
+    tmp_path_factory: pytest.TempPathFactory,
+    content: list[bytes],
+    bad: list[bytes],
+    end: bytes,
+    bom: bool,
+    data: st.DataObject,
 ) -> None:
-    folder = tmp_path_factory.mktemp("equal")
-    index = DataIndex(folder=folder / "index", min_bytes=1, num_processes=1)
-    path = write(folder / "d.jsonl", content, end=end)
-    expected = outcome(path, in_memory(folder))
-    assert outcome(path, index) == expected
-    assert outcome(path, index) == expected  # now from the index
+    for line in bad:
+        content.insert(data.draw(st.integers(0, len(content))), line)
+    if bom and content:
+        content[0] = b"\xef\xbb\xbf" + content[0]
+    path = write(tmp_path_factory.mktemp("equal") / "d.jsonl", content, end=end)
+    with pytest.MonkeyPatch.context() as patch:
+        for block_bytes, read_bytes in ((1, 7), (100, 64), (1 << 16, 1 << 18)):
+            patch.setattr(jsonl, "_BLOCK_BYTES", block_bytes)
+            patch.setattr(files, "_READ_BYTES", read_bytes)
+            assert outcome(path) == in_memory(path)
+        assert outcome(f"{path}@[1:-1]") == in_memory(f"{path}@[1:-1]")
 
 
-def test_three_processes_find_what_one_finds_and_the_exact_lines(index: DataIndex, tmp_path: Path) -> None:
-    index = by_three(index)
+@pytest.mark.parametrize("line", [*GOOD, *RARE, *BAD])
+def test_no_line_is_taken_for_plain_that_the_row_rules_refuse(line: bytes) -> None:
+    record = parse_line(line.rstrip(b"\r"))
+    table = JsonlTable(b"\n" + line)  # behind a blank line: byte order marks are not the file's
+    objects = table.plain_objects(0, 1)
+    plain, ruled = Findings(), Findings()
+    try:
+        if isinstance(record, RowError):
+            raise record
+        ruled.add(build_row(record, KEYS, row=0, line=2))
+    except RowError:
+        assert objects is None or not plain.add_plain_rows(objects, 0, KEYS)
+    else:
+        if objects is not None and plain.add_plain_rows(objects, 0, KEYS):
+            assert plain == ruled
+
+
+def test_ordinary_rows_are_plain_and_one_rare_row_sends_its_block_to_the_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ruled: list[int] = []
+    real = reader.build_row
+
+    def counted(record: dict[str, Any], keys: RowKeys, *, row: int, line: int) -> Any:
+        ruled.append(row)
+        return real(record, keys, row=row, line=line)
+
+    monkeypatch.setattr(reader, "build_row", counted)
+    read_dataset(write(tmp_path / "d.jsonl", GOOD * 50), KEYS)
+    assert ruled == []
+    monkeypatch.setattr(jsonl, "_BLOCK_BYTES", 100)
+    read_dataset(write(tmp_path / "d.jsonl", [*GOOD * 50, RARE[2], *GOOD * 50]), KEYS)
+    assert 150 in ruled
+    assert len(ruled) < 5
+
+
+def test_exact_lines_are_named_behind_blank_ones(tmp_path: Path) -> None:
     content = (GOOD + BLANK) * 50
     path = write(tmp_path / "d.jsonl", content)
-    assert outcome(path, index) == outcome(path, in_memory(tmp_path))
+    assert outcome(path) == in_memory(path)
     for number in (150, 299):
         bad = list(content)
         bad[number] = b'{"prompt": 3}'
         path = write(tmp_path / "bad.jsonl", bad)
-        said = outcome(path, index)
-        assert said == outcome(path, in_memory(tmp_path))
+        said = outcome(path)
+        assert said == in_memory(path)
         assert said.startswith(f"{path}:{number + 1}: the prompt 'prompt' is a number")
 
 
-def test_many_bad_lines_are_counted_and_the_first_are_named(index: DataIndex, tmp_path: Path) -> None:
+def test_many_bad_lines_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", [*GOOD * 30, *[b"{}"] * 100, *GOOD * 30])
-    said = outcome(path, index)
-    assert said == outcome(path, in_memory(tmp_path))
+    said = outcome(path)
+    assert said == in_memory(path)
     assert said.startswith(f"{path}:91: ")
     assert said.endswith("... and 80 more bad lines")
 
 
-def test_an_id_that_comes_twice_is_found_across_processes(index: DataIndex, tmp_path: Path) -> None:
+def test_an_id_that_comes_twice_is_found_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "_BLOCK_BYTES", 100)
     rows = [json.dumps({"prompt": "p", "id": number}).encode() for number in range(100)]
     rows[90] = rows[5].replace(b"5", b'"5"')  # the same id as text
     rows.insert(3, b"")
     path = write(tmp_path / "d.jsonl", rows)
-    said = outcome(path, by_three(index))
-    assert said == outcome(path, in_memory(tmp_path)) == f"{path}:92: the id '5' is already used in line 7"
+    said = outcome(path)
+    assert said == in_memory(path) == f"{path}:92: the id '5' is already used in line 7"
+    bad = write(tmp_path / "bad.jsonl", [*rows, *[b"{"] * 30])
+    assert outcome(bad) == in_memory(bad)
+    assert outcome(bad).startswith(f"{bad}:92: the id '5' is already used in line 7\n{bad}:102: invalid JSON")
+    assert outcome(bad).endswith("... and 11 more bad lines")
 
 
-def test_a_known_file_is_not_parsed_again(index: DataIndex, tmp_path: Path, parses: list[str]) -> None:
-    path = write(tmp_path / "d.jsonl", GOOD * 50)
-    first = read_dataset(path, KEYS, index)
-    later(index, path)
-    again = read_dataset(path, KEYS, index)
-    assert parses == [path]
-    assert (list(again), again.source_hash, again.facts) == (list(first), first.source_hash, first.facts)
-    read_dataset(path, replace(KEYS, label=None), index)  # other fields: another validation
-    assert len(parses) == 2
+def test_ids_of_one_hash_are_not_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Findings, "repeated_ids", lambda found: set(found.id_hashes))
+    assert len(read_dataset(write(tmp_path / "d.jsonl", [b'{"prompt": "p", "id": %d}' % n for n in range(9)]))) == 9
 
 
-@pytest.mark.parametrize("keeps_times", [False, True])
-def test_a_changed_file_is_parsed_again_even_with_its_old_size_and_mtime(
-    index: DataIndex, tmp_path: Path, parses: list[str], keeps_times: bool
+@pytest.mark.parametrize("change", ["grows", "shrinks", "vanishes"])
+def test_a_file_that_is_changed_while_it_is_validated_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     path = write(tmp_path / "d.jsonl", GOOD * 50)
-    before = os.stat(path)
-    first = read_dataset(path, KEYS, index)
-    later(index, path)
-    write(Path(path), [GOOD[0].replace(b"a", b"z"), *GOOD[1:], *GOOD * 49])
-    if keeps_times:
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    again = read_dataset(path, KEYS, index)
-    assert len(parses) == 2
-    assert again[0].prompt == "z"
-    assert again.source_hash != first.source_hash
+    real = JsonlTable.blocks
+
+    def changing(table: JsonlTable, first: int, last: int) -> Any:
+        write(Path(path), GOOD * 60) if change == "grows" else os.truncate(path, 10 if change == "shrinks" else 0)
+        return real(table, first, last)
+
+    monkeypatch.setattr(JsonlTable, "blocks", changing)
+    assert outcome(path).startswith(f"{path}: the file was changed while it was read\n")
 
 
-def test_a_touched_file_and_one_just_written_are_hashed_not_parsed(
-    index: DataIndex, tmp_path: Path, parses: list[str]
-) -> None:
-    path = write(tmp_path / "d.jsonl", GOOD * 50, settled=False)
-    first = read_dataset(path, KEYS, index)
-    assert read_dataset(path, KEYS, index).source_hash == first.source_hash  # within the clock's tick: by its content
-    Path(path).touch()
-    assert read_dataset(path, KEYS, index).source_hash == first.source_hash
-    assert parses == [path]
-
-
-def test_a_change_in_the_same_instant_with_the_same_size_is_seen(index: DataIndex, tmp_path: Path) -> None:
-    """The identity is the same although the content is not, as on a file system with a coarse clock."""
-    path = write(tmp_path / "d.jsonl", GOOD * 50, settled=False)
-    first = read_dataset(path, KEYS, index)
-    Path(path).write_bytes(Path(path).read_bytes().replace(b'"a"', b'"z"'))
-    entry = index.load(path, KEYS)
-    assert entry is not None
-    index.save(path, KEYS, replace(entry, identity=large_files.Identity.of(os.stat(path)), checked_ns=time.time_ns()))
-    again = read_dataset(path, KEYS, index)
-    assert again.source_hash != first.source_hash
-    assert again.source_hash == read_dataset(path, KEYS, in_memory(tmp_path)).source_hash
-
-
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "emptied", "garbage"])
-def test_a_damaged_entry_is_of_no_account(index: DataIndex, tmp_path: Path, parses: list[str], damage: str) -> None:
+def test_a_file_that_is_changed_in_place_during_the_run_is_an_error_not_other_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", GOOD * 50)
-    expected = outcome(path, index)
-    (entry,) = index.folder.glob("*.index")
-    content = bytearray(entry.read_bytes())
-    content[len(content) // 2] ^= 1
-    entry.write_bytes({"truncated": content[:-8], "flipped": content, "emptied": b"", "garbage": b"x" * 99}[damage])
-    assert outcome(path, index) == expected
-    assert len(parses) == 2
-
-
-def test_a_folder_that_cannot_be_written_to_keeps_nothing(tmp_path: Path, parses: list[str]) -> None:
-    (tmp_path / "file").write_text("")
-    index = DataIndex(folder=tmp_path / "file" / "index", min_bytes=1)
-    path = write(tmp_path / "d.jsonl", GOOD)
-    assert len(read_dataset(path, KEYS, index)) == len(read_dataset(path, KEYS, index)) == 3
-    assert len(parses) == 2
-
-
-def test_only_the_newest_entries_are_kept(tmp_path: Path) -> None:
-    index = DataIndex(folder=tmp_path / "index", min_bytes=1)
-    path = write(tmp_path / "d.jsonl", GOOD)
-    for number in range(MAX_ENTRIES + 5):
-        read_dataset(path, replace(KEYS, id=f"id{number}"), index)
-    assert len(list(index.folder.iterdir())) == MAX_ENTRIES
-
-
-def test_a_file_that_is_changed_in_place_during_the_run_is_an_error_not_other_rows(
-    index: DataIndex, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "d.jsonl", GOOD * 50)
-    dataset = read_dataset(path, KEYS, index)
+    dataset = read_dataset(path, KEYS)
     with open(path, "ab") as file:
         file.write(b"\n")
     with pytest.raises(DataError, match="changed since it was checked"):
@@ -238,13 +233,13 @@ def test_a_file_that_is_changed_in_place_during_the_run_is_an_error_not_other_ro
 
 
 def test_a_file_that_is_touched_during_the_run_is_hashed_once_and_read_on(
-    index: DataIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hashed: list[str] = []
-    real = LazyRows._content_sha256
-    monkeypatch.setattr(LazyRows, "_content_sha256", lambda rows: hashed.append(real(rows)) or hashed[-1])
     path = write(tmp_path / "d.jsonl", GOOD * 50)
-    dataset = read_dataset(path, KEYS, index)
+    dataset = read_dataset(path, KEYS)
+    hashed: list[str] = []
+    real = files.digest_of
+    monkeypatch.setattr(files, "digest_of", lambda file: hashed.append(path) or real(file))
     rows = list(dataset)
     for touches in (1, 2):
         os.utime(path)
@@ -256,10 +251,10 @@ def test_a_file_that_is_touched_during_the_run_is_hashed_once_and_read_on(
 
 @pytest.mark.parametrize("changed", [0, 1500])
 def test_a_byte_that_changes_in_place_is_an_error_whatever_the_size_and_for_every_later_row(
-    index: DataIndex, tmp_path: Path, changed: int
+    tmp_path: Path, changed: int
 ) -> None:
     path = write(tmp_path / "d.jsonl", GOOD * 50)
-    dataset = read_dataset(path, KEYS, index)
+    dataset = read_dataset(path, KEYS)
     with open(path, "r+b") as file:
         file.seek(changed)
         byte = file.read(1)
@@ -270,18 +265,18 @@ def test_a_byte_that_changes_in_place_is_an_error_whatever_the_size_and_for_ever
             dataset[len(dataset) - 1]
 
 
-def test_a_file_that_is_replaced_during_the_run_changes_nothing(index: DataIndex, tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_during_the_run_changes_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", GOOD * 50)
-    dataset = read_dataset(path, KEYS, index)
+    dataset = read_dataset(path, KEYS)
     rows = list(dataset)
     os.rename(path, tmp_path / "old.jsonl")
     write(tmp_path / "d.jsonl", GOOD[::-1] * 50)
     assert dataset[0].prompt == rows[0].prompt
 
 
-def test_rows_are_a_sequence(index: DataIndex, tmp_path: Path) -> None:
+def test_rows_are_a_sequence(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", GOOD * 3)
-    dataset = read_dataset(path, KEYS, index)
+    dataset = read_dataset(path, KEYS)
     rows = list(dataset)
     assert isinstance(dataset, PromptDataset)
     assert (dataset[-1], dataset[1:3], dataset[::4]) == (rows[8], tuple(rows[1:3]), tuple(rows[::4]))
@@ -291,33 +286,28 @@ def test_rows_are_a_sequence(index: DataIndex, tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_too_long_is_named_and_the_next_ones_are_read(
-    index: DataIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("buffer_rl.data.jsonl.MAX_LINE_BYTES", 100)
     path = write(tmp_path / "d.jsonl", [GOOD[0], b'{"prompt": "%s"}' % (b"x" * 5000), GOOD[0], b"{"])
-    said = outcome(path, index)
-    assert said == outcome(path, in_memory(tmp_path))
+    said = outcome(path)
+    assert said == in_memory(path)
     assert [line.partition(": ")[0] for line in said.splitlines()] == [f"{path}:2", f"{path}:4"]
     exact = b'{"prompt": "%s"}' % (b"x" * (100 - 14))
     assert len(exact) == 100
-    assert len(read_dataset(write(tmp_path / "e.jsonl", [exact, exact], end=b""), KEYS, index)) == 2
+    assert len(read_dataset(write(tmp_path / "e.jsonl", [exact, exact], end=b""), KEYS)) == 2
 
 
-def test_compressed_sliced_small_and_other_files_go_the_ordinary_way(tmp_path: Path) -> None:
-    index = DataIndex(folder=tmp_path / "index", min_bytes=1)
+def test_compressed_small_and_other_files_are_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "d.jsonl", GOOD)
-    assert large_files.is_indexed(path, index)
-    assert not large_files.is_indexed(path, replace(index, min_bytes=10**6))
-    for other in ("d.jsonl.gz", "d.parquet", "nowhere.jsonl", "memory://d.jsonl"):
-        assert not large_files.is_indexed(str(tmp_path / other) if "://" not in other else other, index)
-    assert not large_files.is_indexed(str(tmp_path), index)
-    read_dataset(f"{path}@[0:1]", KEYS, index)
-    assert not index.folder.exists()
-
-
-def test_the_cache_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "buffer_rl"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert cache_folder() == Path("/home/somebody/.cache/buffer_rl")
+    assert isinstance(files.open_content(path), LocalFile)
+    assert isinstance(read_dataset(path, KEYS).rows, RowsOnAccess)
+    assert isinstance(read_dataset(f"{path}@[0:1]", KEYS).rows, RowsOnAccess)
+    write(tmp_path / "e.jsonl", GOOD)
+    assert isinstance(read_dataset(str(tmp_path / "*.jsonl"), KEYS).rows, tuple)
+    with pytest.raises(DataError, match="no such file"):
+        files.open_content(str(tmp_path / "nowhere.jsonl"))
+    with pytest.raises(DataError, match=r"no \.gz file"):
+        files.open_content(str(Path(path).rename(tmp_path / "d.jsonl.gz")))
+    monkeypatch.setattr(files, "MIN_BYTES", 10**6)
+    assert isinstance(read_dataset(write(tmp_path / "d.jsonl", GOOD), KEYS).rows, tuple)
