@@ -25,6 +25,7 @@ import numpy as np
 import ray
 from ray._private.internal_api import node_stats
 
+from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import SampleGroup
