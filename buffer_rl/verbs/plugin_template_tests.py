@@ -146,8 +146,7 @@ def test_my_loss(tmp_path):
 def test_my_data_source(tmp_path):
     args = SimpleNamespace(n_samples_per_prompt=2)
     source = MyDataSource(args)
-    first, second = source.get_samples(2)
-    source.add_samples([first])
+    _, second = source.get_samples(2)
     source.save(str(tmp_path / "state"))
     restored = MyDataSource(args)
     restored.load(str(tmp_path / "state"))

@@ -142,28 +142,21 @@ class MyDataSource:
     def __init__(self, args: Any) -> None:
         self._num_samples: int = args.n_samples_per_prompt
         self._next = 0
-        self._returned: list[GroupUid] = []
 
     def __len__(self) -> int:
         return 10
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
-        """The next num_samples groups, those given back first."""
-        return [self._make(self._returned.pop(0) if self._returned else self._advance()) for _ in range(num_samples)]
-
-    def add_samples(self, groups: list[SampleGroup]) -> None:
-        """Take groups back, as prompts."""
-        self._returned.extend(group.uid for group in groups)
+        """The next num_samples groups."""
+        return [self._make(self._advance()) for _ in range(num_samples)]
 
     def save(self, path: str) -> None:
         """Write the state, so that a resumed run goes on with the same groups."""
-        state = {"next": self._next, "returned": [str(uid) for uid in self._returned]}
-        Path(path).write_text(json.dumps(state), encoding="utf-8")
+        Path(path).write_text(json.dumps({"next": self._next}), encoding="utf-8")
 
     def load(self, path: str) -> None:
         """The inverse of save."""
-        state = json.loads(Path(path).read_text(encoding="utf-8"))
-        self._next, self._returned = state["next"], [GroupUid.parse(uid) for uid in state["returned"]]
+        self._next = json.loads(Path(path).read_text(encoding="utf-8"))["next"]
 
     def _advance(self) -> GroupUid:
         epoch, row = divmod(self._next, len(self))

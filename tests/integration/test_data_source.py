@@ -43,9 +43,6 @@ class Letters:
         self.drawn += 1
         return [Sample(prompt=f"{word}=", label=word) for _ in range(self.args.n_samples_per_prompt)]
 
-    def add_samples(self, samples):
-        raise NotImplementedError
-
     def save(self, path):
         with open(path, "w") as file:
             json.dump(self.drawn, file)

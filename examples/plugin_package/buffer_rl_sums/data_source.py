@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +16,27 @@ ROWS_PER_EPOCH = 10_000
 class SumsSource:
     """Problem ``row`` of an epoch is a function of ``--rollout-seed``, the epoch and the row alone.
 
-    So the whole state is one counter and the groups that were given back.
+    So the whole state is one counter.
     """
 
     def __init__(self, args: Any) -> None:
         self._args = args
         self._next = 0
-        self._returned: deque[GroupUid] = deque()
 
     def __len__(self) -> int:
         return ROWS_PER_EPOCH
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
-        """The next ``num_samples`` groups, those given back first."""
-        return [self._make(self._returned.popleft() if self._returned else self._advance()) for _ in range(num_samples)]
-
-    def add_samples(self, groups: list[SampleGroup]) -> None:
-        """Take groups back, as prompts."""
-        self._returned.extend(group.uid for group in groups)
+        """The next ``num_samples`` groups."""
+        return [self._make(self._advance()) for _ in range(num_samples)]
 
     def save(self, path: str) -> None:
         """Write the state to the file ``path``."""
-        state = {"next": self._next, "returned": [str(uid) for uid in self._returned]}
-        Path(path).write_text(json.dumps(state), encoding="utf-8")
+        Path(path).write_text(json.dumps({"next": self._next}), encoding="utf-8")
 
     def load(self, path: str) -> None:
         """The inverse of ``save``."""
-        state = json.loads(Path(path).read_text(encoding="utf-8"))
-        self._next = state["next"]
-        self._returned = deque(GroupUid.parse(uid) for uid in state["returned"])
+        self._next = json.loads(Path(path).read_text(encoding="utf-8"))["next"]
 
     def _advance(self) -> GroupUid:
         epoch, row = divmod(self._next, ROWS_PER_EPOCH)

@@ -114,14 +114,12 @@ def test_the_source_goes_on_where_it_was_saved(
     source = SumsSource(args)
     (first, second) = source.get_samples(2)
     assert [sample.label for sample in first] == [str(eval(first[0].prompt[:-1]))] * 2
-    source.add_samples([first])
     source.save(str(tmp_path / "state"))
     rest = source.get_samples(3)
     restored = SumsSource(args)
     restored.load(str(tmp_path / "state"))
     assert restored.get_samples(3) == rest
-    assert [group.uid for group in rest] == [first.uid, GroupUid("sums", 2, 0), GroupUid("sums", 3, 0)]
-    assert second.uid == GroupUid("sums", 1, 0)
+    assert [group.uid for group in (first, second, *rest)] == [GroupUid("sums", row, 0) for row in range(5)]
 
 
 @pytest.mark.parametrize(("response", "expected"), [("42", 1.0), (" 40 ", 0.6), ("47", 0.0), ("", 0.0), ("4e1", 0.0)])

@@ -257,7 +257,6 @@ class plug:
         uid = GroupUid("mine", 0, 0)
         samples = [Sample(uid=uid, sample_index=i, prompt="by plug") for i in range(self.n)]
         return [SampleGroup(uid=uid, samples=samples)]
-    def add_samples(self, groups): ...
     def save(self, path): Path(path).write_text("state")
     def load(self, path): ...
 """
