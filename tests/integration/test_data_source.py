@@ -123,7 +123,7 @@ def test_what_a_sources_constructor_raises_ends_the_run_by_its_name(
     message = str(caught.value)
     assert f"data_source '{tmp_path / 'letters.py'}:Broken', while it was constructed" in message
     assert "ValueError: no such table: prompts" in message
-    assert 'letters.py", line 37, in __init__' in message
+    assert 'letters.py", line 34, in __init__' in message
     gone = "ray::DataSourceActor"
     assert holds_within(30, lambda: not [p for p in descendants(os.getpid()) if p.command.startswith(gone)])
 
