@@ -7,13 +7,23 @@ authors.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from buffer_rl.scope import Unit
+from buffer_rl.token_loss import NEW_FORM, Sums
+from buffer_rl.token_loss import LossInputs as LossInputs
+from buffer_rl.token_loss import TokenLoss as TokenLoss
 from buffer_rl.types import Column, FilterDecision, RolloutOutput, Sample, SampleGroup, Ticket, TrainBatch
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LossOutputs":  # of the earlier contract: the module of a loss may still import it
+        raise ImportError(f"there is no LossOutputs any more: {NEW_FORM}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class RolloutBuffer(Protocol):
@@ -202,62 +212,25 @@ class SamplesToTrainData(Protocol):
 
 
 class AdvantageEstimator(Protocol):
-    """Sets ``batch.columns["advantages"]`` and ``["returns"]``: per row ``[response_length]`` float32.
+    """Sets ``batch.columns["advantages"]`` and ``["returns"]``: per row ``[response_length]`` float32. Other columns
+    that it adds, of the same shape, are there for the loss.
 
-    ``buffer_rl.scope.scoped`` says which rows it reads, and which log-probabilities. batch: rows of whole prompts for
-    scope ``group``; any rows, perhaps some of a prompt, for scope ``row``; all rows of the rollout where nothing is
-    declared. One with a scope of ``row`` or ``group`` gets ``ref_log_probs`` and ``old_log_probs`` only if it declares
-    that it needs them.
+    ``buffer_rl.scope.scoped`` says which rows it reads, and which columns. batch: rows of whole prompts for scope
+    ``group``; any rows, perhaps some of a prompt, for scope ``row``; all rows of the rollout where nothing is declared.
+    One with a scope of ``row`` or ``group`` gets ``ref_log_probs`` and ``old_log_probs`` only if it declares that it
+    needs them.
     """
 
     def __call__(self, args: Any, batch: TrainBatch) -> None: ...
 
 
-@dataclass(kw_only=True)
-class LossInputs:
-    """What a policy loss sees: response tokens of one micro-batch, padded to ``[num_rows, max_response]``.
-
-    All tensors are torch float32. ``log_probs`` carries the gradient, and so does ``entropy``; for the built-in losses
-    only under ``--entropy-coef``. ``loss_mask`` is 0 on padding.
-    total_samples, total_tokens: samples and unmasked response tokens of the whole step over all ranks (the
-        denominators). A sample that fanned out into several rows counts once. Where they are not known yet
-        (``--stream-gradients``, ``--deterministic``) a loss of scope ``group`` is called twice, with 1 for one of them
-        and infinity for the other: divide by them, and do not convert them to int.
-    sample_total_tokens: ``[num_rows]``, unmasked response tokens of each row's sample over all its parts, which may be
-        in other micro-batches and on other ranks.
-    """
-
-    log_probs: Any
-    old_log_probs: Any
-    rollout_log_probs: Any
-    ref_log_probs: Any
-    advantages: Any
-    loss_mask: Any
-    entropy: Any
-    total_samples: float
-    total_tokens: float
-    sample_total_tokens: Any
-
-    total_rows = TrainBatch.total_rows  # an error that says what to divide by
-
-
-@dataclass(kw_only=True)
-class LossOutputs:
-    """What a policy loss returns.
-
-    loss: scalar tensor; this micro-batch's **share** of the step's loss (already divided by the totals), so
-        that the shares of all micro-batches and ranks add up to the loss of the whole batch.
-    metrics: scalar tensors, detached; shares in the same sense (they are summed).
-    """
-
-    loss: Any
-    metrics: dict[str, Any] = field(default_factory=dict)
-
-
 class PolicyLoss(Protocol):
-    """Computes the loss of one micro-batch."""
+    """Computes a number for each response token, or each row, of one micro-batch.
 
-    def __call__(self, args: Any, inputs: LossInputs) -> LossOutputs: ...
+    ``buffer_rl.scope.loss_unit`` says what it must see together, and which columns it reads beside the usual ones.
+    """
+
+    def __call__(self, args: Any, inputs: LossInputs) -> TokenLoss: ...
 
 
 @runtime_checkable
@@ -297,38 +270,84 @@ class ModelProvider(Protocol):
     def __call__(self, args: Any) -> Any: ...
 
 
-class Trainer(Protocol):
-    """One rank of a trainer backend. Constructed as ``cls(args, rank, world_size)`` in the rank's process.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """One rank's place among the ranks of a trainer.
 
-    ``--stream-gradients`` needs three methods more. ``accumulate(batch)`` is a forward and backward pass of some
-    groups, whose losses are not divided yet; ``finish_accumulation(total_samples, total_tokens)`` divides by the totals
-    of the step, which are known at its end, and returns the metrics that ``forward_backward`` would have;
-    ``zero_grad()`` drops what was accumulated of a step that is not taken, because its rollout is produced again.
+    dp_rank, dp_size: the replica that the rank belongs to, of so many. All ranks of a replica get the same rows.
+    is_head: the one rank of each replica whose sums, metrics and log-probabilities count (the last pipeline stage,
+        tensor rank 0, context rank 0).
+    in_step: a forward pass has a collective over replicas. All replicas then get their rows together, perhaps none, as
+        often as each other; how many micro-batches each makes of them they agree on themselves.
     """
 
-    def log_probs(self, role: str, batch: TrainBatch) -> list[np.ndarray]:
-        """Log-probabilities of the response tokens under ``role`` ("actor" or "ref"): per row
-        ``[response_length]`` float32, in nats, without gradient."""
+    dp_rank: int
+    dp_size: int
+    is_head: bool = True
+    in_step: bool = False
+
+
+class Objective(Protocol):
+    """The loss of a run, which the framework owns and every trainer backend calls.
+
+    temperature: what logits are divided by before the log-softmax. unit: rows that one call must see together; see
+    ``buffer_rl.scope.Unit``.
+    """
+
+    temperature: float
+    unit: Unit
+
+    def __call__(self, log_probs: Any, entropy: Any, rows: TrainBatch, values: Any = None) -> tuple[Any, Sums]:
+        """The loss of a micro-batch, summed and not divided, to call ``backward`` on, and its sums.
+
+        log_probs, entropy: ``[num_rows, width]`` float32 in nats, of the response tokens of ``rows``, on the left; with
+        any padding on the right, width at least the longest response. values: the same of a critic. A loss of the
+        backend's own (such as one that balances experts) is multiplied by ``sums.divisor`` and added."""
         ...
 
-    def compute_advantages(self, batch: TrainBatch) -> None:
-        """Set ``advantages`` and ``returns`` by the advantage estimator; for ``sft_loss`` there is nothing to do."""
+
+class Trainer(Protocol):
+    """One rank of a trainer backend. Constructed as ``cls(args, rank, world_size, objective)`` in the rank's process,
+    where ``torch.distributed`` joins all ranks if there are several.
+
+    Every rank calls the same methods in the same order. What a rank that is not the head of its replica returns is not
+    used, but for ``log_probs`` on ranks that call the objective: it goes into their rows.
+
+    A backend may have ``values(batch)``, like ``log_probs``, for a critic; ``sleep(tags)`` and ``wake_up(tags)``, which
+    give accelerator memory back while others use it.
+    """
+
+    @property
+    def topology(self) -> Topology:
+        """The rank's place; it never changes."""
         ...
 
-    def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
-        """Accumulate this rank's gradient of the step's loss; metrics are shares that add up over ranks."""
+    def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
+        """Log-probabilities of the response tokens under ``model`` ("actor" or "ref"): per row
+        ``[response_length]`` float32, in nats, without gradient; None on ranks that do not have them."""
         ...
 
-    def optimizer_step(self) -> dict[str, float]:
-        """Reduce over ranks, clip, step, zero the gradients. Metrics: ``grad_norm``, ``lr``.
-
-        Raises NonFiniteError, on every rank or on none and with nothing changed, if a loss or the gradient is not
-        finite: the step is then left out (``--max-non-finite-steps``)."""
+    def accumulate(self, batch: TrainBatch) -> Sums:
+        """Forward and backward of the rows, in micro-batches: adds their gradient, which is not divided by anything, to
+        that of the step. Called any number of times for one step, with zero rows only where ``in_step``."""
         ...
 
-    def export_buckets(self) -> Iterator[dict[str, Any]]:
-        """The actor's weights under Hugging Face names, in buckets of bounded size, on every rank. They may be the
-        weights themselves: they are read before the next ``optimizer_step``."""
+    def optimizer_step(self, scale: float) -> dict[str, float]:
+        """Sum the gradients over replicas, multiply by ``scale``, clip, step, zero them. Metrics: ``grad_norm``,
+        ``lr``, equal on all ranks.
+
+        Raises NonFiniteError, on every rank or on none and with nothing changed, if the gradient is not finite: the
+        step is then left out (``--max-non-finite-steps``)."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop what was accumulated of a step that is not taken."""
+        ...
+
+    def export(self) -> Iterator[dict[str, Any]]:
+        """The weights under Hugging Face names, in buckets of bounded size; every rank iterates to the end, as
+        gathering a bucket may need all, and the head of replica 0 has the tensors. They may be the weights themselves:
+        they are read before the next ``optimizer_step``."""
         ...
 
     def save_hf(self, path: str) -> None:
@@ -341,14 +360,6 @@ class Trainer(Protocol):
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. Raises CheckpointError if something is missing or does not fit."""
-        ...
-
-    def sleep(self) -> None:
-        """Give accelerator memory back while others use it."""
-        ...
-
-    def wake_up(self) -> None:
-        """The inverse of ``sleep``."""
         ...
 
 

@@ -1,7 +1,8 @@
 """Marks on plugin functions: the rows that they need together, and whether rows of data may choose them.
 
-An estimator, a loss or a post-processor: which rows it must see together, and so whether it can work on finished groups
-while a rollout still runs, and on a rank's share of the rows. A reward: whether rows of data may choose it.
+An estimator or a post-processor: which rows it must see together, and so whether it can work on finished groups while a
+rollout still runs. A loss: which rows no micro-batch and no rank may separate. A reward: whether rows of data may
+choose it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any, TypeVar
 
 
 class Scope(StrEnum):
-    """What an estimator, a loss or a post-processor must see together before it can answer: a row by itself, all rows
-    of a prompt, or all rows of a rollout."""
+    """What an estimator or a post-processor must see together before it can answer: a row by itself, all rows of a
+    prompt, or all rows of a rollout."""
 
     ROW = "row"
     GROUP = "group"
@@ -27,22 +28,50 @@ def scoped(scope: Scope | str, *, needs: Iterable[str] = ()) -> Callable[[F], F]
     """Decorator that declares the scope of a plugin's function: ``@scoped("group")``.
 
     An advantage estimator of scope ``group`` reads nothing beyond the rows of one prompt, and one of scope ``row``
-    computes each row from that row alone. A loss of scope ``group`` (or ``row``, which means the same for it) is a sum
-    over rows that it divides by ``inputs.total_samples`` or ``inputs.total_tokens``, whichever
-    ``args.loss_agg_mode`` names. Only these can work on finished groups while a rollout still runs. What declares
-    nothing has scope ``rollout``.
+    computes each row from that row alone. Only these can work on finished groups while a rollout still runs. One of
+    scope ``rollout``, and one that declares nothing, is called once with all rows of a rollout, before ranks and
+    optimizer steps share them.
 
-    needs: of an advantage estimator, the log-probabilities that it reads: ``ref_log_probs``, ``old_log_probs``. It is
-    called when they are there. Whatever the rollout itself gives need not be named.
+    needs: columns that an advantage estimator reads. It is called when they are there. Of ``ref_log_probs`` and
+    ``old_log_probs`` it sees only those that are named.
     """
-    named = frozenset([needs] if isinstance(needs, str) else needs)
+    return _marked(scope=Scope(scope), needs=_names(needs))
 
-    def declare(function: F) -> F:
-        function.scope = Scope(scope)  # type: ignore[attr-defined]
-        function.needs = named  # type: ignore[attr-defined]
+
+class Unit(StrEnum):
+    """What a loss must see together: a token by itself, all tokens of a row, or all rows of a prompt."""
+
+    TOKEN = "token"
+    ROW = "row"
+    GROUP = "group"
+
+
+def loss_unit(unit: Unit | str, *, needs: Iterable[str] = ()) -> Callable[[F], F]:
+    """Decorator that declares what a loss must see together: ``@loss_unit("group")`` for one that compares the rows of
+    a prompt, whose rows then stay in one micro-batch on one rank. A loss that declares nothing has the unit ``row``.
+
+    needs: columns that the loss reads beside the usual ones; a run whose rows lack one ends with its name.
+    """
+    return _marked(unit=Unit(unit), needs=_names(needs))
+
+
+def unit_of(function: object) -> Unit:
+    """The unit that ``loss_unit`` declared, or the attribute ``unit`` of an object; ``row`` where there is none."""
+    unit = getattr(function, "unit", None)
+    return Unit(unit) if isinstance(unit, str) and unit in set(Unit) else Unit.ROW
+
+
+def _names(needs: Iterable[str]) -> frozenset[str]:
+    return frozenset([needs] if isinstance(needs, str) else needs)
+
+
+def _marked(**marks: object) -> Callable[[F], F]:
+    def mark(function: F) -> F:
+        for name, value in marks.items():
+            setattr(function, name, value)
         return function
 
-    return declare
+    return mark
 
 
 def scope_of(function: object) -> Scope:
@@ -57,7 +86,7 @@ def declared_scope(function: object) -> Scope | None:
 
 
 def needs_of(function: object) -> frozenset[str]:
-    """The fields that ``scoped`` declared as needed; none where nothing was declared."""
+    """The columns that ``scoped`` or ``loss_unit`` declared as needed; none where nothing was declared."""
     needs = getattr(function, "needs", None)
     return needs if isinstance(needs, frozenset) else frozenset()
 

@@ -276,6 +276,10 @@ class FilterDecision:
     reason: str = ""
 
 
+SAMPLE_SIZES = ("sample_total_tokens", "sample_parts")
+"""Columns of a sample's size that the Buffer writes (see ``TrainBatch``)."""
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainBatch:
     """The rows of one task that one data-parallel rank trains on.
@@ -287,8 +291,8 @@ class TrainBatch:
         ``reward`` ``[num_rows]`` float32 after post-processing, ``raw_reward`` before it;
         ``rollout_log_probs``, ``ref_log_probs``, ``old_log_probs``, ``advantages``, ``returns``
         lists of ``[response_length]`` float32, where they exist;
-        ``sample_total_tokens`` ``[num_rows]`` float32, unmasked response tokens of the row's sample over all its parts,
-        written by the Buffer.
+        ``sample_total_tokens`` and ``sample_parts`` ``[num_rows]`` float32, unmasked response tokens of the row's
+        sample over all its parts, and how many these are, written by the Buffer.
     total_samples, total_tokens: samples (whatever their parts) and unmasked response tokens of the **whole** task over
         all ranks; the denominators of losses, so that every rank scales its gradient alike.
     """

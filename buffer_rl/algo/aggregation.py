@@ -1,14 +1,22 @@
-"""How token losses become one number, as shares that add up over micro-batches and ranks.
+"""The weights of token losses, and the divisor of a step.
 
-Suffix legend: ``_bt`` is ``[num_rows, max_response]``; torch float32.
+A step's loss is ``sum(w x v) / D`` over all its rows. Every row adds to D by itself, so that micro-batches, ranks and
+groups that stream add up without knowledge of the rest of the step. Suffix legend: ``_bt`` is
+``[num_rows, max_response]``, ``_b`` is ``[num_rows]``; torch float32.
 """
 
 from __future__ import annotations
 
 import torch
 
-from buffer_rl.contracts import LossInputs
 from buffer_rl.errors import ConfigError
+from buffer_rl.token_loss import NEW_FORM
+
+
+def __getattr__(name: str) -> object:
+    if name == "aggregate":  # of the earlier contract: the module of a loss may still import it
+        raise ImportError(f"there is no aggregate any more: {NEW_FORM}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def mask_out(values_bt: torch.Tensor, mask_bt: torch.Tensor) -> torch.Tensor:
@@ -16,8 +24,10 @@ def mask_out(values_bt: torch.Tensor, mask_bt: torch.Tensor) -> torch.Tensor:
     return torch.where(mask_bt != 0, values_bt, 0.0) * mask_bt
 
 
-def aggregate(values_bt: torch.Tensor, inputs: LossInputs, mode: str) -> torch.Tensor:
-    """This micro-batch's share (scalar) of the aggregate of ``values_bt`` over the whole step.
+def token_weights(
+    mode: str, mask_bt: torch.Tensor, sample_tokens_b: torch.Tensor, parts_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights ``[num_rows, max_response]`` of a number for each token, and these rows' share of D (scalar).
 
     ``token-mean``: the mean over all unmasked tokens of the step (DAPO, arXiv 2503.14476, section 3.3).
     ``seq-mean-token-mean``: each sample's mean over its unmasked tokens, then the mean over samples (DeepSeekMath,
@@ -27,19 +37,32 @@ def aggregate(values_bt: torch.Tensor, inputs: LossInputs, mode: str) -> torch.T
     A sample is all its parts: one that fanned out into several rows weighs as much as one that did not, wherever its
     rows are. One that is masked entirely contributes 0 and still counts as a sample.
 
-    Of ``inputs`` it reads ``loss_mask``, ``total_samples``, ``total_tokens`` (infinity gives 0) and
-    ``sample_total_tokens``. Raises ConfigError for another mode.
+    sample_tokens_b: unmasked response tokens of each row's sample over all its parts. parts_b: rows of that sample.
+    Raises ConfigError for another mode.
     """
-    masked_bt = mask_out(values_bt, inputs.loss_mask)
     if mode == "token-mean":
-        return masked_bt.sum() / max(inputs.total_tokens, 1)
+        return mask_bt, mask_bt.sum(dtype=torch.float64)
+    samples = (1 / parts_b.double()).sum()
     if mode == "seq-mean-token-mean":
-        means: torch.Tensor = masked_bt.sum(-1) / inputs.sample_total_tokens.clamp(min=1)
-        return means.sum() / max(inputs.total_samples, 1)
+        return mask_bt / sample_tokens_b.clamp(min=1)[:, None], samples
     if mode == "seq-mean-token-sum":
-        return masked_bt.sum() / max(inputs.total_samples, 1)
+        return mask_bt, samples
     raise ConfigError(
         f"there is no aggregation {mode!r}",
         where="--loss-agg-mode",
         expected="token-mean, seq-mean-token-mean or seq-mean-token-sum",
     )
+
+
+def row_weights(mask_bt: torch.Tensor, parts_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights ``[num_rows]`` of a number for each row, and these rows' share of D: a mean over samples. A row that
+    is masked entirely contributes 0 and still counts."""
+    shares_b = 1 / parts_b.double()
+    return shares_b.float() * (mask_bt != 0).any(-1), shares_b.sum()
+
+
+def per_row(values_bt: torch.Tensor, mask_bt: torch.Tensor, mode: str) -> torch.Tensor:
+    """A number for each token as one for each row ``[num_rows]``: the sum over its unmasked tokens under
+    ``seq-mean-token-sum``, else their mean."""
+    sums_b = mask_out(values_bt, mask_bt).sum(-1)
+    return sums_b if mode == "seq-mean-token-sum" else sums_b / mask_bt.sum(-1).clamp(min=1)

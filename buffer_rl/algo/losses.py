@@ -1,8 +1,6 @@
-"""Losses of one micro-batch, as shares of the loss of the whole step.
+"""Losses as formulas: a number for each response token, which the framework masks, weighs, sums and divides.
 
 Suffix legend: ``_bt`` is ``[num_rows, max_response]``; torch float32; log-probabilities and entropies in nats.
-Everything here is divided by the totals of the whole step (``LossInputs.total_samples``, ``total_tokens``), so that
-the losses, gradients and metrics of all micro-batches and ranks **add up**.
 """
 
 from __future__ import annotations
@@ -11,99 +9,44 @@ from typing import Any, Literal
 
 import torch
 
-from buffer_rl.algo.aggregation import aggregate
-from buffer_rl.contracts import LossInputs, LossOutputs
-from buffer_rl.errors import ConfigError, TrainError
-from buffer_rl.scope import scoped
+from buffer_rl.contracts import LossInputs, TokenLoss
+from buffer_rl.errors import ConfigError
+from buffer_rl.scope import Unit, loss_unit
+from buffer_rl.token_loss import Metric, Reduction
 
 
-@scoped("group")
-def policy_loss(args: Any, inputs: LossInputs) -> LossOutputs:
-    """The clipped surrogate of PPO (arXiv 1707.06347, equation 7), with a KL penalty and an entropy bonus.
+@loss_unit(Unit.TOKEN)
+def policy_loss(args: Any, inputs: LossInputs) -> TokenLoss:
+    """The clipped surrogate of PPO (arXiv 1707.06347, equation 7), with the negative sign.
 
     The ratio of new to old probability is clipped to ``[1 - eps_clip, 1 + eps_clip_high]``; the bounds may differ
-    (DAPO, arXiv 2503.14476, section 3.1). The old log-probabilities are ``old_log_probs``, or the engine's under
-    ``--use-rollout-logprobs``. Where there are none, the batch is trained by the weights that sampled it: the
-    ratio is 1 and only its gradient matters.
+    (DAPO, arXiv 2503.14476, section 3.1).
 
-    Reads ``eps_clip``, ``eps_clip_high``, ``loss_agg_mode``, ``use_rollout_logprobs``, ``use_kl_loss``,
-    ``kl_loss_coef``, ``kl_loss_type``, ``entropy_coef``. Metrics: ``loss``, ``pg_loss``, ``pg_clipfrac``, ``ppo_kl``
-    (k1 estimate of KL(old || new)), ``log_probs``, ``entropy`` and, where used, ``kl_loss`` and
-    ``train_rollout_logprob_abs_diff``; ``loss``, ``pg_loss`` and ``kl_loss`` are aggregated as the options say, the
-    others are means over tokens.
+    Reads ``eps_clip`` and ``eps_clip_high``. Metrics: ``pg_loss``, weighed as the loss is; ``pg_clipfrac`` and
+    ``ppo_kl`` (k1 estimate of KL(old || new)), means over tokens.
 
-    Raises TrainError if log-probabilities or advantages that the options need are missing.
+    Raises TrainError if there are no advantages, or no log-probabilities that the options name as the old ones.
     """
-    mask_bt = inputs.loss_mask
-    advantages_bt = _required(inputs.advantages, "advantages", "an advantage estimator must run before the loss")
-    old_bt = _old_log_probs(args, inputs)
-
-    log_ratio_bt = torch.where(mask_bt != 0, inputs.log_probs - old_bt, 0.0)
+    log_ratio_bt = inputs.log_probs - inputs.old_log_probs
     ratio_bt = log_ratio_bt.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
-    free_bt = -advantages_bt * ratio_bt
-    clipped_bt = -advantages_bt * ratio_bt.clamp(1 - args.eps_clip, 1 + high)
-
-    pg_loss = aggregate(torch.maximum(free_bt, clipped_bt), inputs, args.loss_agg_mode)
-    loss = pg_loss
-    metrics = {
-        "pg_loss": pg_loss,
-        "pg_clipfrac": aggregate((clipped_bt > free_bt).float(), inputs, "token-mean"),
-        "ppo_kl": aggregate(-log_ratio_bt, inputs, "token-mean"),
-        **_token_means(inputs),
-    }
-    if args.use_kl_loss:
-        hint = "the reference model's log-probabilities must be computed before the loss"
-        ref_bt = _required(inputs.ref_log_probs, "ref_log_probs", hint)
-        kl_bt = kl_estimate(inputs.log_probs, ref_bt, args.kl_loss_type)
-        metrics["kl_loss"] = aggregate(kl_bt, inputs, args.loss_agg_mode)
-        loss = loss + args.kl_loss_coef * metrics["kl_loss"]
-    if args.entropy_coef:
-        loss = loss - args.entropy_coef * aggregate(inputs.entropy, inputs, args.loss_agg_mode)
-    if inputs.rollout_log_probs is not None:
-        gap_bt = (
-            inputs.log_probs.detach() if old_bt is inputs.rollout_log_probs else old_bt
-        ) - inputs.rollout_log_probs
-        metrics["train_rollout_logprob_abs_diff"] = aggregate(gap_bt.abs(), inputs, "token-mean")
-    return _outputs(loss, metrics)
+    free_bt = -inputs.advantages * ratio_bt
+    clipped_bt = -inputs.advantages * ratio_bt.clamp(1 - args.eps_clip, 1 + high)
+    values_bt = torch.maximum(free_bt, clipped_bt)
+    return TokenLoss(
+        values_bt,
+        metrics={
+            "pg_loss": Metric(values_bt, Reduction.LOSS),
+            "pg_clipfrac": clipped_bt > free_bt,
+            "ppo_kl": -log_ratio_bt,
+        },
+    )
 
 
-@scoped("group")
-def sft_loss(args: Any, inputs: LossInputs) -> LossOutputs:
-    """Negative log-likelihood of the unmasked response tokens, aggregated by ``loss_agg_mode``.
-
-    Metrics: ``loss``; ``log_probs`` and ``entropy``, means over tokens.
-    """
-    loss = aggregate(-inputs.log_probs, inputs, args.loss_agg_mode)
-    return _outputs(loss, _token_means(inputs))
-
-
-def _token_means(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    return {
-        "log_probs": aggregate(inputs.log_probs, inputs, "token-mean"),
-        "entropy": aggregate(inputs.entropy, inputs, "token-mean"),
-    }
-
-
-def _old_log_probs(args: Any, inputs: LossInputs) -> torch.Tensor:
-    if args.use_rollout_logprobs:
-        hint = "the generate function must keep the engine's log-probabilities"
-        return _required(inputs.rollout_log_probs, "rollout_log_probs", hint)
-    if inputs.old_log_probs is None:
-        on_policy: torch.Tensor = inputs.log_probs.detach()
-        return on_policy
-    old: torch.Tensor = inputs.old_log_probs
-    return old
-
-
-def _required(tensor: torch.Tensor | None, name: str, hint: str) -> torch.Tensor:
-    if tensor is None:
-        raise TrainError(f"the batch has no {name}", where="policy_loss", expected=f"a column {name}", hint=hint)
-    return tensor
-
-
-def _outputs(loss: torch.Tensor, metrics: dict[str, torch.Tensor]) -> LossOutputs:
-    return LossOutputs(loss=loss, metrics={"loss": loss.detach()} | {k: v.detach() for k, v in metrics.items()})
+@loss_unit(Unit.TOKEN)
+def sft_loss(args: Any, inputs: LossInputs) -> TokenLoss:
+    """The negative log-likelihood of each response token."""
+    return TokenLoss(-inputs.log_probs)
 
 
 MAX_LOG_RATIO = 20.0

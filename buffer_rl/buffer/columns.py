@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.errors import BufferStateError
-from buffer_rl.types import Column, GroupUid, RowId, TrainBatch, concat_columns, take_rows
+from buffer_rl.types import SAMPLE_SIZES, Column, GroupUid, RowId, TrainBatch, concat_columns, take_rows
 
 IN_MESSAGE_BYTES = 1 << 18
 """Smaller fields are copied into the message: about as long as shipping one array by itself takes."""
@@ -123,13 +123,15 @@ class RowSizes:
         return cls(tokens=tokens, trained=trained)
 
 
-def sample_total_tokens(row_ids: Sequence[RowId], sizes: RowSizes) -> np.ndarray:
-    """The column ``sample_total_tokens`` of a whole group: ``[num_rows]`` float32, for each row the unmasked response
-    tokens of its sample, summed over the parts that the sample fanned out into."""
-    totals: defaultdict[int, float] = defaultdict(float)
+def sample_sizes(row_ids: Sequence[RowId], sizes: RowSizes) -> dict[str, np.ndarray]:
+    """The columns ``SAMPLE_SIZES`` of a whole group, each ``[num_rows]`` float32: for each row the unmasked response
+    tokens of its sample, summed over the parts that the sample fanned out into, and the number of these parts."""
+    totals: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row, trained in zip(row_ids, sizes.trained, strict=True):
-        totals[row.sample_index] += trained
-    return np.asarray([totals[row.sample_index] for row in row_ids], dtype=np.float32)
+        totals[row.sample_index][0] += trained
+        totals[row.sample_index][1] += 1
+    columns = np.asarray([totals[row.sample_index] for row in row_ids], dtype=np.float32)
+    return {name: np.ascontiguousarray(column) for name, column in zip(SAMPLE_SIZES, columns.T, strict=True)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +273,7 @@ class ColumnStore:
         columns: Mapping[str, Column | Cell],
         sizes: RowSizes | None = None,
     ) -> None:
-        """Store a finished group, with the column ``sample_total_tokens`` (see ``TrainBatch``) where it has a
+        """Store a finished group, with the columns of its samples' sizes (see ``TrainBatch``) where it has a
         ``loss_mask``. sizes: needed where ``tokens`` or ``loss_mask`` are in an object store.
 
         Raises BufferStateError if the group is there already."""
@@ -282,7 +284,7 @@ class ColumnStore:
             sizes = RowSizes.of(inline, len(row_ids))
         cells = {name: column if isinstance(column, Cell) else Cell.of(column) for name, column in columns.items()}
         if "loss_mask" in cells:
-            cells["sample_total_tokens"] = Cell.of(sample_total_tokens(row_ids, sizes))
+            cells |= {name: Cell.of(column) for name, column in sample_sizes(row_ids, sizes).items()}
         place = {row: position for position, row in enumerate(row_ids)}
         self._groups[uid] = _Stored(rows=list(row_ids), cells=cells, sizes=sizes, place=place)
 

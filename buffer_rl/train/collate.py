@@ -1,4 +1,4 @@
-"""Rows of a batch as padded tensors: what the model reads and what the loss reads.
+"""Rows of a batch as padded tensors: what the model reads and what the loss reads; micro-batches.
 
 Suffix legend: ``_bl`` is ``[num_rows, max_length]`` (whole rows), ``_bt`` is ``[num_rows, max_response]`` (responses),
 ``_n`` is ``[num_response_tokens]`` (responses one after another, without padding).
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from buffer_rl.contracts import LossInputs
 from buffer_rl.errors import DataError
-from buffer_rl.types import TrainBatch
+from buffer_rl.scope import Unit
+from buffer_rl.types import SAMPLE_SIZES, GroupUid, TrainBatch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,65 +69,61 @@ def collate(batch: TrainBatch, device: torch.device) -> MicroBatch:
     )
 
 
-def loss_inputs(
-    batch: TrainBatch, micro: MicroBatch, log_probs_bt: torch.Tensor, entropy_bt: torch.Tensor
-) -> LossInputs:
-    """What the loss sees of the rows of ``batch``; columns that the batch does not have are None.
-
-    Raises DataError if a column's rows are not as long as the responses, or a sample has several parts and the batch
-    no column ``sample_total_tokens``.
-    """
-    padded_bt = _padded(batch, micro, "loss_mask")
-    mask_bt = micro.response_bt.float() if padded_bt is None else padded_bt
-    return LossInputs(
-        log_probs=log_probs_bt,
-        old_log_probs=_padded(batch, micro, "old_log_probs"),
-        rollout_log_probs=_padded(batch, micro, "rollout_log_probs"),
-        ref_log_probs=_padded(batch, micro, "ref_log_probs"),
-        advantages=_padded(batch, micro, "advantages"),
-        loss_mask=mask_bt,
-        entropy=entropy_bt,
-        total_samples=batch.total_samples,
-        total_tokens=batch.total_tokens,
-        sample_total_tokens=_sample_total_tokens(batch, mask_bt),
-    )
+def response_mask(batch: TrainBatch, like_bt: torch.Tensor) -> torch.Tensor:
+    """The column ``loss_mask`` in the shape and on the device of ``like_bt``, ``[num_rows, width]`` float32, 0 on
+    padding; without the column 1 for every response token. Raises DataError as ``padded_column`` does."""
+    lengths_b = torch.from_numpy(np.array(batch.columns["response_length"], dtype=np.int64)).to(like_bt.device)
+    mask_bt = (torch.arange(like_bt.shape[1], device=like_bt.device) < lengths_b[:, None]).float()
+    given_bt = padded_column(batch, "loss_mask", mask_bt)
+    return mask_bt if given_bt is None else given_bt
 
 
-def split_rows(values_bt: torch.Tensor, response_lengths: Sequence[int]) -> list[np.ndarray]:
-    """The inverse of padding: per row ``[response_length]`` float32 on the CPU."""
-    array_bt = values_bt.detach().float().cpu().numpy()
-    return [row[:length].copy() for row, length in zip(array_bt, response_lengths, strict=True)]
+def padded_column(batch: TrainBatch, name: str, like_bt: torch.Tensor) -> torch.Tensor | None:
+    """A column as float32 on the device of ``like_bt``: ``[num_rows, width]``, padded with 0 to its width, or
+    ``[num_rows]`` where it has a number a row. None where the batch has no such column.
 
-
-def _sample_total_tokens(batch: TrainBatch, mask_bt: torch.Tensor) -> torch.Tensor:
-    """``[num_rows]`` float32. Without the column, which the Buffer writes, each row is taken for a whole sample."""
-    if "sample_total_tokens" in batch.columns:
-        totals_b = np.array(batch.columns["sample_total_tokens"], dtype=np.float32)
-        return torch.from_numpy(totals_b).to(mask_bt.device)
-    if parts := [row for row in batch.row_ids if row.part]:
-        raise DataError(
-            "a part of a sample cannot be weighed: its other parts may be elsewhere",
-            where=str(parts[0]),
-            expected="a column sample_total_tokens: unmasked response tokens of the row's sample over all its parts",
-        )
-    return mask_bt.sum(-1)
-
-
-def _padded(batch: TrainBatch, micro: MicroBatch, name: str) -> torch.Tensor | None:
-    if name not in batch.columns:
+    Raises DataError if a row is not as long as the response."""
+    rows = batch.columns.get(name)
+    if rows is None:
         return None
-    rows = batch.columns[name]
-    for row_id, row, length in zip(batch.row_ids, rows, micro.response_lengths, strict=True):
+    if isinstance(rows, np.ndarray) and rows.ndim == 1 and rows.dtype != object:
+        return torch.from_numpy(np.array(rows, dtype=np.float32)).to(like_bt.device)
+    lengths_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
+    for row_id, row, length in zip(batch.row_ids, rows, lengths_b.tolist(), strict=True):
         if len(row) != length:
             raise DataError(
                 f"{name} has {len(row)} values for a response of {length} tokens",
                 where=str(row_id),
                 expected="one value for each response token",
             )
-    values_bt = np.zeros(tuple(micro.response_bt.shape), dtype=np.float32)
+    values_bt = np.zeros(tuple(like_bt.shape), dtype=np.float32)
     if len(rows):
-        values_bt[micro.response_bt.cpu().numpy()] = np.concatenate(list(rows))
-    return torch.from_numpy(values_bt).to(micro.response_bt.device)
+        values_bt[np.arange(like_bt.shape[1]) < lengths_b[:, None]] = np.concatenate(list(rows))
+    return torch.from_numpy(values_bt).to(like_bt.device)
+
+
+def sample_sizes(batch: TrainBatch, mask_bt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row's sample, over all its parts, wherever these are: unmasked response tokens ``[num_rows]``, and rows
+    ``[num_rows]``; float32. They are columns that the Buffer writes; without them each row is taken for a whole sample.
+
+    Raises DataError if a sample has several parts and the batch lacks the columns."""
+    tokens_b, parts_b = (padded_column(batch, name, mask_bt) for name in SAMPLE_SIZES)
+    if tokens_b is not None and parts_b is not None:
+        return tokens_b, parts_b
+    if parts := [row for row in batch.row_ids if row.part]:
+        raise DataError(
+            "a part of a sample cannot be weighed: its other parts may be elsewhere",
+            where=str(parts[0]),
+            expected="columns sample_total_tokens and sample_parts: unmasked response tokens of the row's sample over "
+            "all its parts, and their number",
+        )
+    return mask_bt.sum(-1), torch.ones(len(batch), device=mask_bt.device)
+
+
+def split_rows(values_bt: torch.Tensor, response_lengths: Sequence[int]) -> list[np.ndarray]:
+    """The inverse of padding: per row ``[response_length]`` float32 on the CPU."""
+    array_bt = values_bt.detach().float().cpu().numpy()
+    return [row[:length].copy() for row, length in zip(array_bt, response_lengths, strict=True)]
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -153,20 +149,36 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return batches
 
 
-def row_blocks(args: Any, batch: TrainBatch) -> list[list[int]]:
+def row_blocks(args: Any, batch: TrainBatch, unit: Unit = Unit.ROW) -> list[list[int]]:
     """Row indices of each micro-batch of ``batch``.
 
+    unit: of the loss; with ``group`` the rows of a prompt stay together, whatever ``max_tokens_per_gpu`` says.
     Under ``--deterministic`` no micro-batch holds rows of two prompts: a row's values then do not depend on which
     groups were ready together, and a schedule that computes them early gets the same bits as one that waits.
     """
-    if not args.deterministic:
-        return micro_batches(batch.lengths, args.max_tokens_per_gpu)
-    lengths = batch.lengths
-    groups: dict[Any, list[int]] = {}
+    lengths, limit = batch.lengths, args.max_tokens_per_gpu
+    if not args.deterministic and unit is not Unit.GROUP:
+        return micro_batches(lengths, limit)
+    groups: dict[GroupUid, list[int]] = {}
     for index, row in enumerate(batch.row_ids):
         groups.setdefault(row.uid, []).append(index)
+    if unit is Unit.GROUP:
+        return _whole_groups(list(groups.values()), lengths, 0 if args.deterministic else limit)
     return [
         [indices[position] for position in block]
         for indices in groups.values()
-        for block in micro_batches([lengths[index] for index in indices], args.max_tokens_per_gpu)
+        for block in micro_batches([lengths[index] for index in indices], limit)
     ]
+
+
+def _whole_groups(groups: list[list[int]], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """As ``micro_batches``, of whole groups; a group that is larger than the budget gets a micro-batch of its own."""
+    blocks: list[list[int]] = []
+    longest = 0
+    for rows in sorted(groups, key=lambda rows: -max(lengths[row] for row in rows)):
+        if blocks and (len(blocks[-1]) + len(rows)) * longest <= max_tokens:
+            blocks[-1] += rows
+        else:
+            blocks.append(list(rows))
+            longest = max(lengths[row] for row in rows)
+    return blocks

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from buffer_rl.contracts import Objective
 from buffer_rl.errors import TrainError
 from buffer_rl.model_config import length_problem
 from buffer_rl.train.collate import MicroBatch, collate, row_blocks, split_rows
@@ -29,12 +30,11 @@ def response_log_probs(
     temperature: float,
     *,
     with_entropy: bool = True,
-    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(log_probs_bt, entropy_bt)`` in nats, float32, 0 on padding; differentiable in the model's weights.
+    """``(log_probs_bt, entropy_bt)`` in nats, float32, 0 on padding; both differentiable in the model's weights.
 
     temperature: the logits are divided by it, so that the probabilities are those that the engine sampled from.
-    The entropy carries a gradient only if ``entropy_gradient``; it is 0 without ``with_entropy``.
+    The entropy is 0 without ``with_entropy``.
     """
     logits_nv = _response_logits(model, micro).float()
     if temperature != 1.0:
@@ -43,8 +43,7 @@ def response_log_probs(
     log_probs_n = all_log_probs_nv.gather(-1, micro.target_n[:, None]).squeeze(-1)
     entropy_n = torch.zeros_like(log_probs_n)
     if with_entropy:
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy_n = _Entropy.apply(all_log_probs_nv)  # type: ignore[no-untyped-call]
+        entropy_n = _Entropy.apply(all_log_probs_nv)  # type: ignore[no-untyped-call]
     return _pad(log_probs_n, micro), _pad(entropy_n, micro)
 
 
@@ -112,14 +111,15 @@ def _pad(values_n: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 
 
 def batch_log_probs(
-    args: Any, model: PreTrainedModel, batch: TrainBatch, device: torch.device, temperature: float
+    args: Any, model: PreTrainedModel, batch: TrainBatch, device: torch.device, objective: Objective
 ) -> list[np.ndarray]:
-    """Per row ``[response_length]`` float32, in nats. Reads ``max_tokens_per_gpu`` and ``deterministic``."""
+    """Per row ``[response_length]`` float32, in nats, at the temperature and in the micro-batches of the objective.
+    Reads ``max_tokens_per_gpu`` and ``deterministic``."""
     rows: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(batch)
-    for indices in row_blocks(args, batch):
+    for indices in row_blocks(args, batch, objective.unit):
         micro = collate(batch.select(indices), device)
         with torch.no_grad():
-            log_probs_bt, _ = response_log_probs(model, micro, temperature, with_entropy=False)
+            log_probs_bt, _ = response_log_probs(model, micro, objective.temperature, with_entropy=False)
         for index, row in zip(indices, split_rows(log_probs_bt, micro.response_lengths), strict=True):
             rows[index] = row
     return rows

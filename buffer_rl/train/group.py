@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,24 +23,26 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
-from buffer_rl.contracts import Trainer
+from buffer_rl.contracts import Topology, Trainer
 from buffer_rl.errors import BufferRestartedError, BufferStateError, TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import construct
-from buffer_rl.scope import Scope, scope_of
+from buffer_rl.resolution.calls import construct, returned
+from buffer_rl.scope import Unit
+from buffer_rl.token_loss import Sums
 from buffer_rl.train.logprob_gate import LogProbGap, compare_log_probs
+from buffer_rl.train.objective import Objective
 from buffer_rl.train.options import TrainOptions
-from buffer_rl.train.roles import FIELD_OF_MODEL, estimator_of, is_supervised
-from buffer_rl.train.steps import NON_FINITE_FOLDER, NonFiniteGuard, require_old_log_probs, train_steps
-from buffer_rl.train.stream import (
-    GradientTrainer,
-    gradient_stage,
-    log_prob_stage,
-    longest_wait,
-    rows_per_batch,
-    run_stage,
+from buffer_rl.train.roles import FIELD_OF_MODEL
+from buffer_rl.train.steps import (
+    NON_FINITE_FOLDER,
+    NonFiniteGuard,
+    StepReport,
+    require_old_log_probs,
+    take_step,
+    train_steps,
 )
+from buffer_rl.train.stream import gradient_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
 from buffer_rl.types import TrainBatch
 from buffer_rl.weights.shared_bucket import SharedWeights
 from buffer_rl.weights.tensor import LOAD_FORMAT
@@ -62,7 +63,7 @@ class TrainRank:
         self._batches: list[TrainBatch] = []
         self._rendezvous = Rendezvous()
         self._streamed = 0
-        self._splitting = Splitting.GROUPS
+        self._sums = Sums()
         folder = Path(log_path).parent.parent / NON_FINITE_FOLDER
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
         self._shared = SharedWeights(use_cuda_ipc=self._args.engine_device != "cpu")
@@ -71,8 +72,8 @@ class TrainRank:
         """This node's address and a port, which this rank listens on from now, for the ranks to meet at."""
         return self._rendezvous.open(str(cast(Any, ray.util).get_node_ip_address()))
 
-    def setup(self, master: str, port: int) -> None:
-        """Join the other ranks, which meet at ``master:port``, and build the model."""
+    def setup(self, master: str, port: int) -> Topology:
+        """Join the other ranks, which meet at ``master:port``, and build the model. Returns the rank's place."""
         if self._world_size > 1:
             self._rendezvous.join(
                 "nccl" if torch.cuda.is_available() and self._args.train_device != "cpu" else "gloo",
@@ -83,8 +84,9 @@ class TrainRank:
                 timeout=timedelta(seconds=self._args.train_timeout_s),
             )
         registry = PluginRegistry.from_flags(self._args.plugin)
-        self._splitting = splitting(self._args, registry)
-        self._built = build_trainer(self._args, registry, self._rank, self._world_size)
+        self._objective = Objective(self._args, registry)
+        self._built = build_trainer(self._args, registry, self._rank, self._world_size, self._objective)
+        return self._built.topology
 
     @property
     def _trainer(self) -> Trainer:
@@ -93,29 +95,47 @@ class TrainRank:
         return self._built
 
     def fetch(self, rollout_id: int) -> None:
-        """Get this rank's rows: its share of each of the rollout's mini-batches."""
-        self._batches = mini_batches(
-            self._buffer,
-            rollout_id,
-            self._rank,
-            self._world_size,
-            num_steps=self._args.num_steps_per_rollout,
-            splitting=self._splitting,
-        )
+        """Get this rank's rows: its replica's share of each of the rollout's mini-batches.
+
+        Raises BufferStateError if one has too little for all replicas (see ``DataPool.share``)."""
+        place, steps = self._trainer.topology, self._args.num_steps_per_rollout
+        split = splitting(self._args, self._objective.unit)
+        self._batches = [
+            self._buffer.get_data(rollout_id, place.dp_rank, place.dp_size, steps, step, split) for step in range(steps)
+        ]
 
     def log_probs(self, model: str) -> None:
-        """Compute the log-probabilities of the fetched rows under ``model``; they go into the pool, and stay here."""
+        """Compute the log-probabilities of the fetched rows under ``model``; they stay here, and the head of each
+        replica writes them into the pool."""
         field = FIELD_OF_MODEL[model]
         for batch in self._fetched():
-            batch.columns[field] = self._trainer.log_probs(model, batch)
-            self._buffer.put_fields(batch.task, batch.row_ids, {field: batch.columns[field]})
+            rows = self._trainer.log_probs(model, batch)
+            if rows is None:
+                continue
+            batch.columns[field] = rows
+            if self._trainer.topology.is_head:
+                self._buffer.put_fields(batch.task, batch.row_ids, {field: rows})
+
+    def estimate(self, rollout_id: int) -> None:
+        """Have the advantage estimator work on all rows of the rollout at once: rank 0 writes its columns into the
+        pool; ``fetch`` then gives every rank its part."""
+        if self._rank > 0:
+            return
+        batch = self._buffer.get_data(rollout_id)
+        before = set(batch.columns)
+        if "advantages" not in before:  # the user's converter may have set them
+            self._objective.compute_advantages(batch)
+        columns = {name: batch.columns[name] for name in batch.columns.keys() - before}
+        if columns:
+            self._buffer.put_fields(batch.task, batch.row_ids, columns)
 
     def compare_log_probs(self, rollout_id: int) -> LogProbGap:
         """Compare the engine's log-probabilities with this trainer's on the first of this rank's rows, which were
         fetched or streamed. Raises TrainError above ``--max-logprob-diff``."""
-        share = partial(self._buffer.get_data, rollout_id, self._rank, self._world_size)
-        batch = self._batches[0] if self._batches else streamed_rows(share)
+        batch = self._batches[0] if self._batches else streamed_rows(lambda: self._share(rollout_id))
         if batch is None:
+            if self._trainer.topology.in_step:
+                self._trainer.log_probs("actor", no_rows(rollout_id))
             return LogProbGap()
         return compare_log_probs(
             self._args, batch, lambda rows: self._trainer.log_probs("actor", rows), where=f"trainer rank {self._rank}"
@@ -128,52 +148,55 @@ class TrainRank:
 
         models: models whose log-probabilities this trainer computes. gradients: go on to forward and backward, with the
         ``external_fields`` that other roles add; ``finish_stream`` then takes the step."""
+        place = self._trainer.topology
         if gradients:
-            self._streamed = rollout_id
-            stage = gradient_stage(cast(GradientTrainer, self._trainer), models, frozenset(external_fields))
+            self._streamed, self._sums = rollout_id, Sums()
+            fields = frozenset(external_fields)
+            stage = gradient_stage(self._trainer, self._objective, models, fields, self._accumulated)
         else:
-            stage = log_prob_stage("train_log_probs", models, self._trainer.log_probs)
+            # What one rank of a replica got, the others get as well, so it must not leave the step meanwhile.
+            several = self._world_size > place.dp_size
+            log_probs = self._trainer.log_probs
+            stage = log_prob_stage("train_log_probs", models, log_probs, writes=place.is_head, is_final=several)
         return run_stage(
             stage,
             self._buffer,
             rollout_id,
-            rows_per_batch=rows_per_batch(self._args, self._world_size),
-            num_readers=self._world_size,
+            rows_per_batch=rows_per_batch(self._args, place.dp_size),
+            replica=place.dp_rank,
+            num_replicas=place.dp_size,
+            together=place.in_step or self._args.balance_data,
             timeout_s=longest_wait(self._args),
         )
 
-    def finish_stream(self, total_samples: int, total_tokens: int) -> dict[str, float]:
-        """The optimizer step on the gradients that ``stream`` accumulated, over all ranks, with the step's totals."""
-        shares = cast(GradientTrainer, self._trainer).finish_accumulation(total_samples, total_tokens)
-        same = self._guard.step(
-            self._trainer.optimizer_step, lambda: self._buffer.get_data(self._streamed, self._rank, self._world_size)
-        )
-        metrics = {} if same is None else {f"sum/{name}": share for name, share in shares.items()} | same
-        return metrics | self._guard.metrics()
+    def finish_stream(self) -> StepReport:
+        """The optimizer step on the gradients that ``stream`` accumulated, over all ranks."""
+        report = StepReport()
+        take_step(self._trainer, self._sums, self._guard, report, lambda: self._share(self._streamed), 0)
+        return report
 
-    def train(self) -> dict[str, float]:
+    def train(self) -> StepReport:
         """Advantages, forward and backward, and one optimizer step on each mini-batch of the fetched rows."""
         batches = self._fetched()
         require_old_log_probs(self._args, batches)
-        metrics = train_steps(self._trainer, batches, self._guard)
+        report = train_steps(self._trainer, self._objective, batches, self._guard)
         self._batches = []
-        return metrics
+        return report
 
     def discard(self) -> None:
         """Forget what was fetched and accumulated of a step that was not taken: its rollout is produced again."""
-        self._batches = []
-        if self._args.stream_gradients:
-            cast(GradientTrainer, self._trainer).zero_grad()
+        self._batches, self._sums = [], Sums()
+        self._trainer.zero_grad()
 
     def save_hf(self, path: str) -> None:
         """Write the weights as a Hugging Face folder."""
         self._trainer.save_hf(path)
 
     def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
-        """Put the weights into shared memory: for every bucket a handle for each receiver. Ranks but the first, whose
-        weights are the same, share nothing; they take part because gathering a bucket may need them."""
-        buckets = self._trainer.export_buckets()
-        if self._rank > 0:
+        """Put the weights into shared memory: for every bucket a handle for each receiver. Ranks but the head of
+        replica 0 share nothing; they take part because gathering a bucket may need them."""
+        buckets = self._trainer.export()
+        if self._trainer.topology.dp_rank > 0 or not self._trainer.topology.is_head:
             for _ in buckets:
                 pass
             return []
@@ -192,17 +215,45 @@ class TrainRank:
         """The inverse of ``save``."""
         self._trainer.load(path)
 
+    def _share(self, rollout_id: int) -> TrainBatch:
+        place = self._trainer.topology
+        return self._buffer.get_data(rollout_id, place.dp_rank, place.dp_size)
+
+    def _accumulated(self, sums: Sums) -> None:
+        self._sums += sums
+
     def _fetched(self) -> list[TrainBatch]:
         if not self._batches:
             raise TrainError("no rows were fetched", hint="call fetch(rollout_id) first")
         return self._batches
 
 
-def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: int) -> Trainer:
+def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: int, objective: Objective) -> Trainer:
     """One rank of ``--train-backend``. Raises PluginError if it cannot be built; what its methods raise names it."""
     name = args.train_backend
     backend = registry.resolve("trainer", name)
-    return cast(Trainer, construct("trainer", name, backend, args, rank, world_size, error_class=TrainError))
+    built = construct("trainer", name, backend, args, rank, world_size, objective, error_class=TrainError)
+    if not isinstance(place_of_rank := getattr(built, "topology", None), Topology):
+        expected = "topology: a buffer_rl.contracts.Topology"
+        raise returned("trainer", name, place_of_rank, expected, at="topology", error_class=TrainError)
+    return cast(Trainer, built)
+
+
+def check_topologies(places: Sequence[Topology]) -> None:
+    """Raises TrainError unless the ranks form ``dp_size`` replicas with one head each, all in step or none."""
+    sizes, steps = {place.dp_size for place in places}, {place.in_step for place in places}
+    heads = sorted(place.dp_rank for place in places if place.is_head)
+    if len(sizes) != 1 or len(steps) != 1 or heads != list(range(min(sizes))):
+        raise TrainError(
+            f"the heads of the trainer's ranks are of the replicas {heads}, dp_size is {sorted(sizes)}",
+            where="trainer topology",
+            expected="one dp_size and in_step on all ranks, and one head in each replica 0 to dp_size - 1",
+        )
+
+
+def no_rows(rollout_id: int) -> TrainBatch:
+    """A batch for a replica that gets no rows and works in step with others that do."""
+    return TrainBatch(rollout_id=rollout_id, task=f"train_{rollout_id}", row_ids=[], columns={})
 
 
 def streamed_rows(share: Callable[[], TrainBatch]) -> TrainBatch | None:
@@ -218,23 +269,18 @@ def streamed_rows(share: Callable[[], TrainBatch]) -> TrainBatch | None:
 
 
 def combine_metrics(method: str, answers: list[Any]) -> Any:
-    """Ranks' metrics as one: shares add up, the rest is alike on every rank. A rank that a stream left without rows has
-    no shares."""
+    """All ranks' answers as one."""
     if method == "stream":
         return WorkReport.joined(answers)
     if method == "compare_log_probs":
         return LogProbGap.worst(answers)
-    if method not in ("train", "finish_stream"):
-        return answers[0]
-    metrics: dict[str, float] = {}
-    for answer in answers:
-        for name, value in answer.items():
-            kind, _, rest = name.partition("/")
-            if kind == "sum":  # absent where a rank got no rows
-                metrics[f"train/{rest}"] = metrics.get(f"train/{rest}", 0.0) + value
-            else:
-                metrics.setdefault(f"train/{name}", value)
-    return metrics
+    if method in ("train", "finish_stream"):
+        return StepReport.metrics_of(answers)
+    if method == "setup":
+        check_topologies(answers)
+    if method == "share_weights":  # of the one rank that shares them
+        return next((answer for answer in answers if answer), answers[0])
+    return answers[0]
 
 
 def start_train_group(args: TrainOptions, args_text: str, buffer: Any, log_dir: str, num_gpus: float) -> WorkerGroup:
@@ -252,22 +298,13 @@ def start_train_group(args: TrainOptions, args_text: str, buffer: Any, log_dir: 
     return WorkerGroup("train", actors, combine=combine_metrics)
 
 
-def splitting(args: Any, registry: PluginRegistry) -> Splitting:
-    """The unit by which ranks share a mini-batch: whole groups where each rank's estimator must see a prompt's rows
-    together. Under ``--deterministic`` whole groups too, where there are enough: a micro-batch then holds the same rows
-    on any number of ranks. Raises PluginError if the estimator does not resolve."""
-    ranks_estimate = not is_supervised(args) and not args.num_advantage_workers
-    if ranks_estimate and scope_of(registry.resolve("advantage", estimator_of(args)[1])) is not Scope.ROW:
+def splitting(args: Any, unit: Unit) -> Splitting:
+    """What of a mini-batch one replica gets as a whole: groups where the loss must see the rows of a prompt together.
+    Under ``--deterministic`` groups too, where there are enough: a micro-batch then holds the same rows on any number
+    of ranks."""
+    if unit is Unit.GROUP:
         return Splitting.GROUPS
     return Splitting.GROUPS_OR_ROWS if args.deterministic else Splitting.ROWS
-
-
-def mini_batches(
-    rows: BufferClient, rollout_id: int, rank: int, world_size: int, *, num_steps: int, splitting: Splitting
-) -> list[TrainBatch]:
-    """A rank's share of each of a rollout's mini-batches. Raises BufferStateError if one has too little for all ranks
-    (see ``DataPool.share``)."""
-    return [rows.get_data(rollout_id, rank, world_size, num_steps, step, splitting) for step in range(num_steps)]
 
 
 class Rendezvous:

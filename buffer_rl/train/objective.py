@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from buffer_rl.algo.losses import policy_loss, sft_loss
-from buffer_rl.contracts import AdvantageEstimator, LossInputs, LossOutputs, PolicyLoss
-from buffer_rl.errors import ConfigError, PluginError, TrainError
+from buffer_rl.algo.aggregation import mask_out, per_row, row_weights, token_weights
+from buffer_rl.algo.losses import kl_estimate
+from buffer_rl.contracts import AdvantageEstimator, LossInputs, PolicyLoss, TokenLoss
+from buffer_rl.errors import PluginError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, returned, short_repr
-from buffer_rl.scope import Scope, needs_of, scope_of
-from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of
+from buffer_rl.resolution.calls import call, place, returned, short_repr
+from buffer_rl.scope import Scope, needs_of, scope_of, unit_of
+from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Sums, Total
+from buffer_rl.train.collate import padded_column, response_mask, sample_sizes
+from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised
 from buffer_rl.types import TrainBatch
 
 
@@ -24,9 +26,10 @@ class Objective:
     """Resolves ``--custom-loss-function-path`` or ``--loss-type``, and ``--custom-advantage-function-path`` or
     ``--advantage-estimator``. Raises PluginError if one does not resolve.
 
-    supervised: the loss is the built-in supervised one, which has no advantages. scope: of the loss; needs: of the
-    estimator (see ``buffer_rl.scope.scoped``). entropy_gradient: whether the loss gets entropies with a gradient:
-    any but the built-in losses, and these under ``--entropy-coef``.
+    supervised: the loss is the built-in supervised one, which has no advantages, no KL penalty and no entropy bonus.
+    temperature: the divisor of logits: the sampling temperature, so that ratios compare equal distributions. Greedy
+    sampling (0) has no such distribution, and supervised tokens were not sampled: both use 1. unit: of the loss;
+    scope, needs: of the estimator (see ``buffer_rl.scope``).
     """
 
     def __init__(self, args: Any, registry: PluginRegistry) -> None:
@@ -35,22 +38,56 @@ class Objective:
         self._estimator_name = estimator_of(args)[1]
         self._loss = cast(PolicyLoss, registry.resolve("loss", self._loss_name))
         self._estimator = cast(AdvantageEstimator, registry.resolve("advantage", self._estimator_name))
-        self.supervised = self._loss == sft_loss
-        self.entropy_gradient = self._loss not in (policy_loss, sft_loss) or args.entropy_coef > 0
-        self.scope = scope_of(self._loss)
+        self.supervised = is_supervised(args)
+        sampled = not self.supervised and args.rollout_temperature > 0
+        self.temperature = float(args.rollout_temperature) if sampled else 1.0
+        self.unit = unit_of(self._loss)
+        self.scope = scope_of(self._estimator)
         self.needs = needs_of(self._estimator)
-        waits = scope_of(self._estimator) is not Scope.ROLLOUT
-        self._hidden = frozenset(LOG_PROB_FIELDS) - self.needs if waits else frozenset()
+        self._hidden = frozenset(LOG_PROB_FIELDS) - self.needs if self.scope is not Scope.ROLLOUT else frozenset()
+
+    def __call__(
+        self, log_probs: torch.Tensor, entropy: torch.Tensor, rows: TrainBatch, values: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Sums]:
+        """The loss of a micro-batch, summed over ``rows`` and not divided, and its sums (see
+        ``buffer_rl.contracts.Objective``). Raises PluginError if the loss raises or returns something else, TrainError
+        for a column that is needed and not there."""
+        mask_bt = response_mask(rows, log_probs)
+        inputs = self._inputs(log_probs, entropy, rows, values, mask_bt)
+        loss = self._checked_loss(inputs)
+        tokens_b, parts_b = sample_sizes(rows, mask_bt)
+        if loss.weights is not None:
+            weights = (
+                mask_out(loss.weights, mask_bt) if loss.weights.ndim == 2 else loss.weights * (mask_bt != 0).any(-1)
+            )
+            divisor = weights.detach().sum(dtype=torch.float64)
+        elif loss.values.ndim == 2:
+            weights, divisor = token_weights(self._args.loss_agg_mode, mask_bt, tokens_b, parts_b)
+        else:
+            weights, divisor = row_weights(mask_bt, parts_b)
+        total, metrics = loss.values, self._metrics(inputs, loss)
+        for name, coefficient, term_bt in self._terms(inputs):
+            term = term_bt if total.ndim == 2 else per_row(term_bt, mask_bt, self._args.loss_agg_mode)
+            total = total + coefficient * term
+            if name:
+                metrics[name] = Metric(term, Reduction.LOSS)
+        loss_sum = mask_out(total, weights).sum()
+        totals = _totals(metrics, weights, mask_bt, parts_b)
+        return loss_sum, Sums(loss=loss_sum.detach().double(), divisor=divisor, metrics=totals)
 
     def compute_advantages(self, batch: TrainBatch) -> None:
         """Have the estimator set the columns ``advantages`` and ``returns``: a row's response tokens each, float32.
 
         An estimator that may be called before the rollout's end sees only the log-probabilities that it declares as
-        needed: which others are there depends on the schedule.
+        needed: which others are there depends on the schedule. The supervised loss has no advantages: nothing is done.
 
-        Raises PluginError if it raises, returns something, or leaves one of them out or of another shape.
+        Raises PluginError if it raises, returns something, needs a column that is not there, or leaves one of them out
+        or of another shape.
         """
+        if self.supervised:
+            return
         kind, name = "advantage", self._estimator_name
+        self._require(kind, name, self.needs, batch)
         hidden = {column: batch.columns.pop(column) for column in self._hidden & batch.columns.keys()}
         try:
             answer: object = call(kind, name, self._estimator, self._args, batch, at=batch.task)
@@ -68,22 +105,95 @@ class Objective:
                 raise returned(kind, name, answer, expected, at=batch.task, hint=hint)
             batch.columns[column] = self._checked_column(batch, column, expected)
 
-    def loss(self, inputs: LossInputs) -> LossOutputs:
-        """The loss of one micro-batch. Raises PluginError if it raises or returns something else."""
-        kind, name = "loss", self._loss_name
-        outputs: object = call(kind, name, self._loss, self._args, inputs)
-        if not isinstance(outputs, LossOutputs):
-            raise returned(kind, name, outputs, "buffer_rl.contracts.LossOutputs")
-        loss = outputs.loss
-        expected = (
-            "LossOutputs(loss=a scalar tensor with gradient, from inputs.log_probs or inputs.entropy, metrics=...)"
+    def _inputs(
+        self,
+        log_probs: torch.Tensor,
+        entropy: torch.Tensor,
+        rows: TrainBatch,
+        values: torch.Tensor | None,
+        mask_bt: torch.Tensor,
+    ) -> LossInputs:
+        """Masked positions are 0 everywhere: a formula may then be infinite or NaN nowhere that does not count."""
+        self._require("loss", self._loss_name, needs_of(self._loss), rows)
+        on_bt = mask_bt != 0
+
+        def column(name: str) -> torch.Tensor | None:
+            if name == "old_log_probs":
+                return old_log_probs()
+            found = padded_column(rows, name, mask_bt)
+            return torch.where(on_bt, found, 0.0) if found is not None and found.ndim == 2 else found
+
+        def old_log_probs() -> torch.Tensor | None:
+            if self._args.use_rollout_logprobs:
+                return inputs["rollout_log_probs"]  # type: ignore[no-any-return]
+            found = padded_column(rows, "old_log_probs", mask_bt)
+            return inputs.log_probs.detach() if found is None else torch.where(on_bt, found, 0.0)
+
+        inputs = LossInputs(
+            log_probs=torch.where(on_bt, log_probs, 0.0),
+            entropy=torch.where(on_bt, entropy, 0.0),
+            values=None if values is None else torch.where(on_bt, values, 0.0),
+            loss_mask=mask_bt,
+            row_ids=rows.row_ids,
+            column=column,
         )
-        if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
-            raise returned(kind, name, outputs, expected, hint=f"the loss is {short_repr(loss)}")
-        metrics: object = outputs.metrics
-        if not isinstance(metrics, Mapping) or not all(map(_is_scalar, metrics.values())):
-            raise returned(kind, name, outputs, "LossOutputs(loss=..., metrics={name: a scalar})")
-        return outputs
+        return inputs
+
+    def _require(self, kind: str, name: str, needs: frozenset[str], batch: TrainBatch) -> None:
+        if absent := sorted(needs - batch.columns.keys() - {"old_log_probs"}):
+            raise PluginError(
+                f"it needs the column {absent[0]!r}, which the rows do not have",
+                where=place(kind, name, batch.task),
+                expected=f"one of {', '.join(sorted(batch.columns))}",
+                hint="a function of --custom-convert-samples-to-train-data-path may give it",
+            )
+
+    def _terms(self, inputs: LossInputs) -> list[tuple[str, float, torch.Tensor]]:
+        """What the framework adds to any loss but the supervised one: name of the metric, coefficient, and a number for
+        each token."""
+        args, terms = self._args, []
+        if self.supervised:
+            return []
+        if args.use_kl_loss:
+            kl_bt = kl_estimate(inputs.log_probs, inputs.ref_log_probs, args.kl_loss_type)
+            terms.append(("kl_loss", args.kl_loss_coef, kl_bt))
+        if args.entropy_coef:
+            terms.append(("", -args.entropy_coef, inputs.entropy))
+        return terms
+
+    def _metrics(self, inputs: LossInputs, loss: TokenLoss) -> dict[str, Any]:
+        """The loss's own metrics, and those of every loss."""
+        metrics = {"log_probs": inputs.log_probs, "entropy": inputs.entropy, **loss.metrics}
+        if not self.supervised and (rollout := inputs.get("rollout_log_probs")) is not None:
+            ours = inputs.log_probs if self._args.use_rollout_logprobs else inputs.old_log_probs
+            metrics.setdefault("train_rollout_logprob_abs_diff", (ours - rollout).abs())
+        return metrics
+
+    def _checked_loss(self, inputs: LossInputs) -> TokenLoss:
+        kind, name = "loss", self._loss_name
+        answer: object = call(kind, name, self._loss, self._args, inputs)
+        wrong = partial(returned, kind, name, answer)
+        shape = tuple(inputs.log_probs.shape)
+        expected = f"buffer_rl.contracts.TokenLoss with values {list(shape)} or {list(shape[:1])}"
+        if not isinstance(answer, TokenLoss):
+            raise wrong("buffer_rl.contracts.TokenLoss", hint=NEW_FORM)
+        values, weights = answer.values, answer.weights
+        if not isinstance(values, torch.Tensor) or tuple(values.shape) not in (shape, shape[:1]):
+            hint = NEW_FORM if getattr(values, "ndim", 0) == 0 else f"the values are {short_repr(values)}"
+            raise wrong(expected, hint=hint)
+        if not values.requires_grad and inputs.log_probs.requires_grad:
+            hint = "the values have no gradient: compute them from inputs.log_probs, inputs.entropy or inputs.values"
+            raise wrong(expected, hint=hint)
+        if weights is not None and (not isinstance(weights, torch.Tensor) or weights.shape != values.shape):
+            raise wrong(expected, hint=f"the weights are {short_repr(weights)}, not of the shape of the values")
+        if not isinstance(answer.metrics, Mapping):
+            raise wrong("TokenLoss(values, metrics={name: a tensor or Metric})")
+        for metric, given in answer.metrics.items():
+            tensor = given.values if isinstance(given, Metric) else given
+            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) not in (shape, shape[:1]):
+                what = f"the metric {metric!r} is {short_repr(tensor)}, not a number for each token or row"
+                raise wrong(expected, hint=what)
+        return answer
 
     def _checked_column(self, batch: TrainBatch, column: str, expected: str) -> list[np.ndarray]:
         """Float32 rows of the right lengths: a wrong length would be cut or padded without a word."""
@@ -104,78 +214,31 @@ class Objective:
         return rows
 
 
-def _is_scalar(value: object) -> bool:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return value.ndim == 0 or value.shape == (1,)
-    return isinstance(value, int | float | np.number)
+def _totals(
+    metrics: Mapping[str, Any], weights: torch.Tensor, mask_bt: torch.Tensor, parts_b: torch.Tensor
+) -> dict[str, Total]:
+    """The sums of all metrics; means over tokens, which are most of them, in one operation."""
+    given = {name: m if isinstance(m, Metric) else Metric(m) for name, m in metrics.items()}
+    token_means = [name for name, m in given.items() if Reduction(m.reduction) is Reduction.MEAN and m.values.ndim == 2]
+    stacked = torch.stack([given[name].values.detach().float() for name in token_means])
+    sums = mask_out(stacked, mask_bt).sum((1, 2), dtype=torch.float64).unbind()
+    num_tokens = mask_bt.sum(dtype=torch.float64)
+    found = {name: Total(Reduction.MEAN, value, num_tokens) for name, value in zip(token_means, sums, strict=True)}
+    for name in given.keys() - found.keys():
+        found[name] = _total(given[name], weights, mask_bt, parts_b)
+    return {name: found[name] for name in given if name in found}
 
 
-def _is_nonzero(loss: torch.Tensor, inputs: LossInputs) -> bool:
-    """Whether a loss, or its gradient by what the model computed, is a number other than 0. What is not finite does
-    not count: it shows in the gradient that is kept."""
-    found = [loss.detach()]
-    computed = [t for t in (inputs.log_probs, inputs.entropy) if isinstance(t, torch.Tensor) and t.requires_grad]
-    if computed and loss.requires_grad:
-        found += torch.autograd.grad(loss, computed, retain_graph=True, allow_unused=True)
-    return any(bool((torch.isfinite(t) & (t != 0)).any()) for t in found if t is not None)
-
-
-class UnscaledShares:
-    """Gradients of rows whose step is not known yet: summed without its totals, divided by them when it is complete.
-
-    A loss divides by the step's samples or by its unmasked tokens (``buffer_rl.algo.aggregation``), and neither is
-    known while the rollout still runs. So the loss is asked twice for each micro-batch, once as if the step had one
-    sample and endlessly many tokens, and once the other way round: each answer holds what is divided by that total
-    alone. Gradients are accumulated for the total that ``--loss-agg-mode`` divides by; the other answer must then be 0,
-    and so must its gradient: advantages that cancel make a value of 0 with a gradient that would be lost.
-
-    where: the flag that asks for it, for messages.
-    """
-
-    def __init__(self, agg_mode: str, where: str = "--stream-gradients") -> None:
-        self._where = where
-        self._by_tokens = agg_mode == "token-mean"
-        self._sums: dict[str, list[torch.Tensor]] = {}
-
-    def unscaled_loss(self, loss: Callable[[LossInputs], LossOutputs], inputs: LossInputs) -> torch.Tensor:
-        """The loss of a micro-batch to call ``backward`` on, not divided by any total.
-
-        Raises ConfigError if the loss divides by both totals: its gradient cannot be scaled afterwards."""
-        by_samples = loss(replace(inputs, total_samples=1, total_tokens=math.inf))
-        by_tokens = loss(replace(inputs, total_samples=math.inf, total_tokens=1))
-        kept, other = (by_tokens, by_samples) if self._by_tokens else (by_samples, by_tokens)
-        if _is_nonzero(other.loss, inputs):
-            raise ConfigError(
-                f"the loss divides by the {'samples' if self._by_tokens else 'tokens'} of the step as well",
-                where=self._where,
-                expected=f"division by its {'tokens' if self._by_tokens else 'samples'} alone, as --loss-agg-mode says",
-                hint="aggregate every term with buffer_rl.algo.aggregation.aggregate and args.loss_agg_mode, or take "
-                "@scoped('group') from the loss",
-            )
-        self._add(by_samples, by_tokens)
-        return cast(torch.Tensor, kept.loss)
-
-    def divisor(self, total_samples: int, total_tokens: int) -> float:
-        """The total that the accumulated gradients are divided by."""
-        return float(max(total_tokens if self._by_tokens else total_samples, 1))
-
-    def pop_metrics(self, total_samples: int, total_tokens: int) -> dict[str, float]:
-        """The metrics' shares of a step with these totals; the sums start at 0 again."""
-        metrics = {
-            name: float(samples / max(total_samples, 1) + tokens / max(total_tokens, 1))
-            for name, (samples, tokens) in self._sums.items()
-        }
-        self._sums.clear()
-        return metrics
-
-    def clear(self) -> None:
-        """Forget the sums of a step that is not taken."""
-        self._sums.clear()
-
-    def _add(self, by_samples: LossOutputs, by_tokens: LossOutputs) -> None:
-        if set(by_samples.metrics) != set(by_tokens.metrics):
-            raise TrainError("the loss returned other metrics for other totals", where=self._where)
-        for name in by_samples.metrics:
-            pair = [torch.as_tensor(outputs.metrics[name]).detach().double() for outputs in (by_samples, by_tokens)]
-            known = self._sums.get(name)
-            self._sums[name] = pair if known is None else [old + new for old, new in zip(known, pair, strict=True)]
+def _total(metric: Metric, weights: torch.Tensor, mask_bt: torch.Tensor, parts_b: torch.Tensor) -> Total:
+    reduction, values = Reduction(metric.reduction), metric.values.detach().float()
+    if reduction is Reduction.LOSS:
+        return Total(reduction, mask_out(values, weights.detach()).sum(dtype=torch.float64))
+    rows_b = (mask_bt != 0).any(-1)
+    if reduction is Reduction.MEAN:
+        shares_b = rows_b / parts_b.double()
+        return Total(reduction, mask_out(values.double(), shares_b).sum(), shares_b.sum())
+    chosen = values[mask_bt != 0 if values.ndim == 2 else rows_b]
+    largest = reduction is Reduction.MAX
+    empty = -torch.inf if largest else torch.inf
+    extreme = (chosen.max() if largest else chosen.min()) if chosen.numel() else empty
+    return Total(reduction, extreme)

@@ -53,9 +53,8 @@ def decay_steps(args: Any) -> int:
 class Optimizer:
     """AdamW (arXiv 1711.05101) with one step counter.
 
-    divisor: what the gradients of the next step are divided by, for gradients that were summed before their step's
-    totals were known. Under ``--deterministic`` call ``accumulate`` after each backward pass: gradients are then summed
-    so that their order does not matter.
+    Under ``--deterministic`` call ``accumulate`` after each backward pass: gradients are then summed so that their
+    order does not matter.
 
     Weight decay applies to matrices only: biases and norms, which have one dimension, are left out, as in
     Megatron-LM and nanoGPT.
@@ -63,11 +62,9 @@ class Optimizer:
 
     def __init__(self, args: Any, model: torch.nn.Module, world_size: int) -> None:
         self.step_count = 0
-        self.divisor = 1.0
         self._args = args
         self._world_size = world_size
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._bad_loss: torch.Tensor | None = None
         self._sum = GradientSum([p for _, p in self._named]) if args.deterministic else None
         decayed = [p for _, p in self._named if p.ndim > 1]
         others = [p for _, p in self._named if p.ndim <= 1]
@@ -84,15 +81,8 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Forget the accumulated gradients."""
         self._adam.zero_grad(set_to_none=True)
-        self.divisor = 1.0
-        self._bad_loss = None
         if self._sum is not None:
             self._sum.clear()
-
-    def check_loss(self, loss: torch.Tensor) -> None:
-        """Remember whether the loss of a backward pass is finite: its gradient may be, where the loss is not."""
-        bad = ~torch.isfinite(loss.detach())
-        self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
 
     def accumulate(self) -> None:
         """A backward pass has ended."""
@@ -104,21 +94,20 @@ class Optimizer:
         """Whether a step was begun and not ended."""
         return any(p.grad is not None for _, p in self._named) or (self._sum is not None and not self._sum.is_empty)
 
-    def step(self) -> dict[str, float]:
-        """Sum the gradients over ranks, clip them to ``clip_grad``, step, and zero them.
+    def step(self, scale: float) -> dict[str, float]:
+        """Sum the gradients over ranks, multiply them by ``scale``, clip them to ``clip_grad``, step, and zero them.
 
-        Returns ``grad_norm`` (before clipping) and ``lr``. Raises NonFiniteError if the norm or a loss that
-        ``check_loss`` saw is not finite; the parameters and the optimizer's state are then unchanged and the gradients
-        are gone. The norm is that of the sum, so every rank raises or none.
+        Returns ``grad_norm`` (before clipping) and ``lr``. Raises NonFiniteError if the norm is not finite; the
+        parameters and the optimizer's state are then unchanged and the gradients are gone. The norm is that of the sum,
+        so every rank raises or none.
         """
-        bad_loss = self._bad_loss is not None and bool(self._bad_loss)
-        gradients = self._reduced_gradients(bad_loss)
+        gradients = self._reduced_gradients(scale)
         norm = torch.nn.utils.get_total_norm(gradients)
         grad_norm = float(norm)
         if not torch.isfinite(norm):
             self.zero_grad()
             raise NonFiniteError(
-                "the loss is not finite" if bad_loss else f"the gradient norm is {grad_norm}",
+                f"the gradient norm is {grad_norm}",
                 where=f"optimizer step {self.step_count}",
                 expected="a finite number",
                 hint="look at the loss metrics of this step and at its rewards; a lower --lr often helps",
@@ -175,27 +164,19 @@ class Optimizer:
             for key, value in state.items():
                 state[key] = value.to(device)
 
-    def _reduced_gradients(self, poisoned: bool) -> list[torch.Tensor]:
-        """The gradients of the step, summed over ranks and divided by ``divisor``.
-
-        poisoned: put a NaN into them, so that every rank sees it in the sum."""
+    def _reduced_gradients(self, scale: float) -> list[torch.Tensor]:
+        """The gradients of the step, summed over ranks and multiplied by ``scale``."""
         for _, parameter in self._named:
             if parameter.grad is None:  # a rank without rows still takes part in the sum
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for _, p in self._named if p.grad is not None]
         if self._sum is None and self._world_size == 1:
-            if self.divisor != 1.0:
-                torch._foreach_div_(gradients, self.divisor)
-            if poisoned:
-                gradients[0].fill_(math.nan)
+            torch._foreach_mul_(gradients, scale)
             return gradients
-        # Losses are shares of the whole step, so gradients are summed, not averaged; one flat buffer is one call.
         flat = torch.cat([g.reshape(-1) for g in gradients]) if self._sum is None else self._sum.flat()
-        if poisoned:
-            flat[:1] = math.nan
         if self._world_size > 1:
             dist.all_reduce(flat)
-        parts = torch.split(flat.div_(self.divisor), [g.numel() for g in gradients])
+        parts = torch.split(flat.mul_(scale), [g.numel() for g in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
         return gradients

@@ -2,42 +2,103 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from buffer_rl.buffer.row_file import write_rollout
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import BufferRLError, NonFiniteError, TrainError
+from buffer_rl.token_loss import Sums
+from buffer_rl.train.objective import Objective
 from buffer_rl.train.roles import is_supervised
 from buffer_rl.types import TrainBatch
 
 
-def train_steps(trainer: Trainer, batches: Sequence[TrainBatch], guard: NonFiniteGuard) -> dict[str, float]:
-    """Advantages, forward and backward, and one optimizer step on each of ``batches``, one after another.
+@dataclass(slots=True, kw_only=True)
+class StepReport:
+    """One rank's account of its optimizer steps: its own sums of each that was taken, and metrics that are alike on
+    every rank. non_finite: steps that the run has left out so far."""
 
-    Each batch is a rank's share of a mini-batch and carries that mini-batch's totals, so that its loss is a mean over
-    its own step. Returns means over the steps: ``sum/NAME`` of the metrics that add up over ranks, the
-    others as they are; ``lr`` is that of the last step. Steps that ``guard`` leaves out are left out of the means.
-    """
-    totals: defaultdict[str, float] = defaultdict(float)
-    same: dict[str, float] = {}
-    num_taken = 0
+    sums: list[Sums] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    non_finite: int = 0
+
+    @staticmethod
+    def metrics_of(reports: Sequence[StepReport]) -> dict[str, float]:
+        """All ranks' metrics, as means over the steps that were taken; ``lr`` is that of the last step."""
+        metrics = reports[0].metrics
+        taken = [
+            reduce(Sums.__add__, parts).means() | same
+            for *parts, same in zip(*(report.sums for report in reports), metrics, strict=True)
+        ]
+        found = {name: fmean(step[name] for step in taken if name in step) for step in taken for name in step}
+        if taken:
+            found["lr"] = metrics[-1]["lr"]
+        if reports[0].non_finite:
+            found["non_finite_steps"] = float(reports[0].non_finite)
+        return {f"train/{name}": value for name, value in found.items()}
+
+
+def train_steps(
+    trainer: Trainer, objective: Objective, batches: Sequence[TrainBatch], guard: NonFiniteGuard
+) -> StepReport:
+    """Forward and backward, and one optimizer step on each of ``batches``, one after another, each a rank's share of a
+    mini-batch. Advantages that no role, converter or earlier call has set are computed first."""
+    report = StepReport()
     for part, batch in enumerate(batches):
-        if "advantages" not in batch.columns:  # a role of its own, or the user's converter, may have set them
-            trainer.compute_advantages(batch)
-        shares = trainer.forward_backward(batch)
-        taken = guard.step(trainer.optimizer_step, lambda batch=batch: batch, part=part)  # type: ignore[misc]
-        if taken is None:
-            continue
-        num_taken += 1
-        same = taken
-        for name, value in {**{f"sum/{name}": share for name, share in shares.items()}, **same}.items():
-            totals[name] += value
-    means = {name: total / num_taken for name, total in totals.items()}
-    return means | {name: value for name, value in same.items() if name == "lr"} | guard.metrics()
+        if "advantages" not in batch.columns:
+            objective.compute_advantages(batch)
+        take_step(trainer, trainer.accumulate(batch), guard, report, lambda batch=batch: batch, part)  # type: ignore[misc]
+    return report
+
+
+def take_step(
+    trainer: Trainer, sums: Sums, guard: NonFiniteGuard, report: StepReport, rows: Callable[[], TrainBatch], part: int
+) -> None:
+    """The optimizer step on what was accumulated, and its place in ``report``; nothing where it is left out.
+
+    sums: of this rank's rows; those of a rank that is not the head of its replica do not count. rows, part: see
+    ``NonFiniteGuard.step``."""
+    own = sums if trainer.topology.is_head else Sums()
+
+    def step() -> dict[str, float]:
+        loss, divisor = summed_over_ranks([own.loss, own.divisor])
+        if not math.isfinite(loss) or not math.isfinite(divisor):
+            trainer.zero_grad()
+            raise NonFiniteError(
+                f"the loss is not finite: {loss} divided by {divisor}",
+                where=f"mini-batch {part}",
+                expected="finite numbers",
+                hint="look at the loss metrics of this step and at its rewards; a lower --lr often helps",
+            )
+        if divisor < 0:
+            raise TrainError(f"the weights of the loss sum to {divisor}", expected="weights that are not negative")
+        return trainer.optimizer_step(1 / divisor if divisor else 0.0)
+
+    same = guard.step(step, rows, part=part)
+    report.non_finite = guard.total
+    if same is not None:
+        report.sums.append(own)
+        report.metrics.append(same)
+
+
+def summed_over_ranks(numbers: Sequence[float]) -> list[float]:
+    """Each number's sum over all ranks, in float64; every rank calls it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(numbers)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    return [float(number) for number in tensor.tolist()]
 
 
 def require_old_log_probs(args: Any, batches: Sequence[TrainBatch]) -> None:
@@ -93,10 +154,6 @@ class NonFiniteGuard:
             return None
         self._in_a_row = 0
         return metrics
-
-    def metrics(self) -> dict[str, float]:
-        """``non_finite_steps``, once there was one."""
-        return {"non_finite_steps": float(self.total)} if self.total else {}
 
     def _dump(self, rows: Callable[[], TrainBatch], part: int) -> str:
         """The file with the rows; or why they could not be written, which must not hide the error of the step."""

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from buffer_rl.buffer.pool import DERIVED_FIELDS, ReadRequest, RowsMeta, Writer
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import TrainError
 from buffer_rl.observe.timeline import WorkReport, WorkSpan
+from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import MicroBatch, collate
+from buffer_rl.train.objective import Objective
 from buffer_rl.train.roles import ADVANTAGE_FIELDS, FIELD_OF_MODEL, SAMPLED_FIELDS
 from buffer_rl.types import Column, TrainBatch
 
@@ -36,7 +38,7 @@ last one starts only when the one before has ended."""
 ROLLOUT_GRACE_S = 120.0
 """A rollout ends within ``--rollout-timeout-s`` and twice the grace that a user's rollout function has (30 s)."""
 
-LogProbs = Callable[[str, TrainBatch], list[np.ndarray]]
+LogProbs = Callable[[str, TrainBatch], list[np.ndarray] | None]
 """``(model, batch) -> rows`` with the model ``ref`` or ``actor``; see ``Trainer.log_probs``."""
 
 Taken = tuple[RowsMeta, TrainBatch | None]
@@ -193,14 +195,6 @@ def run_stage(
     return report
 
 
-class GradientTrainer(Trainer, Protocol):
-    """A trainer that can start on a step before all its rows are known."""
-
-    def accumulate(self, batch: TrainBatch) -> None: ...
-    def finish_accumulation(self, total_samples: int, total_tokens: int) -> dict[str, float]: ...
-    def zero_grad(self) -> None: ...
-
-
 def longest_wait(args: Any) -> float:
     """Seconds that a role waits for a group: longer than any rollout may take, whose own error is more precise."""
     return float(args.rollout_timeout_s) + ROLLOUT_GRACE_S
@@ -215,14 +209,18 @@ def rows_per_batch(args: Any, num_readers: int) -> int:
     return min(part, STREAMED_GROUPS) * int(args.n_samples_per_prompt)
 
 
-def log_prob_stage(name: str, models: Sequence[str], log_probs: LogProbs) -> Stage:
-    """Log-probabilities under each of ``models``."""
+def log_prob_stage(
+    name: str, models: Sequence[str], log_probs: LogProbs, *, writes: bool = True, is_final: bool = False
+) -> Stage:
+    """Log-probabilities under each of ``models``. writes: whether this process is the one of its replica that writes
+    them. is_final: as in ``ReadRequest``."""
 
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
-        return {FIELD_OF_MODEL[model]: log_probs(model, batch) for model in models}
+        found = {FIELD_OF_MODEL[model]: log_probs(model, batch) for model in models}
+        return {field: rows for field, rows in found.items() if rows is not None and writes}
 
     produces = frozenset(FIELD_OF_MODEL[model] for model in models)
-    return Stage(name=name, needs=SAMPLED_FIELDS, produces=produces, compute=compute)
+    return Stage(name=name, needs=SAMPLED_FIELDS, produces=produces, compute=compute, is_final=is_final)
 
 
 def advantage_stage(
@@ -239,25 +237,33 @@ def advantage_stage(
             return {} if "returns" in batch.columns else {"returns": batch.columns["advantages"]}
         for name in DERIVED_FIELDS - external_fields:
             batch.columns.pop(name, None)
+        before = set(batch.columns)
         compute_advantages(batch)
-        return {name: batch.columns[name] for name in sorted(ADVANTAGE_FIELDS)}
+        return {name: batch.columns[name] for name in sorted(batch.columns.keys() - before)}
 
     return Stage(name="advantages", needs=SAMPLED_FIELDS | external_fields, produces=ADVANTAGE_FIELDS, compute=compute)
 
 
-def gradient_stage(trainer: GradientTrainer, models: Sequence[str], external_fields: frozenset[str]) -> Stage:
+def gradient_stage(
+    trainer: Trainer,
+    objective: Objective,
+    models: Sequence[str],
+    external_fields: frozenset[str],
+    accumulated: Callable[[Sums], None],
+) -> Stage:
     """Forward and backward of each group, after the fields that no other role computes.
 
     models: models whose log-probabilities the trainer computes itself. external_fields: fields that other roles add,
-    waited for."""
+    waited for. accumulated: receives the sums of each batch."""
 
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
         for model in models:
-            batch.columns[FIELD_OF_MODEL[model]] = trainer.log_probs(model, batch)
+            if (rows := trainer.log_probs(model, batch)) is not None:
+                batch.columns[FIELD_OF_MODEL[model]] = rows
         # A role or the user's converter may give them.
         if "advantages" not in external_fields and "advantages" not in batch.columns:
-            trainer.compute_advantages(batch)
-        trainer.accumulate(batch)
+            objective.compute_advantages(batch)
+        accumulated(trainer.accumulate(batch))
         return {}
 
     return Stage(

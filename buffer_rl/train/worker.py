@@ -28,7 +28,6 @@ from buffer_rl.train.model import ModelFactory, pick_device
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.roles import MODEL_OF_ROLE, worker_counts
 from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
-from buffer_rl.train.torch_trainer import loss_temperature
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
@@ -89,14 +88,13 @@ class RoleWorker:
 
     def _make_stage(self) -> Stage:
         args = self._args
+        objective = Objective(args, self._registry)
         if self._role == "advantages":
-            objective = Objective(args, self._registry)
             return advantage_stage(objective.compute_advantages, objective.needs)
-        temperature = loss_temperature(args)
         return log_prob_stage(
             self._role,
             [MODEL_OF_ROLE[self._role]],
-            lambda _, batch: batch_log_probs(args, self._model, batch, self._device, temperature),
+            lambda _, batch: batch_log_probs(args, self._model, batch, self._device, objective),
         )
 
 
