@@ -54,15 +54,13 @@ class PluginKind:
 
 _TRAINER_METHODS = (
     "log_probs",
-    "compute_advantages",
-    "forward_backward",
+    "accumulate",
     "optimizer_step",
-    "export_buckets",
+    "zero_grad",
+    "export",
     "save_hf",
     "save",
     "load",
-    "sleep",
-    "wake_up",
 )
 
 _KIND_ROWS: tuple[PluginKind, ...] = (
@@ -171,7 +169,7 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         name="loss",
         flags=("--loss-type", "--custom-loss-function-path"),
         protocol=PolicyLoss,
-        signature="(args, inputs) -> LossOutputs",
+        signature="(args, inputs) -> TokenLoss",
         positional=("args", "inputs"),
     ),
     PluginKind(
@@ -204,8 +202,8 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         name="trainer",
         flags=("--train-backend",),
         protocol=Trainer,
-        signature="class (args, rank, world_size) with the methods of buffer_rl.contracts.Trainer",
-        positional=("args", "rank", "world_size"),
+        signature="class (args, rank, world_size, objective) with the methods of buffer_rl.contracts.Trainer",
+        positional=("args", "rank", "world_size", "objective"),
         methods=_TRAINER_METHODS,
         constructed=True,
     ),

@@ -53,7 +53,6 @@ class Driver:
         self._times: dict[str, float] = {}
         self._saved: int | None = None
         self._buffer_seconds: dict[str, float] = {}
-        self._totals = (0, 0)
         self._result = RunResult(steps=plan.first_rollout)
 
     def run(self) -> RunResult:
@@ -117,7 +116,7 @@ class Driver:
                 with self._timed("rollout", "rollout", rollout_id):
                     self._observer.phase("generate")
                     metrics = self._finished_rollout(rollout_id)
-                if self._plan.train:
+                if self._plan.roles.trained:
                     with self._timed("train"):
                         self._observer.phase("train")
                         self._prepare_update(rollout_id)
@@ -150,8 +149,7 @@ class Driver:
         for task in lost_tasks:
             with suppress(BufferRLError):  # errors of a rollout that is gone
                 self._wait(task, self._plan.rollout_timeout_s)
-        if self._plan.train:
-            self._call("train", "discard", timeout_s=self._plan.train_timeout_s)
+        self._on_trained("discard")
 
     def _finished_rollout(self, rollout_id: int) -> dict[str, float]:
         report, metrics, samples = self._wait(self._generating[rollout_id], self._plan.rollout_timeout_s)
@@ -171,7 +169,7 @@ class Driver:
         return metrics
 
     def _train_and_commit(self, rollout_id: int, step: int) -> dict[str, float]:
-        if not self._plan.train:
+        if not self._plan.roles.trained:
             self._buffer("commit", rollout_id, step)  # so that the Buffer drops the groups
             return {}
         with self._timed("train"):
@@ -189,32 +187,34 @@ class Driver:
             for role, task in self._roles.tasks(rollout_id):
                 self._observer.worked(role, self._wait(task, limit).spans_on(clock_origin()))
         if plan.roles.stream_gradients:
-            self._totals = self._buffer("get_totals", rollout_id)
             return
-        self._call("train", "fetch", rollout_id, timeout_s=limit)
+        self._on_trained("fetch", rollout_id)
         if not plan.schedule.streams:
-            for model in plan.roles.trainer_models:
-                with self._timed(FIELD_OF_MODEL[model], "train", rollout_id):
-                    self._call("train", "log_probs", model, timeout_s=limit)
+            for role, model in plan.roles.passes:
+                with self._timed(FIELD_OF_MODEL[model], role, rollout_id):
+                    self._call(role, "log_probs", model, timeout_s=limit)
+        if plan.roles.estimates:
+            with self._timed("advantages", "train", rollout_id):
+                self._call(plan.roles.trained[0], "estimate", rollout_id, timeout_s=limit)
+                self._on_trained("fetch", rollout_id)
 
     def _compare_log_probs(self, rollout_id: int) -> None:
         """Before the first optimizer step: end the run if the engine sampled from other weights than are trained."""
         if self._plan.compare_log_probs and not self._compared:
             limit = self._plan.train_timeout_s
-            self._observer.notice(str(self._call("train", "compare_log_probs", rollout_id, timeout_s=limit)))
+            actor = self._plan.roles.trained[0]
+            self._observer.notice(str(self._call(actor, "compare_log_probs", rollout_id, timeout_s=limit)))
             self._compared = True
 
     def _update(self, rollout_id: int) -> dict[str, float]:
-        """The optimizer step. It reads nothing from the Buffer, so it cannot fail with PayloadLostError; it is never
-        retried."""
-        limit = self._plan.train_timeout_s
+        """The optimizer step of each trained role. It reads nothing from the Buffer, so it cannot fail with
+        PayloadLostError; it is never retried."""
+        method = "finish_stream" if self._plan.roles.stream_gradients else "train"
         with self._timed("update", "train", rollout_id):
-            if self._plan.roles.stream_gradients:
-                return dict(self._call("train", "finish_stream", *self._totals, timeout_s=limit))
-            return dict(self._call("train", "train", timeout_s=limit))
+            return {name: value for metrics in self._on_trained(method) for name, value in metrics.items()}
 
     def _publish(self) -> None:
-        if self._published == self._version or not self._plan.train:
+        if self._published == self._version or not self._plan.roles.trained:
             return
         with self._timed("publish", "publish", self._version):
             self._observer.phase("publish")
@@ -288,6 +288,11 @@ class Driver:
 
     def _buffer(self, method: str, *args: Any) -> Any:
         return self._call("buffer", method, *args, timeout_s=self._plan.buffer_timeout_s)
+
+    def _on_trained(self, method: str, *args: Any) -> list[Any]:
+        """The answers of all trained roles, which work at the same time."""
+        tasks = [self._runtime.submit(role, method, *args) for role in self._plan.roles.trained]
+        return [self._wait(task, self._plan.train_timeout_s) for task in tasks]
 
     def _call(self, role: str, method: str, *args: Any, timeout_s: float) -> Any:
         return self._wait(self._runtime.submit(role, method, *args), timeout_s)

@@ -43,8 +43,9 @@ from buffer_rl.resolution.calls import construct
 from buffer_rl.rollout.data_source import start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
+from buffer_rl.scope import scope_of
 from buffer_rl.train.group import start_train_group
-from buffer_rl.train.roles import is_supervised
+from buffer_rl.train.roles import TRAINED, estimator_of, is_supervised
 from buffer_rl.train.worker import start_roles
 from buffer_rl.weights.publish import Publisher, RolePublisher
 from buffer_rl.weights.tensor import require_local_trainer
@@ -129,12 +130,12 @@ class _Run:
         stack.callback(WorkerGroup("buffer", [actor]).stop)
         self.buffer = BufferClient(actor, timeout_s=args.buffer_timeout_s, caller="driver")
         self.num_rollouts = self._num_rollouts()
-        self.train: WorkerGroup | None = None
-        if not rollout_only(args):
-            self.train = start_train_group(args, dump_args(self._train_args()), actor, logs, train_gpus(args))
-            stack.callback(self.train.stop)
-        trains = self.train is not None and self.num_rollouts > 0  # else no rollout has work for a role
-        self.role_plan = role_plan(args, self.rollouts_use_engine) if trains else RolePlan()
+        self.role_plan = self._role_plan()
+        self.trained: dict[str, WorkerGroup] = {}
+        for role in self.role_plan.trained:
+            group = start_train_group(role, args, dump_args(self._train_args()), actor, logs, train_gpus(args))
+            self.trained[role] = group
+            stack.callback(group.stop)
         self.roles = start_roles(args, self.role_plan.dedicated_roles, args_text, actor, logs)
         for group in self.roles.values():
             stack.callback(group.stop)
@@ -148,6 +149,20 @@ class _Run:
         self.stack.callback(workers.stop, "close", CLOSE_TIMEOUT_S)
         return workers
 
+    @property
+    def train(self) -> WorkerGroup | None:
+        """The actor's ranks."""
+        return self.trained.get("train")
+
+    def _role_plan(self) -> RolePlan:
+        args = self.args
+        if rollout_only(args):
+            return RolePlan(trained=())
+        if self.num_rollouts == 0:  # no rollout has work for a role
+            return RolePlan()
+        estimator = self.registry.resolve("advantage", estimator_of(args)[1])
+        return role_plan(args, self.rollouts_use_engine, scope_of(estimator))
+
     def driver(self) -> Driver:
         """The driver, with its plan, roles and watchers."""
         args = self.args
@@ -157,16 +172,15 @@ class _Run:
         else:
             recorded = RecordedRollouts(args.load_debug_rollout_data or "", self.buffer)
             targets["rollout"] = self._local("rollout", recorded)
-        if self.train is not None:
-            targets["train"] = self.train
+        targets.update(self.trained)
         targets.update(self.roles)
         publisher = self._publisher()
         if publisher is not None:
             targets["publish"] = self.publishing = self._local("publish", publisher)
         plan = self._plan()
-        if plan.saves and self.train is not None:
+        if plan.saves:
             facts = self.provenance.facts()
-            checkpoints = RunCheckpoints(args, buffer=self.buffer, train=self.train, provenance=facts)
+            checkpoints = RunCheckpoints(args, buffer=self.buffer, trained=self.trained, provenance=facts)
             targets["save"] = self.saving = self._local("save", checkpoints)
         if args.save_debug_rollout_data:
             recorder = RolloutRecorder(args.save_debug_rollout_data, self.buffer)
@@ -221,7 +235,6 @@ class _Run:
             num_rollouts=self.num_rollouts,
             schedule=Schedule.named(args.schedule),
             first_rollout=self.checkpoint.step if self.checkpoint else 0,
-            train=self.train is not None,
             publish_at_start=self.checkpoint is not None or engines_may_differ(args),
             compare_log_probs=asks_engine and not is_supervised(args) and args.max_logprob_diff is not None,
             publish_each_step=(asks_engine or "actor_fwd" in self.roles) and self.train is not None,
@@ -243,15 +256,16 @@ class _Run:
 
     def _wait_ready(self) -> None:
         limit = self.args.train_timeout_s
-        if self.train is not None:
-            master, port = self.train.call("host", timeout_s=limit)
+        for role, trained in self.trained.items():
+            master, port = trained.call("host", timeout_s=limit)
             require_local_trainer(self.args.weight_sync_mode, master)
-            self.train.call("setup", master, port, timeout_s=limit)
+            trained.call("setup", master, port, timeout_s=limit)
             if self.checkpoint is not None:
-                self.train.call("load", str(self.checkpoint.folder / "trainer"), timeout_s=limit)
-                if self.num_rollouts > 0:  # a run that only evaluates may have other data, or none
-                    self.buffer.load(str(self.checkpoint.folder))
-                    self._restore_source()
+                trained.call("load", str(self.checkpoint.folder / TRAINED[role]), timeout_s=limit)
+        if self.checkpoint is not None and self.trained and self.num_rollouts > 0:
+            # A run that only evaluates may have other data, or none.
+            self.buffer.load(str(self.checkpoint.folder))
+            self._restore_source()
         for group in self.roles.values():
             group.wait_ready()
         if self.rollout is not None:

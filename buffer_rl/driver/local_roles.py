@@ -18,6 +18,7 @@ from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.errors import BufferRLError, DataError, DeadlineError
 from buffer_rl.redaction import mask_secrets
 from buffer_rl.remote import is_remote, local_path
+from buffer_rl.train.roles import TRAINED
 from buffer_rl.types import RolloutReport, Ticket, sample_means
 
 if TYPE_CHECKING:
@@ -27,18 +28,24 @@ if TYPE_CHECKING:
 class RunCheckpoints:
     """Writes ``args.save/step_NNNNNN`` (see ``buffer_rl.checkpoint``); for a URL by way of ``args.run_dir``.
 
-    ``trainer/`` holds each rank's weights, optimizer and random state, ``hf/`` the weights for everybody else,
-    ``buffer.json`` the queue, ``ledger.sqlite`` the ledger and the position in the data. The manifest's facts are the
+    ``trainer/`` holds each rank's weights, optimizer and random state (of trained roles beside the actor the folders that
+    ``TRAINED`` names), ``hf/`` the actor's weights for everybody else, ``buffer.json`` the queue,
+    ``ledger.sqlite`` the ledger and the position in the data. The manifest's facts are the
     options, without secrets, and ``provenance``: what code and data the run is made of.
     """
 
     def __init__(
-        self, args: Args, *, buffer: BufferClient, train: WorkerGroup, provenance: Mapping[str, Any] | None = None
+        self,
+        args: Args,
+        *,
+        buffer: BufferClient,
+        trained: Mapping[str, WorkerGroup],
+        provenance: Mapping[str, Any] | None = None,
     ) -> None:
         self._args = args
         self._provenance = dict(provenance or {})
         self._buffer = buffer
-        self._train = train
+        self._trained = dict(trained)
         self._deadline = 0.0
 
     def save(self, step: int) -> None:
@@ -55,10 +62,11 @@ class RunCheckpoints:
             write_checkpoint(root, step, self._fill, facts)
 
     def _fill(self, folder: Path) -> None:
-        (folder / "trainer").mkdir()
         try:
-            self._train.call("save", str((folder / "trainer").absolute()), timeout_s=self._left())
-            self._train.call("save_hf", str((folder / "hf").absolute()), timeout_s=self._left())
+            for role, group in self._trained.items():
+                (folder / TRAINED[role]).mkdir()
+                group.call("save", str((folder / TRAINED[role]).absolute()), timeout_s=self._left())
+            self._trained["train"].call("save_hf", str((folder / "hf").absolute()), timeout_s=self._left())
             self._buffer.save(str(folder.absolute()))
         except DeadlineError:
             raise

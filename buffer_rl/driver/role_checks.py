@@ -10,14 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.driver.checks import STREAM
-from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, train_only
+from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of
+from buffer_rl.scope import Scope, Unit, declared_scope, needs_of, scope_of, unit_of
 from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised
-
-ACCUMULATING = ("accumulate", "finish_accumulation", "zero_grad")
-"""Methods that a trainer needs beyond ``buffer_rl.contracts.Trainer`` to stream gradients."""
 
 
 def check_roles(args: Any, registry: PluginRegistry) -> None:
@@ -28,67 +25,58 @@ def check_roles(args: Any, registry: PluginRegistry) -> None:
         _check_actor_fwd(args, registry)
     if not is_supervised(args):
         _check_estimator(args, registry)
-    if not args.stream_gradients:
-        return
-    flag = "--custom-loss-function-path" if args.custom_loss_function_path else "--loss-type"
-    _require_group_scope(registry, "loss", args.custom_loss_function_path or args.loss_type, f"{STREAM} and {flag}")
-    backend = registry.resolve("trainer", args.train_backend)
-    if absent := [name for name in ACCUMULATING if not hasattr(backend, name)]:
-        raise ConfigError(
-            f"the trainer {args.train_backend!r} cannot sum gradients before the step's totals are known: it has no "
-            f"{' and no '.join(absent)}",
-            where=f"{STREAM} and --train-backend",
-            expected=f"a trainer with {', '.join(ACCUMULATING)} (see buffer_rl.contracts.Trainer)",
-        )
+    if not rollout_only(args):
+        _check_loss(args, registry)
 
 
 def _check_estimator(args: Any, registry: PluginRegistry) -> None:
     flag, reference = estimator_of(args)
     estimator = registry.resolve("advantage", reference)
     for asked, other in ((args.num_advantage_workers, "--num-advantage-workers"), (args.stream_gradients, STREAM)):
-        if asked:
-            _require_group_scope(registry, "advantage", reference, f"{other} and {flag}")
-    _check_parts(args, scope_of(estimator), flag, reference)
+        if asked and scope_of(estimator) is Scope.ROLLOUT:
+            raise ConfigError(
+                f"the advantage {reference!r} has scope 'rollout': it may need all groups of a rollout together",
+                where=f"{other} and {flag}",
+                expected="scope 'group' or 'row'",
+                hint="if it reads nothing beyond the rows of one prompt, declare it: @buffer_rl.scope.scoped('group')",
+            )
     for name in sorted(needs_of(estimator)):
         _check_need(args, registry, name, flag, reference)
 
 
-def _check_parts(args: Any, scope: Scope, flag: str, reference: str) -> None:
-    """An estimator is called on a rank's share of a mini-batch: that must hold all that it reads together."""
-    if scope is Scope.ROLLOUT:
-        parts = (("--num-train-ranks", args.num_train_ranks), ("--num-steps-per-rollout", args.num_steps_per_rollout))
-        if split := [f"{name} {count}" for name, count in parts if count > 1]:
-            raise ConfigError(
-                f"the advantage {reference!r} has scope 'rollout', and is called on a part of it: {', '.join(split)}",
-                where=f"{' and '.join(part.split()[0] for part in split)} and {flag}",
-                expected="--num-train-ranks 1 and --num-steps-per-rollout 1, or scope 'group' or 'row'",
-                hint="if it reads nothing beyond the rows of one prompt, declare it: @buffer_rl.scope.scoped('group'); "
-                "if nothing beyond one row, scoped('row')",
-            )
-    if scope is not Scope.GROUP or args.stream_gradients or args.num_advantage_workers or train_only(args):
-        return
-    smallest = args.rollout_batch_size // args.num_steps_per_rollout
-    if smallest < args.num_train_ranks:
+def _check_loss(args: Any, registry: PluginRegistry) -> None:
+    """A prompt's rows may not be separated for a loss that compares them; its reference log-probabilities are there."""
+    flag = "--custom-loss-function-path" if args.custom_loss_function_path else "--loss-type"
+    reference = args.custom_loss_function_path or args.loss_type
+    loss = registry.resolve("loss", reference)
+    if "ref_log_probs" in needs_of(loss) and not args.use_kl_loss and not _converts(args):
         raise ConfigError(
-            f"the advantage {reference!r} needs whole groups, and {args.num_train_ranks} ranks have {smallest} of them "
-            "for an optimizer step",
+            f"the loss {reference!r} needs 'ref_log_probs', and without --use-kl-loss there is no reference",
+            where=flag,
+            hint="add --use-kl-loss (with --kl-loss-coef 0 for no KL penalty)",
+        )
+    smallest = args.rollout_batch_size // args.num_steps_per_rollout
+    if unit_of(loss) is Unit.GROUP and smallest < args.num_train_ranks and not args.stream_gradients:
+        raise ConfigError(
+            f"the loss {reference!r} needs whole groups, and {args.num_train_ranks} ranks have {smallest} of them for "
+            "an optimizer step",
             where=f"--num-train-ranks, --rollout-batch-size and {flag}",
             expected="at least one group for each rank and step",
-            hint="fewer ranks, more groups, or --num-advantage-workers 1; if it reads nothing beyond one row, declare "
-            "it: @buffer_rl.scope.scoped('row')",
+            hint="fewer ranks or more groups; if it compares no rows of a prompt, declare it: "
+            "@buffer_rl.scope.loss_unit('row')",
         )
+
+
+def _converts(args: Any) -> bool:
+    """Whether a function of the user's makes the columns, and may give any field itself."""
+    return args.custom_convert_samples_to_train_data_path is not None
 
 
 def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, reference: str) -> None:
     """A field that the estimator declares as needed must be there by the time that it is called."""
     what = f"the advantage {reference!r} needs {name!r}"
     if name not in LOG_PROB_FIELDS:
-        raise ConfigError(
-            f"{what}, which is no field to wait for",
-            where=flag,
-            expected=f"one of {', '.join(LOG_PROB_FIELDS)}",
-            hint="what the rollout gives, such as rollout_log_probs, is there anyway: take it out of needs",
-        )
+        return  # a column that the rollout gives, or not: looked at when it comes
     if name == "ref_log_probs":
         workers, absent = "--num-ref-workers", "" if args.use_kl_loss else "without --use-kl-loss there is no reference"
         count, hint = args.num_ref_workers, "add --use-kl-loss (with --kl-loss-coef 0 for no KL term in the loss)"
@@ -100,8 +88,8 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, refer
                 f"; or take {STREAM} out" if args.stream_gradients else ""
             )
     if absent:
-        if args.custom_convert_samples_to_train_data_path:
-            return  # which may give the field itself
+        if _converts(args):
+            return
         raise ConfigError(f"{what}, which nothing computes: {absent}", where=flag, hint=hint)
     if count or not args.num_advantage_workers:
         return
@@ -156,18 +144,3 @@ def _check_actor_fwd(args: Any, registry: PluginRegistry) -> None:
         raise ConfigError(
             f"no old log-probabilities are needed: {why}", where="--num-actor-fwd-workers", hint="take it out"
         )
-
-
-def _require_group_scope(registry: PluginRegistry, kind: str, reference: str, where: str) -> None:
-    if scope_of(registry.resolve(kind, reference)) is not Scope.ROLLOUT:
-        return
-    sums = {
-        "advantage": "it reads nothing beyond the rows of one prompt",
-        "loss": "it is a sum over rows, divided by the totals that --loss-agg-mode names,",
-    }
-    raise ConfigError(
-        f"the {kind} {reference!r} has scope 'rollout': it may need all groups of a rollout together",
-        where=where,
-        expected="scope 'group' or 'row'",
-        hint=f"if {sums[kind]} declare it: @buffer_rl.scope.scoped('group')",
-    )

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from buffer_rl.errors import ConfigError
+from buffer_rl.scope import Scope
 from buffer_rl.train.roles import (
     FIELDS_OF_ROLE,
     is_supervised,
@@ -103,23 +104,31 @@ def reads_data_source(args: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """Which role computes which field of each rollout.
+    """Which role computes which field of each rollout, and which are trained on it.
 
-    dedicated_roles: roles with processes of their own, each the name of its reading task. trainer_models: models whose
-    log-probabilities the trainer computes: ``ref``, ``actor``. external_fields: fields that dedicated roles add.
-    stream_gradients: the trainer goes on to forward and backward while the rollout still runs.
+    trained: roles that take optimizer steps, the actor first; none where the run only generates. passes: forward passes
+    of trained roles before the optimizer step, each a role and the model whose field it computes (``FIELD_OF_MODEL``).
+    dedicated_roles: roles with processes of their own, each the name of its reading task. external_fields: fields that
+    they add. estimates: the actor's advantage estimator is called once, with all rows of the rollout.
+    stream_gradients: trained roles go on to forward and backward while the rollout still runs.
     max_restarts: how often, over the whole run, a role's dead processes are replaced.
     """
 
+    trained: tuple[str, ...] = ("train",)
+    passes: tuple[tuple[str, str], ...] = ()
     dedicated_roles: tuple[str, ...] = ()
-    trainer_models: tuple[str, ...] = ()
     external_fields: tuple[str, ...] = ()
+    estimates: bool = False
     stream_gradients: bool = False
     max_restarts: int = 0
 
+    def models_of(self, role: str) -> list[str]:
+        """The models whose fields a trained role computes."""
+        return [model for owner, model in self.passes if owner == role]
 
-def role_plan(args: Any, rollouts_use_engine: bool) -> RolePlan:
-    """The roles that the options ask for, and what is left to the trainer."""
+
+def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope) -> RolePlan:
+    """The roles that the options ask for, and what is left to the trainer. scope: of the advantage estimator."""
     dedicated = tuple(role for role, count in worker_counts(args).items() if count)
     models = []
     if args.use_kl_loss and "ref" not in dedicated:
@@ -127,9 +136,11 @@ def role_plan(args: Any, rollouts_use_engine: bool) -> RolePlan:
     if needs_old_log_probs(args, rollouts_use_engine) and "actor_fwd" not in dedicated:
         models.append("actor")
     return RolePlan(
+        passes=tuple(("train", model) for model in models),
         dedicated_roles=dedicated,
-        trainer_models=tuple(models),
         external_fields=tuple(name for role in dedicated for name in FIELDS_OF_ROLE[role]),
+        # An estimator of scope row is called by each rank on its own rows.
+        estimates=not (is_supervised(args) or "advantages" in dedicated or args.stream_gradients or scope is Scope.ROW),
         stream_gradients=args.stream_gradients,
         max_restarts=args.role_max_restarts,
     )
@@ -151,10 +162,10 @@ class RunPlan:
     """What a run does, as data.
 
     first_rollout: 0, or the step of the checkpoint that the run continues from.
-    train: false for rollouts alone: nothing is trained or published, every rollout comes from the initial weights.
     publish_each_step: false where rollouts never ask the engine; weights are then published for evaluations only.
     compare_log_probs: whether engine and trainer are compared before the first optimizer step.
-    roles: the roles that add fields to each rollout's groups.
+    roles: the roles that add fields to each rollout's groups, and those that are trained. Without the latter nothing is
+    published, and every rollout comes from the initial weights.
     saves: whether checkpoints are written. records: whether each rollout's rows are kept, for debugging.
     max_rollout_retries: how often, over the whole run, a rollout that was lost is produced again.
     """
@@ -162,7 +173,6 @@ class RunPlan:
     num_rollouts: int
     schedule: Schedule
     first_rollout: int = 0
-    train: bool = True
     publish_at_start: bool = False
     publish_each_step: bool = True
     compare_log_probs: bool = False

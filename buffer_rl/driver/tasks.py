@@ -60,12 +60,14 @@ class RoleCalls:
     _restarts: int = 0
 
     def start(self, rollout_id: int, *, trainer_too: bool) -> None:
-        """Have the roles work on a rollout; the trainer too, if it is to work while the rollout runs."""
+        """Have the roles work on a rollout; trained ones too, if they are to work while the rollout runs."""
         calls = {role: self._runtime.submit(role, "stream", rollout_id) for role in self._plan.dedicated_roles}
         plan = self._plan
-        if trainer_too and (plan.trainer_models or plan.stream_gradients):
-            work = (list(plan.trainer_models), list(plan.external_fields), plan.stream_gradients)
-            calls["train"] = self._runtime.submit("train", "stream", rollout_id, *work)
+        for role in plan.trained if trainer_too else ():
+            models = plan.models_of(role)
+            if models or plan.stream_gradients:
+                work = (models, list(plan.external_fields), plan.stream_gradients)
+                calls[role] = self._runtime.submit(role, "stream", rollout_id, *work)
         self._calls[rollout_id] = calls
 
     def tasks(self, rollout_id: int) -> Iterator[tuple[str, Task]]:

@@ -71,7 +71,10 @@ class FakeTrain:
     def discard(self) -> None:
         """Nothing to forget."""
 
-    def finish_stream(self, total_samples: int, total_tokens: int) -> Mapping[str, float]:
+    def estimate(self, rollout_id: int) -> None:
+        """Nothing to compute."""
+
+    def finish_stream(self) -> Mapping[str, float]:
         """A loss of 0."""
         return {"train/loss": 0.0}
 

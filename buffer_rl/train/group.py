@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -268,14 +269,14 @@ def streamed_rows(share: Callable[[], TrainBatch]) -> TrainBatch | None:
         return None
 
 
-def combine_metrics(method: str, answers: list[Any]) -> Any:
-    """All ranks' answers as one."""
+def combine(role: str, method: str, answers: list[Any]) -> Any:
+    """All ranks' answers as one; metrics are named after the role."""
     if method == "stream":
         return WorkReport.joined(answers)
     if method == "compare_log_probs":
         return LogProbGap.worst(answers)
     if method in ("train", "finish_stream"):
-        return StepReport.metrics_of(answers)
+        return {f"{role}/{name}": value for name, value in StepReport.metrics_of(answers).items()}
     if method == "setup":
         check_topologies(answers)
     if method == "share_weights":  # of the one rank that shares them
@@ -283,8 +284,10 @@ def combine_metrics(method: str, answers: list[Any]) -> Any:
     return answers[0]
 
 
-def start_train_group(args: TrainOptions, args_text: str, buffer: Any, log_dir: str, num_gpus: float) -> WorkerGroup:
-    """Start the ranks; they have built their models when ``setup`` has answered (see ``launch``).
+def start_train_group(
+    role: str, args: TrainOptions, args_text: str, buffer: Any, log_dir: str, num_gpus: float
+) -> WorkerGroup:
+    """Start the ranks of a trained role; they have built their models when ``setup`` has answered (see ``launch``).
 
     num_gpus: accelerators of each rank; 0 on a machine without.
     """
@@ -293,9 +296,9 @@ def start_train_group(args: TrainOptions, args_text: str, buffer: Any, log_dir: 
     environment = {"env_vars": {"OMP_NUM_THREADS": threads}}
     remote = cast(Any, ray.remote)(num_cpus=0, num_gpus=num_gpus, max_restarts=0, runtime_env=environment)(TrainRank)
     actors = [
-        remote.remote(args_text, buffer, rank, world_size, f"{log_dir}/train_{rank}.log") for rank in range(world_size)
+        remote.remote(args_text, buffer, rank, world_size, f"{log_dir}/{role}_{rank}.log") for rank in range(world_size)
     ]
-    return WorkerGroup("train", actors, combine=combine_metrics)
+    return WorkerGroup(role, actors, combine=partial(combine, role))
 
 
 def splitting(args: Any, unit: Unit) -> Splitting:

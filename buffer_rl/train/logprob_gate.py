@@ -87,14 +87,15 @@ class _Row:
 
 
 def compare_log_probs(
-    args: Any, batch: TrainBatch, log_probs: Callable[[TrainBatch], Sequence[np.ndarray]], *, where: str
+    args: Any, batch: TrainBatch, log_probs: Callable[[TrainBatch], Sequence[np.ndarray] | None], *, where: str
 ) -> LogProbGap:
     """Compare the unmasked tokens of at most ``MAX_ROWS`` rows of ``batch``: the longest one, and others from all over
     it, so that several prompts are among them.
 
-    log_probs: the trainer's, per row ``[response_length]``, in nats. Tokens where these are not finite are passed over:
-    they are for ``--max-non-finite-steps``. The gap has no tokens where there is nothing to compare: no row has an
-    unmasked token, or the rows have no ``rollout_log_probs``.
+    log_probs: the trainer's, per row ``[response_length]``, in nats; None on a rank that does not have them. Tokens
+    where these are not finite are passed over: they are for ``--max-non-finite-steps``. The gap has no tokens where
+    there is nothing to compare: no row has an unmasked token, the rows have no ``rollout_log_probs``, or this rank no
+    log-probabilities.
 
     Raises TrainError, naming ``where``, the likely causes and the rows, if the mean gap is above
     ``args.max_logprob_diff`` or is not finite; DataError for a row whose ``rollout_log_probs`` are not one a token."""
@@ -102,8 +103,11 @@ def compare_log_probs(
     if "rollout_log_probs" not in batch.columns or not chosen:
         return LogProbGap()
     few = batch.select(chosen)
+    computed = log_probs(few)
+    if computed is None:
+        return LogProbGap()
     rows = []
-    columns = (few.columns["loss_mask"], few.columns["rollout_log_probs"], log_probs(few))
+    columns = (few.columns["loss_mask"], few.columns["rollout_log_probs"], computed)
     for row_id, mask, engine, trainer in zip(few.row_ids, *columns, strict=True):
         if len(engine) != len(mask):
             raise DataError(

@@ -57,8 +57,8 @@ class Objective:
         loss = self._checked_loss(inputs)
         tokens_b, parts_b = sample_sizes(rows, mask_bt)
         if loss.weights is not None:
-            on = mask_bt if loss.weights.ndim == 2 else (mask_bt != 0).any(-1).float()
-            weights = mask_out(loss.weights.detach(), on)
+            mask = mask_bt if loss.weights.ndim == 2 else (mask_bt != 0).any(-1).float()
+            weights = mask_out(loss.weights.detach(), mask)
             divisor = weights.sum(dtype=torch.float64)
         elif loss.values.ndim == 2:
             weights, divisor = token_weights(self._args.loss_agg_mode, mask_bt, tokens_b, parts_b)

@@ -45,6 +45,11 @@ class TrainOptions(Section):
     role_max_restarts: int = option(
         2, "how often in a run the processes of these roles are replaced after one of them died", ge=0
     )
+    balance_data: bool = option(
+        False,
+        "deal finished groups out to all replicas of the trainer at once, with about as many tokens for each, in place "
+        "of first come, first served; the shares of a complete rollout are always balanced",
+    )
     stream_gradients: bool = option(
         False,
         "with --schedule pipelined: forward and backward of finished groups while others are still generated; one "

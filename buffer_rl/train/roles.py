@@ -5,6 +5,7 @@ Without torch and Ray, so that options can be checked before either is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 SAMPLED_FIELDS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
@@ -15,6 +16,10 @@ ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
 
 FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs"}
 """The field that holds the log-probabilities under the trainer's model of that name."""
+
+TRAINED: Mapping[str, str] = {"train": "trainer"}
+"""Roles that are trained, by the name that the driver calls them with: the folder of each in a checkpoint. The weights
+of ``train``, the actor, are published."""
 
 LOG_PROB_FIELDS = tuple(FIELD_OF_MODEL.values())
 """Fields that others than the rollout compute and that an estimator may need (see ``buffer_rl.scope.scoped``)."""

@@ -45,7 +45,7 @@ class StepReport:
             found["lr"] = metrics[-1]["lr"]
         if reports[0].non_finite:
             found["non_finite_steps"] = float(reports[0].non_finite)
-        return {f"train/{name}": value for name, value in found.items()}
+        return found
 
 
 def train_steps(

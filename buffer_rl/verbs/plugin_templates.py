@@ -196,12 +196,12 @@ def my_model_provider(args: Any) -> Any:
 class MyTrainer(TorchTrainer):
     """The built-in trainer with one metric more; see buffer_rl.contracts.Trainer for all that can be replaced."""
 
-    def __init__(self, args: Any, rank: int, world_size: int) -> None:
-        super().__init__(args, rank, world_size)
+    def __init__(self, args: Any, rank: int, world_size: int, objective: Objective) -> None:
+        super().__init__(args, rank, world_size, objective)
 
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, scale: float) -> dict[str, float]:
         """Step, and say something about it."""
-        return {**super().optimizer_step(), "my_metric": 1.0}
+        return {**super().optimizer_step(scale), "my_metric": 1.0}
 
 
 def my_engine(args: Any, index: int, log_path: str) -> EngineProcess:
