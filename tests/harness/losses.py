@@ -33,7 +33,7 @@ def objective_of(**changes: Any) -> Objective:
 def built_in_losses() -> list[str]:
     """The names of all losses that buffer_rl registers."""
     infos = PluginRegistry.from_flags(()).infos("loss")
-    return sorted(info.name for info in infos if "buffer_rl.algo" in info.target)
+    return sorted(info.name for info in infos if info.distribution == "buffer-rl")
 
 
 def batch_of(row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> TrainBatch:
