@@ -90,7 +90,9 @@ def padded_column(batch: TrainBatch, name: str, like_bt: torch.Tensor) -> torch.
         try:
             return torch.from_numpy(np.array(rows, dtype=np.float32)).to(like_bt.device)
         except (TypeError, ValueError) as error:
-            raise DataError(f"{name} holds no numbers: {error}", where=batch.task, expected="one for each row") from error
+            raise DataError(
+                f"{name} holds no numbers: {error}", where=batch.task, expected="one for each row"
+            ) from error
     lengths_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
     for row_id, row, length in zip(batch.row_ids, rows, lengths_b.tolist(), strict=True):
         if len(row) != length:

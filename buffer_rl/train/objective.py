@@ -178,13 +178,13 @@ class Objective:
             raise wrong("buffer_rl.contracts.TokenLoss", hint=NEW_FORM)
         values, weights = answer.values, answer.weights
         if not isinstance(values, torch.Tensor) or tuple(values.shape) not in (shape, shape[:1]):
-            hint = NEW_FORM if getattr(values, "ndim", 0) == 0 else f"the values are {short_repr(values)}"
+            hint = NEW_FORM if getattr(values, "ndim", 1) == 0 else f"the values are {_shown(values)}"
             raise wrong(expected, hint=hint)
         if not values.requires_grad and inputs.log_probs.requires_grad:
             hint = "the values have no gradient: compute them from inputs.log_probs, inputs.entropy or inputs.values"
             raise wrong(expected, hint=hint)
         if weights is not None and (not isinstance(weights, torch.Tensor) or weights.shape != values.shape):
-            raise wrong(expected, hint=f"the weights are {short_repr(weights)}, not of the shape of the values")
+            raise wrong(expected, hint=f"the weights are {_shown(weights)}, not of the shape of the values")
         if not isinstance(answer.metrics, Mapping):
             raise wrong("TokenLoss(values, metrics={name: a tensor or Metric})")
         for metric, given in answer.metrics.items():
@@ -217,10 +217,14 @@ def _metric_problem(metric: Metric, shape: tuple[int, ...], values: torch.Tensor
     if metric.reduction not in set(Reduction):
         return f"has the reduction {metric.reduction!r}, not one of {', '.join(Reduction)}"
     if not isinstance(metric.values, torch.Tensor) or tuple(metric.values.shape) not in (shape, shape[:1]):
-        return f"is {short_repr(metric.values)}, not a number for each token or row"
+        return f"is {_shown(metric.values)}, not a number for each token or row"
     if metric.reduction == Reduction.LOSS and metric.values.shape != values.shape:
         return f"has the reduction 'loss' and the shape {list(metric.values.shape)}, not that of the values"
     return ""
+
+
+def _shown(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else short_repr(value)
 
 
 def _totals(

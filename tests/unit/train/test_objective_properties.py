@@ -9,16 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.losses import (
-    MODES,
-    Outcome,
-    batch_of,
-    built_in_losses,
-    loss_args,
-    objective_of,
-    outcome,
-    with_sizes,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +21,16 @@ from buffer_rl.train.collate import row_blocks
 from buffer_rl.train.group import splitting
 from buffer_rl.train.objective import Objective
 from buffer_rl.types import GroupUid, RowId, TrainBatch, take_rows
+from harness.losses import (
+    MODES,
+    Outcome,
+    batch_of,
+    built_in_losses,
+    loss_args,
+    objective_of,
+    outcome,
+    with_sizes,
+)
 
 TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coef": 0.1}
 BY_TOKEN = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "keep")
@@ -143,12 +143,8 @@ def test_a_response_in_five_parts_is_one_in_one_row(
     objective = objective_with(loss, mode)
     wanted = outcome(objective, batch, log_probs, entropy)
     found = outcome(objective, parts, cut(log_probs), cut(entropy), blocks=[[i] for i in range(len(parts))])
-    joined = [
-        [np.concatenate(rows[:5]), *rows[5:]] for rows in (found.log_prob_gradients, found.entropy_gradients)
-    ]
-    whole = Outcome(
-        sums=found.sums, means=found.means, log_prob_gradients=joined[0], entropy_gradients=joined[1]
-    )
+    joined = [[np.concatenate(rows[:5]), *rows[5:]] for rows in (found.log_prob_gradients, found.entropy_gradients)]
+    whole = Outcome(sums=found.sums, means=found.means, log_prob_gradients=joined[0], entropy_gradients=joined[1])
     require_equal(whole, wanted)
 
 

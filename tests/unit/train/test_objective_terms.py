@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.losses import MODES, objective_of, outcome, rows_of
 
 from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.errors import DataError
 from buffer_rl.scope import loss_unit
 from buffer_rl.token_loss import Metric, Sums
 from buffer_rl.types import TrainBatch
+from harness.losses import MODES, objective_of, outcome, rows_of
 
 LOG_2 = math.log(2)
 LOG_PROBS = [[-2.0 + LOG_2, -1.0 - LOG_2], [-1.5, -1.0]]
@@ -116,7 +116,9 @@ def test_a_token_that_a_losss_own_weights_reject_leaves_the_divisor() -> None:
     """D is 2 + 1 = 3 under any mode: the second token is rejected, and the last one is masked whatever its weight."""
     batch = step(keep=[[2, 0], [1, 9]])
     for mode in MODES:
-        found = outcome(objective_of(custom_loss_function_path=rejecting, loss_agg_mode=mode), batch, [[-1, -2], [-4, 0]])
+        found = outcome(
+            objective_of(custom_loss_function_path=rejecting, loss_agg_mode=mode), batch, [[-1, -2], [-4, 0]]
+        )
         assert found.sums.divisor == 3
         assert found.means["loss"] == pytest.approx((2 * 1 - 12) / 3)
         np.testing.assert_allclose(np.stack(found.log_prob_gradients), np.array([[-2, 0], [3, 0]]) / 3, rtol=1e-6)
@@ -169,7 +171,9 @@ def test_a_number_for_each_row_is_averaged_over_samples(mode: str) -> None:
         ("seq-mean-token-sum", (4 + 6) / 2 + 4, (4 + 4) / 2 + 2),
     ],
 )
-def test_kl_and_entropy_take_the_shape_and_the_weights_of_numbers_for_rows(mode: str, kl: float, entropy: float) -> None:
+def test_kl_and_entropy_take_the_shape_and_the_weights_of_numbers_for_rows(
+    mode: str, kl: float, entropy: float
+) -> None:
     """k1 against a reference of 0, with the negative sign: the same numbers as the loss."""
     zeros = [[0.0] * len(row) for row in ROWS]
     batch = three_samples(old_log_probs=None, advantages=None, ref_log_probs=zeros)
@@ -194,7 +198,9 @@ def test_a_metric_is_reduced_as_it_says() -> None:
     for blocks in ([[0, 1, 2, 3]], [[3], [1], [2, 0]]):
         found = outcome(objective_of(**options), batch, ROWS, blocks=blocks).means
         assert found["mean"] == pytest.approx((1 + 3 + 6 + 2 + 2) / 5)
-        assert found["mean_of_rows"] == pytest.approx(((-4 - 6) / 2 - 4) / 2), "samples that are masked entirely are out"
+        assert found["mean_of_rows"] == pytest.approx(((-4 - 6) / 2 - 4) / 2), (
+            "samples that are masked entirely are out"
+        )
         assert (found["largest"], found["smallest_row"]) == (6, -6)
         assert [found["again"], found["loss"]] == pytest.approx([(10 / 3 + 2) / 3] * 2)
 
