@@ -50,9 +50,10 @@ class TokenLoss:
     """What a policy loss returns.
 
     values: ``[num_rows, max_response]``, or ``[num_rows]`` for a loss of whole sequences, with a gradient.
-    weights: of the same shape, not negative; taken without a gradient. The loss of a step is ``sum(weights x values) / sum(weights)`` over all of
-        its rows; a token of weight 0 leaves the divisor. None: as ``--loss-agg-mode`` says for tokens; for
-        ``[num_rows]`` values a mean over samples. Masked tokens have weight 0 whatever is given here.
+    weights: of the same shape, not negative; taken without a gradient. The loss of a step is
+        ``sum(weights x values) / sum(weights)`` over all of its rows; a token of weight 0 leaves the divisor. None: as
+        ``--loss-agg-mode`` says for tokens; for ``[num_rows]`` values a mean over samples. Masked tokens have weight 0
+        whatever is given here.
     metrics: tensors, whose mean is logged, or ``Metric``.
     """
 

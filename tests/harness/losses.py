@@ -1,20 +1,23 @@
-"""A run's objective on rows whose log-probabilities are given: losses without a model."""
+"""A run's objective on rows whose log-probabilities are given: losses without a model. A step of a tiny model: as one
+rank, as two ranks, and group by group."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from buffer_rl.buffer.columns import RowSizes, sample_sizes
+from buffer_rl.buffer.columns import ColumnStore, RowSizes, assemble, sample_sizes
+from buffer_rl.buffer.pool import DataPool
 from buffer_rl.config import Options, compose
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.objective import Objective
+from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import Column, GroupUid, RowId, TrainBatch, concat_columns
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
@@ -69,8 +72,8 @@ def with_sizes(batch: TrainBatch) -> TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of a step: its sums; the numbers that are logged; the gradient of its loss, divided by D, by each response token's
-    log-probability and entropy: per row ``[response_length]`` each."""
+    """Of a step: its sums; the numbers that are logged; the gradient of its loss, divided by D, by the log-probability
+    and the entropy of each response token: per row ``[response_length]`` each."""
 
     sums: Sums
     means: dict[str, float]
@@ -116,3 +119,64 @@ def _padded(rows: Sequence[Sequence[float]], width: int) -> torch.Tensor:
     for index, row in enumerate(rows):
         values[index, : len(row)] = torch.as_tensor(np.asarray(row, dtype=np.float32))
     return values.requires_grad_()
+
+
+PARTS = ({0: 5, 1: 1, 2: 2}, {0: 1, 3: 1})
+"""Of each sample of the two groups of ``two_groups``."""
+MASKED_ENTIRELY = 2
+
+
+def two_groups(**more: Any) -> DataPool:
+    """Two groups of a step; a sample of five parts, and one of two parts that is masked entirely.
+
+    more: further columns, by functions of a generator and the response lengths."""
+    rng = np.random.default_rng(3)
+    store = ColumnStore()
+    pool = DataPool(0, "train_0", store, num_groups=2)
+    for number, samples in enumerate(PARTS):
+        uid = GroupUid("data", number, 0)
+        rows = [RowId(uid, index, part) for index, parts in samples.items() for part in range(parts)]
+        lengths = rng.integers(1, 9, len(rows))
+        columns: dict[str, Any] = {
+            "tokens": [rng.integers(3, 30, 4 + n).astype(np.int32) for n in lengths],
+            "response_length": lengths.astype(np.int32),
+            "loss_mask": [
+                ((rng.random(n) > 0.3) * (row.sample_index != MASKED_ENTIRELY)).astype(np.float32)
+                for row, n in zip(rows, lengths, strict=True)
+            ],
+            "old_log_probs": [-rng.random(n).astype(np.float32) * 4 for n in lengths],
+            "advantages": [np.full(n, rng.normal(), dtype=np.float32) for n in lengths],
+            "sample_total_tokens": np.full(len(rows), 1e9, dtype=np.float32),  # written again by the Buffer
+        }
+        store.put(uid, rows, columns | {name: make(rng, lengths) for name, make in more.items()})
+        pool.add(uid)
+    pool.select([GroupUid("data", number, 0) for number in range(len(PARTS))])
+    return pool
+
+
+WAYS = ("one rank", "two ranks", "streamed")
+
+
+def pieces(pool: DataPool, way: str) -> Iterator[TrainBatch]:
+    """The step's rows as one rank, as two ranks, or group by group."""
+    if way == "streamed":
+        for uid in reversed(pool.uids):
+            rows = [row for row in assemble(pool.plan()).row_ids if row.uid == uid]
+            yield assemble(pool.plan_rows(rows))
+        return
+    ranks = 2 if way == "two ranks" else 1
+    for rank in range(ranks):
+        yield assemble(pool.share(rank, ranks))
+
+
+def trainer_of(args: Options) -> TorchTrainer:
+    """The only rank of the built-in trainer."""
+    return TorchTrainer(args, 0, 1, Objective(args, PluginRegistry.from_flags(())))
+
+
+def gradient(trainer: TorchTrainer, pool: DataPool, way: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of the step, and its gradient by the name of each parameter."""
+    trainer.zero_grad()
+    sums = Sums.of([trainer.accumulate(piece) for piece in pieces(pool, way)])
+    gradients = {name: p.grad / sums.divisor for name, p in trainer._actor.named_parameters() if p.grad is not None}
+    return sums.means()["loss"], gradients
