@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class RunCheckpoints:
     """Writes ``args.save/step_NNNNNN`` (see ``buffer_rl.checkpoint``); for a URL by way of ``args.run_dir``.
 
-    ``trainer/`` holds each rank's weights, optimizer and random state (of trained roles beside the actor the folders that
-    ``TRAINED`` names), ``hf/`` the actor's weights for everybody else, ``buffer.json`` the queue,
+    ``trainer/`` holds each rank's weights, optimizer and random state (of other trained roles the folders that ``TRAINED``
+    names), ``hf/`` the actor's weights for everybody else, ``buffer.json`` the queue,
     ``ledger.sqlite`` the ledger and the position in the data. The manifest's facts are the
     options, without secrets, and ``provenance``: what code and data the run is made of.
     """

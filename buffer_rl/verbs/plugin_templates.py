@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.algo.aggregation import aggregate
-from buffer_rl.contracts import EngineProcess, LossInputs, LossOutputs, RolloutBuffer
+from buffer_rl.contracts import EngineProcess, LossInputs, LossOutputs, Objective, RolloutBuffer
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.generate import generate
 from buffer_rl.scope import scoped
