@@ -29,7 +29,9 @@ class Rows(torch.nn.Module):
 
     def __init__(self, owner: torch.nn.Linear, start: int, stop: int) -> None:
         super().__init__()
-        self.weight_of = lambda: owner.weight[start:stop]  # the parameter is registered once, with its owner
+        self.weight_of: Callable[[], Tensor] = lambda: owner.weight[
+            start:stop
+        ]  # the parameter is registered once, with its owner
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight_of())
@@ -188,8 +190,15 @@ def test_the_first_bucket_is_there_before_the_later_tensors_are_asked_for(make_a
     assert not any(tensor.requires_grad for tensor in exported.values())
 
 
-def test_parameters_that_a_converter_exports_carry_no_gradient(make_args: MakeArgs, model_path: str) -> None:
+def test_load_may_write_to_parameters_and_what_is_exported_carries_no_gradient(
+    make_args: MakeArgs, model_path: str
+) -> None:
     class Live(Fused):
+        def load(self, model: Any, folder: str) -> None:
+            super().load(model, folder)
+            for parameter in model.parameters():
+                parameter.mul_(2)
+
         def export(self, model: Any) -> Iterator[tuple[str, Tensor]]:
             return ((name, 2 * parameter) for name, parameter in model.named_parameters())
 
