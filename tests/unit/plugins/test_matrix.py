@@ -327,12 +327,14 @@ CASES = {
         call=train, head="args", body=MODEL, effect=(None, 1.0, False, True), expected="a torch module with forward",
     ),
     "converter": Case(
-        call=train, method="to_trainer", effect=(None, 1.0, False, True), expected="an iterator of (name, tensor)",
+        call=train, method="export", effect=(None, 1.0, False, True), expected="an iterator of (name, tensor)",
         head="""
         class plug:
             def __init__(self, args): ...
-            def to_trainer(self, name, tensor): yield name, tensor
-            def to_hf(self, name, tensor): yield name, tensor
+            def load(self, model, folder):
+                from safetensors.torch import load_file
+                model.load_state_dict(load_file(folder + "/model.safetensors"), strict=False)
+            def export(self, model): yield from model.named_parameters()
         """,
     ),
     "trainer": Case(

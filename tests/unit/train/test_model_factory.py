@@ -22,6 +22,7 @@ RENAMED = """
 import torch
 from types import SimpleNamespace
 from transformers import AutoConfig, AutoModelForCausalLM
+from buffer_rl.train.converter import NameMap
 
 class Wrapped(torch.nn.Module):
     '''No model of transformers': other names, a prefix.'''
@@ -36,8 +37,7 @@ class Wrapped(torch.nn.Module):
 def build(args):
     return Wrapped(args)
 
-class Names:
-    def __init__(self, args): ...
+class Names(NameMap):
     def to_trainer(self, name, tensor):
         yield "inner." + name, tensor
     def to_hf(self, name, tensor):
@@ -59,6 +59,14 @@ class Flat(Names):
 class Twice(Names):
     def to_hf(self, name, tensor):
         yield "w", tensor
+
+class Text(Names):
+    def to_hf(self, name, tensor):
+        return "weights"
+
+class Bare(Names):
+    def to_trainer(self, name, tensor):
+        yield tensor
 
 class Late(Names):
     def to_hf(self, name, tensor):
@@ -158,11 +166,13 @@ def test_a_model_that_cannot_be_trained_is_an_error_at_the_start(
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("Half", "nothing for 6 weights, such as inner.model.layers.0.mlp"),
-        ("Strange", "expected: a name of the trainer's model"),
-        ("Flat", "of shape ("),
-        ("Twice", "it gave w twice"),
-        ("Late", "to_hf: it raised KeyError: 'half way'"),
+        ("Half", ": 6 weights were not written, or hold NaN, such as inner.model.layers.0.mlp"),
+        ("Strange", "load: to_trainer of model.embed_tokens.weight yielded 'other.model.embed_tokens.weight'"),
+        ("Flat", "'inner.model.embed_tokens.weight' of shape ("),
+        ("Twice", "export: it yielded w twice"),
+        ("Text", "export: to_hf of inner.model.embed_tokens.weight returned 'weights' (str)"),
+        ("Bare", "load: to_trainer of model.embed_tokens.weight yielded tensor("),
+        ("Late", "export: it raised KeyError: 'half way'"),
     ],
 )
 def test_a_converter_that_loses_something_is_named(make_args: MakeArgs, module: str, name: str, problem: str) -> None:

@@ -135,7 +135,7 @@ def test_every_architecture_takes_tensors_as_it_takes_a_folder(
 ) -> None:
     new = model_folder(architecture, 1)
     shared = SharedWeights()
-    handles = shared.share(weight_buckets(weights_of(new), bucket_bytes=50_000))
+    handles = shared.share(weight_buckets(weights_of(new).items(), bucket_bytes=50_000))
     assert len(handles) > 1
     tensors = {name: tensor for (handle,) in handles for name, tensor in open_bucket(handle).items()}
     shared.release()
@@ -254,7 +254,7 @@ def test_a_pause_that_ends_gives_up_an_unfinished_update(
 ) -> None:
     before = served.checksums()
     shared = SharedWeights()
-    handles = shared.share(weight_buckets(weights_of(model_folder("qwen3", 1)), bucket_bytes=100_000), 2)
+    handles = shared.share(weight_buckets(weights_of(model_folder("qwen3", 1)).items(), bucket_bytes=100_000), 2)
     served.pause()
     served.begin_weight_update()
     served.update_weights_from_tensor(handles[0], LOAD_FORMAT, None)
