@@ -249,18 +249,25 @@ class DataSource(Protocol):
 
 
 class ModelConverter(Protocol):
-    """Maps Hugging Face names and tensors to the trainer's and back. Constructed as ``cls(args)``.
+    """Loads a Hugging Face folder into the trainer's model and exports its weights. Constructed as ``cls(args)``.
 
-    to_trainer: one tensor of the folder as any number of the trainer's, by the names of its ``state_dict``.
-    to_hf: the inverse; each name of the folder once.
+    ``buffer_rl.train.converter.NameMap`` is the base class for what maps one tensor at a time.
     """
 
-    def to_trainer(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]: ...
-    def to_hf(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]: ...
+    def load(self, model: Any, folder: str) -> None:
+        """Copy the folder's weights into the model, without gradient. Every element of every floating-point weight
+        must be written: it holds NaN before."""
+        ...
+
+    def export(self, model: Any) -> Iterator[tuple[str, Any]]:
+        """The weights under the folder's names, each name once, one tensor at a time, so that a large model is never
+        gathered whole. A tensor may be the model's own memory; it stays as it is until the next optimizer step."""
+        ...
 
 
 class ModelProvider(Protocol):
-    """Builds the trainer's model, or the reference model: the folder to start from is ``args.hf_checkpoint``.
+    """Builds the model of the torch trainer, or its reference model, from the folder ``args.hf_checkpoint``. Other
+    trainer backends build their own models and may ignore it.
 
     It is a torch module with ``forward(input_ids, use_cache)``, whose answer has ``logits``
     ``[num_rows, num_tokens, vocabulary]``, with ``get_output_embeddings()`` and causal attention. It is moved to the

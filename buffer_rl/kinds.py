@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from buffer_rl.contracts import (
     AdvantageEstimator,
@@ -39,6 +39,7 @@ class PluginKind:
     methods: for kinds that are classes, the methods an object must have.
     optional: how many of the last of them a function may leave out.
     constructed: the reference names a class (or factory) that is called with ``positional`` first.
+    changed: methods of earlier contracts, with the hint for an object that has one and lacks one of ``methods``.
     """
 
     name: str
@@ -50,18 +51,12 @@ class PluginKind:
     methods: tuple[str, ...] = ()
     constructed: bool = False
     may_be_async: bool = False
+    changed: Mapping[str, str] = field(default_factory=dict)
 
+    def changed_hint(self, obj: object) -> str:
+        """The hint for an object of an earlier contract; empty for any other."""
+        return next((hint for method, hint in self.changed.items() if hasattr(obj, method)), "")
 
-_TRAINER_METHODS = (
-    "log_probs",
-    "accumulate",
-    "optimizer_step",
-    "zero_grad",
-    "export",
-    "save_hf",
-    "save",
-    "load",
-)
 
 _KIND_ROWS: tuple[PluginKind, ...] = (
     PluginKind(
@@ -186,10 +181,15 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         name="converter",
         flags=("--model-converter-path",),
         protocol=ModelConverter,
-        signature="class (args) with to_trainer, to_hf",
+        signature="class (args) with load, export",
         positional=("args",),
-        methods=("to_trainer", "to_hf"),
+        methods=("load", "export"),
         constructed=True,
+        changed=dict.fromkeys(
+            ("to_trainer", "to_hf"),
+            "a converter has load(model, folder) and export(model) now: derive the class from "
+            "buffer_rl.train.converter.NameMap, whose load and export call to_trainer and to_hf for each tensor",
+        ),
     ),
     PluginKind(
         name="model_provider",
@@ -204,8 +204,15 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         protocol=Trainer,
         signature="class (args, rank, world_size, objective) with the methods of buffer_rl.contracts.Trainer",
         positional=("args", "rank", "world_size", "objective"),
-        methods=_TRAINER_METHODS,
+        methods=("log_probs", "accumulate", "optimizer_step", "zero_grad", "export", "save_hf", "save", "load"),
         constructed=True,
+        changed=dict.fromkeys(
+            ("forward_backward", "finish_accumulation", "compute_advantages", "export_buckets"),
+            "a trainer is built as cls(args, rank, world_size, objective) now: accumulate(batch) calls the objective, "
+            "backward on the summed loss, and returns its Sums (forward_backward is gone); optimizer_step(scale) "
+            "multiplies the gradients; export() is collective; topology says which rows the rank gets; advantages are "
+            "the framework's",
+        ),
     ),
     PluginKind(
         name="engine",

@@ -151,12 +151,14 @@ def construct(
     missing = [name for name in row.methods if not callable(getattr(built, name, None))]
     if missing:
         expected = f"an object with {', '.join(row.methods)}"
-        raise returned(kind, reference, built, expected, at="while it was constructed", hint=f"no {missing[0]}")
+        hint = row.changed_hint(built) or f"no {missing[0]}"
+        raise returned(kind, reference, built, expected, at="while it was constructed", hint=hint)
     return Guarded(kind, reference, built, error_class, row.methods)
 
 
 class Guarded:
-    """An object of a constructed kind; whatever a method of the kind raises names the plugin and the method.
+    """An object of a constructed kind; whatever a method of the kind raises names the plugin and the method, and so
+    does a PluginError that it raises without a place.
 
     Everything else is the object's own. What an iterator raises on the way counts as the method's.
     methods: those that are guarded.
@@ -194,7 +196,9 @@ class Guarded:
     def _run(self, name: str, step: Callable[[], Any]) -> Any:
         try:
             return step()
-        except BufferRLError:
+        except BufferRLError as error:
+            if isinstance(error, PluginError) and not error.where:
+                error.where = place(self.kind, self.reference, name)
             raise
         except Exception as error:  # fault boundary: a plugin's code
             raise raised(

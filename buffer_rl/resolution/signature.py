@@ -133,7 +133,8 @@ def _check_constructed(row: PluginKind, factory: Any, reference: str) -> None:
         return  # a factory: what it builds is checked by its use
     missing = [name for name in row.methods if not callable(getattr(factory, name, None))]
     if missing:
-        raise plugin_error(row, reference, f"the class lacks {', '.join(missing)}", actual=signature_of(factory))
+        what, hint = f"the class lacks {', '.join(missing)}", row.changed_hint(factory)
+        raise plugin_error(row, reference, what, actual=signature_of(factory), hint=hint)
     for name in row.methods:
         _check_method(row, factory, name, reference)
 
@@ -147,7 +148,7 @@ def _check_construction(row: PluginKind, factory: Any, reference: str, positiona
     if problem:
         asked = ", ".join(positional)
         what = f"it cannot be constructed with ({asked}): {problem}"
-        raise plugin_error(row, reference, what, actual=signature_of(factory))
+        raise plugin_error(row, reference, what, actual=signature_of(factory), hint=row.changed_hint(factory))
 
 
 def _check_method(row: PluginKind, cls: type, name: str, reference: str) -> None:

@@ -8,6 +8,7 @@ optimizer      AdamW, learning rate, reduction and sums of gradients
 steps          optimizer steps on a rollout; steps that are not finite
 stream         rows of a rollout that still runs: the torch dataset, the stages of roles
 model          loading, exporting and writing models
+converter      base class of model converters; reading a folder tensor by tensor
 state          files of a rank in a checkpoint
 torch_trainer  the default trainer backend
 logprob_gate   comparison of the engine's log-probabilities with the trainer's

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -127,7 +126,7 @@ def hf_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return dict(revert_weight_conversion(model, unique_state(model)))
 
 
-def unique_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def unique_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights under the model's own names, each storage once."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     state = model.state_dict()
@@ -143,15 +142,16 @@ def unique_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def weight_buckets(
-    state: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES, *, copy: bool = True
+    weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES, *, copy: bool = True
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """``state`` in buckets of at most ``bucket_bytes``; a larger tensor has a bucket of its own.
+    """Names and tensors in buckets of at most ``bucket_bytes``; a larger tensor has a bucket of its own. A bucket is
+    yielded as soon as the next tensor does not fit: the tensors after that one are not asked for yet.
 
     copy: tensors are copied, on the device that they are on, so that a bucket stays as it is when the weights move on.
     """
     bucket: dict[str, Any] = {}
     filled = 0
-    for name, tensor in state.items():
+    for name, tensor in weights:
         size = tensor.numel() * tensor.element_size()
         if bucket and filled + size > bucket_bytes:
             yield bucket
@@ -185,10 +185,11 @@ _MODEL = "a torch module with forward(input_ids, use_cache).logits, get_output_e
 
 
 class ModelFactory:
-    """Builds the models of one run, and turns their weights into those of a Hugging Face folder.
+    """Builds the models of the torch trainer, and exports their weights as those of a Hugging Face folder.
 
-    ``--custom-model-provider-path`` builds the model in place of transformers, and ``--model-converter-path`` maps the
-    names and tensors of the folder to the model's and back.
+    ``--custom-model-provider-path`` builds the model in place of transformers, and ``--model-converter-path`` loads the
+    folder into the model and exports the model's weights under the folder's names. Other trainer backends build their
+    own models, with or without these two.
 
     Raises PluginError, naming provider or converter, for any fault of theirs.
     """
@@ -221,17 +222,22 @@ class ModelFactory:
             self._fill(self._converter, model, checked_folder(path, flag))
         return model
 
-    def hf_state(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """The weights under the names of a Hugging Face folder, tied weights once."""
+    def export(self, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights under the names of a Hugging Face folder, without gradient, each name once and tied weights once.
+
+        They share memory with the model where no conversion is needed. A converter is asked for one tensor at a time;
+        the conversions of transformers (fused experts) are made for the whole model at once.
+        """
         if self._converter is None:
-            return hf_state(model) if isinstance(model, PreTrainedModel) else unique_state(model)
-        found: dict[str, torch.Tensor] = {}
-        for own_name, tensor in unique_state(model).items():
-            for name, converted in self._pairs("to_hf", own_name, self._converter.to_hf(own_name, tensor)):
-                if name in found:
-                    raise self._refused("to_hf", own_name, f"{name} twice", "each name of the folder once")
-                found[name] = converted
-        return found
+            yield from (hf_state(model) if isinstance(model, PreTrainedModel) else unique_state(model)).items()
+            return
+        where = place("converter", self._converter_name, "export")
+        names: set[str] = set()
+        for name, tensor in checked_pairs(self._converter.export(model), where=where):
+            if name in names:
+                raise PluginError(f"it yielded {name} twice", where=where, expected="each name of the folder once")
+            names.add(name)
+            yield name, tensor.detach()
 
     def save_hf(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load."""
@@ -244,8 +250,9 @@ class ModelFactory:
             source = Path(self._args.hf_checkpoint) / name
             if source.is_file():
                 shutil.copyfile(source, target / name)
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.hf_state(model).items()}
-        save_torch_state_dict(state, target)
+        # Cloned, as save_torch_state_dict refuses tensors that are rows of a larger one.
+        contiguous = torch.contiguous_format
+        save_torch_state_dict({name: t.cpu().clone(memory_format=contiguous) for name, t in self.export(model)}, target)
         tokenizer.save_pretrained(path)
 
     def _provided(self, path: str | None) -> PreTrainedModel:
@@ -278,49 +285,33 @@ class ModelFactory:
             raise returned(kind, name, answer, "an object with logits [1, 2, vocabulary] for two tokens", at=at)
 
     def _fill(self, converter: ModelConverter, model: PreTrainedModel, folder: str) -> None:
-        """Copy the folder's tensors into the model, through the converter; every weight must get one."""
-        state = model.state_dict()
-        filled: set[int] = set()
-        for name, tensor in _tensors_of(Path(folder)):
-            for own_name, converted in self._pairs("to_trainer", name, converter.to_trainer(name, tensor)):
-                target = state.get(own_name)
-                if target is None:
-                    raise self._refused("to_trainer", name, f"{own_name!r}", "a name of the trainer's model")
-                if target.shape != converted.shape:
-                    what = f"{own_name!r} of shape {tuple(converted.shape)}"
-                    raise self._refused("to_trainer", name, what, f"the shape {tuple(target.shape)}")
-                target.copy_(converted)
-                filled.add(target.data_ptr())
-        absent = [name for name, tensor in unique_state(model).items() if tensor.data_ptr() not in filled]
+        """Let the converter load the folder. Every floating-point weight holds NaN before, and none may after."""
+        with torch.no_grad():
+            for tensor in unique_state(model).values():
+                if tensor.is_floating_point():
+                    tensor.fill_(torch.nan)
+            converter.load(model, folder)
+        torch.nn.Module.to(model, self._device, torch.float32)  # the converter may have assigned tensors of the folder
+        absent = [name for name, tensor in unique_state(model).items() if tensor.isnan().any()]
         if absent:
-            raise self._refused("to_trainer", folder, f"nothing for {len(absent)} weights, such as {absent[0]}", "all")
+            raise PluginError(
+                f"{len(absent)} weights were not written, or hold NaN, such as {absent[0]}",
+                where=place("converter", self._converter_name, f"load of {folder}"),
+                expected="a number for every element of every weight",
+                hint="register a buffer that the folder lacks with persistent=False",
+            )
 
-    def _pairs(self, method: str, name: str, answer: object) -> Iterator[tuple[str, torch.Tensor]]:
-        if not isinstance(answer, Iterable) or isinstance(answer, str | bytes):
-            raise self._refused(method, name, short_repr(answer), "an iterator of (name, tensor)")
-        for item in answer:
-            if not _is_pair(item):
-                raise self._refused(method, name, short_repr(item), "an iterator of (name, tensor)")
-            yield item
 
-    def _refused(self, method: str, name: str, what: str, expected: str) -> PluginError:
-        where = place("converter", self._converter_name, f"{method} of {name}")
-        return PluginError(f"it gave {what}", where=where, expected=expected)
+def checked_pairs(answer: object, what: str = "it", where: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The names and tensors that ``what``, a method of a converter, returned. Raises PluginError for anything else."""
+    expected = "an iterator of (name, tensor)"
+    if not isinstance(answer, Iterable) or isinstance(answer, str | bytes):
+        raise PluginError(f"{what} returned {short_repr(answer)}", where=where, expected=expected)
+    for item in answer:
+        if not _is_pair(item):
+            raise PluginError(f"{what} yielded {short_repr(item)}", where=where, expected=expected)
+        yield item
 
 
 def _is_pair(item: object) -> bool:
     return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], torch.Tensor)
-
-
-def _tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a folder's safetensors files, one in memory at a time."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError("there are no safetensors files", where=str(folder), hint="a model converter reads those")
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (no mapping)
-                    yield name, tensors.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"not a readable safetensors file: {error}", where=str(file)) from error

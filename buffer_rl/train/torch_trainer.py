@@ -94,7 +94,7 @@ class TorchTrainer:
         buckets of at most 256 MB (a larger tensor has its own). Available on every rank, and asleep too.
 
         They are the weights themselves where no conversion is needed: read them before the next ``optimizer_step``."""
-        yield from weight_buckets(self._models.hf_state(self._actor), copy=False)
+        yield from weight_buckets(self._models.export(self._actor), copy=False)
 
     def save_hf(self, path: str) -> None:
         """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. Only rank 0 writes."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from buffer_rl.contracts import LossInputs
 from buffer_rl.train.torch_trainer import TorchTrainer
@@ -155,9 +156,13 @@ def test_my_data_source(tmp_path):
 
 
 def test_my_converter(tmp_path):
+    model, weights = torch.nn.Linear(2, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
+    save_file(weights, tmp_path / "model.safetensors")
     converter = MyConverter(None)
-    ((name, tensor),) = converter.to_trainer("lm_head.weight", 3)
-    assert list(converter.to_hf(name, tensor)) == [("lm_head.weight", 3)]
+    converter.load(model, str(tmp_path))
+    assert {name: tensor.tolist() for name, tensor in converter.export(model)} == {
+        name: tensor.tolist() for name, tensor in weights.items()
+    }
 
 
 def test_my_model_provider(tmp_path):

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.algo.aggregation import aggregate
-from buffer_rl.contracts import EngineProcess, LossInputs, LossOutputs, RolloutBuffer
+from buffer_rl.contracts import EngineProcess, LossInputs, LossOutputs, Objective, RolloutBuffer
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.generate import generate
 from buffer_rl.scope import scoped
+from buffer_rl.train.converter import NameMap
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import (
     Column,
@@ -171,14 +172,14 @@ class MyDataSource:
         return SampleGroup(uid=uid, samples=samples)
 
 
-class MyConverter:
-    """The trainer's names are Hugging Face's, as with the built-in model. Rename, split and join tensors here."""
+class MyConverter(NameMap):
+    """The trainer's names are Hugging Face's, as with the built-in model. Rename, reshape and split tensors here.
 
-    def __init__(self, args: Any) -> None:
-        self._args = args
+    To join several tensors into one write load and export; see docs/plugins.md.
+    """
 
     def to_trainer(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-        """One tensor of Hugging Face as any number of the trainer's."""
+        """One tensor of the folder as any number of the trainer's."""
         yield name, tensor
 
     def to_hf(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]:

@@ -173,7 +173,7 @@ def _renamed(text: str, template: str, name: str) -> str:
 def _sorted(imports: Iterable[str]) -> str:
     """Import lines in three blocks: the standard library's, others', buffer_rl's."""
     lines = sorted(imports, key=lambda line: (not line.startswith("import"), line))
-    others = [line for line in lines if line.split()[1].partition(".")[0] in ("numpy", "torch")]
+    others = [line for line in lines if line.split()[1].partition(".")[0] in ("numpy", "safetensors", "torch")]
     own = [line for line in lines if line.split()[1].startswith("buffer_rl")]
     standard = [line for line in lines if line not in others and line not in own]
     return "\n\n".join("\n".join(block) for block in (standard, others, own) if block)

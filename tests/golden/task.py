@@ -38,10 +38,9 @@ def mask_some(args, groups):
 
 def half_loss(args, inputs):
     """The plain policy gradient, halved."""
-    from buffer_rl.contracts import LossOutputs
+    from buffer_rl.contracts import TokenLoss
 
-    loss = -(inputs.log_probs * inputs.advantages * inputs.loss_mask).sum() / inputs.total_tokens / 2
-    return LossOutputs(loss=loss, metrics={"half": loss.detach()})
+    return TokenLoss(-inputs.log_probs * inputs.advantages / 2)
 
 
 class Letters:

@@ -19,8 +19,7 @@ from buffer_rl.scope import Scope, declared_scope, scope_of
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
 
 PLUGINS = """
-from buffer_rl.scope import scoped
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.scope import loss_unit, scoped
 
 
 def over_the_rollout(args, batch): ...
@@ -49,8 +48,12 @@ def reads_rollout(args, batch): ...
 def undeclared_loss(args, inputs): ...
 
 
-@scoped("group")
-def declared_loss(args, inputs): ...
+@loss_unit("group")
+def compares_rows(args, inputs): ...
+
+
+@loss_unit("token", needs="ref_log_probs")
+def loss_that_reads_ref(args, inputs): ...
 
 
 def quiet(args, rollout_id, buffer, evaluation=False): ...
@@ -71,24 +74,6 @@ def plain(args, samples): ...
 
 
 plain.scope = object()  # of another library, say
-
-
-class Waiting:
-    \"\"\"A trainer that has all that is required, and cannot accumulate.\"\"\"
-
-    def __init__(self, args, rank, world_size): ...
-
-
-for name in (
-    "log_probs compute_advantages forward_backward optimizer_step export_buckets save_hf save load sleep wake_up"
-).split():
-    setattr(Waiting, name, getattr(TorchTrainer, name))
-
-
-class Unforgetting(Waiting):
-    def accumulate(self, batch): ...
-
-    def finish_accumulation(self, total_samples, total_tokens): ...
 """
 
 
@@ -116,9 +101,10 @@ def test_everything_built_in_can_be_streamed(mine: str) -> None:
         check(**options)
 
 
-def test_what_declares_scope_group_can_be_streamed(mine: str) -> None:
-    own = {"custom_loss_function_path": f"{mine}declared_loss", "custom_advantage_function_path": f"{mine}over_a_group"}
+def test_what_declares_scope_group_can_be_streamed_and_any_loss(mine: str) -> None:
+    own = {"custom_loss_function_path": f"{mine}compares_rows", "custom_advantage_function_path": f"{mine}over_a_group"}
     check(**STREAM, **own)
+    check(**STREAM, custom_loss_function_path=f"{mine}undeclared_loss")
     check(**STREAM, **own, num_advantage_workers=1)
     check(num_advantage_workers=1, custom_advantage_function_path=f"{mine}over_a_group")
 
@@ -131,7 +117,8 @@ def test_an_estimator_gets_all_that_it_declares(mine: str) -> None:
     pipelined, kl = {"schedule": "pipelined"}, {"use_kl_loss": True}
     few_groups = {"num_train_ranks": 4, "rollout_batch_size": 3}
     for options in (
-        {**group, "num_train_ranks": 4, "rollout_batch_size": 8, "num_steps_per_rollout": 2},
+        {**group, **few_groups},
+        {"custom_advantage_function_path": f"{mine}reads_rollout"},
         {**group, **few_groups, "num_advantage_workers": 1},
         {**group, **few_groups, **STREAM},
         {**row, **few_groups},
@@ -149,9 +136,10 @@ def test_an_estimator_gets_all_that_it_declares(mine: str) -> None:
         check(**options)
 
 
-def test_what_declares_nothing_is_taken_by_one_rank_and_one_step_and_where_there_are_no_advantages(mine: str) -> None:
+def test_what_declares_nothing_is_taken_for_any_number_of_ranks_and_steps(mine: str) -> None:
     own = {"custom_advantage_function_path": f"{mine}over_the_rollout"}
     check(**own)
+    check(**own, num_train_ranks=2, num_steps_per_rollout=3)
     check(**own, loss_type="sft_loss", num_train_ranks=2)
 
 
@@ -163,14 +151,14 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
     ("options", "where", "words"),
     [
         (
-            {**STREAM, "custom_loss_function_path": "undeclared_loss"},
-            "--stream-gradients and --custom-loss-function-path",
-            ["undeclared_loss' has scope 'rollout'", "--loss-agg-mode names", "scoped('group')"],
+            {"custom_loss_function_path": "loss_that_reads_ref"},
+            "--custom-loss-function-path",
+            ["needs 'ref_log_probs', and without --use-kl-loss there is no reference", "--kl-loss-coef 0"],
         ),
         (
             {**STREAM, "custom_advantage_function_path": "over_the_rollout"},
             "--stream-gradients and --custom-advantage-function-path",
-            ["over_the_rollout' has scope 'rollout'", "the rows of one prompt declare it"],
+            ["over_the_rollout' has scope 'rollout'", "the rows of one prompt, declare it"],
         ),
         (
             {"num_advantage_workers": 1, "custom_advantage_function_path": "over_the_rollout"},
@@ -178,44 +166,19 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
             ["over_the_rollout' has scope 'rollout'"],
         ),
         (
-            {**STREAM, "train_backend": "Waiting"},
-            "--stream-gradients and --train-backend",
-            ["it has no accumulate and no finish_accumulation and no zero_grad", "buffer_rl.contracts.Trainer"],
-        ),
-        (
-            {**STREAM, "train_backend": "Unforgetting"},
-            "--stream-gradients and --train-backend",
-            ["it has no zero_grad", "accumulate, finish_accumulation, zero_grad"],
-        ),
-        (
-            {"num_train_ranks": 2, "custom_advantage_function_path": "over_the_rollout"},
-            "--num-train-ranks and --custom-advantage-function-path",
-            ["has scope 'rollout', and is called on a part of it: --num-train-ranks 2", "scoped('group')"],
-        ),
-        (
-            {"num_train_ranks": 2, "num_steps_per_rollout": 3, "custom_advantage_function_path": "over_the_rollout"},
-            "--num-train-ranks and --num-steps-per-rollout and --custom-advantage-function-path",
-            ["--num-train-ranks 2, --num-steps-per-rollout 3", "--num-steps-per-rollout 1, or scope 'group'"],
-        ),
-        (
             {
                 "num_train_ranks": 4,
                 "rollout_batch_size": 7,
                 "num_steps_per_rollout": 2,
-                "custom_advantage_function_path": "over_a_group",
+                "custom_loss_function_path": "compares_rows",
             },
-            "--num-train-ranks, --rollout-batch-size and --custom-advantage-function-path",
-            ["needs whole groups, and 4 ranks have 3 of them", "--num-advantage-workers 1"],
+            "--num-train-ranks, --rollout-batch-size and --custom-loss-function-path",
+            ["needs whole groups, and 4 ranks have 3 of them", "loss_unit('row')"],
         ),
         (
             {"custom_advantage_function_path": "reads_ref"},
             "--custom-advantage-function-path",
             ["needs 'ref_log_probs', which nothing computes: without --use-kl-loss", "--kl-loss-coef 0"],
-        ),
-        (
-            {"custom_advantage_function_path": "reads_rollout"},
-            "--custom-advantage-function-path",
-            ["needs 'rollout_log_probs', which is no field to wait for", "ref_log_probs, old_log_probs"],
         ),
         (
             {**STREAM, "custom_advantage_function_path": "reads_old"},
@@ -260,7 +223,7 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
     ],
 )
 def test_what_the_plugins_rule_out_is_named(mine: str, options: dict[str, Any], where: str, words: list[str]) -> None:
-    own = {"custom_loss_function_path", "custom_advantage_function_path", "train_backend", "rollout_function_path"}
+    own = {"custom_loss_function_path", "custom_advantage_function_path", "rollout_function_path"}
     with pytest.raises(ConfigError) as caught:
         check(**{name: f"{mine}{value}" if name in own else value for name, value in options.items()})
     assert caught.value.where == where
@@ -306,6 +269,24 @@ def test_the_trainer_computes_what_no_role_does(
     options: dict[str, Any], own: tuple[str, ...], models: tuple[str, ...]
 ) -> None:
     args: Any = compose(CORE_SECTIONS).model_validate(options)
-    plan = role_plan(args, rollouts_use_engine=True)
-    assert (plan.dedicated_roles, plan.trainer_models) == (own, models)
+    plan = role_plan(args, rollouts_use_engine=True, scope=Scope.ROW)
+    assert (plan.dedicated_roles, plan.passes) == (own, tuple(("train", model) for model in models))
     assert needs_old_log_probs(args, True) == ("actor" in models or "actor_fwd" in own)
+
+
+@pytest.mark.parametrize(
+    ("options", "scope", "estimates"),
+    [
+        ({}, Scope.ROW, False),
+        ({}, Scope.GROUP, True),
+        ({"num_train_ranks": 2, "num_steps_per_rollout": 2}, Scope.ROLLOUT, True),
+        ({"num_advantage_workers": 1}, Scope.GROUP, False),
+        (STREAM, Scope.GROUP, False),
+        ({"loss_type": "sft_loss"}, Scope.ROLLOUT, False),
+    ],
+)
+def test_an_estimator_that_compares_rows_is_called_once_on_all_of_them(
+    options: dict[str, Any], scope: Scope, estimates: bool
+) -> None:
+    args: Any = compose(CORE_SECTIONS).model_validate(options)
+    assert role_plan(args, rollouts_use_engine=True, scope=scope).estimates is estimates

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from buffer_rl.config import compose, flag_of, plugin_kind_of
 from buffer_rl.contracts import LossInputs
@@ -65,8 +66,31 @@ def test_every_flag_of_a_kind_is_an_option_of_that_kind() -> None:
             assert kinds[flag] == kind.name
 
 
+def attention(**rows: int) -> Any:
+    """A module with a matrix ``a.NAME_proj.weight`` for each name."""
+    matrices = {f"{name}_proj": torch.nn.Linear(4, size, bias=False) for name, size in rows.items()}
+    return torch.nn.ModuleDict({"a": torch.nn.ModuleDict(matrices)})
+
+
+def test_the_examples_of_converters_load_a_folder_and_export_it_bit_equal(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    for block in blocks("python"):
+        if "folder_tensors" in block or "NameMap" in block:
+            exec(block, names)
+    prefixed = torch.nn.ModuleDict({"inner": attention(q=4, k=2, v=2, o=3)})
+    weights = {name: torch.randn_like(weight) for name, weight in prefixed.inner.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    fused = attention(qkv=8, o=3)
+    fused.qkv_rows = (4, 2, 2)
+    for converter, model in ((names["FusedAttention"](None), fused), (names["Prefixed"](None), prefixed)):
+        converter.load(model, str(tmp_path))
+        exported = dict(converter.export(model))
+        assert exported.keys() == weights.keys()
+        assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
+
+
 def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
-    reward, marked, scope, loss, stream, source, hooks = blocks("python")
+    reward, marked, scope, loss, stream, renamed, fused, source, hooks = blocks("python")
     names: dict[str, Any] = {}
     exec(scope, names)
     assert scope_of(names["centred"]) is Scope.GROUP
@@ -80,6 +104,8 @@ def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
     args = SimpleNamespace(loss_agg_mode="seq-mean-token-sum")
     assert names["with_bonus"](args, inputs).loss.item() == pytest.approx(1 + 4 - 0.01 * 3)
     compile(stream, "a trainer of your own", "exec")
+    assert "NameMap" in renamed
+    assert "folder_tensors" in fused
     place.write("my_reward.py", reward)
     place.write("my_source.py", source)
     place.write("my_hooks.py", hooks)

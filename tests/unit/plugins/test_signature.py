@@ -11,6 +11,7 @@ import pytest
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.kinds import KINDS
 from buffer_rl.plugins import check_contract
+from buffer_rl.resolution.calls import construct
 from buffer_rl.resolution.signature import call_rollout, fitting_kinds, takes_evaluation
 
 FUNCTION_KINDS = [name for name, kind in KINDS.items() if not kind.constructed]
@@ -64,6 +65,22 @@ def test_a_class_needs_every_method_and_its_constructor(kind: str) -> None:
     with pytest.raises(PluginError, match="it cannot be constructed with"):
         check_contract(kind, type("Plugin", (make_class(kind),), {"__init__": lambda self: None}))
     check_contract(kind, lambda *args: None)
+
+
+def test_a_converter_of_the_earlier_contract_is_refused_with_what_to_derive_it_from() -> None:
+    class Old:
+        def __init__(self, args: Any) -> None: ...
+        def to_trainer(self, name: str, tensor: Any) -> Iterator[Any]: ...
+        def to_hf(self, name: str, tensor: Any) -> Iterator[Any]: ...
+
+    with pytest.raises(PluginError, match="the class lacks load, export") as caught:
+        check_contract("converter", Old)
+    assert "derive the class from buffer_rl.train.converter.NameMap" in caught.value.hint
+    with pytest.raises(PluginError, match=r"expected: an object with load, export\n.*derive the class from"):
+        construct("converter", "mine:make", lambda args: Old(args), None)
+    with pytest.raises(PluginError) as caught:
+        check_contract("converter", make_class("converter", without="load"))
+    assert caught.value.hint == ""
 
 
 def test_a_method_with_the_wrong_arguments_is_named() -> None:

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import pickle
 import sys
+from datetime import timedelta
 from pathlib import Path
 
-import torch
+import torch.distributed as dist
 
 from buffer_rl.buffer.readers import balanced_partition
-from buffer_rl.errors import TrainError
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.train.steps import NonFiniteGuard, train_steps
+from harness.trainers import make_trainer
 
 
 def main(job_file: str, rank: int, world_size: int, out_file: str) -> None:
     args, batches = pickle.loads(Path(job_file).read_bytes())
-    trainer = TorchTrainer(args, rank, world_size)
-    metrics, failures = [], []
-    for batch in batches:
-        share = batch.select(balanced_partition(batch.lengths, world_size)[rank])
-        trainer.compute_advantages(share)
-        shares = trainer.forward_backward(share)
-        try:
-            metrics.append((shares, trainer.optimizer_step()))
-        except TrainError as error:
-            failures.append(str(error))
-    weights = {name: tensor.clone() for bucket in trainer.export_buckets() for name, tensor in bucket.items()}
-    torch.save({"metrics": metrics, "failures": failures, "weights": weights}, out_file)
+    if world_size > 1:
+        timeout = timedelta(seconds=args.train_timeout_s)
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
+    trainer = make_trainer(args, rank, world_size)
+    guard = NonFiniteGuard(Path(out_file).with_suffix(""), rank, 10)
+    shares = [batch.select(balanced_partition(batch.lengths, world_size)[rank]) for batch in batches]
+    report = train_steps(trainer, trainer._objective, shares, guard)
+    weights = {name: tensor.clone() for bucket in trainer.export() for name, tensor in bucket.items()}
+    Path(out_file).write_bytes(pickle.dumps((report, weights)))
 
 
 if __name__ == "__main__":

@@ -81,14 +81,14 @@ def test_buckets_hold_every_tensor_once_and_keep_to_their_size() -> None:
     state = {
         name: torch.full((size,), float(i)) for i, (name, size) in enumerate({"a": 3, "b": 2, "c": 9, "d": 1}.items())
     }
-    buckets = list(weight_buckets(state, bucket_bytes=5 * 4))
+    buckets = list(weight_buckets(state.items(), bucket_bytes=5 * 4))
     assert [list(bucket) for bucket in buckets] == [["a", "b"], ["c"], ["d"]]
     _assert_equal_tensors({name: tensor for bucket in buckets for name, tensor in bucket.items()}, state)
 
 
 def test_a_bucket_does_not_change_when_the_weights_do() -> None:
     weight = torch.zeros(3)
-    bucket = next(weight_buckets({"a": weight}))
+    bucket = next(weight_buckets([("a", weight)]))
     weight += 1
     assert bucket["a"].tolist() == [0, 0, 0]
 

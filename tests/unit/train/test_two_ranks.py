@@ -7,35 +7,33 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from buffer_rl.config import Options
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.train.steps import StepReport
 from buffer_rl.types import TrainBatch
+from harness.trainers import make_trainer
 
 DEADLINE_S = 120
 INFINITE = """
 import torch
-from buffer_rl.contracts import LossOutputs
+from buffer_rl.contracts import TokenLoss
 
 
 def infinite(args, inputs):
-    loss = (inputs.log_probs * inputs.loss_mask).sum() / max(inputs.total_tokens, 1)
-    if bool((inputs.advantages > 1e9).any()):
-        loss = loss + torch.tensor(float("inf"))
-    return LossOutputs(loss=loss)
+    return TokenLoss(inputs.log_probs + torch.where(inputs.advantages > 1e9, torch.inf, 0.0))
 """
 
 
-def _run(world_size: int, job_file: Path, folder: Path) -> list[dict[str, Any]]:
+def _run(world_size: int, job_file: Path, folder: Path) -> list[tuple[StepReport, dict[str, torch.Tensor]]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join(sys.path)
     script = Path(__file__).parent / "one_rank.py"
     outs = [folder / f"{world_size}_{rank}.pt" for rank in range(world_size)]
     processes = [
@@ -54,7 +52,7 @@ def _run(world_size: int, job_file: Path, folder: Path) -> list[dict[str, Any]]:
     finally:
         for process in processes:
             process.kill()
-    return [torch.load(out, weights_only=True) for out in outs]
+    return [pickle.loads(out.read_bytes()) for out in outs]
 
 
 def test_two_ranks_equal_one_rank(
@@ -67,19 +65,15 @@ def test_two_ranks_equal_one_rank(
     # A large epsilon: Adam's first steps blow rounding errors of tiny gradients up to the size of the learning rate.
     args = make_args(train_timeout_s=60.0, max_tokens_per_gpu=40, adam_eps=1e-2)
     job_file.write_bytes(pickle.dumps((args, batches)))
-    one = _run(1, job_file, tmp_path)[0]
-    two = _run(2, job_file, tmp_path)
+    ((one, weights),) = _run(1, job_file, tmp_path)
+    (first, first_weights), (second, second_weights) = _run(2, job_file, tmp_path)
 
-    assert len(one["failures"]) == len(two[0]["failures"]) == len(two[1]["failures"]) == 1
-    for name, tensor in one["weights"].items():
-        assert torch.equal(two[0]["weights"][name], two[1]["weights"][name]), f"{name} differs between the ranks"
-        torch.testing.assert_close(two[0]["weights"][name], tensor, atol=1e-6, rtol=1e-5)
-    for step, (shares, same) in enumerate(one["metrics"]):
-        for name, value in shares.items():
-            total = sum(rank["metrics"][step][0].get(name, 0.0) for rank in two)
-            assert total == pytest.approx(value, rel=1e-4, abs=1e-5), name
-        assert two[0]["metrics"][step][1] == two[1]["metrics"][step][1]
-        assert two[0]["metrics"][step][1]["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)
+    assert one.non_finite == first.non_finite == second.non_finite == 1
+    assert first.metrics == second.metrics
+    for name, tensor in weights.items():
+        assert torch.equal(first_weights[name], second_weights[name]), f"{name} differs between the ranks"
+        torch.testing.assert_close(first_weights[name], tensor, atol=1e-6, rtol=1e-5)
+    assert StepReport.metrics_of([first, second]) == pytest.approx(StepReport.metrics_of([one]), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -92,10 +86,10 @@ def test_a_loss_that_is_infinite_on_one_rank_alone_leaves_both_ranks_as_they_wer
     batch.columns["reward"][3] = np.float32(1e30)
     job_file = tmp_path / "job"
     args = make_args(train_timeout_s=60.0, custom_loss_function_path=f"{losses}:infinite", grpo_std_normalization=False)
-    initial = TorchTrainer(args, 0, 1)
+    initial = make_trainer(args)
     job_file.write_bytes(pickle.dumps((args, [batch])))
-    for rank in _run(2, job_file, tmp_path):
-        assert len(rank["failures"]) == 1
-        for bucket in initial.export_buckets():
+    for report, weights in _run(2, job_file, tmp_path):
+        assert report.non_finite == 1
+        for bucket in initial.export():
             for name, tensor in bucket.items():
-                assert torch.equal(rank["weights"][name], tensor), name
+                assert torch.equal(weights[name], tensor), name

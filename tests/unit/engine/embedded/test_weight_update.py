@@ -28,6 +28,7 @@ from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.shared_bucket import SharedWeights, open_bucket
 from buffer_rl.weights.shared_memory import NAME
 from buffer_rl.weights.tensor import LOAD_FORMAT, TensorTransport
+from harness.trainers import make_trainer
 
 TENSORS = "/update_weights_from_tensor"
 PROMPT = [5, 6, 7]
@@ -45,7 +46,7 @@ class Source:
 
     def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
         assert load_format == LOAD_FORMAT
-        return self.shared.share(self.trainer.export_buckets(), num_receivers)
+        return self.shared.share(self.trainer.export(), num_receivers)
 
     def release_weights(self) -> None:
         self.shared.release()
@@ -112,7 +113,7 @@ def test_tensors_and_disk_give_equal_checksums_tokens_and_log_probs(
     before = served.checksums()
     options = {"hf_checkpoint": model_folder("qwen3", 1), "train_device": "cpu", "rollout_num_engines": 2}
     args: Any = compose(CORE_SECTIONS)(run_dir=str(tmp_path), **options)
-    source = Source(TorchTrainer(args, 0, 1))
+    source = Source(make_trainer(args))
     found = []
     for version, transport in enumerate((DiskTransport(args), TensorTransport(args)), start=1):
         served.update_weights_from_disk(model_folder("qwen3"), 0)
@@ -135,7 +136,7 @@ def test_every_architecture_takes_tensors_as_it_takes_a_folder(
 ) -> None:
     new = model_folder(architecture, 1)
     shared = SharedWeights()
-    handles = shared.share(weight_buckets(weights_of(new), bucket_bytes=50_000))
+    handles = shared.share(weight_buckets(weights_of(new).items(), bucket_bytes=50_000))
     assert len(handles) > 1
     tensors = {name: tensor for (handle,) in handles for name, tensor in open_bucket(handle).items()}
     shared.release()
@@ -254,7 +255,7 @@ def test_a_pause_that_ends_gives_up_an_unfinished_update(
 ) -> None:
     before = served.checksums()
     shared = SharedWeights()
-    handles = shared.share(weight_buckets(weights_of(model_folder("qwen3", 1)), bucket_bytes=100_000), 2)
+    handles = shared.share(weight_buckets(weights_of(model_folder("qwen3", 1)).items(), bucket_bytes=100_000), 2)
     served.pause()
     served.begin_weight_update()
     served.update_weights_from_tensor(handles[0], LOAD_FORMAT, None)

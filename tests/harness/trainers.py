@@ -1,0 +1,33 @@
+"""One rank of the torch trainer, and its steps, for tests without a driver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.token_loss import Sums
+from buffer_rl.train.objective import Objective
+from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.types import TrainBatch
+
+
+def make_trainer(args: Any, rank: int = 0, world_size: int = 1) -> TorchTrainer:
+    """The trainer with the objective that ``args`` name."""
+    return TorchTrainer(args, rank, world_size, Objective(args, PluginRegistry.from_flags(args.plugin)))
+
+
+def with_advantages(trainer: TorchTrainer, batch: TrainBatch) -> TrainBatch:
+    """``batch``, whose columns ``advantages`` and ``returns`` the estimator has set."""
+    trainer._objective.compute_advantages(batch)  # type: ignore[attr-defined]
+    return batch
+
+
+def accumulate(trainer: TorchTrainer, batch: TrainBatch) -> Sums:
+    """Advantages, forward and backward."""
+    return trainer.accumulate(with_advantages(trainer, batch))
+
+
+def step(trainer: TorchTrainer, batch: TrainBatch) -> dict[str, float]:
+    """One optimizer step on all rows of a step, and its metrics."""
+    sums = accumulate(trainer, batch)
+    return sums.means() | trainer.optimizer_step(1 / sums.divisor)
