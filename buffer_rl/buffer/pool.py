@@ -204,9 +204,8 @@ class DataPool:
             raise BufferStateError(
                 f"{len(uids)} whole groups cannot be shared among {dp_size} ranks",
                 where=self.task,
-                expected="at least one group for each rank, since the advantage estimator has the scope 'group'",
-                hint="fewer --num-train-ranks; more groups for each optimizer step, if a filter dropped some; or "
-                "--num-advantage-workers 1, whose groups are whole",
+                expected="at least one group for each rank, since the loss compares the rows of a prompt",
+                hint="fewer --num-train-ranks, or more groups for each optimizer step, if a filter dropped some",
             )
         if splitting is not Splitting.ROWS and enough:
             blocks = [self._store.rows(uid) for uid in uids]

@@ -169,11 +169,6 @@ def pieces(pool: DataPool, way: str) -> Iterator[TrainBatch]:
         yield assemble(pool.share(rank, ranks))
 
 
-def trainer_of(args: Options) -> TorchTrainer:
-    """The only rank of the built-in trainer."""
-    return TorchTrainer(args, 0, 1, Objective(args, PluginRegistry.from_flags(())))
-
-
 def gradient(trainer: TorchTrainer, pool: DataPool, way: str) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of the step, and its gradient by the name of each parameter."""
     trainer.zero_grad()

@@ -69,7 +69,8 @@ def test_a_part_whose_other_parts_may_be_elsewhere_needs_the_size_of_its_sample(
     parts = replace(batch, row_ids=[RowId(uid, 0, 0), RowId(uid, 0, 1)])
     parts.columns |= {name: np.ones(2, dtype=np.float32) for name in given}
     with pytest.raises(
-        DataError, match=r"(?s)data:0:0/0\.1: a part of a sample cannot be weighed.*sample_total_tokens and sample_parts"
+        DataError,
+        match=r"(?s)data:0:0/0\.1: a part of a sample cannot be weighed.*sample_total_tokens and sample_parts",
     ):
         sample_sizes(parts, torch.zeros(2, 2))
 

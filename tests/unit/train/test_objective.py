@@ -18,7 +18,8 @@ from buffer_rl.config import Options
 from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.token_loss import Sums
 from buffer_rl.types import GroupUid, RowId, TrainBatch
-from harness.losses import MODES, PARTS, WAYS, gradient, trainer_of, two_groups
+from harness.losses import MODES, PARTS, WAYS, gradient, two_groups
+from harness.trainers import make_trainer
 
 MakeArgs = Callable[..., Options]
 OWN = """
@@ -89,7 +90,7 @@ def test_a_sample_weighs_the_same_whatever_its_number_of_parts(
 
     for loss_type, value in (("sft_loss", likelihood), ("policy_loss", surrogate)):
         wanted = formula(exact, batch, mode, value)
-        trainer = trainer_of(make_args(loss_agg_mode=mode, loss_type=loss_type, max_tokens_per_gpu=30))
+        trainer = make_trainer(make_args(loss_agg_mode=mode, loss_type=loss_type, max_tokens_per_gpu=30))
         for way in WAYS:
             require_equal(gradient(trainer, pool, way), wanted)
 
@@ -104,7 +105,7 @@ def test_the_entropy_carries_its_gradient_into_a_loss_of_ones_own(
     path = f"{tmp_path}/own.py:negative_entropy"
     wanted = formula(exact, assemble(pool.plan()), "token-mean", negative_entropy)
     for args in (make_args(custom_loss_function_path=path), make_args(loss_type=path)):
-        trainer = trainer_of(args)
+        trainer = make_trainer(args)
         for way in WAYS:
             require_equal(gradient(trainer, pool, way), wanted)
 
@@ -118,7 +119,7 @@ def test_parts_of_a_step_make_the_same_step_as_the_whole(
     bit under ``--deterministic``."""
     more: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coef": 0.02}
     args = make_args(loss_agg_mode=mode, deterministic=deterministic, max_tokens_per_gpu=60, **more)
-    whole, parts = trainer_of(args), trainer_of(args)
+    whole, parts = make_trainer(args), make_trainer(args)
     batch, noise = make_batch(), np.random.default_rng(5)
     batch.row_ids = [RowId(GroupUid("data", row // 3, 0), row % 3) for row in range(12)]
     for field, model in (("old_log_probs", "actor"), ("ref_log_probs", "ref")):
@@ -150,5 +151,5 @@ def test_rows_of_a_prompt_reach_a_loss_that_compares_them_together(make_args: Ma
     for unit, calls in (("group", [2, 8]), ("row", [1] * 10)):
         compares.unit = unit  # type: ignore[attr-defined]
         seen.clear()
-        gradient(trainer_of(make_args(custom_loss_function_path=compares, max_tokens_per_gpu=1)), pool, "one rank")
+        gradient(make_trainer(make_args(custom_loss_function_path=compares, max_tokens_per_gpu=1)), pool, "one rank")
         assert sorted(seen) == calls

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from buffer_rl.errors import CheckpointError, ConfigError, TrainError
-from buffer_rl.train.optimizer import GradientSum, learning_rate, Optimizer
+from buffer_rl.train.optimizer import GradientSum, Optimizer, learning_rate
 
 
 def _args(**overrides: Any) -> SimpleNamespace:
