@@ -138,7 +138,8 @@ class TrainRank:
             self._buffer,
             rollout_id,
             rows_per_batch=rows_per_batch(self._args, self._world_size),
-            num_readers=self._world_size,
+            replica=self._rank,
+            num_replicas=self._world_size,
             timeout_s=longest_wait(self._args),
         )
 
