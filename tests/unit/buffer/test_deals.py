@@ -80,7 +80,8 @@ def test_ranks_of_a_replica_get_the_same_rows_for_the_same_deal_in_any_order_of_
     assert p.groups(1, 0) == [4, 5], "another replica gets what is left"
     assert [p.groups(0, 0), p.groups(0, 1), p.groups(1, 0)] == [[0, 1], [2, 3], [4, 5]]
     p.add(6, 5)
-    assert p.groups(0, 2) == [6]
+    assert p.groups(0, 0) == [0, 1], "a repeat makes no deal"
+    assert p.groups(1, 1) == [6]
     assert p.groups(0, 1, num_rows=100) == [2, 3], "what a repeat asks for besides changes nothing"
     assert p.ask(0, 1).row_ids == [RowId(uid_of(2), 0), RowId(uid_of(3), 0)]
 
@@ -227,6 +228,13 @@ def test_a_prefetch_that_finds_too_little_takes_no_deal_number_and_one_of_a_made
     p.close(0, 1, 2, 3, 4)
     assert p.groups(0, 2, prefetch_reserve=0) == [4], "what is ready in a closed pool counts as full"
     assert state_of(p.ask(1, 0, prefetch_reserve=0)) == "ended"
+
+
+def test_a_deal_for_all_replicas_is_made_for_a_prefetch_too_whatever_it_leaves() -> None:
+    p = Pool()
+    for row in range(4):
+        p.add(row, 5)
+    assert len(p.groups(0, together=True, prefetch_reserve=1)) == 2
 
 
 def test_groups_that_were_dealt_to_a_final_reader_are_part_of_the_step_whichever_replica_asked() -> None:
