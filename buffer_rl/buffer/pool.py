@@ -187,10 +187,10 @@ class DataPool:
     def share(
         self, dp_rank: int, dp_size: int, num_steps: int = 1, step: int = 0, splitting: Splitting = Splitting.ROWS
     ) -> BatchPlan:
-        """The rows of one data-parallel rank in mini-batch ``step`` of ``num_steps`` (see ``plan``), balanced by
+        """The rows of one data-parallel replica in mini-batch ``step`` of ``num_steps`` (see ``plan``), balanced by
         tokens. The first call fixes the assignment; repeats return the same rows.
 
-        splitting: what goes to one rank as a whole. Raises BufferStateError if there is less of it than ranks."""
+        splitting: what goes to one replica as a whole. Raises BufferStateError if there is less of it than replicas."""
         if not 0 <= dp_rank < dp_size:
             raise BufferStateError(f"rank {dp_rank} of {dp_size} does not exist", where=self.task)
         uids = self._mini_batch(num_steps, step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,12 @@ def rows_of(uid: GroupUid, count: int) -> list[RowId]:
 class Pool:
     """A pool with its plane; group ``row`` has rows of ``row + 2 + index`` tokens.
 
-    deals: the next one of each reader and replica, which ``read`` asks for."""
+    deals: the next one of each replica, by reader; ``read`` asks for it."""
 
     def __init__(self, num_groups: int = 100) -> None:
         self.plane = ColumnStore()
         self.pool = DataPool(3, "train_3", self.plane, num_groups)
-        self.deals: Counter[tuple[str, int]] = Counter()
+        self.deals: defaultdict[str, Counter[int]] = defaultdict(Counter)
 
     def add(self, row: int, count: int = 2) -> GroupUid:
         uid = uid_of(row)
@@ -52,20 +52,15 @@ class Pool:
 
     def read(self, reader: str, fields: frozenset[str] = SAMPLED, num_rows: int = 100, **more: Any) -> RowsMeta:
         produces = frozenset({f"{reader}_log_probs"}) - fields
-        asks = (reader, more.get("replica", 0))
-        meta = self.pool.get_meta(
-            ReadRequest(
-                reader=reader, fields=fields, num_rows=num_rows, produces=produces, deal=self.deals[asks], **more
-            )
-        )
-        self.deals[asks] += meta.dealt
+        replica = more.get("replica", 0)
+        more |= {"produces": produces, "deal": self.deals[reader][replica]}
+        meta = self.pool.get_meta(ReadRequest(reader=reader, fields=fields, num_rows=num_rows, **more))
+        self.deals[reader][replica] += meta.dealt
         return meta
 
     def requeue(self, reader: str) -> int:
         """The reader's processes are replaced."""
-        for asks in self.deals:
-            if asks[0] == reader:
-                self.deals[asks] = 0
+        self.deals[reader].clear()
         return self.pool.requeue_for_readers(reader)
 
 
