@@ -38,6 +38,7 @@ class RoleWorker:
 
     def __init__(self, args_text: str, buffer: Any, role: str, index: int, num_workers: int, log_path: str) -> None:
         redirect_output(log_path)
+        self._index = index
         self._num_workers = num_workers
         self._args = cast("Args", load_args(args_text))
         self._role = role
@@ -78,7 +79,8 @@ class RoleWorker:
             self._buffer,
             rollout_id,
             rows_per_batch=rows_per_batch(self._args, self._num_workers),
-            num_readers=self._num_workers,
+            replica=self._index,
+            num_replicas=self._num_workers,
             timeout_s=longest_wait(self._args),
         )
 
