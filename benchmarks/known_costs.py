@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from buffer_rl.contracts import Topology
+from buffer_rl.token_loss import Sums
 from buffer_rl.types import TrainBatch
 
 SAMPLES = 4
@@ -67,39 +69,28 @@ class SleepingTrainer:
 
     setting: ClassVar[Setting]
 
-    def __init__(self, args: Any, rank: int, world_size: int) -> None:
-        pass
+    def __init__(self, args: Any, rank: int, world_size: int, objective: Any) -> None:
+        self.topology = Topology(dp_rank=rank, dp_size=world_size)
 
-    def log_probs(self, role: str, batch: TrainBatch) -> list[np.ndarray]:
+    def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray]:
         """One forward pass."""
         time.sleep(self.setting.forward * sum(batch.lengths))
         return [np.zeros(int(length), dtype=np.float32) for length in batch.columns["response_length"]]
 
-    def compute_advantages(self, batch: TrainBatch) -> None:
-        """Not needed."""
-
-    def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
-        """Forward and backward of all rows."""
-        self.accumulate(batch)
-        return {}
-
-    def accumulate(self, batch: TrainBatch) -> None:
+    def accumulate(self, batch: TrainBatch) -> Sums:
         """Forward and backward of some rows."""
         time.sleep(self.setting.trained * sum(batch.lengths))
-
-    def finish_accumulation(self, total_samples: int, total_tokens: int) -> dict[str, float]:
-        """Nothing is left to do."""
-        return {}
+        return Sums(divisor=float(len(batch)))
 
     def zero_grad(self) -> None:
         """There are no sums to forget."""
 
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, scale: float) -> dict[str, float]:
         """One step."""
         time.sleep(self.setting.optimizer)
         return {"grad_norm": 0.0, "lr": 0.0}
 
-    def export_buckets(self) -> Iterator[dict[str, Any]]:
+    def export(self) -> Iterator[dict[str, Any]]:
         """No weights."""
         yield from ()
 
@@ -111,12 +102,6 @@ class SleepingTrainer:
         """Not needed."""
 
     def load(self, path: str) -> None:
-        """Not needed."""
-
-    def sleep(self) -> None:
-        """Not needed."""
-
-    def wake_up(self) -> None:
         """Not needed."""
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.config import compose
+from buffer_rl.contracts import Objective
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.engine.embedded.launcher import EmbeddedEngine, launch
 from buffer_rl.observe.timeline import read_trace
@@ -68,11 +69,11 @@ def launch_pinned(args: Any, index: int, log_path: str) -> EmbeddedEngine:
 class PinnedTrainer(TorchTrainer):
     """The default trainer, all threads on the second core."""
 
-    def __init__(self, args: Any, rank: int, world_size: int) -> None:
+    def __init__(self, args: Any, rank: int, world_size: int, objective: Objective) -> None:
         trainer_core = core(1)
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), trainer_core)
-        super().__init__(args, rank, world_size)
+        super().__init__(args, rank, world_size, objective)
 
 
 async def respond(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -25,7 +25,9 @@ from buffer_rl.config import compose
 from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
+from buffer_rl.train.objective import Objective
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
@@ -59,7 +61,7 @@ class Source:
 
     def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
         """Share the weights' memory."""
-        return self.shared.share(self.trainer.export_buckets(), num_receivers)
+        return self.shared.share(self.trainer.export(), num_receivers)
 
     def release_weights(self) -> None:
         """Give it up."""
@@ -70,8 +72,9 @@ def measure(folder: Path, sizes: dict[str, int], repeats: int) -> tuple[int, dic
     """The number of parameters, and the median seconds of each part for each transport."""
     path = make_tiny_model(folder / "model", init_scale=0.02, **sizes)  # type: ignore[arg-type]
     args: Any = compose(CORE_SECTIONS)(run_dir=str(folder / "run"), hf_checkpoint=path, train_device="cpu")
-    source = Source(TorchTrainer(args.model_copy(update={"num_train_threads": 1}), 0, 1))
-    count = sum(tensor.numel() for bucket in source.trainer.export_buckets() for tensor in bucket.values())
+    args = args.model_copy(update={"num_train_threads": 1})
+    source = Source(TorchTrainer(args, 0, 1, Objective(args, PluginRegistry())))
+    count = sum(tensor.numel() for bucket in source.trainer.export() for tensor in bucket.values())
     engine = launch(args, 0, str(folder / "engine.log"))
     try:
         engine.wait_ready(120)

@@ -58,17 +58,6 @@ class PluginKind:
         return next((hint for method, hint in self.changed.items() if hasattr(obj, method)), "")
 
 
-_TRAINER_METHODS = (
-    "log_probs",
-    "accumulate",
-    "optimizer_step",
-    "zero_grad",
-    "export",
-    "save_hf",
-    "save",
-    "load",
-)
-
 _KIND_ROWS: tuple[PluginKind, ...] = (
     PluginKind(
         name="rollout",
@@ -215,8 +204,15 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         protocol=Trainer,
         signature="class (args, rank, world_size, objective) with the methods of buffer_rl.contracts.Trainer",
         positional=("args", "rank", "world_size", "objective"),
-        methods=_TRAINER_METHODS,
+        methods=("log_probs", "accumulate", "optimizer_step", "zero_grad", "export", "save_hf", "save", "load"),
         constructed=True,
+        changed=dict.fromkeys(
+            ("forward_backward", "finish_accumulation", "compute_advantages", "export_buckets"),
+            "a trainer is built as cls(args, rank, world_size, objective) now: accumulate(batch) calls the objective, "
+            "backward on the summed loss, and returns its Sums (forward_backward is gone); optimizer_step(scale) "
+            "multiplies the gradients; export() is collective; topology says which rows the rank gets; advantages are "
+            "the framework's",
+        ),
     ),
     PluginKind(
         name="engine",

@@ -35,9 +35,11 @@ from buffer_rl.engine.embedded.model import FastDecoder
 from buffer_rl.engine.embedded.sampling import SamplingParams
 from buffer_rl.engine.embedded.scheduler import Request, Scheduler
 from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.generate import sampling_seed
 from buffer_rl.testing.tiny import make_tiny_model
+from buffer_rl.train.objective import Objective
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import Sample, SampleGroup, Status, Ticket, VersionSpan
 
@@ -92,7 +94,7 @@ class Engine:
 
     def update_weights(self, trainer: TorchTrainer, version: int) -> None:
         """Take over the trainer's weights. Tied weights come once, hence not strict."""
-        for bucket in trainer.export_buckets():
+        for bucket in trainer.export():
             self._model.load_state_dict(bucket, strict=False)
         self._decoder.load(self._model)
         self._scheduler.weights_changed(str(version))
@@ -174,12 +176,17 @@ def make_buffer(args: Any) -> BufferState:
     )
 
 
+def make_trainer(args: Any) -> TorchTrainer:
+    """One rank with the loss that the options name."""
+    return TorchTrainer(args, rank=0, world_size=1, objective=Objective(args, PluginRegistry()))
+
+
 def steps(args: Any, engine: Engine, trainer: TorchTrainer, fill: Fill | None) -> Iterator[tuple[int, float]]:
     """The loop: rollout, train, commit, publish, release. Yields the number of steps done and the mean reward.
 
     fill: what produces the responses; the engine with the newest weights where it is None.
     """
-    buffer = make_buffer(args)
+    buffer, objective = make_buffer(args), Objective(args, PluginRegistry())
     converter = GroupConverter(args)
     for rollout_id in range(args.num_rollout):
         ticket = buffer.generate(rollout_id)
@@ -187,9 +194,9 @@ def steps(args: Any, engine: Engine, trainer: TorchTrainer, fill: Fill | None) -
         mean_reward = run_rollout(buffer, ticket, converter, produce, keep_all=fill is not None)
 
         batch = buffer.get_data(rollout_id)
-        trainer.compute_advantages(batch)
-        trainer.forward_backward(batch)
-        trainer.optimizer_step()
+        objective.compute_advantages(batch)
+        sums = trainer.accumulate(batch)
+        trainer.optimizer_step(1 / sums.divisor)
         buffer.commit(rollout_id, step=rollout_id + 1)
 
         engine.update_weights(trainer, version=rollout_id + 1)
@@ -199,7 +206,7 @@ def steps(args: Any, engine: Engine, trainer: TorchTrainer, fill: Fill | None) -
 
 def warm_up(args: Any, engine: Engine, dev: list[SampleGroup], target: float) -> TorchTrainer:
     """Fine-tune on right answers until sampled accuracy reaches ``target``."""
-    trainer = TorchTrainer(args, rank=0, world_size=1)
+    trainer = make_trainer(args)
     for done, _ in steps(args, engine, trainer, lambda samples: fill_from_label(engine.tokenizer, samples)):
         if done % 10 == 0 and accuracy(engine, dev, done) >= target:
             print(f"warm-up: {done} steps")
@@ -231,7 +238,7 @@ def run(folder: Path, num_steps: int, seed: int, warm_up_steps: int = 600) -> tu
     grpo = {"hf_checkpoint": str(folder / "warm"), "rollout_batch_size": 32, "n_samples_per_prompt": 16}
     grpo |= {"lr": 3e-4, "lr_warmup_iters": 5, "eps_clip_high": 0.28, "use_rollout_logprobs": True}
     grpo_args = options(common, **grpo, num_rollout=num_steps)
-    trainer = TorchTrainer(grpo_args, rank=0, world_size=1)
+    trainer = make_trainer(grpo_args)
     before = accuracy(engine, heldout, version=0)
     print(f"held-out accuracy before: {before:.3f}")
     for done, mean_reward in steps(grpo_args, engine, trainer, fill=None):

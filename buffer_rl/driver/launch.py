@@ -45,7 +45,7 @@ from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
 from buffer_rl.scope import scope_of
 from buffer_rl.train.group import start_train_group
-from buffer_rl.train.roles import TRAINED, estimator_of, is_supervised
+from buffer_rl.train.roles import ACTOR, checkpoint_folder, estimator_of, is_supervised
 from buffer_rl.train.worker import start_roles
 from buffer_rl.weights.publish import Publisher, RolePublisher
 from buffer_rl.weights.tensor import require_local_trainer
@@ -152,7 +152,7 @@ class _Run:
     @property
     def train(self) -> WorkerGroup | None:
         """The actor's ranks."""
-        return self.trained.get("train")
+        return self.trained.get(ACTOR)
 
     def _role_plan(self) -> RolePlan:
         args = self.args
@@ -261,7 +261,7 @@ class _Run:
             require_local_trainer(self.args.weight_sync_mode, master)
             trained.call("setup", master, port, timeout_s=limit)
             if self.checkpoint is not None:
-                trained.call("load", str(self.checkpoint.folder / TRAINED[role]), timeout_s=limit)
+                trained.call("load", str(self.checkpoint.folder / checkpoint_folder(role)), timeout_s=limit)
         if self.checkpoint is not None and self.trained and self.num_rollouts > 0:
             # A run that only evaluates may have other data, or none.
             self.buffer.load(str(self.checkpoint.folder))

@@ -18,7 +18,7 @@ from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.errors import BufferRLError, DataError, DeadlineError
 from buffer_rl.redaction import mask_secrets
 from buffer_rl.remote import is_remote, local_path
-from buffer_rl.train.roles import TRAINED
+from buffer_rl.train.roles import ACTOR, checkpoint_folder
 from buffer_rl.types import RolloutReport, Ticket, sample_means
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class RunCheckpoints:
     """Writes ``args.save/step_NNNNNN`` (see ``buffer_rl.checkpoint``); for a URL by way of ``args.run_dir``.
 
-    ``trainer/`` holds each rank's weights, optimizer and random state (of other trained roles the folders that ``TRAINED``
-    names), ``hf/`` the actor's weights for everybody else, ``buffer.json`` the queue,
-    ``ledger.sqlite`` the ledger and the position in the data. The manifest's facts are the
+    ``trainer/`` holds each rank's weights, optimizer and random state (another trained role has a folder of its name),
+    ``hf/`` the actor's weights for everybody else, ``buffer.json`` the queue, ``ledger.sqlite`` the ledger and the
+    position in the data. The manifest's facts are the
     options, without secrets, and ``provenance``: what code and data the run is made of.
     """
 
@@ -64,9 +64,10 @@ class RunCheckpoints:
     def _fill(self, folder: Path) -> None:
         try:
             for role, group in self._trained.items():
-                (folder / TRAINED[role]).mkdir()
-                group.call("save", str((folder / TRAINED[role]).absolute()), timeout_s=self._left())
-            self._trained["train"].call("save_hf", str((folder / "hf").absolute()), timeout_s=self._left())
+                ranks = (folder / checkpoint_folder(role)).absolute()
+                ranks.mkdir()
+                group.call("save", str(ranks), timeout_s=self._left())
+            self._trained[ACTOR].call("save_hf", str((folder / "hf").absolute()), timeout_s=self._left())
             self._buffer.save(str(folder.absolute()))
         except DeadlineError:
             raise

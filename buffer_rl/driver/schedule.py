@@ -12,6 +12,7 @@ from typing import Any
 from buffer_rl.errors import ConfigError
 from buffer_rl.scope import Scope
 from buffer_rl.train.roles import (
+    ACTOR,
     FIELDS_OF_ROLE,
     is_supervised,
     worker_counts,
@@ -114,7 +115,7 @@ class RolePlan:
     max_restarts: how often, over the whole run, a role's dead processes are replaced.
     """
 
-    trained: tuple[str, ...] = ("train",)
+    trained: tuple[str, ...] = (ACTOR,)
     passes: tuple[tuple[str, str], ...] = ()
     dedicated_roles: tuple[str, ...] = ()
     external_fields: tuple[str, ...] = ()
@@ -136,7 +137,7 @@ def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope) -> RolePlan:
     if needs_old_log_probs(args, rollouts_use_engine) and "actor_fwd" not in dedicated:
         models.append("actor")
     return RolePlan(
-        passes=tuple(("train", model) for model in models),
+        passes=tuple((ACTOR, model) for model in models),
         dedicated_roles=dedicated,
         external_fields=tuple(name for role in dedicated for name in FIELDS_OF_ROLE[role]),
         # An estimator of scope row is called by each rank on its own rows.

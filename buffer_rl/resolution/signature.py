@@ -148,7 +148,7 @@ def _check_construction(row: PluginKind, factory: Any, reference: str, positiona
     if problem:
         asked = ", ".join(positional)
         what = f"it cannot be constructed with ({asked}): {problem}"
-        raise plugin_error(row, reference, what, actual=signature_of(factory))
+        raise plugin_error(row, reference, what, actual=signature_of(factory), hint=row.changed_hint(factory))
 
 
 def _check_method(row: PluginKind, cls: type, name: str, reference: str) -> None:

@@ -5,7 +5,6 @@ Without torch and Ray, so that options can be checked before either is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 SAMPLED_FIELDS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
@@ -16,10 +15,6 @@ ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
 
 FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs"}
 """The field that holds the log-probabilities under the trainer's model of that name."""
-
-TRAINED: Mapping[str, str] = {"train": "trainer"}
-"""Roles that are trained, by the name that the driver calls them with: the folder of each in a checkpoint. The weights
-of ``train``, the actor, are published."""
 
 LOG_PROB_FIELDS = tuple(FIELD_OF_MODEL.values())
 """Fields that others than the rollout compute and that an estimator may need (see ``buffer_rl.scope.scoped``)."""
@@ -33,6 +28,15 @@ FIELDS_OF_ROLE = {
     "advantages": ("advantages", "returns"),
 }
 """What each role with processes of its own adds; the role's name is that of its reading task."""
+
+
+ACTOR = "train"
+"""The trained role whose weights are published, by the name that the driver calls it with."""
+
+
+def checkpoint_folder(role: str) -> str:
+    """The folder of a trained role's ranks in a checkpoint."""
+    return "trainer" if role == ACTOR else role
 
 
 def worker_counts(args: Any) -> dict[str, int]:

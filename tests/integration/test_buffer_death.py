@@ -98,20 +98,20 @@ def log(rollout_id, args, *rest):
 
 
 class Trainer(TorchTrainer):
-    def __init__(self, args, rank, world_size):
-        super().__init__(args, rank, world_size)
+    def __init__(self, args, rank, world_size, objective):
+        super().__init__(args, rank, world_size, objective)
         self.args, self.steps, self.rank = args, 0, rank
 
     def kill(self, moment, steps):
         if self.steps == steps and self.rank == 0:
             send(self.args, moment, signal.SIGKILL)
 
-    def log_probs(self, role, batch):
+    def log_probs(self, model, batch):
         self.kill("in_log_probs", 1)
-        return super().log_probs(role, batch)
+        return super().log_probs(model, batch)
 
-    def optimizer_step(self):
-        metrics = super().optimizer_step()
+    def optimizer_step(self, scale):
+        metrics = super().optimizer_step(scale)
         self.steps += 1
         self.kill("before_commit", 3)
         return metrics
@@ -125,9 +125,9 @@ class Trainer(TorchTrainer):
         self.kill("after_commit", 4)
         super().save_hf(path)
 
-    def export_buckets(self):
+    def export(self):
         self.kill("after_commit", 4)
-        yield from super().export_buckets()
+        yield from super().export()
 """
 STEPS, GROUPS = 5, 3
 

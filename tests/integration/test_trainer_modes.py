@@ -83,6 +83,49 @@ def test_training_on_the_recorded_rollouts_alone_gives_the_same_parameters_and_m
     assert logs == {"train_0.log"}  # no engine, no router, no rollout worker
 
 
+OVER_THE_ROLLOUT = """
+import numpy as np
+
+from buffer_rl.contracts import TokenLoss
+from buffer_rl.scope import loss_unit
+
+
+def whitened(args, batch):
+    '''Rewards of the whole rollout with mean 0 and deviation 1, and each row's rank among them.'''
+    assert len(batch) == args.rollout_batch_size * args.n_samples_per_prompt, len(batch)
+    rewards = np.asarray(batch.columns["raw_reward"], dtype=np.float64)
+    values = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    places = rewards.argsort(kind="stable").argsort() / len(rewards)
+    lengths = batch.columns["response_length"]
+    for name, numbers in (("advantages", values), ("returns", values), ("place", places)):
+        batch.columns[name] = [np.full(n, x, dtype=np.float32) for n, x in zip(lengths, numbers, strict=True)]
+
+
+@loss_unit("token", needs="place")
+def by_place(args, inputs):
+    ratio = (inputs.log_probs - inputs.old_log_probs).exp()
+    return TokenLoss(-inputs.advantages * ratio * inputs["place"])
+"""
+
+
+def test_an_estimator_of_the_whole_rollout_gives_two_ranks_and_two_steps_what_it_gives_one(
+    train: Run, options_in: MakeOptions, recorded: Any, tmp_path: Path
+) -> None:
+    """It runs once on all rows, and the loss reads a column that it adds."""
+    (tmp_path / "mine.py").write_text(OVER_THE_ROLLOUT)
+    own = {
+        "load_debug_rollout_data": recorded.save_debug_rollout_data,
+        "custom_advantage_function_path": f"{tmp_path / 'mine.py'}:whitened",
+        "custom_loss_function_path": f"{tmp_path / 'mine.py'}:by_place",
+    }
+    runs = [options_in(tmp_path / str(ranks), num_train_ranks=ranks, **own, **OPTIONS) for ranks in (1, 2)]
+    for args in runs:
+        assert train(args).steps == 3
+    one, two = (weights_of(args.run_dir) for args in runs)
+    assert largest_difference(one, two) <= 1e-6
+    assert largest_difference(one, weights_of(recorded.run_dir)) > 1e-3, "the estimator has no effect"
+
+
 LOSS = """
 import torch
 from buffer_rl.algo.losses import policy_loss

@@ -36,7 +36,7 @@ class SavingBuffer:
 
 def checkpoints(folder: Path, ranks: Ranks) -> RunCheckpoints:
     args: Any = compose(CORE_SECTIONS)(save=str(folder), save_timeout_s=17.0, lr=0.5)
-    return RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), train=cast(Any, ranks))
+    return RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), trained={"train": cast(Any, ranks)})
 
 
 def test_a_checkpoint_holds_the_ranks_the_model_the_buffer_and_the_options(tmp_path: Path) -> None:
@@ -48,6 +48,16 @@ def test_a_checkpoint_holds_the_ranks_the_model_the_buffer_and_the_options(tmp_p
     names = sorted(str(path.relative_to(opened.folder)) for path in opened.folder.rglob("*") if path.is_file())
     assert names == ["buffer.json", "hf/save_hf", "manifest.json", "trainer/save"]
     assert 16.0 < ranks.limits[1] < ranks.limits[0] <= 17.0  # one deadline for both
+
+
+def test_each_trained_role_has_a_folder_and_the_actor_gives_the_model(tmp_path: Path) -> None:
+    args: Any = compose(CORE_SECTIONS)(save=str(tmp_path), save_timeout_s=17.0)
+    actor, critic = Ranks(), Ranks(TrainError("a critic has no model to give"))
+    trained = cast(Any, {"train": actor, "critic": critic})
+    RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), trained=trained).save(1)
+    opened = open_checkpoint(tmp_path)
+    names = sorted(str(path.relative_to(opened.folder)) for path in opened.folder.rglob("*") if path.is_file())
+    assert names == ["buffer.json", "critic/save", "hf/save_hf", "manifest.json", "trainer/save"]
 
 
 def test_what_a_rank_raises_names_the_folder_whose_disk_may_be_full(tmp_path: Path) -> None:

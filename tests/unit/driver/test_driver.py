@@ -17,7 +17,15 @@ from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.schedule import Mode, RolePlan, RunPlan, Schedule, parse_early_stop
-from buffer_rl.errors import BufferRLError, DeadlineError, RolloutError, TrainError, WorkerDiedError, WorkerError
+from buffer_rl.errors import (
+    BufferRLError,
+    DeadlineError,
+    PayloadLostError,
+    RolloutError,
+    TrainError,
+    WorkerDiedError,
+    WorkerError,
+)
 from buffer_rl.observe.timeline import WorkReport, WorkSpan, clock_origin
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
@@ -29,7 +37,7 @@ from harness.saved_state import load_saved, saved_state
 PLAN = RunPlan(
     num_rollouts=3,
     schedule=Schedule(mode=Mode.LOCKSTEP),
-    roles=RolePlan(trainer_models=("actor",)),
+    roles=RolePlan(passes=(("train", "actor"),)),
     evaluate=True,
     eval_interval=2,
     saves=True,
@@ -215,7 +223,7 @@ def test_rollouts_alone_are_kept_released_and_evaluated_and_nothing_is_trained_o
     world = World(tmp_path)
     del world.roles["train"], world.roles["publish"]
     world.roles["record"] = kept = Kept(world.state)
-    plan = replace(PLAN, train=False, publish_each_step=False, saves=False, records=True)
+    plan = replace(PLAN, roles=RolePlan(trained=()), publish_each_step=False, saves=False, records=True)
     result = world.driver(plan).run()
     assert (result.steps, list(kept.kept)) == (3, [0, 1, 2])
     assert [notice for notice in world.recorder.notices if notice[0] not in ("rollout", "eval")] == []
@@ -233,7 +241,7 @@ def test_a_rollout_is_kept_before_the_trainer_adds_to_it(tmp_path: Path) -> None
     world.roles["record"] = kept = Kept(world.state)
     world.driver(replace(PLAN, records=True)).run()
     assert kept.kept == {
-        r: ["loss_mask", "response_length", "reward", "sample_total_tokens", "tokens"] for r in range(3)
+        r: ["loss_mask", "response_length", "reward", "sample_parts", "sample_total_tokens", "tokens"] for r in range(3)
     }
 
 
@@ -384,6 +392,54 @@ def test_a_trainer_that_finds_other_weights_at_the_engines_takes_no_step(tmp_pat
     with pytest.raises(TrainError, match="other weights"):
         world.driver(replace(PLAN, compare_log_probs=True)).run()
     assert submitted(world, "train", "commit") == []
+
+
+TWO_TRAINED = RolePlan(trained=("train", "critic"), passes=(("train", "actor"), ("critic", "actor")), estimates=True)
+
+
+class Critic(FakeTrain):
+    """A second trained model; ``fails`` is raised by its first fetch."""
+
+    def __init__(self, fails: BufferRLError | None = None) -> None:
+        super().__init__()
+        self._fails = fails
+
+    def fetch(self, rollout_id: int) -> None:
+        super().fetch(rollout_id)
+        if (error := self._fails) is not None:
+            self._fails = None
+            raise error
+
+    def train(self) -> Mapping[str, float]:
+        return {"critic/loss": 2.0}
+
+
+def test_every_trained_role_is_fetched_passed_and_trained_and_the_actor_alone_estimates(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.roles["critic"] = Critic()
+    world.driver(replace(PLAN, roles=TWO_TRAINED, compare_log_probs=True)).run()
+    calls = submitted(world, "fetch", "log_probs", "estimate", "train", "compare_log_probs", "commit")
+    fetched, updated = ([(role, method) for role in ("train", "critic")] for method in ("fetch", "train"))
+    passes = [("train", "log_probs"), ("critic", "log_probs"), ("train", "estimate")]
+    before = [*fetched, *passes, *fetched]
+    after = [*updated, ("buffer", "commit")]
+    assert calls == [*before, ("train", "compare_log_probs"), *after, *((*before, *after) * 2)]
+    assert world.recorder.metrics[0]["train/loss"] == 0.0
+    assert world.recorder.metrics[0]["critic/loss"] == 2.0
+
+
+def test_every_trained_role_streams_and_forgets_what_it_did_for_a_rollout_that_was_lost(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.roles["critic"] = Critic()
+    world.driver(replace(PIPELINED, roles=replace(TWO_TRAINED, passes=(), stream_gradients=True))).run()
+    calls = submitted(world, "stream", "finish_stream", "fetch")
+    both = [[(role, method) for role in ("train", "critic")] for method in ("stream", "finish_stream")]
+    assert calls == [*both[0], *both[1]] * 3
+    (tmp_path / "again").mkdir()
+    world = World(tmp_path / "again")
+    world.roles["critic"] = Critic(PayloadLostError("a payload is lost"))
+    world.driver(replace(PLAN, roles=TWO_TRAINED, max_rollout_retries=1, num_rollouts=1)).run()
+    assert submitted(world, "discard") == [("train", "discard"), ("critic", "discard")]
 
 
 def test_streamed_gradients_are_finished_without_fetching_the_batch(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_supervised_steps_raise_the_probability_of_right_answers(tmp_path):
         num_rollout=12,
     )
     engine = minimal.Engine(folder, seed=0)
-    trainer = minimal.TorchTrainer(args, rank=0, world_size=1)
+    trainer = minimal.make_trainer(args)
 
     def fill(samples):
         minimal.fill_from_label(engine.tokenizer, samples)
@@ -68,7 +68,7 @@ def test_the_engine_fills_samples_with_the_log_probs_that_the_trainer_computes(t
         buffer, ticket, minimal.GroupConverter(args), lambda samples: engine.generate(samples, 0), keep_all=True
     )
     batch = buffer.get_data(0)
-    recomputed = minimal.TorchTrainer(args, rank=0, world_size=1).log_probs("actor", batch)
+    recomputed = minimal.make_trainer(args).log_probs("actor", batch)
     assert len(batch) == 8
     ended = [int(tokens[-1]) == engine.tokenizer.eos_token_id for tokens in batch.columns["tokens"]]
     assert [not truncated for truncated in batch.columns["truncated"]] == ended

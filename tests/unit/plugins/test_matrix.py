@@ -31,9 +31,11 @@ from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_roles import FakeEngines
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
 from buffer_rl.train.group import build_trainer
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.train.objective import Objective
 from buffer_rl.types import GroupUid, QueueHeader, RowId, Sample, SampleGroup, Status, Ticket, TrainBatch, VersionSpan
 from buffer_rl.weights.publish import Publisher
+from harness.trainers import make_trainer
+from harness.trainers import step as step_of
 
 OPTION_OF = {
     "rollout": "rollout_function_path",
@@ -159,19 +161,18 @@ def make_batch() -> TrainBatch:
 
 
 async def train(here: Here) -> Any:
-    trainer = TorchTrainer(here.args(train_device="cpu"), 0, 1)
+    trainer = make_trainer(here.args(train_device="cpu"))
     batch = make_batch()
-    trainer.compute_advantages(batch)
-    metrics = trainer.forward_backward(batch)
-    trainer.optimizer_step()
-    names = {name for bucket in trainer.export_buckets() for name in bucket}
+    metrics = step_of(trainer, batch)
+    names = {name for bucket in trainer.export() for name in bucket}
     trainer.save_hf(str(here.run_dir / "hf"))
     found = here.run_dir / "hf" / "model.safetensors"
     return metrics.get("mine"), float(batch.columns["advantages"][0][0]), "lm_head.weight" in names, found.is_file()
 
 
 async def step(here: Here) -> Any:
-    return build_trainer(here.args(), PluginRegistry(), 0, 1).optimizer_step()
+    args, registry = here.args(), PluginRegistry()
+    return build_trainer(args, registry, 0, 1, Objective(args, registry)).optimizer_step(1.0)
 
 
 async def launch(here: Here) -> Any:
@@ -237,14 +238,16 @@ rows = [np.full(2, 0.25, dtype=np.float32) for _ in batch.row_ids]
 batch.columns["advantages"] = batch.columns["returns"] = rows
 """
 TRAINER = """
+from buffer_rl.contracts import Topology
 class plug:
-    def __init__(self, args, rank, world_size): self.rank = rank
-    def optimizer_step(self): return {"mine": 1.0 + self.rank}
+    def __init__(self, args, rank, world_size, objective):
+        self.rank, self.topology = rank, Topology(dp_rank=rank, dp_size=world_size)
+    def optimizer_step(self, scale): return {"mine": scale + self.rank}
 """ + "".join(
     f"    def {name}(self{arguments}): ...\n"
     for name, arguments in {
-        "log_probs": ", role, batch", "compute_advantages": ", batch", "forward_backward": ", batch", "save": ", path",
-        "export_buckets": "", "save_hf": ", path", "load": ", path", "sleep": "", "wake_up": "",
+        "log_probs": ", model, batch", "accumulate": ", batch", "zero_grad": "", "save": ", path", "export": "",
+        "save_hf": ", path", "load": ", path",
     }.items()
 )  # fmt: skip
 SOURCE = """
@@ -319,9 +322,9 @@ CASES = {
         expected="None, with batch.columns['advantages'] and ['returns'] set",
     ),
     "loss": Case(
-        call=train, head="args, inputs", effect=(2.5, 1.0, False, True), expected="buffer_rl.contracts.LossOutputs",
-        body="from buffer_rl.contracts import LossOutputs\n"
-        "return LossOutputs(loss=-inputs.log_probs.sum() / inputs.total_tokens, metrics={'mine': 2.5})",
+        call=train, head="args, inputs", effect=(2.5, 1.0, False, True), expected="buffer_rl.contracts.TokenLoss",
+        body="from buffer_rl.contracts import TokenLoss\n"
+        "return TokenLoss(-inputs.log_probs, metrics={'mine': 0 * inputs.log_probs + 2.5})",
     ),
     "model_provider": Case(
         call=train, head="args", body=MODEL, effect=(None, 1.0, False, True), expected="a torch module with forward",

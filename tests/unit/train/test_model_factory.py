@@ -14,6 +14,7 @@ from buffer_rl.config import Options
 from buffer_rl.errors import PluginError
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import TrainBatch
+from harness.trainers import make_trainer, step
 
 MakeArgs = Callable[..., Options]
 MakeBatch = Callable[..., TrainBatch]
@@ -95,19 +96,18 @@ def module(tmp_path: Path) -> str:
 
 
 def _weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
-    return {name: tensor for bucket in trainer.export_buckets() for name, tensor in bucket.items()}
+    return {name: tensor for bucket in trainer.export() for name, tensor in bucket.items()}
 
 
 def _step(trainer: TorchTrainer, batch: TrainBatch) -> dict[str, float]:
-    trainer.compute_advantages(batch)
-    return trainer.forward_backward(batch) | trainer.optimizer_step()
+    return step(trainer, batch)
 
 
 def test_a_renamed_model_trains_as_the_built_in_one_and_leaves_the_same_folder(
     make_args: MakeArgs, make_batch: MakeBatch, module: str, tmp_path: Path
 ) -> None:
     own = {"custom_model_provider_path": f"{module}:build", "model_converter_path": f"{module}:Names"}
-    plain, mine = TorchTrainer(make_args(), 0, 1), TorchTrainer(make_args(**own), 0, 1)
+    plain, mine = make_trainer(make_args()), make_trainer(make_args(**own))
     metrics = [_step(trainer, make_batch()) for trainer in (plain, mine)]
     assert metrics[0] == metrics[1]
     expected, found = _weights(plain), _weights(mine)
@@ -117,7 +117,7 @@ def test_a_renamed_model_trains_as_the_built_in_one_and_leaves_the_same_folder(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     mine.save(str(tmp_path / "state"))
-    other = TorchTrainer(make_args(**own), 0, 1)
+    other = make_trainer(make_args(**own))
     other.load(str(tmp_path / "state"))
     assert all(torch.equal(tensor, found[name]) for name, tensor in _weights(other).items())
 
@@ -126,7 +126,7 @@ def test_the_reference_model_is_built_by_the_provider_too(
     make_args: MakeArgs, make_batch: MakeBatch, module: str
 ) -> None:
     own = {"custom_model_provider_path": f"{module}:build", "model_converter_path": f"{module}:Names"}
-    trainer, batch = TorchTrainer(make_args(**own, use_kl_loss=True), 0, 1), make_batch()
+    trainer, batch = make_trainer(make_args(**own, use_kl_loss=True)), make_batch()
     actor, ref = trainer.log_probs("actor", batch), trainer.log_probs("ref", batch)
     assert all((a == r).all() for a, r in zip(actor, ref, strict=True))
     assert type(trainer._model("ref")).__name__ == "Wrapped"
@@ -137,9 +137,9 @@ def test_random_weights_of_a_provider_are_equal_on_every_rank_and_under_their_ow
 ) -> None:
     args = make_args(custom_model_provider_path=f"{module}:build")
     torch.manual_seed(1)
-    first = _weights(TorchTrainer(args, 0, 1))
+    first = _weights(make_trainer(args))
     torch.manual_seed(2)
-    second = _weights(TorchTrainer(args, 0, 1))
+    second = _weights(make_trainer(args))
     assert all(name.startswith("inner.") for name in first)
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
@@ -158,7 +158,7 @@ def test_a_model_that_cannot_be_trained_is_an_error_at_the_start(
     make_args: MakeArgs, module: str, name: str, problem: str
 ) -> None:
     with pytest.raises(PluginError) as caught:
-        TorchTrainer(make_args(custom_model_provider_path=f"{module}:{name}"), 0, 1)
+        make_trainer(make_args(custom_model_provider_path=f"{module}:{name}"))
     assert f"model_provider '{module}:{name}'" in str(caught.value)
     assert problem in str(caught.value)
 
@@ -181,6 +181,6 @@ def test_a_converter_that_loses_something_is_named(make_args: MakeArgs, module: 
         "model_converter_path": f"{module}:{name}",
     }
     with pytest.raises(PluginError) as caught:
-        _weights(TorchTrainer(make_args(**own), 0, 1))
+        _weights(make_trainer(make_args(**own)))
     assert f"converter '{module}:{name}'" in str(caught.value)
     assert problem in str(caught.value)

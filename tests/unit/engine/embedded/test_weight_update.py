@@ -28,6 +28,7 @@ from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.shared_bucket import SharedWeights, open_bucket
 from buffer_rl.weights.shared_memory import NAME
 from buffer_rl.weights.tensor import LOAD_FORMAT, TensorTransport
+from harness.trainers import make_trainer
 
 TENSORS = "/update_weights_from_tensor"
 PROMPT = [5, 6, 7]
@@ -45,7 +46,7 @@ class Source:
 
     def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
         assert load_format == LOAD_FORMAT
-        return self.shared.share(self.trainer.export_buckets(), num_receivers)
+        return self.shared.share(self.trainer.export(), num_receivers)
 
     def release_weights(self) -> None:
         self.shared.release()
@@ -112,7 +113,7 @@ def test_tensors_and_disk_give_equal_checksums_tokens_and_log_probs(
     before = served.checksums()
     options = {"hf_checkpoint": model_folder("qwen3", 1), "train_device": "cpu", "rollout_num_engines": 2}
     args: Any = compose(CORE_SECTIONS)(run_dir=str(tmp_path), **options)
-    source = Source(TorchTrainer(args, 0, 1))
+    source = Source(make_trainer(args))
     found = []
     for version, transport in enumerate((DiskTransport(args), TensorTransport(args)), start=1):
         served.update_weights_from_disk(model_folder("qwen3"), 0)
