@@ -293,35 +293,23 @@ class TrainBatch:
         lists of ``[response_length]`` float32, where they exist;
         ``sample_total_tokens`` and ``sample_parts`` ``[num_rows]`` float32, unmasked response tokens of the row's
         sample over all its parts, and how many these are, written by the Buffer.
-    total_samples, total_tokens: samples (whatever their parts) and unmasked response tokens of the **whole** task over
-        all ranks; the denominators of losses, so that every rank scales its gradient alike.
     """
 
     rollout_id: int
     task: str
     row_ids: list[RowId]
     columns: dict[str, Column]
-    total_samples: int
-    total_tokens: int
 
     def __len__(self) -> int:
         return len(self.row_ids)
 
     @property
-    def total_rows(self) -> int:
-        """Raises AttributeError, which names ``total_samples``: a mean over rows is no mean over samples."""
-        raise AttributeError(
-            "there is no total_rows: divide by total_samples, in which a sample that fanned out into several rows "
-            "counts once, or aggregate with buffer_rl.algo.aggregation.aggregate"
-        )
-
-    @property
     def lengths(self) -> list[int]:
         """Number of tokens of each row."""
-        return [len(tokens) for tokens in self.columns["tokens"]]
+        return [len(tokens) for tokens in self.columns.get("tokens", ())]
 
     def select(self, indices: Iterable[int]) -> TrainBatch:
-        """The rows at ``indices``, with the totals of the whole task unchanged."""
+        """The rows at ``indices``."""
         chosen = list(indices)
         return replace(
             self,
