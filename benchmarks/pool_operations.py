@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,9 @@ def _measure(num_rows: int) -> dict[str, float]:
     calls = PoolCalls(pools)
     ticket = Ticket(rollout_id=0, evaluation=False, num_groups=num_rows // GROUP_ROWS, version=0, incarnation="")
     pools.open(ticket)
-    pools.of(ticket.task).get_meta(READ)  # the reader is there from the start, as in a run
+    pool = pools.of(ticket.task)
+    pool.get_meta(READ)  # the reader is there from the start, as in a run
+    deals = itertools.count()
     groups = num_rows // GROUP_ROWS
     gc.disable()  # nothing here is a cycle; its passes over a growing heap would be timed with whatever triggers them
     for number in range(groups):
@@ -49,7 +53,7 @@ def _measure(num_rows: int) -> dict[str, float]:
     operations: dict[str, Callable[[], Any]] = {
         "finish": lambda: _finish(pools, ticket, next(fresh)),
         "put_fields": lambda: calls.put_fields(ticket.task, next(uneven), {"ref_log_probs": ones}),
-        "get_meta": lambda: pools.of(ticket.task).get_meta(READ),
+        "get_meta": lambda: pool.get_meta(replace(READ, deal=next(deals))),
         "plan": _planner(pools, ticket.task, picked),
     }
     for name, operation in operations.items():
@@ -60,9 +64,10 @@ def _measure(num_rows: int) -> dict[str, float]:
     pools.close(ticket, chosen, surplus)
     found["close per row"] = (time.perf_counter() - started) / num_rows
     found["get_meta, closed"] = _median(operations["get_meta"])
-    while pools.of(ticket.task).get_meta(BLOCKED).row_ids:
-        pass
-    found["get_meta, none"] = _median(lambda: pools.of(ticket.task).get_meta(BLOCKED))
+    number = 0
+    while pool.get_meta(replace(BLOCKED, deal=number)).dealt:
+        number += 1
+    found["get_meta, none"] = _median(lambda: pool.get_meta(replace(BLOCKED, deal=number)))
     found["plan, closed"] = _median(_planner(pools, ticket.task, picked))
     gc.enable()
     return found

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,12 +88,14 @@ class Worker(PayloadProducer):
                 BufferState.finish, ticket, group.uid, group.attempt, rows, sent, sizes
             )
 
-    def get(self, task: str, num_groups: int) -> int:
-        """Read ``num_groups`` groups of the pool, whichever they are."""
-        request = ReadRequest(reader="train", fields=frozenset({"tokens"}), num_rows=ROWS)
+    def get(self, task: str, num_groups: int, replica: int, num_replicas: int) -> int:
+        """Read ``num_groups`` groups of the pool, whichever they are, as one of several replicas."""
+        request = ReadRequest(
+            reader="train", fields=frozenset({"tokens"}), num_rows=ROWS, replica=replica, num_replicas=num_replicas
+        )
         total = 0
-        for _ in range(num_groups):
-            _, batch = self._client.take(task, request, TIMEOUT_S, ["tokens"])
+        for number in range(num_groups):
+            _, batch = self._client.take(task, replace(request, deal=number), TIMEOUT_S, ["tokens"])
             total += 0 if batch is None else read_all(batch.columns["tokens"])
         return total
 
@@ -152,7 +155,7 @@ class Bench:
         self._prepare(ticket, num_bytes, count, producers)
         put = timed([worker.put.remote(ticket) for worker in self.workers[:producers]])
         readers = self.workers[1 : producers + 1]
-        got = timed([reader.get.remote(ticket.task, count) for reader in readers])
+        got = timed([reader.get.remote(ticket.task, count, i, producers) for i, reader in enumerate(readers)])
         self.client.close_rollout(ticket)
         self._rollouts += 1
         self.client.commit(ticket.rollout_id, self._rollouts)

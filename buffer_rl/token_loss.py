@@ -7,6 +7,7 @@ tensors are torch float32, on the trainer's device; log-probabilities and entrop
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -49,9 +50,10 @@ class TokenLoss:
     """What a policy loss returns.
 
     values: ``[num_rows, max_response]``, or ``[num_rows]`` for a loss of whole sequences, with a gradient.
-    weights: of the same shape, not negative. The loss of a step is ``sum(weights x values) / sum(weights)`` over all of
-        its rows; a token of weight 0 leaves the divisor. None: as ``--loss-agg-mode`` says for tokens; for
-        ``[num_rows]`` values a mean over samples. Masked tokens have weight 0 whatever is given here.
+    weights: of the same shape, not negative; taken without a gradient. The loss of a step is
+        ``sum(weights x values) / sum(weights)`` over all of its rows; a token of weight 0 leaves the divisor. None: as
+        ``--loss-agg-mode`` says for tokens; for ``[num_rows]`` values a mean over samples. Masked tokens have weight 0
+        whatever is given here.
     metrics: tensors, whose mean is logged, or ``Metric``.
     """
 
@@ -140,18 +142,15 @@ HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """One metric's sum: of its values and of their weights; for ``max`` and ``min`` the value so far."""
+    """One metric's sum: of its values and of their weights; for ``max`` and ``min`` the value so far, of how many."""
 
     reduction: Reduction
     value: Any
     weight: Any = 0.0
 
     def __add__(self, other: Total) -> Total:
-        if self.reduction is Reduction.MAX:
-            return Total(self.reduction, max(self.value, other.value))
-        if self.reduction is Reduction.MIN:
-            return Total(self.reduction, min(self.value, other.value))
-        return Total(self.reduction, self.value + other.value, self.weight + other.weight)
+        combine: Any = {Reduction.MAX: max, Reduction.MIN: min}.get(self.reduction, operator.add)
+        return Total(self.reduction, combine(self.value, other.value), self.weight + other.weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,14 +182,16 @@ class Sums:
         return Sums(loss=float(self.loss), divisor=float(self.divisor), metrics=metrics)
 
     def means(self) -> dict[str, float]:
-        """The numbers of a whole step by name, ``loss`` among them; a mean over nothing is 0."""
+        """The numbers of a whole step by name, ``loss`` among them. A mean over nothing is 0; the largest or smallest
+        of nothing is left out."""
         found = {"loss": _ratio(self.loss, self.divisor)}
         for name, total in self.metrics.items():
             if total.reduction is Reduction.MEAN:
                 found[name] = _ratio(total.value, total.weight)
-            else:
-                is_loss = total.reduction is Reduction.LOSS
-                found[name] = _ratio(total.value, self.divisor) if is_loss else float(total.value)
+            elif total.reduction is Reduction.LOSS:
+                found[name] = _ratio(total.value, self.divisor)
+            elif total.weight:
+                found[name] = float(total.value)
         return found
 
 

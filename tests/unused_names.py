@@ -38,7 +38,6 @@ ALLOWED: Mapping[str, str] = {
     "at_least": "filters of users are made with it",
     "at_most": "filters of users are made with it",
     "with_fallback": "filters of users are made with it",
-    "StreamingDataLoader": "the trainer group is to read steps with it",
 }
 
 

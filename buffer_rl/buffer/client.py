@@ -158,15 +158,15 @@ class BufferClient:
     def take(
         self, task: str, request: ReadRequest, timeout_s: float, fields: Sequence[str] | None = None
     ) -> tuple[RowsMeta, TrainBatch | None]:
-        """Rows for a reading task as soon as there are any, with ``fields``, or with all that they have; None at the
-        end (see ``DataPool.get_meta``).
+        """The deal that a reading task asks for, once it is made, with ``fields``, or with all that its rows have: a
+        batch, of no rows where the deal has none; None at the end (see ``DataPool.get_meta``).
 
         Raises DeadlineError, naming the task and the fields, where nothing comes within ``timeout_s``."""
         names = None if fields is None else list(fields)
         deadline = time.monotonic() + timeout_s
         while True:
             meta, plan = self.call(BufferState.take, task, request, names)
-            if meta.row_ids or meta.ended:
+            if meta.dealt or meta.ended:
                 return self._taken((meta, plan))
             left = deadline - time.monotonic()
             if left <= 0:
@@ -178,11 +178,9 @@ class BufferClient:
             slice_s = min(left, WAIT_SLICE_S, self._answers.timeout_s / 2)
             self._answers.wait("wait_change", partial(self.actor.wait_change.remote, meta.revision, slice_s))
 
-    def start_take(
-        self, task: str, request: ReadRequest, fields: Sequence[str] | None = None
-    ) -> StartedCall[tuple[RowsMeta, TrainBatch | None]]:
-        """``take`` without waiting for the answer, nor for rows: the answer is None where no rows are ready."""
-        return self._start(self._taken, BufferState.take, task, request, None if fields is None else list(fields))
+    def start_take(self, task: str, request: ReadRequest) -> StartedCall[tuple[RowsMeta, TrainBatch | None]]:
+        """``take`` without waiting for the answer, nor for rows: the batch is None where the deal is not made yet."""
+        return self._start(self._taken, BufferState.take, task, request, None)
 
     def _taken(self, answer: tuple[RowsMeta, BatchPlan | None]) -> tuple[RowsMeta, TrainBatch | None]:
         meta, plan = answer

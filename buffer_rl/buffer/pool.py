@@ -1,8 +1,8 @@
 """One rollout's rows: filled group by group and field by field, read by named tasks while the rollout still runs.
 
 A pool is open while its rollout runs: finished groups are added, roles fill in derived fields, and each reading task
-gets every group once, when its fields are there (``get_meta``). Closing fixes which groups the
-step trains on; after that the whole batch can be read too (``plan``, ``share``).
+gets every group in one deal, when its fields are there (``get_meta``). Closing fixes which groups the step trains on;
+after that the whole batch can be read too (``plan``, ``share``).
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ DERIVED_FIELDS = frozenset({"ref_log_probs", "old_log_probs", "prox_log_probs", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsMeta:
-    """Rows that a reading task got.
+    """The answer to a reading task; neither ``dealt`` nor ``ended`` means: not yet.
 
-    ended: there are none, and none will come: the rollout is closed and the task got every row.
-    generation: fencing token: how often the task's process was replaced; writes of a replaced one are ignored.
+    dealt: ``row_ids`` are those of the deal that was asked for. There may be none: in a deal that is made for all
+    replicas at once, or where the step was closed without its groups.
+    ended: there is no such deal and there will be none: the rollout is closed and the task got every row.
+    generation: fencing token: how often the task's processes were replaced; writes of a replaced one are ignored.
     revision: of the Buffer when it answered, for a reader that waits for a change.
     """
 
     task: str
     row_ids: list[RowId]
+    dealt: bool
     ended: bool
     generation: int = 0
     revision: int = 0
@@ -122,29 +125,36 @@ class DataPool:
     # -- reading while it fills ----------------------------------------------------------------------
 
     def get_meta(self, request: ReadRequest, revision: int = 0) -> RowsMeta:
-        """The next rows for a reading task: each once, when its fields are there; whole groups.
+        """A deal for a replica of a reading task: whole groups whose fields are there, each group in one deal of one
+        replica. Repeats return the same rows, but those of groups that the step was closed without.
 
-        No rows and not ``ended`` means: not yet. Raises BufferStateError if the task asked otherwise before: for
-        other fields, or as another kind of reader.
+        Raises BufferStateError if the replica does not exist, or skips a deal; and if the task asked otherwise before:
+        for other fields, or as another kind of reader.
         """
-        reader = self._reader(request)
         request.check()
-        uids = reader.next_ready(request, self.closed)
-        rows = [row for uid in uids for row in self._store.rows(uid)]
-        ended = not rows and self.closed and reader.is_done(request, reader.num_marked == len(self._uids))
-        return RowsMeta(task=self.task, row_ids=rows, ended=ended, generation=reader.generation, revision=revision)
+        reader = self._reader(request)
+        uids = reader.deal(request, self.closed)
+        return RowsMeta(
+            task=self.task,
+            row_ids=[row for uid in uids or () if uid in self._uids for row in self._store.rows(uid)],
+            dealt=uids is not None,
+            ended=uids is None and self.closed and reader.is_done(len(self._uids)),
+            generation=reader.generation,
+            revision=revision,
+        )
 
     def requeue_for_readers(self, reader_name: str) -> int:
-        """The process that read as ``reader_name`` is replaced: groups that it got and that lack the fields that it
-        produces are redelivered. Returns their number. The work of a final reader is lost with it, so all its groups
-        are redelivered."""
+        """The processes that read as ``reader_name`` are replaced, and ask for deals from 0 again: groups that were
+        dealt and that lack the fields that the reader produces are redelivered. Returns their number. The work of a
+        final reader is lost with it, so all its groups are redelivered."""
         reader = self._readers.get(reader_name)
         if reader is None:
             return 0
         lost = [
             uid for uid in reader.delivered() if reader.is_final or not reader.produces <= self._store.cells(uid).keys()
         ]
-        return reader.requeue(lost)
+        reader.requeue(lost)
+        return len(lost)
 
     def plan_rows(self, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> BatchPlan:
         """Rows of the pool in the given order, with ``fields``, or with all that every one of their groups has. Rows of
@@ -177,10 +187,10 @@ class DataPool:
     def share(
         self, dp_rank: int, dp_size: int, num_steps: int = 1, step: int = 0, splitting: Splitting = Splitting.ROWS
     ) -> BatchPlan:
-        """The rows of one data-parallel rank in mini-batch ``step`` of ``num_steps`` (see ``plan``), balanced by
+        """The rows of one data-parallel replica in mini-batch ``step`` of ``num_steps`` (see ``plan``), balanced by
         tokens. The first call fixes the assignment; repeats return the same rows.
 
-        splitting: what goes to one rank as a whole. Raises BufferStateError if there is less of it than ranks."""
+        splitting: what goes to one replica as a whole. Raises BufferStateError if there is less of it than replicas."""
         if not 0 <= dp_rank < dp_size:
             raise BufferStateError(f"rank {dp_rank} of {dp_size} does not exist", where=self.task)
         uids = self._mini_batch(num_steps, step)
@@ -204,9 +214,8 @@ class DataPool:
             raise BufferStateError(
                 f"{len(uids)} whole groups cannot be shared among {dp_size} ranks",
                 where=self.task,
-                expected="at least one group for each rank, since the advantage estimator has the scope 'group'",
-                hint="fewer --num-train-ranks; more groups for each optimizer step, if a filter dropped some; or "
-                "--num-advantage-workers 1, whose groups are whole",
+                expected="at least one group for each rank, since the loss compares the rows of a prompt",
+                hint="fewer --num-train-ranks, or more groups for each optimizer step, if a filter dropped some",
             )
         if splitting is not Splitting.ROWS and enough:
             blocks = [self._store.rows(uid) for uid in uids]
@@ -256,13 +265,12 @@ class DataPool:
             reader = self._readers[request.reader] = Reader(request)
             for uid in self._uids:
                 self._mark_ready(uid)
-        before = (reader.fields, reader.produces, reader.sampler, reader.is_final)
-        if (request.fields, request.produces, request.sampler, request.is_final) != before:
+        if request.kind != reader.kind:
+            shown = {name: sorted(v) if isinstance(v, frozenset) else v for name, v in reader.kind.items()}
             raise BufferStateError(
                 f"the task {request.reader!r} asked for other fields, or as another kind of reader, before",
                 where=self.task,
-                expected=f"{sorted(reader.fields)}, produces {sorted(reader.produces)}, sampler {reader.sampler!r}, "
-                f"is_final {reader.is_final}",
+                expected=", ".join(f"{name} {value}" for name, value in shown.items()),
             )
         return reader
 

@@ -176,12 +176,12 @@ class PoolCalls:
     def take(
         self, task: str, request: ReadRequest, fields: Sequence[str] | None = None
     ) -> tuple[RowsMeta, BatchPlan | None]:
-        """Rows that are ready for a reading task (see ``DataPool.get_meta``), with ``fields``, or with all that they
-        have; None while no rows are ready. A rollout that ended without a group has none; why is in its report."""
+        """A deal for a replica of a reading task (see ``DataPool.get_meta``), with ``fields``, or with all that its
+        rows have; None while there is none. A rollout that ended without a group has none; why is in its report."""
         if self._pools.is_empty(task):
-            return RowsMeta(task=task, row_ids=[], ended=True, revision=self.revision), None
+            return RowsMeta(task=task, row_ids=[], dealt=False, ended=True, revision=self.revision), None
         meta = self._pools.of(task).get_meta(request, self.revision)
-        return meta, self.plan_fields(task, meta.row_ids, fields) if meta.row_ids else None
+        return meta, self.plan_fields(task, meta.row_ids, fields) if meta.dealt else None
 
     @mutates
     def put_fields(
@@ -193,6 +193,6 @@ class PoolCalls:
 
     @mutates
     def requeue_for_readers(self, task: str, reader: str) -> int:
-        """A reading task's process is replaced (see ``DataPool.requeue_for_readers``)."""
+        """A reading task's processes are replaced (see ``DataPool.requeue_for_readers``)."""
         self._pools.revision += 1
         return self._pools.of(task).requeue_for_readers(reader)

@@ -82,12 +82,17 @@ def padded_column(batch: TrainBatch, name: str, like_bt: torch.Tensor) -> torch.
     """A column as float32 on the device of ``like_bt``: ``[num_rows, width]``, padded with 0 to its width, or
     ``[num_rows]`` where it has a number a row. None where the batch has no such column.
 
-    Raises DataError if a row is not as long as the response."""
+    Raises DataError if a row is not as long as the response, or the column holds no numbers."""
     rows = batch.columns.get(name)
     if rows is None:
         return None
-    if isinstance(rows, np.ndarray) and rows.ndim == 1 and rows.dtype != object:
-        return torch.from_numpy(np.array(rows, dtype=np.float32)).to(like_bt.device)
+    if (len(rows) and np.ndim(rows[0]) == 0) or (isinstance(rows, np.ndarray) and rows.shape == (0,)):
+        try:
+            return torch.from_numpy(np.array(rows, dtype=np.float32)).to(like_bt.device)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{name} holds no numbers: {error}", where=batch.task, expected="one for each row"
+            ) from error
     lengths_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
     for row_id, row, length in zip(batch.row_ids, rows, lengths_b.tolist(), strict=True):
         if len(row) != length:

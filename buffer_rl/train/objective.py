@@ -58,8 +58,8 @@ class Objective:
         tokens_b, parts_b = sample_sizes(rows, mask_bt)
         if loss.weights is not None:
             mask = mask_bt if loss.weights.ndim == 2 else (mask_bt != 0).any(-1).float()
-            weights = mask_out(loss.weights, mask)
-            divisor = weights.detach().sum(dtype=torch.float64)
+            weights = mask_out(loss.weights.detach(), mask)
+            divisor = weights.sum(dtype=torch.float64)
         elif loss.values.ndim == 2:
             weights, divisor = token_weights(self._args.loss_agg_mode, mask_bt, tokens_b, parts_b)
         else:
@@ -113,7 +113,7 @@ class Objective:
         mask_bt: torch.Tensor,
     ) -> LossInputs:
         """Masked positions are 0 everywhere: a formula may then be infinite or NaN nowhere that does not count."""
-        self._require("loss", self._loss_name, needs_of(self._loss), rows)
+        self._require("loss", self._loss_name, needs_of(self._loss) - {"old_log_probs"}, rows)
         on_bt = mask_bt != 0
 
         def column(name: str) -> torch.Tensor | None:
@@ -139,7 +139,7 @@ class Objective:
         return inputs
 
     def _require(self, kind: str, name: str, needs: frozenset[str], batch: TrainBatch) -> None:
-        if absent := sorted(needs - batch.columns.keys() - {"old_log_probs"}):
+        if absent := sorted(needs - batch.columns.keys()):
             raise PluginError(
                 f"it needs the column {absent[0]!r}, which the rows do not have",
                 where=place(kind, name, batch.task),
@@ -178,20 +178,18 @@ class Objective:
             raise wrong("buffer_rl.contracts.TokenLoss", hint=NEW_FORM)
         values, weights = answer.values, answer.weights
         if not isinstance(values, torch.Tensor) or tuple(values.shape) not in (shape, shape[:1]):
-            hint = NEW_FORM if getattr(values, "ndim", 0) == 0 else f"the values are {short_repr(values)}"
+            hint = NEW_FORM if getattr(values, "ndim", 1) == 0 else f"the values are {_shown(values)}"
             raise wrong(expected, hint=hint)
         if not values.requires_grad and inputs.log_probs.requires_grad:
             hint = "the values have no gradient: compute them from inputs.log_probs, inputs.entropy or inputs.values"
             raise wrong(expected, hint=hint)
         if weights is not None and (not isinstance(weights, torch.Tensor) or weights.shape != values.shape):
-            raise wrong(expected, hint=f"the weights are {short_repr(weights)}, not of the shape of the values")
+            raise wrong(expected, hint=f"the weights are {_shown(weights)}, not of the shape of the values")
         if not isinstance(answer.metrics, Mapping):
             raise wrong("TokenLoss(values, metrics={name: a tensor or Metric})")
         for metric, given in answer.metrics.items():
-            tensor = given.values if isinstance(given, Metric) else given
-            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) not in (shape, shape[:1]):
-                what = f"the metric {metric!r} is {short_repr(tensor)}, not a number for each token or row"
-                raise wrong(expected, hint=what)
+            if problem := _metric_problem(given if isinstance(given, Metric) else Metric(given), shape, values):
+                raise wrong(expected, hint=f"the metric {metric!r} {problem}")
         return answer
 
     def _checked_column(self, batch: TrainBatch, column: str, expected: str) -> list[np.ndarray]:
@@ -213,6 +211,22 @@ class Objective:
         return rows
 
 
+def _metric_problem(metric: Metric, shape: tuple[int, ...], values: torch.Tensor) -> str:
+    """What is wrong with a metric of a loss that returned ``values``, for ``[num_rows, width]`` tokens; empty if
+    nothing is."""
+    if metric.reduction not in set(Reduction):
+        return f"has the reduction {metric.reduction!r}, not one of {', '.join(Reduction)}"
+    if not isinstance(metric.values, torch.Tensor) or tuple(metric.values.shape) not in (shape, shape[:1]):
+        return f"is {_shown(metric.values)}, not a number for each token or row"
+    if metric.reduction == Reduction.LOSS and metric.values.shape != values.shape:
+        return f"has the reduction 'loss' and the shape {list(metric.values.shape)}, not that of the values"
+    return ""
+
+
+def _shown(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else short_repr(value)
+
+
 def _totals(
     metrics: Mapping[str, Any], weights: torch.Tensor, mask_bt: torch.Tensor, parts_b: torch.Tensor
 ) -> dict[str, Total]:
@@ -231,7 +245,7 @@ def _totals(
 def _total(metric: Metric, weights: torch.Tensor, mask_bt: torch.Tensor, parts_b: torch.Tensor) -> Total:
     reduction, values = Reduction(metric.reduction), metric.values.detach().float()
     if reduction is Reduction.LOSS:
-        return Total(reduction, mask_out(values, weights.detach()).sum(dtype=torch.float64))
+        return Total(reduction, mask_out(values, weights).sum(dtype=torch.float64))
     rows_b = (mask_bt != 0).any(-1)
     if reduction is Reduction.MEAN:
         shares_b = rows_b / parts_b.double()
@@ -240,4 +254,4 @@ def _total(metric: Metric, weights: torch.Tensor, mask_bt: torch.Tensor, parts_b
     largest = reduction is Reduction.MAX
     empty = -torch.inf if largest else torch.inf
     extreme = (chosen.max() if largest else chosen.min()) if chosen.numel() else empty
-    return Total(reduction, extreme)
+    return Total(reduction, extreme, chosen.numel())

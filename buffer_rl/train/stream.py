@@ -1,4 +1,4 @@
-"""Work on a rollout that is still being generated: a torch dataset of rows that are ready, and the stages of roles.
+"""Work on a rollout that is still being generated: the deals of a reading task, and the stages of roles.
 
 Who waits for whom: the reader waits for rows whose fields are there, in slices with a deadline for the whole wait; rows
 become ready when the rollout finishes a group or another role writes a field. It ends when the rollout is closed and
@@ -7,22 +7,20 @@ the reader has got every row.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from buffer_rl.buffer.pool import DERIVED_FIELDS, ReadRequest, RowsMeta, Writer
 from buffer_rl.contracts import Trainer
-from buffer_rl.errors import TrainError
 from buffer_rl.observe.timeline import WorkReport, WorkSpan
 from buffer_rl.token_loss import Sums
-from buffer_rl.train.collate import MicroBatch, collate
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.roles import ADVANTAGE_FIELDS, FIELD_OF_MODEL, SAMPLED_FIELDS
 from buffer_rl.types import Column, TrainBatch
@@ -41,101 +39,31 @@ ROLLOUT_GRACE_S = 120.0
 LogProbs = Callable[[str, TrainBatch], list[np.ndarray] | None]
 """``(model, batch) -> rows`` with the model ``ref`` or ``actor``; see ``Trainer.log_probs``."""
 
-Taken = tuple[RowsMeta, TrainBatch | None]
 
+def read_deals(
+    store: BufferClient, task: str, request: ReadRequest, timeout_s: float
+) -> Generator[tuple[RowsMeta, TrainBatch], None, None]:
+    """Read the deals of one replica from 0 to the end of ``task`` (see ``buffer_rl.buffer.pool.ReadRequest``). A deal's
+    batch may have no rows.
 
-class StreamingDataset(IterableDataset[TrainBatch]):
-    """Batches of one rollout's rows, whole prompt groups, each row once over all processes of the same reader.
-
-    A pass after the first replays the batches of the first one from memory, in the same order: several epochs over a
-    rollout ask the Buffer once. Call ``step`` to go on to the next rollout.
-
-    request: the reader and its fields (see ``buffer_rl.buffer.pool.ReadRequest``). fields: fields of each batch; all
-    where None. timeout_s: longest wait for one batch. replay: keep the batches for a second pass.
-    leave: prefetch the next batch while one is worked on, if it is full and so many more are ready for the other
-    processes of the same reader; None: never. A loop that is left before its end must be followed by ``drain``: rows
-    that were requested go to no other process.
-    ``generation`` is that of the newest batch (see ``RowsMeta``).
+    The next deal is requested while one is worked on; close the generator to wait until no request is under way.
+    timeout_s: longest wait for one deal. Raises what ``BufferClient.take`` raises.
     """
-
-    def __init__(
-        self,
-        source: BufferClient,
-        request: ReadRequest,
-        *,
-        timeout_s: float,
-        fields: Sequence[str] | None = None,
-        replay: bool = True,
-        leave: int | None = None,
-    ) -> None:
-        self._replay = replay
-        self._ahead = None if leave is None else replace(request, prefetch_reserve=leave)
-        self._asked: StartedCall[Taken] | None = None
-        self._source = source
-        self._request = request
-        self._fields = fields
-        self._timeout_s = timeout_s
-        self._task: str | None = None
-        self._seen: list[TrainBatch] = []
-        self._ended = False
-        self.generation = 0
-
-    def step(self, partition_id: int) -> None:
-        """Go on to rollout ``partition_id``; batches of the one before are forgotten."""
-        self.drain()
-        self._task = f"train_{partition_id}"
-        self._seen.clear()
-        self._ended = False
-
-    def __iter__(self) -> Iterator[TrainBatch]:
-        if self._task is None:
-            raise TrainError("no rollout was chosen", where="StreamingDataset", hint="call step(rollout_id) first")
-        yield from list(self._seen)
-        while not self._ended:
-            meta, batch = self._next(self._task)
+    asked: StartedCall[tuple[RowsMeta, TrainBatch | None]] | None = None
+    try:
+        for number in itertools.count():
+            answer = None if asked is None else asked.result()
+            if answer is None or not (answer[0].dealt or answer[0].ended):
+                answer = store.take(task, replace(request, deal=number), timeout_s)
+            meta, batch = answer
             if batch is None:
-                self._ended = True
                 return
-            self.generation = meta.generation
-            if self._replay:
-                self._seen.append(batch)
-            if self._ahead is not None:
-                self._asked = self._source.start_take(self._task, self._ahead, self._fields)
-            yield batch
-
-    def drain(self) -> None:
-        """Wait until no request for rows is under way."""
-        if self._asked is not None:
-            self._asked.drain()
-            self._asked = None
-
-    def _next(self, task: str) -> Taken:
-        if self._asked is not None:
-            asked, self._asked = self._asked, None
-            meta, batch = asked.result()
-            if batch is not None or meta.ended:
-                return meta, batch
-        return self._source.take(task, self._request, self._timeout_s, self._fields)
-
-
-class StreamingDataLoader(DataLoader[Any]):
-    """``StreamingDataset`` as padded tensors: yields ``(batch, micro)`` pairs of ``TrainBatch`` and ``MicroBatch``.
-
-    Batches are formed by the Buffer, so there is no batch size here, and no worker processes: a batch is a view of
-    shared memory already.
-    """
-
-    def __init__(self, dataset: StreamingDataset, device: torch.device | None = None) -> None:
-        target = torch.device("cpu") if device is None else device
-
-        def with_tensors(batch: Any) -> tuple[TrainBatch, MicroBatch]:
-            return batch, collate(batch, target)
-
-        super().__init__(dataset, batch_size=None, num_workers=0, collate_fn=with_tensors)
-        self._streaming = dataset
-
-    def step(self, partition_id: int) -> None:
-        self._streaming.step(partition_id)
+            ahead = replace(request, deal=number + 1, prefetch_reserve=request.num_replicas - 1)
+            asked = store.start_take(task, ahead)
+            yield meta, batch
+    finally:
+        if asked is not None:
+            asked.drain()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,40 +84,55 @@ class Stage:
 
 
 def run_stage(
-    stage: Stage, store: BufferClient, rollout_id: int, *, rows_per_batch: int, num_readers: int = 1, timeout_s: float
+    stage: Stage,
+    store: BufferClient,
+    rollout_id: int,
+    *,
+    rows_per_batch: int,
+    replica: int = 0,
+    num_replicas: int = 1,
+    together: bool = False,
+    timeout_s: float,
 ) -> WorkReport:
-    """Work on every group of rollout ``rollout_id`` until it is closed and read to its end.
+    """Work on the deals of one replica in rollout ``rollout_id`` until it is closed and read to its end.
 
     While a batch is computed, the next one is fetched and the fields of the one before are written. No call is under
     way when this returns or raises.
 
-    rows_per_batch: whole groups of about so many rows at a time. num_readers: processes that read as this stage; one of
-    them fetches ahead only where a batch is left for each of the others. timeout_s: longest wait for one group.
+    rows_per_batch: whole groups of about so many rows at a time. replica, num_replicas, together: as in
+    ``ReadRequest``; a replica fetches ahead only where a batch is left for each of the others. A batch without rows is
+    computed only where the replicas work ``together``, and what that returns is not written. timeout_s: longest wait
+    for one deal.
     """
     request = ReadRequest(
         reader=stage.name,
         fields=stage.needs,
         produces=stage.produces,
         num_rows=rows_per_batch,
+        replica=replica,
+        num_replicas=num_replicas,
+        together=together,
         is_final=stage.is_final,
     )
-    dataset = StreamingDataset(store, request, timeout_s=timeout_s, replay=False, leave=num_readers - 1)
-    dataset.step(rollout_id)
     report, written = WorkReport(), None
     try:
-        for batch in dataset:
-            started = time.monotonic()
-            columns = stage.compute(batch)
-            ended = time.monotonic()
-            if written is not None:
-                written.result()
-            writer = Writer(reader=stage.name, generation=dataset.generation)
-            written = store.start_put_fields(batch.task, batch.row_ids, columns, writer) if columns else None
-            report.add(WorkSpan(name=stage.name, rollout_id=rollout_id, start=started, end=ended, num_rows=len(batch)))
+        with closing(read_deals(store, f"train_{rollout_id}", request, timeout_s)) as deals:
+            for meta, batch in deals:
+                if not (batch.row_ids or together):
+                    continue
+                started = time.monotonic()
+                columns = stage.compute(batch)
+                ended = time.monotonic()
+                if written is not None:
+                    written.result()
+                writer = Writer(reader=stage.name, generation=meta.generation)
+                writes = columns and batch.row_ids
+                written = store.start_put_fields(batch.task, batch.row_ids, columns, writer) if writes else None
+                span = WorkSpan(name=stage.name, rollout_id=rollout_id, start=started, end=ended, num_rows=len(batch))
+                report.add(span)
         if written is not None:
             written.result()
     finally:
-        dataset.drain()
         if written is not None:
             written.drain()
     return report

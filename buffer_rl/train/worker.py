@@ -26,7 +26,7 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.train.forward import batch_log_probs
 from buffer_rl.train.model import ModelFactory, pick_device
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.roles import MODEL_OF_ROLE, worker_counts
+from buffer_rl.train.roles import LOG_PROB_FIELDS, MODEL_OF_ROLE, worker_counts
 from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class RoleWorker:
 
     def __init__(self, args_text: str, buffer: Any, role: str, index: int, num_workers: int, log_path: str) -> None:
         redirect_output(log_path)
+        self._index = index
         self._num_workers = num_workers
         self._args = cast("Args", load_args(args_text))
         self._role = role
@@ -78,7 +79,8 @@ class RoleWorker:
             self._buffer,
             rollout_id,
             rows_per_batch=rows_per_batch(self._args, self._num_workers),
-            num_readers=self._num_workers,
+            replica=self._index,
+            num_replicas=self._num_workers,
             timeout_s=longest_wait(self._args),
         )
 
@@ -90,7 +92,7 @@ class RoleWorker:
         args = self._args
         objective = Objective(args, self._registry)
         if self._role == "advantages":
-            return advantage_stage(objective.compute_advantages, objective.needs)
+            return advantage_stage(objective.compute_advantages, objective.needs.intersection(LOG_PROB_FIELDS))
         return log_prob_stage(
             self._role,
             [MODEL_OF_ROLE[self._role]],

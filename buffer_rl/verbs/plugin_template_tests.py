@@ -133,15 +133,15 @@ def test_my_advantage(tmp_path):
 
 def test_my_loss(tmp_path):
     log_probs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    ones = torch.ones(1, 2)
+    columns = {"advantages": torch.tensor([[2.0, 3.0]])}
     inputs = LossInputs(
-        log_probs=log_probs, old_log_probs=None, rollout_log_probs=None, ref_log_probs=None, advantages=2 * ones,
-        loss_mask=ones, entropy=None, total_samples=1, total_tokens=2, sample_total_tokens=2 * ones[:, 0],
+        log_probs=log_probs, entropy=torch.zeros(1, 2), loss_mask=torch.ones(1, 2),
+        row_ids=[RowId(GroupUid("data", 0, 0), 0)], column=columns.get,
     )
-    outputs = my_loss(SimpleNamespace(loss_agg_mode="token-mean"), inputs)
-    outputs.loss.backward()
-    assert outputs.loss.item() == 3.0
-    assert log_probs.grad.tolist() == [[-1.0, -1.0]]
+    loss = my_loss(None, inputs)
+    assert loss.values.tolist() == [[2.0, 6.0]]
+    loss.values.sum().backward()
+    assert log_probs.grad.tolist() == [[-2.0, -3.0]]
 
 
 def test_my_data_source(tmp_path):

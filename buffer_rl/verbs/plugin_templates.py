@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.algo.aggregation import aggregate
-from buffer_rl.contracts import EngineProcess, LossInputs, LossOutputs, Objective, RolloutBuffer
+from buffer_rl.contracts import EngineProcess, LossInputs, Objective, RolloutBuffer, TokenLoss
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.generate import generate
-from buffer_rl.scope import scoped
+from buffer_rl.scope import loss_unit, scoped
+from buffer_rl.token_loss import Metric
 from buffer_rl.train.converter import NameMap
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import (
@@ -129,12 +129,12 @@ def my_advantage(args: Any, batch: TrainBatch) -> None:
     batch.columns["returns"] = values
 
 
-@scoped("group")  # a sum over rows, divided by the totals that --loss-agg-mode names
-def my_loss(args: Any, inputs: LossInputs) -> LossOutputs:
-    """The policy gradient without clipping, aggregated over the response tokens of the whole step."""
-    losses = -inputs.advantages * inputs.log_probs
-    loss = aggregate(losses, inputs, args.loss_agg_mode)
-    return LossOutputs(loss=loss, metrics={"pg_loss": loss.detach()})
+@loss_unit("token")  # "row" if it sums over a row's tokens, "group" if it compares the rows of a prompt
+def my_loss(args: Any, inputs: LossInputs) -> TokenLoss:
+    """The policy gradient without clipping: a number for each response token, [num_rows, max_response]. The framework
+    masks and weighs them, and divides their sum, as --loss-agg-mode says."""
+    values = -inputs.advantages * inputs.log_probs
+    return TokenLoss(values, metrics={"largest_loss": Metric(values, "max")})
 
 
 class MyDataSource:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -334,6 +335,33 @@ def test_a_reader_that_waits_for_longer_than_it_may_is_told_what_it_waited_for(
         assert caught.value.expected == "finished groups with the fields ref_log_probs, tokens"
         client.put_fields(ticket.task, rows, {"ref_log_probs": [np.zeros(2, np.float32) for _ in rows]})
         assert client.take(ticket.task, request, 0.0)[0].row_ids == rows  # what is there needs no wait
+
+
+def test_a_replica_whose_part_of_a_deal_is_empty_gets_a_batch_without_rows_and_later_the_end(
+    ray_cluster: None, make_options: Callable[..., Any]
+) -> None:
+    buffer = start_buffer(dump_args(make_options()))
+    with stopped(buffer):
+        client = BufferClient(buffer, timeout_s=30)
+        ticket = client.generate(0)
+        group = client.call(BufferState.get_samples, ticket, 1)[0]
+        rows = [sample.row_id for sample in group]
+        request = ReadRequest(reader="train", fields=frozenset({"tokens"}), num_rows=8, num_replicas=2, together=True)
+        columns = {"tokens": [np.zeros(3, np.int32) for _ in rows]}
+        client.call(BufferState.finish, ticket, group.uid, group.attempt, rows, columns)
+        early = client.start_take(ticket.task, request).result()
+        assert (early[0].dealt, early[0].ended, early[1]) == (False, False, None)
+        client.close_rollout(ticket)
+        seen = []
+        for replica in (0, 1):
+            batches = [
+                client.take(ticket.task, replace(request, replica=replica, deal=0), 0.0)[1],
+                client.start_take(ticket.task, replace(request, replica=replica, deal=0)).result()[1],
+            ]
+            seen.append([None if batch is None else batch.row_ids for batch in batches])
+            meta, batch = client.take(ticket.task, replace(request, replica=replica, deal=1), 0.0)
+            assert (meta.dealt, meta.ended, batch) == (False, True, None)
+        assert seen == [[rows, rows], [[], []]]
 
 
 def test_a_reader_that_waits_for_a_pool_that_is_cleared_is_told_at_once(

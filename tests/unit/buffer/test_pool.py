@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,14 @@ def rows_of(uid: GroupUid, count: int) -> list[RowId]:
 
 
 class Pool:
-    """A pool with its plane; group ``row`` has rows of ``row + 2 + index`` tokens."""
+    """A pool with its plane; group ``row`` has rows of ``row + 2 + index`` tokens.
+
+    deals: the next one of each replica, by reader; ``read`` asks for it."""
 
     def __init__(self, num_groups: int = 100) -> None:
         self.plane = ColumnStore()
         self.pool = DataPool(3, "train_3", self.plane, num_groups)
+        self.deals: defaultdict[str, Counter[int]] = defaultdict(Counter)
 
     def add(self, row: int, count: int = 2) -> GroupUid:
         uid = uid_of(row)
@@ -48,9 +52,16 @@ class Pool:
 
     def read(self, reader: str, fields: frozenset[str] = SAMPLED, num_rows: int = 100, **more: Any) -> RowsMeta:
         produces = frozenset({f"{reader}_log_probs"}) - fields
-        return self.pool.get_meta(
-            ReadRequest(reader=reader, fields=fields, num_rows=num_rows, produces=produces, **more)
-        )
+        replica = more.get("replica", 0)
+        more |= {"produces": produces, "deal": self.deals[reader][replica]}
+        meta = self.pool.get_meta(ReadRequest(reader=reader, fields=fields, num_rows=num_rows, **more))
+        self.deals[reader][replica] += meta.dealt
+        return meta
+
+    def requeue(self, reader: str) -> int:
+        """The reader's processes are replaced."""
+        self.deals[reader].clear()
+        return self.pool.requeue_for_readers(reader)
 
 
 def groups_in(meta: RowsMeta) -> list[int]:
@@ -61,7 +72,7 @@ def test_a_group_is_handed_to_each_task_once_and_the_task_ends_when_the_pool_is_
     p = Pool()
     uids = [p.add(row) for row in (4, 1)]
     assert groups_in(p.read("ref")) == [4, 1]
-    assert p.read("ref") == RowsMeta(task="train_3", row_ids=[], ended=False)
+    assert p.read("ref") == RowsMeta(task="train_3", row_ids=[], dealt=False, ended=False)
     uids.append(p.add(2))
     assert groups_in(p.read("actor")) == [4, 1, 2]
     p.pool.select(uids)
@@ -93,32 +104,6 @@ def test_a_reader_gets_as_many_whole_groups_as_fit_and_at_least_one() -> None:
     assert taken == [[0, 1], [2], [3]]
 
 
-def test_a_balanced_reader_gives_every_rank_about_as_many_tokens_whoever_asks_first() -> None:
-    p = Pool()
-    lengths = (9, 1, 4, 5)  # tokens of a group of one row: row + 2
-    for row in lengths[:3]:
-        p.add(row, 1)
-    ask = {"sampler": "balanced", "num_rows": 2, "dp_size": 2}
-    assert p.read("train", dp_rank=1, **ask).row_ids == [], "4 rows are needed for two ranks of two"
-    p.add(lengths[3], 1)
-    second = groups_in(p.read("train", dp_rank=1, **ask))
-    assert p.read("train", dp_rank=1, **ask).row_ids == []
-    first = groups_in(p.read("train", dp_rank=0, **ask))
-    assert sorted(first + second) == sorted(lengths)
-    tokens = [sum(row + 2 for row in part) for part in (first, second)]
-    assert sorted(tokens) == [13, 14]
-
-
-def test_the_last_deal_may_leave_a_rank_without_rows_and_then_it_has_ended() -> None:
-    p = Pool()
-    uid = p.add(0, 1)
-    ask = {"sampler": "balanced", "num_rows": 2, "dp_size": 2}
-    p.pool.select([uid])
-    metas = [p.read("train", dp_rank=rank, **ask) for rank in (0, 1)]
-    assert sorted(len(meta.row_ids) for meta in metas) == [0, 1]
-    assert all(p.read("train", dp_rank=rank, **ask).ended for rank in (0, 1))
-
-
 def test_a_task_that_asks_for_other_fields_than_before_is_refused() -> None:
     p = Pool()
     p.read("ref")
@@ -127,20 +112,9 @@ def test_a_task_that_asks_for_other_fields_than_before_is_refused() -> None:
     with pytest.raises(BufferStateError, match=refused):
         p.read("ref", SAMPLED | {"reward"})
     with pytest.raises(BufferStateError, match=refused):
-        p.read("ref", sampler="balanced")
+        p.read("ref", together=True)
     with pytest.raises(BufferStateError, match=refused):
         p.pool.get_meta(ReadRequest(reader="ref", fields=SAMPLED, num_rows=1, produces=frozenset({"returns"})))
-
-
-def test_a_balanced_reader_whose_number_of_ranks_changes_is_refused() -> None:
-    p = Pool()
-    for row in range(4):
-        p.add(row, 1)
-    p.read("train", sampler="balanced", num_rows=1, dp_rank=0, dp_size=2)
-    for rank, size in ((3, 4), (0, 1)):
-        with pytest.raises(BufferStateError, match=f"rank {rank} of {size} asks, and groups are dealt to 2 ranks"):
-            p.read("train", sampler="balanced", num_rows=1, dp_rank=rank, dp_size=size)
-    assert groups_in(p.read("train", sampler="balanced", num_rows=1, dp_rank=1, dp_size=2)), "the others go on"
 
 
 def test_a_field_that_was_written_is_accepted_again_only_with_equal_content() -> None:
@@ -158,7 +132,7 @@ def test_what_a_lost_reader_had_and_did_not_write_is_handed_out_again_first() ->
     before = p.read("ref", num_rows=3)
     assert groups_in(before) == [0, 1, 2]
     p.put(uids[1], "ref_log_probs")
-    assert p.pool.requeue_for_readers("ref") == 2
+    assert p.requeue("ref") == 2
     late = [np.full(2, 9.0, dtype=np.float32)]
     p.pool.put_fields([RowId(uids[0], 0)], {"ref_log_probs": late}, Writer(reader="ref", generation=before.generation))
     assert "ref_log_probs" not in p.plane.cells(uids[0]), "a replaced process still wrote"
@@ -269,7 +243,7 @@ def test_whatever_the_order_of_events_every_kept_row_reaches_every_task_once(
             pending_fields.extend(meta.row_ids)
         else:
             meta = p.read(
-                "train", wanted, rng.randint(1, 4), sampler="balanced", dp_rank=rng.randrange(ranks), dp_size=ranks
+                "train", wanted, rng.randint(1, 4), together=True, replica=rng.randrange(ranks), num_replicas=ranks
             )
         seen[reader] += meta.row_ids
         for uid in {row.uid for row in meta.row_ids}:
@@ -315,10 +289,12 @@ class RestartingReader:
         self.pending: list[tuple[GroupUid, int]] = []
 
     def read(self) -> bool:
-        sampler = "balanced" if self.ranks > 1 else "group"
-        rank = self.rng.randrange(self.ranks)
         meta = self.pool.read(
-            self.name, num_rows=self.rng.randint(1, 4), sampler=sampler, dp_rank=rank, dp_size=self.ranks
+            self.name,
+            num_rows=self.rng.randint(1, 4),
+            together=self.ranks > 1,
+            replica=self.rng.randrange(self.ranks),
+            num_replicas=self.ranks,
         )
         assert len(set(meta.row_ids)) == len(meta.row_ids)
         for uid in dict.fromkeys(row.uid for row in meta.row_ids):
@@ -337,7 +313,9 @@ class RestartingReader:
 
     def restart(self) -> None:
         lost = {uid for uid in self.held if self.field not in self.pool.plane.cells(uid)}
-        assert self.pool.pool.requeue_for_readers(self.name) == len(lost)
+        # More of a reader with several ranks: what was dealt to ranks that did not ask for it yet.
+        num_lost = self.pool.requeue(self.name)
+        assert num_lost == len(lost) if self.ranks == 1 else num_lost >= len(lost)
         self.held -= lost
 
     def is_complete(self, uids: list[GroupUid]) -> bool:
@@ -417,33 +395,3 @@ def test_a_group_that_the_step_was_closed_without_is_left_out_of_what_a_reader_w
     p.pool.select([kept])
     p.plane.drop(surplus)
     assert assemble(p.pool.plan_rows(handed)).row_ids == rows_of(kept, 2)
-
-
-def test_a_balanced_reader_is_dealt_nothing_that_left_the_pool() -> None:
-    p = Pool()
-    uids = [p.add(row, 1) for row in (5, 4, 3, 2)]
-    ranks: Any = {"sampler": "balanced", "dp_size": 2}
-    dealt = groups_in(p.read("train", num_rows=2, dp_rank=0, **ranks))
-    gone = next(uid for uid in uids if uid.row not in dealt)  # waits for rank 1
-    p.pool.select([uid for uid in uids if uid != gone])
-    p.plane.drop(gone)
-    others = groups_in(p.read("train", num_rows=2, dp_rank=1, **ranks))
-    assert sorted([*dealt, *others, gone.row]) == [2, 3, 4, 5]
-
-
-def test_a_balanced_reader_whose_part_is_empty_gets_the_next_one_at_once() -> None:
-    p = Pool()
-    uids = [p.add(row, 1) for row in (5, 4, 3)]
-    wanted = SAMPLED | {"ref_log_probs"}
-
-    def ask(rank: int) -> list[int]:
-        return groups_in(p.read("train", wanted, num_rows=1, sampler="balanced", dp_rank=rank, dp_size=2))
-
-    assert ask(0) == []
-    p.pool.select(uids)
-    p.put(uids[0], "ref_log_probs")
-    found = [ask(0)]
-    for uid in uids[1:]:
-        p.put(uid, "ref_log_probs")
-    found += [ask(0), ask(1)]
-    assert sorted(row for part in found for row in part) == [3, 4, 5]

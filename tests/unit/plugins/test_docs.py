@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from buffer_rl.config import compose, flag_of, plugin_kind_of
-from buffer_rl.contracts import LossInputs
 from buffer_rl.data.custom import CustomSource, DeliveryRequest
 from buffer_rl.errors import PluginError
 from buffer_rl.hookspecs import Hooks
@@ -22,6 +21,7 @@ from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, is_for_rows, scope_of
 from buffer_rl.types import Sample
+from harness.losses import objective_of, outcome, rows_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "plugins.md"
 
@@ -89,20 +89,37 @@ def test_the_examples_of_converters_load_a_folder_and_export_it_bit_equal(tmp_pa
         assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
 
 
+def test_the_examples_of_losses_give_hand_computed_numbers() -> None:
+    names: dict[str, Any] = {}
+    for block in blocks("python"):
+        if "TokenLoss" in block:
+            exec(block, names)
+    log_2 = math.log(2)
+    batch = rows_of(
+        loss_mask=[[1, 1], [1, 0]],
+        advantages=[[1, 1], [-3, 9]],
+        old_log_probs=[[-1, -1], [-1, -1]],
+        difficulty=[0.5, 1],
+    )
+    log_probs = [[log_2 - 1, -1], [-1, 9]]  # ratios 2, 1 and 1
+
+    def means(name: str) -> dict[str, float]:
+        objective = objective_of(custom_loss_function_path=names[name], loss_agg_mode="seq-mean-token-sum")
+        return outcome(objective, batch, log_probs).means
+
+    clipped, ratio, weighted = (means(name) for name in ("clipped", "sequence_ratio", "weighted"))
+    assert clipped["loss"] == pytest.approx((-1.2 - 1 + 3) / 2)
+    assert clipped["clipped"] == pytest.approx(1 / 3)
+    assert ratio["loss"] == pytest.approx((-(2**0.5) + 3) / 2)
+    assert weighted["loss"] == pytest.approx((0.5 * (1 - log_2 + 1) + -3) / (2 * 0.5 + 1))
+    assert (weighted["surprise"], weighted["difficulty"]) == (1, 0.75)
+
+
 def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
-    reward, marked, scope, loss, stream, renamed, fused, source, hooks = blocks("python")
+    reward, marked, scope, stream, renamed, fused, source, hooks = (b for b in blocks("python") if "TokenLoss" not in b)
     names: dict[str, Any] = {}
     exec(scope, names)
     assert scope_of(names["centred"]) is Scope.GROUP
-    exec(loss, names)
-    column = torch.tensor([[-1.0, -2.0]])
-    inputs = LossInputs(
-        **dict.fromkeys(("old_log_probs", "rollout_log_probs", "ref_log_probs")),
-        **{"log_probs": column, "advantages": -column, "entropy": -column, "loss_mask": torch.ones(1, 2)},
-        **{"total_samples": 1, "total_tokens": 2, "sample_total_tokens": torch.tensor([2.0])},
-    )
-    args = SimpleNamespace(loss_agg_mode="seq-mean-token-sum")
-    assert names["with_bonus"](args, inputs).loss.item() == pytest.approx(1 + 4 - 0.01 * 3)
     compile(stream, "a trainer of your own", "exec")
     assert "NameMap" in renamed
     assert "folder_tensors" in fused

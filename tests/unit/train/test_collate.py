@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from buffer_rl.errors import DataError
-from buffer_rl.train.collate import collate, loss_inputs, split_rows
+from buffer_rl.train.collate import collate, padded_column, response_mask, sample_sizes, split_rows
 from buffer_rl.types import GroupUid, RowId, TrainBatch
 
 CPU = torch.device("cpu")
@@ -26,8 +26,8 @@ def batch() -> TrainBatch:
             "loss_mask": [np.array([1, 0], dtype=np.float32), np.array([1], dtype=np.float32)],
             "advantages": [np.array([0.5, 0.6], dtype=np.float32), np.array([0.7], dtype=np.float32)],
         },
-        total_samples=7,
-        total_tokens=30,
+        total_samples=0,
+        total_tokens=0,
     )
 
 
@@ -39,32 +39,40 @@ def test_rows_are_padded_on_the_right_and_responses_are_predicted_from_the_token
     assert micro.tokens_bl.reshape(-1)[micro.predictor_n].tolist() == [7, 8, 3]
 
 
-def test_the_loss_sees_padded_columns_and_the_totals_of_the_step(batch: TrainBatch) -> None:
-    micro = collate(batch, CPU)
-    inputs = loss_inputs(batch, micro, torch.zeros(2, 2), torch.ones(2, 2))
-    assert inputs.loss_mask.tolist() == [[1, 0], [1, 0]]
-    torch.testing.assert_close(inputs.advantages, torch.tensor([[0.5, 0.6], [0.7, 0.0]]))
-    assert inputs.ref_log_probs is None
-    assert (inputs.total_samples, inputs.total_tokens) == (7, 30)
-    assert inputs.sample_total_tokens.tolist() == [1, 1], "a row without other parts"
-    batch.columns["sample_total_tokens"] = np.array([4, 9], dtype=np.float32)
-    inputs = loss_inputs(batch, micro, torch.zeros(2, 2), torch.ones(2, 2))
-    assert inputs.sample_total_tokens.tolist() == [4, 9]
-
-
-def test_a_part_whose_other_parts_may_be_elsewhere_needs_the_tokens_of_its_sample(batch: TrainBatch) -> None:
-    uid = GroupUid("data", 0, 0)
-    parts = replace(batch, row_ids=[RowId(uid, 0, 0), RowId(uid, 0, 1)])
-    with pytest.raises(
-        DataError, match=r"(?s)data:0:0/0\.1: a part of a sample cannot be weighed.*sample_total_tokens"
-    ):
-        loss_inputs(parts, collate(parts, CPU), torch.zeros(2, 2), torch.zeros(2, 2))
+def test_columns_are_padded_with_0_to_the_width_of_the_log_probabilities(batch: TrainBatch) -> None:
+    like = torch.zeros(2, 3)
+    assert response_mask(batch, like).tolist() == [[1, 0, 0], [1, 0, 0]]
+    torch.testing.assert_close(padded_column(batch, "advantages", like), torch.tensor([[0.5, 0.6, 0], [0.7, 0, 0]]))
+    batch.columns["difficulty"] = np.array([3, 4], dtype=np.int64)
+    torch.testing.assert_close(padded_column(batch, "difficulty", like), torch.tensor([3.0, 4.0]))
+    assert padded_column(batch, "ref_log_probs", like) is None
 
 
 def test_without_a_loss_mask_all_response_tokens_count(batch: TrainBatch) -> None:
     del batch.columns["loss_mask"]
-    inputs = loss_inputs(batch, collate(batch, CPU), torch.zeros(2, 2), torch.ones(2, 2))
-    assert inputs.loss_mask.tolist() == [[1, 1], [1, 0]]
+    assert response_mask(batch, torch.zeros(2, 3)).tolist() == [[1, 1, 0], [1, 0, 0]]
+
+
+def test_the_size_of_a_sample_is_that_of_its_row_or_what_the_buffer_wrote(batch: TrainBatch) -> None:
+    mask = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    assert [sizes.tolist() for sizes in sample_sizes(batch, mask)] == [[1, 1], [1, 1]]
+    batch.columns["sample_total_tokens"] = np.array([4, 9], dtype=np.float32)
+    batch.columns["sample_parts"] = np.array([2, 5], dtype=np.float32)
+    assert [sizes.tolist() for sizes in sample_sizes(batch, mask)] == [[4, 9], [2, 5]]
+
+
+@pytest.mark.parametrize("given", [(), ("sample_parts",), ("sample_total_tokens",)])
+def test_a_part_whose_other_parts_may_be_elsewhere_needs_the_size_of_its_sample(
+    given: tuple[str, ...], batch: TrainBatch
+) -> None:
+    uid = GroupUid("data", 0, 0)
+    parts = replace(batch, row_ids=[RowId(uid, 0, 0), RowId(uid, 0, 1)])
+    parts.columns |= {name: np.ones(2, dtype=np.float32) for name in given}
+    with pytest.raises(
+        DataError,
+        match=r"(?s)data:0:0/0\.1: a part of a sample cannot be weighed.*sample_total_tokens and sample_parts",
+    ):
+        sample_sizes(parts, torch.zeros(2, 2))
 
 
 def test_splitting_undoes_padding(batch: TrainBatch) -> None:
@@ -83,10 +91,9 @@ def test_a_response_without_a_token_before_it_is_an_error_that_names_the_row(
 
 
 def test_a_column_of_another_length_is_an_error_that_names_the_row(batch: TrainBatch) -> None:
-    micro = collate(batch, CPU)
     wrong = replace(batch, columns={**batch.columns, "advantages": [np.zeros(2), np.zeros(2)]})
     with pytest.raises(DataError, match=r"data:0:0/1\.0: advantages has 2 values"):
-        loss_inputs(wrong, micro, torch.zeros(2, 2), torch.zeros(2, 2))
+        padded_column(wrong, "advantages", torch.zeros(2, 2))
 
 
 def test_rows_without_any_response_collate(make_batch: Callable[..., TrainBatch]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,9 +29,13 @@ def handed_out(num_groups: int, num_readers: int, deterministic: bool = False) -
         pool.add(uid)
     pool.select(pool.uids)
     asked = ReadRequest(
-        reader="train", fields=frozenset({"tokens"}), num_rows=rows_per_batch(args, num_readers), is_final=True
+        reader="train",
+        fields=frozenset({"tokens"}),
+        num_rows=rows_per_batch(args, num_readers),
+        num_replicas=num_readers,
+        is_final=True,
     )
-    return [len(pool.get_meta(asked).row_ids) // SAMPLES for _ in range(num_readers)]
+    return [len(pool.get_meta(replace(asked, replica=index)).row_ids) // SAMPLES for index in range(num_readers)]
 
 
 def test_processes_that_ask_at_once_share_a_step_that_is_finished() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,15 @@ from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.config import Options
+from buffer_rl.contracts import LossInputs, TokenLoss, Topology
 from buffer_rl.errors import BufferStateError, PluginError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.train.group import TrainRank, mini_batches, splitting
+from buffer_rl.scope import Unit, loss_unit
+from buffer_rl.train.group import TrainRank, splitting
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.roles import SAMPLED_FIELDS
 from buffer_rl.train.worker import RoleWorker
-from buffer_rl.types import GroupUid, RowId, TrainBatch
+from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
 
 MINE = """
 import numpy as np
@@ -36,6 +39,14 @@ def leave_one_out(args, batch):
     batch.columns["advantages"] = batch.columns["returns"] = rows
 
 
+def whitened(args, batch):
+    # over all rows of the rollout; writes a column for the loss as well
+    values = (batch.columns["reward"] - batch.columns["reward"].mean()) / batch.columns["reward"].std()
+    batch.columns["advantages"] = [np.full(1, value, dtype=np.float32) for value in values]
+    batch.columns["returns"] = batch.columns["advantages"]
+    batch.columns["num_rows"] = [np.full(1, len(batch), dtype=np.float32)] * len(batch)
+
+
 def undeclared(args, batch):
     batch.columns["seen"] = sorted(batch.columns)
     batch.columns["advantages"] = batch.columns["returns"] = [np.zeros(n) for n in batch.columns["response_length"]]
@@ -46,7 +57,7 @@ def by_row(args, batch):
     undeclared(args, batch)
 
 
-@scoped("group", needs=("ref_log_probs",))
+@scoped("group", needs=("ref_log_probs", "reward"))
 def by_group_with_reference(args, batch):
     undeclared(args, batch)
 
@@ -55,15 +66,6 @@ def by_group_with_reference(args, batch):
 def reads_without_saying_so(args, batch):
     batch.columns["old_log_probs"]
 
-
-class Idle:
-    def __init__(self, args, rank, world_size): ...
-
-
-for name in (
-    "log_probs compute_advantages forward_backward optimizer_step export_buckets save_hf save load sleep wake_up"
-).split():
-    setattr(Idle, name, lambda self, *given: None)
 """
 
 
@@ -78,9 +80,9 @@ def objective_of(args: Options) -> Objective:
 
 
 class Rows:
-    """A closed pool with two groups of four; one response token a row."""
+    """A closed pool with two groups of four; one response token a row. more: further columns of each group."""
 
-    def __init__(self) -> None:
+    def __init__(self, **more: Column) -> None:
         plane = ColumnStore()
         self._pool = DataPool(0, "train_0", plane, 2)
         uids = [GroupUid("data", row, 0) for row in range(2)]
@@ -91,79 +93,117 @@ class Rows:
                 "response_length": np.ones(4, dtype=np.int32),
                 "loss_mask": [np.ones(1, dtype=np.float32)] * 4,
                 "reward": np.array(rewards, dtype=np.float32),
+                **more,
             }
             plane.put(uid, [RowId(uid, i) for i in range(4)], columns)
             self._pool.add(uid)
         self._pool.select(uids)
 
     def get_data(
-        self, rollout_id: int, dp_rank: int, dp_size: int, num_steps: int, step: int, splitting: Splitting
+        self,
+        rollout_id: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        num_steps: int = 1,
+        step: int = 0,
+        splitting: Splitting = Splitting.ROWS,
     ) -> TrainBatch:
         return assemble(self._pool.share(dp_rank, dp_size, num_steps, step, splitting))
 
+    def put_fields(self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
+        self._pool.put_fields(row_ids, columns)
 
-@pytest.mark.parametrize(("ranks", "steps"), [(1, 1), (2, 1), (1, 2)])
-def test_leave_one_out_is_the_same_on_any_number_of_ranks(
-    ranks: int, steps: int, mine: Callable[[str], str], make_args: Callable[..., Options]
-) -> None:
-    args = make_args(custom_advantage_function_path=mine("leave_one_out"))
-    objective, unit = objective_of(args), splitting(args, PluginRegistry.from_flags([]))
+
+def ranks_of(args: Options, count: int, rows: Rows) -> list[Any]:
+    """Trainer ranks without their logs, which would take the place of this process's output, and without models."""
+    ranks: list[Any] = []
+    for index in range(count):
+        rank: Any = object.__new__(TrainRank)
+        rank._args, rank._buffer, rank._rank = args, rows, index
+        rank._objective = objective_of(args)
+        rank._built = SimpleNamespace(topology=Topology(dp_rank=index, dp_size=count))
+        ranks.append(rank)
+    return ranks
+
+
+def advantages(args: Options, count: int) -> list[float]:
+    """What the ranks find after the driver's calls ``estimate`` and ``fetch``, in the order of the rows."""
+    ranks = ranks_of(args, count, Rows())
+    for rank in ranks:
+        rank.estimate(0)
     found: dict[tuple[int, int], float] = {}
-    for rank in range(ranks):
-        for batch in mini_batches(Rows(), 0, rank, ranks, num_steps=steps, splitting=unit):
-            objective.compute_advantages(batch)
-            for row, advantage in zip(batch.row_ids, batch.columns["advantages"], strict=True):
-                found[row.uid.row, row.sample_index] = float(advantage[0])
-    expected = [-2 / 3, -2 / 3, 2 / 3, 2 / 3, 1 / 3, -1, 1 / 3, 1 / 3]
-    assert [found[key] for key in sorted(found)] == pytest.approx(expected)
+    for rank in ranks:
+        rank.fetch(0)
+        for batch in rank._fetched():
+            for row, value in zip(batch.row_ids, batch.columns["advantages"], strict=True):
+                found[row.uid.row, row.sample_index] = float(value[0])
+            assert {float(value[0]) for value in batch.columns.get("num_rows", [])} <= {8.0}
+    return [found[key] for key in sorted(found)]
 
 
-def test_fewer_groups_than_ranks_are_refused_where_groups_must_be_whole(
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("leave_one_out", [-2 / 3, -2 / 3, 2 / 3, 2 / 3, 1 / 3, -1, 1 / 3, 1 / 3]),
+        ("whitened", np.array([-5, -5, 3, 3, 3, -5, 3, 3]) / 15**0.5),  # mean 5/8, variance 15/64
+    ],
+)
+def test_an_estimator_gets_what_it_reads_together_on_any_number_of_ranks_and_steps(
+    name: str, expected: Any, ranks: int, steps: int, mine: Callable[[str], str], make_args: Callable[..., Options]
+) -> None:
+    args = make_args(custom_advantage_function_path=mine(name), num_steps_per_rollout=steps)
+    assert advantages(args, ranks) == pytest.approx(list(expected), rel=1e-6)
+
+
+def test_an_estimator_is_not_called_for_advantages_that_the_converter_set(
     mine: Callable[[str], str], make_args: Callable[..., Options]
 ) -> None:
-    registry = PluginRegistry.from_flags([])
-    whole = splitting(make_args(custom_advantage_function_path=mine("leave_one_out")), registry)
+    rows = Rows(advantages=[np.full(1, 7, dtype=np.float32)] * 4)
+    (rank,) = ranks_of(make_args(custom_advantage_function_path=mine("whitened")), 1, rows)
+    rank.estimate(0)
+    batch = rows.get_data(0)
+    assert "num_rows" not in batch.columns
+    assert np.concatenate(batch.columns["advantages"]).tolist() == [7] * 8
+
+
+def test_fewer_groups_than_replicas_are_refused_where_the_loss_compares_the_rows_of_a_prompt(
+    make_args: Callable[..., Options],
+) -> None:
+    rows, args = Rows(), make_args()
     with pytest.raises(BufferStateError) as caught:
-        mini_batches(Rows(), 0, 0, 4, num_steps=1, splitting=whole)
+        rows.get_data(0, 0, 4, splitting=splitting(args, Unit.GROUP))
     assert "2 whole groups cannot be shared among 4 ranks" in str(caught.value)
-    assert "the advantage estimator has the scope 'group'" in caught.value.expected
-    by_row = splitting(make_args(), registry)
-    shares = [mini_batches(Rows(), 0, rank, 4, num_steps=1, splitting=by_row)[0] for rank in range(4)]
+    assert "the loss compares the rows of a prompt" in caught.value.expected
+    shares = [rows.get_data(0, rank, 4, splitting=splitting(args, Unit.ROW)) for rank in range(4)]
     assert sum(map(len, shares)) == 8
     assert all(len(share) for share in shares)
 
 
-def test_rows_are_shared_out_one_by_one_only_where_nobody_reads_them_together(
-    mine: Callable[[str], str], make_args: Callable[..., Options]
+def test_rows_are_shared_out_one_by_one_only_where_no_loss_reads_them_together(
+    make_args: Callable[..., Options],
 ) -> None:
-    group = {"custom_advantage_function_path": mine("leave_one_out")}
-    for options, expected in (
-        ({}, Splitting.ROWS),
-        ({"deterministic": True}, Splitting.GROUPS_OR_ROWS),
-        (group, Splitting.GROUPS),
-        ({**group, "deterministic": True}, Splitting.GROUPS),
-        ({"custom_advantage_function_path": mine("undeclared")}, Splitting.GROUPS),
-        ({**group, "num_advantage_workers": 1}, Splitting.ROWS),
-        ({**group, "loss_type": "sft_loss"}, Splitting.ROWS),
+    for unit, deterministic, expected in (
+        (Unit.TOKEN, False, Splitting.ROWS),
+        (Unit.ROW, False, Splitting.ROWS),
+        (Unit.ROW, True, Splitting.GROUPS_OR_ROWS),
+        (Unit.GROUP, False, Splitting.GROUPS),
+        (Unit.GROUP, True, Splitting.GROUPS),
     ):
-        assert splitting(make_args(**options), PluginRegistry.from_flags([])) is expected, options
+        assert splitting(make_args(deterministic=deterministic), unit) is expected, unit
 
 
-def test_a_rank_fetches_whole_groups_for_an_estimator_that_reads_them_together(
-    mine: Callable[[str], str], make_args: Callable[..., Options]
-) -> None:
-    estimator = {"custom_advantage_function_path": mine("leave_one_out")}
-    for options, num_groups in ((estimator, {1}), ({}, {2})):
-        found = set()
-        for index in range(2):
-            rank: Any = object.__new__(TrainRank)  # without its log, which takes the place of this process's output
-            rank._args, rank._buffer = make_args(**options, train_backend=mine("Idle")), Rows()
-            rank._rank, rank._world_size = index, 1
-            rank.setup("", 0)
-            rank._world_size = 2
+@loss_unit("group")
+def compares(args: Any, inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(inputs.log_probs)
+
+
+def test_a_rank_fetches_whole_groups_for_a_loss_that_compares_their_rows(make_args: Callable[..., Options]) -> None:
+    for loss, num_groups in ((compares, {1}), (None, {2})):
+        ranks = ranks_of(make_args(custom_loss_function_path=loss), 2, Rows())
+        for rank in ranks:
             rank.fetch(0)
-            found.add(len({row.uid for row in rank._fetched()[0].row_ids}))
-        assert found == num_groups
+        assert {len({row.uid for row in rank._fetched()[0].row_ids}) for rank in ranks} == num_groups
 
 
 @pytest.mark.parametrize(
@@ -177,7 +217,7 @@ def test_a_rank_fetches_whole_groups_for_an_estimator_that_reads_them_together(
 def test_what_declares_a_scope_sees_the_log_probabilities_that_it_needs_and_no_others(
     name: str, seen: set[str], mine: Callable[[str], str], make_args: Callable[..., Options]
 ) -> None:
-    batch = mini_batches(Rows(), 0, 0, 1, num_steps=1, splitting=Splitting.ROWS)[0]
+    batch = Rows().get_data(0)
     log_probs = [np.zeros(1, dtype=np.float32)] * len(batch)
     batch.columns |= {"ref_log_probs": log_probs, "old_log_probs": log_probs}
     objective_of(make_args(custom_advantage_function_path=mine(name))).compute_advantages(batch)
@@ -189,7 +229,7 @@ def test_what_declares_a_scope_sees_the_log_probabilities_that_it_needs_and_no_o
 def test_who_reads_log_probabilities_without_saying_so_is_told_how_to_say_it(
     mine: Callable[[str], str], make_args: Callable[..., Options]
 ) -> None:
-    batch = mini_batches(Rows(), 0, 0, 1, num_steps=1, splitting=Splitting.ROWS)[0]
+    batch = Rows().get_data(0)
     with pytest.raises(PluginError) as caught:
         objective_of(make_args(custom_advantage_function_path=mine("reads_without_saying_so"))).compute_advantages(
             batch

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from buffer_rl.errors import CheckpointError, ConfigError, TrainError
-from buffer_rl.train.optimizer import Optimizer, learning_rate
+from buffer_rl.train.optimizer import GradientSum, Optimizer, learning_rate
 
 
 def _args(**overrides: Any) -> SimpleNamespace:
@@ -78,7 +78,7 @@ def test_the_first_step_of_adam_moves_each_parameter_by_the_learning_rate() -> N
     layer = _layer()
     optimizer = Optimizer(_args(), layer, world_size=1)
     _set_gradients(layer)
-    metrics = optimizer.step()
+    metrics = optimizer.step(1.0)
     assert metrics == {"grad_norm": pytest.approx(5.0), "lr": 0.1}
     torch.testing.assert_close(layer.weight.detach(), torch.tensor([[0.9, 2.0]]))
     torch.testing.assert_close(layer.bias.detach(), torch.tensor([2.9]))
@@ -92,7 +92,7 @@ def test_two_steps_equal_the_formulas_of_adamw() -> None:
     weight, first, second = 1.0, 0.0, 0.0
     for step in (1, 2):
         _set_gradients(layer)
-        optimizer.step()
+        optimizer.step(1.0)
         gradient = 3.0 / 5.0  # clipped from a norm of 5 to 1
         first = 0.9 * first + 0.1 * gradient
         second = 0.95 * second + 0.05 * gradient**2
@@ -105,7 +105,7 @@ def test_weight_decay_leaves_biases_alone() -> None:
     layer = _layer()
     optimizer = Optimizer(_args(weight_decay=0.5), layer, world_size=1)
     layer.weight.grad, layer.bias.grad = torch.zeros(1, 2), torch.zeros(1)
-    optimizer.step()
+    optimizer.step(1.0)
     torch.testing.assert_close(layer.weight.detach(), torch.tensor([[0.95, 1.9]]))
     assert layer.bias.item() == 3.0
 
@@ -115,7 +115,7 @@ def test_a_step_that_fails_keeps_step_count_and_moments() -> None:
     optimizer = Optimizer(_args(), layer, world_size=1)
     layer.weight.grad = torch.tensor([[float("nan"), 0.0]])
     with pytest.raises(TrainError, match="step 0"):
-        optimizer.step()
+        optimizer.step(1.0)
     assert optimizer.step_count == 0
     assert optimizer.state_tensors() == {}
     assert layer.weight.grad is None
@@ -126,7 +126,7 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     layer = _layer()
     optimizer = Optimizer(_args(), layer, world_size=1)
     _set_gradients(layer)
-    optimizer.step()
+    optimizer.step(1.0)
     state = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
     other = Optimizer(_args(), _layer(), world_size=1)
     incomplete = {name: tensor for name, tensor in state.items() if name != "exp_avg.bias"}
@@ -142,3 +142,25 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     other.load_state_tensors(state, 1)
     assert other.step_count == 1
     assert set(other.state_tensors()) == set(state)
+
+
+def test_a_sum_in_float64_rounds_to_the_same_float32_in_any_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    terms = [torch.randn(5000, generator=generator) * 10.0 ** float(i % 7 - 3) for i in range(40)]
+    parameter = torch.nn.Parameter(torch.zeros(5000))
+
+    def total(order: list[int]) -> torch.Tensor:
+        gradient_sum = GradientSum([parameter])
+        for index in order:
+            parameter.grad = terms[index].clone()
+            gradient_sum.accumulate()
+            assert parameter.grad is None
+        return gradient_sum.flat().float()
+
+    forward, backward = list(range(40)), list(reversed(range(40)))
+    assert torch.equal(total(forward), total(backward))
+    plain = [torch.zeros(5000), torch.zeros(5000)]
+    for first, last in zip(forward, backward, strict=True):
+        plain[0] += terms[first]
+        plain[1] += terms[last]
+    assert not torch.equal(*plain), "in float32 the order shows: the case above would prove nothing"

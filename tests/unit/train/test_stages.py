@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
-import torch
 
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
@@ -18,10 +17,9 @@ from buffer_rl.errors import DeadlineError, TrainError
 from buffer_rl.train.roles import SAMPLED_FIELDS
 from buffer_rl.train.stream import (
     Stage,
-    StreamingDataLoader,
-    StreamingDataset,
     advantage_stage,
     gradient_stage,
+    read_deals,
     run_stage,
 )
 from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
@@ -59,6 +57,7 @@ class Store:
         self.later: list[Any] = []
         self.asked = 0
         self.ahead: list[int] = []
+        self.puts = 0
 
     def add(self, row: int) -> GroupUid:
         uid = GroupUid("data", row, 0)
@@ -79,20 +78,21 @@ class Store:
         while True:
             meta = self.pool.get_meta(request)
             self.asked += 1
-            if meta.row_ids or meta.ended:
-                return meta, assemble(self.pool.plan_rows(meta.row_ids, fields)) if meta.row_ids else None
+            if meta.dealt or meta.ended:
+                return meta, assemble(self.pool.plan_rows(meta.row_ids, fields)) if meta.dealt else None
             if not self.later:
                 raise DeadlineError("nothing came")
             self.later.pop(0)()
 
-    def start_take(self, task: str, request: ReadRequest, fields: Sequence[str] | None = None) -> Answer:
+    def start_take(self, task: str, request: ReadRequest) -> Answer:
         meta = self.pool.get_meta(request)
         self.ahead.append(len(meta.row_ids))
-        return Answer((meta, assemble(self.pool.plan_rows(meta.row_ids, fields)) if meta.row_ids else None))
+        return Answer((meta, assemble(self.pool.plan_rows(meta.row_ids)) if meta.dealt else None))
 
     def start_put_fields(
         self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
     ) -> Answer:
+        self.puts += 1
         self.pool.put_fields(row_ids, columns, writer)
         return Answer(None)
 
@@ -136,23 +136,29 @@ def test_a_lone_group_is_worked_on_at_once_and_those_that_piled_up_meanwhile_go_
 
 
 @pytest.mark.parametrize(
-    ("num_readers", "ahead", "spans"),
+    ("num_replicas", "ahead", "spans"),
     [
         (1, [4, 4, 0, 0, 0], [4, 4, 4, 2, 2]),  # 7 groups of 2 rows: 4 rows ahead while 4 are ready; then one by one
-        (2, [4, 0, 0, 0, 0], [4, 4, 4, 2, 2]),  # only while there is a full one for the other reader too
+        (2, [4, 0, 0, 0, 0], [4, 4, 4, 2, 2]),  # only while there is a full one for the other replica too
     ],
 )
 def test_the_next_batch_is_fetched_while_one_is_worked_on_where_enough_is_ready(
-    num_readers: int, ahead: list[int], spans: list[int]
+    num_replicas: int, ahead: list[int], spans: list[int]
 ) -> None:
     store = Store()
     uids = [store.add(row) for row in range(7)]
     store.later = [lambda: uids.append(store.add(7)), lambda: store.pool.select(uids)]
-    report = run_stage(REF, store, 0, rows_per_batch=4, num_readers=num_readers, timeout_s=1.0)
+    report = run_stage(REF, store, 0, rows_per_batch=4, num_replicas=num_replicas, timeout_s=1.0)
     assert [span.num_rows for span in report.spans] == spans
     assert store.ahead == ahead
     assert Answer.open == []
     assert all(part.cells["ref_log_probs"].inline is not None for part in store.pool.plan().slices)
+
+
+def deals_of(store: Store, replica: int, num_rows: int) -> Generator[tuple[RowsMeta, TrainBatch], None, None]:
+    """What replica 0 or 1 of the task ``ref`` reads."""
+    request = ReadRequest(reader="ref", fields=SAMPLED_FIELDS, num_rows=num_rows, replica=replica, num_replicas=2)
+    return read_deals(cast(Any, store), "train_0", request, timeout_s=1.0)
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -162,18 +168,14 @@ def test_what_is_fetched_ahead_leaves_a_batch_for_each_other_process(closed: boo
     uids = [store.add(row) for row in range(3 if rows == 1 else 6)]  # three batches
     if closed:
         store.pool.select(uids)
-    request = ReadRequest(reader="ref", fields=SAMPLED_FIELDS, num_rows=rows)
-    first = StreamingDataset(store, request, timeout_s=1.0, leave=1)
-    first.step(0)
-    batches = iter(first)
-    assert len(next(batches)) == max(rows, 2)
-    other = StreamingDataset(store, request, timeout_s=1.0, leave=1)
-    other.step(0)
-    assert len(next(iter(other))) == max(rows, 2)
+    first, other = deals = [deals_of(store, replica, rows) for replica in (0, 1)]
+    assert len(next(first)[1]) == max(rows, 2)
+    assert len(next(other)[1]) == max(rows, 2)
     assert store.ahead == [max(rows, 2), 0]  # the first left one, and there was none to leave by then
-    assert len(next(batches)) == max(rows, 2)
-    first.drain()
-    other.drain()
+    assert len(next(first)[1]) == max(rows, 2)
+    for batches in deals:
+        batches.close()
+    assert Answer.open == []
 
 
 def test_the_end_is_learnt_while_the_last_batch_is_worked_on() -> None:
@@ -225,22 +227,51 @@ def test_a_stage_that_needs_a_field_of_another_waits_for_it() -> None:
     assert seen == [2]
 
 
-def test_a_later_pass_over_the_dataset_replays_the_batches_without_asking_again() -> None:
+def test_ranks_of_a_replica_read_the_same_batches_however_far_one_is_ahead() -> None:
     store = Store()
-    uids = [store.add(1), store.add(2)]
-    store.later = [lambda: store.pool.select(uids)]
-    request = ReadRequest(reader="mine", fields=SAMPLED_FIELDS, num_rows=2)
-    loader = StreamingDataLoader(StreamingDataset(store, request, timeout_s=1.0))
-    with pytest.raises(TrainError, match="no rollout was chosen"):
-        next(iter(loader))
-    loader.step(0)
-    first = [(batch.row_ids, micro.tokens_bl) for batch, micro in loader]
-    asked = store.asked
-    second = [(batch.row_ids, micro.tokens_bl) for batch, micro in loader]
-    assert store.asked == asked
-    assert [ids for ids, _ in first] == [ids for ids, _ in second] == [store.plane.rows(uid) for uid in uids]
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
-    assert [tokens.shape for _, tokens in first] == [(2, 4), (2, 5)]
+    uids = [store.add(row) for row in range(5)]
+    store.pool.select(uids)
+    ranks = [deals_of(store, 0, 4) for _ in (0, 1)]
+    ahead = [batch.row_ids for _, batch in ranks[0]]
+    assert [len(rows) for rows in ahead] == [4, 4, 2]
+    assert [batch.row_ids for _, batch in ranks[1]] == ahead
+    assert list(deals_of(store, 1, 4)) == []
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_deal_without_rows_is_worked_on_only_by_replicas_in_step_and_not_written(together: bool) -> None:
+    store = Store()
+    uid = store.add(1)
+    seen: list[tuple[int, list[str]]] = []
+
+    def compute(batch: TrainBatch) -> dict[str, Column]:
+        seen.append((len(batch), sorted(batch.columns)))
+        if batch.row_ids and not together:  # the step is closed without what the next deal has
+            surplus = store.add(2)
+            ahead = ReadRequest(**{**asked, "deal": 1})
+            assert store.pool.get_meta(ahead).row_ids
+            store.pool.select([uid])
+            store.plane.drop(surplus)
+        return doubled(batch) if batch.row_ids else {"ref_log_probs": []}
+
+    asked: dict[str, Any] = {
+        "reader": "ref", "fields": SAMPLED_FIELDS, "produces": REF.produces, "num_rows": 2, "num_replicas": 2,
+        "together": together,
+    }  # fmt: skip
+    if together:
+        store.pool.select([uid])
+    reports = [
+        run_stage(
+            replace(REF, compute=compute), cast(Any, store), 0,
+            rows_per_batch=2, replica=replica, num_replicas=2, together=together, timeout_s=1.0,
+        )
+        for replica in (0, 1)
+    ]  # fmt: skip
+    columns = sorted({"tokens", "response_length", "loss_mask", "reward", "sample_total_tokens"})
+    assert seen == [(2, columns), *([(0, [])] if together else [])]
+    assert [[span.num_rows for span in report.spans] for report in reports] == [[2], [0] if together else []]
+    assert store.puts == 1
+    assert store.pool.plan().slices[0].cells["ref_log_probs"].inline is not None
 
 
 def test_what_was_computed_of_a_group_that_left_meanwhile_is_passed_over() -> None:

@@ -1,0 +1,177 @@
+"""A run's objective on rows whose log-probabilities are given: losses without a model. A step of a tiny model: as one
+rank, as two ranks, and group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from buffer_rl.buffer.columns import ColumnStore, RowSizes, assemble, sample_sizes
+from buffer_rl.buffer.pool import DataPool
+from buffer_rl.config import Options, compose
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.token_loss import Sums
+from buffer_rl.train.objective import Objective
+from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.types import Column, GroupUid, RowId, TrainBatch, concat_columns
+
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+
+
+def loss_args(**changes: Any) -> Options:
+    """The options' defaults with changes. ``custom_loss_function_path`` may be a function."""
+    return compose(CORE_SECTIONS)().model_copy(update=changes)
+
+
+def objective_of(**changes: Any) -> Objective:
+    """The objective of a run with these options."""
+    return Objective(loss_args(**changes), PluginRegistry.from_flags(()))
+
+
+def built_in_losses() -> list[str]:
+    """The names of all losses that buffer_rl registers."""
+    infos = PluginRegistry.from_flags(()).infos("loss")
+    return sorted(info.name for info in infos if info.distribution == "buffer-rl")
+
+
+def batch_of(row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> TrainBatch:
+    """Rows with these columns. Columns of tokens and lengths are made from the loss mask where they are absent."""
+    lengths = np.asarray([len(row) for row in columns["loss_mask"]], dtype=np.int32)
+    given = {"tokens": [np.zeros(n + 2, dtype=np.int32) for n in lengths], "response_length": lengths, **columns}
+    return TrainBatch(
+        rollout_id=0, task="train_0", row_ids=list(row_ids), columns=given, total_samples=0, total_tokens=0
+    )
+
+
+def rows_of(**columns: Any) -> TrainBatch:
+    """One prompt's samples of one part each: lists of numbers become rows of float32, or one number a row."""
+    arrays: dict[str, Column] = {
+        name: [np.asarray(row, dtype=np.float32) for row in rows]
+        if isinstance(rows[0], list)
+        else np.asarray(rows, dtype=np.float32)
+        for name, rows in columns.items()
+    }
+    return batch_of([RowId(GroupUid("data", 0, 0), index) for index in range(len(arrays["loss_mask"]))], arrays)
+
+
+def with_sizes(batch: TrainBatch) -> TrainBatch:
+    """The columns of samples' sizes as the Buffer writes them, group by group. Rows of a group must be adjacent."""
+    blocks = []
+    for uid in dict.fromkeys(row.uid for row in batch.row_ids):
+        rows = [row for row in batch.row_ids if row.uid == uid]
+        masks = [mask for row, mask in zip(batch.row_ids, batch.columns["loss_mask"], strict=True) if row.uid == uid]
+        blocks.append(sample_sizes(rows, RowSizes.of({"loss_mask": masks}, len(rows))))
+    batch.columns |= concat_columns(blocks)
+    return batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Of a step: its sums; the numbers that are logged; the gradient of its loss, divided by D, by the log-probability
+    and the entropy of each response token: per row ``[response_length]`` each."""
+
+    sums: Sums
+    means: dict[str, float]
+    log_prob_gradients: list[np.ndarray]
+    entropy_gradients: list[np.ndarray]
+
+
+def outcome(
+    objective: Objective,
+    batch: TrainBatch,
+    log_probs: Sequence[Sequence[float]],
+    entropy: Sequence[Sequence[float]] | None = None,
+    *,
+    blocks: Iterable[Sequence[int]] | None = None,
+    padding: int = 0,
+) -> Outcome:
+    """A step on ``batch``, whose rows are called in ``blocks`` (all together where None), each padded by ``padding``
+    more than its longest response, with NaN.
+
+    log_probs, entropy: per row ``[response_length]``; entropy 0 where absent."""
+    entropy = [np.zeros(len(row)) for row in log_probs] if entropy is None else entropy
+    sums: list[Sums] = []
+    gradients: list[dict[int, np.ndarray]] = [{}, {}]
+    for block in [range(len(batch))] if blocks is None else blocks:
+        width = max((len(log_probs[index]) for index in block), default=0) + padding
+        leaves = [_padded([given[index] for index in block], width) for given in (log_probs, entropy)]
+        loss, part = objective(leaves[0], leaves[1], batch.select(block))
+        loss.backward()  # type: ignore[no-untyped-call]
+        sums.append(part)
+        for leaf, found in zip(leaves, gradients, strict=True):
+            rows = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for index, row in zip(block, rows.numpy(), strict=True):
+                assert not row[len(log_probs[index]) :].any(), "padding has a gradient"
+                found[index] = row[: len(log_probs[index])]
+    step = Sums.of(sums)
+    scale = 1 / step.divisor if step.divisor else 0.0
+    by_row = [[found[index] * scale for index in range(len(batch))] for found in gradients]
+    return Outcome(sums=step, means=step.means(), log_prob_gradients=by_row[0], entropy_gradients=by_row[1])
+
+
+def _padded(rows: Sequence[Sequence[float]], width: int) -> torch.Tensor:
+    values = torch.full((len(rows), width), torch.nan)
+    for index, row in enumerate(rows):
+        values[index, : len(row)] = torch.as_tensor(np.asarray(row, dtype=np.float32))
+    return values.requires_grad_()
+
+
+PARTS = ({0: 5, 1: 1, 2: 2}, {0: 1, 3: 1})
+"""Of each sample of the two groups of ``two_groups``."""
+MASKED_ENTIRELY = 2
+
+
+def two_groups(**more: Any) -> DataPool:
+    """Two groups of a step; a sample of five parts, and one of two parts that is masked entirely.
+
+    more: further columns, by functions of a generator and the response lengths."""
+    rng = np.random.default_rng(3)
+    store = ColumnStore()
+    pool = DataPool(0, "train_0", store, num_groups=2)
+    for number, samples in enumerate(PARTS):
+        uid = GroupUid("data", number, 0)
+        rows = [RowId(uid, index, part) for index, parts in samples.items() for part in range(parts)]
+        lengths = rng.integers(1, 9, len(rows))
+        columns: dict[str, Any] = {
+            "tokens": [rng.integers(3, 30, 4 + n).astype(np.int32) for n in lengths],
+            "response_length": lengths.astype(np.int32),
+            "loss_mask": [
+                ((rng.random(n) > 0.3) * (row.sample_index != MASKED_ENTIRELY)).astype(np.float32)
+                for row, n in zip(rows, lengths, strict=True)
+            ],
+            "old_log_probs": [-rng.random(n).astype(np.float32) * 4 for n in lengths],
+            "advantages": [np.full(n, rng.normal(), dtype=np.float32) for n in lengths],
+            "sample_total_tokens": np.full(len(rows), 1e9, dtype=np.float32),  # written again by the Buffer
+        }
+        store.put(uid, rows, columns | {name: make(rng, lengths) for name, make in more.items()})
+        pool.add(uid)
+    pool.select([GroupUid("data", number, 0) for number in range(len(PARTS))])
+    return pool
+
+
+WAYS = ("one rank", "two ranks", "streamed")
+
+
+def pieces(pool: DataPool, way: str) -> Iterator[TrainBatch]:
+    """The step's rows as one rank, as two ranks, or group by group."""
+    if way == "streamed":
+        for uid in reversed(pool.uids):
+            rows = [row for row in assemble(pool.plan()).row_ids if row.uid == uid]
+            yield assemble(pool.plan_rows(rows))
+        return
+    ranks = 2 if way == "two ranks" else 1
+    for rank in range(ranks):
+        yield assemble(pool.share(rank, ranks))
+
+
+def gradient(trainer: TorchTrainer, pool: DataPool, way: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of the step, and its gradient by the name of each parameter."""
+    trainer.zero_grad()
+    sums = Sums.of([trainer.accumulate(piece) for piece in pieces(pool, way)])
+    gradients = {name: p.grad / sums.divisor for name, p in trainer._actor.named_parameters() if p.grad is not None}
+    return sums.means()["loss"], gradients

@@ -1,0 +1,159 @@
+"""What a loss of one's own may do wrong, and what its author then reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from buffer_rl.contracts import LossInputs, TokenLoss
+from buffer_rl.errors import PluginError, TrainError
+from buffer_rl.scope import loss_unit, scoped
+from buffer_rl.token_loss import NEW_FORM, Metric, Sums
+from buffer_rl.train.steps import NonFiniteGuard, StepReport, take_step
+from buffer_rl.types import TrainBatch
+from harness.losses import objective_of, outcome, rows_of
+
+Loss = Callable[[Any, LossInputs], Any]
+LOG_PROBS = [[-1.0, -2.0, -3.0], [-1.0, -0.5]]
+
+
+def batch() -> TrainBatch:
+    """Rows of three and two tokens."""
+    return rows_of(loss_mask=[[1, 1, 1], [1, 0]], advantages=[[1, 1, 1], [-1, -1]], reward=[1, -1])
+
+
+def problem_of(loss: Loss | str) -> PluginError:
+    """The error of a step with the loss."""
+    with pytest.raises(PluginError) as caught:
+        outcome(objective_of(custom_loss_function_path=loss), batch(), LOG_PROBS)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from buffer_rl.contracts import LossOutputs", "from buffer_rl.algo.aggregation import aggregate"],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_loss_that_imports_what_the_earlier_form_needed_is_shown_the_new_one(
+    line: str, inside: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "earlier.py"
+    file.write_text(
+        f"{line}\ndef mine(args, inputs): ...\n" if not inside else f"def mine(args, inputs):\n    {line}\n"
+    )
+    error = problem_of(f"{file}:mine")
+    assert f"{file}:mine" in error.where
+    assert NEW_FORM.splitlines()[0] in error.what
+    assert "TokenLoss(values" in str(error)
+
+
+def test_a_loss_that_returns_what_it_divided_itself_is_shown_the_new_form() -> None:
+    def scalar(args: Any, inputs: LossInputs) -> Any:
+        return inputs.log_probs.mean()
+
+    def with_loss(args: Any, inputs: LossInputs) -> Any:
+        return SimpleNamespace(loss=inputs.log_probs.mean(), metrics={})
+
+    def divided(args: Any, inputs: LossInputs) -> Any:
+        return TokenLoss(inputs.log_probs.mean())
+
+    for loss in (scalar, with_loss, divided):
+        error = problem_of(loss)
+        assert loss.__name__ in error.where
+        assert error.hint == NEW_FORM
+        assert "TokenLoss" in error.expected
+
+
+def wrong_shapes() -> dict[str, Callable[[LossInputs], Any]]:
+    """What each error names, with what a loss returns."""
+    return {
+        "the values are a tensor of shape [1, 3]": lambda inputs: TokenLoss(inputs.log_probs[:1]),
+        "the values are [": lambda inputs: TokenLoss([0.0, 0.0]),
+        "the values are None": lambda inputs: TokenLoss(None),
+        "no gradient": lambda inputs: TokenLoss(inputs.log_probs.detach()),
+        "the weights are a tensor of shape [2], not": lambda inputs: TokenLoss(
+            inputs.log_probs, weights=inputs.loss_mask[:, 0]
+        ),
+        "the weights are 2.0": lambda inputs: TokenLoss(inputs.log_probs, weights=2.0),
+        "the metric 'mine' is a tensor of shape [], not a number": lambda inputs: TokenLoss(
+            inputs.log_probs, metrics={"mine": torch.zeros(())}
+        ),
+        "the metric 'mine' is 2.5": lambda inputs: TokenLoss(inputs.log_probs, metrics={"mine": Metric(2.5)}),
+        "the metric 'mine' has the reduction 'median', not one of mean, max, min, loss": lambda inputs: TokenLoss(
+            inputs.log_probs, metrics={"mine": Metric(inputs.log_probs, "median")}
+        ),
+        "the metric 'mine' has the reduction 'loss' and the shape [2], not that of the values": lambda inputs: (
+            TokenLoss(inputs.log_probs, metrics={"mine": Metric(inputs.log_probs.sum(-1), "loss")})
+        ),
+        "the shape [2, 3], not that of the values": lambda inputs: TokenLoss(
+            inputs.log_probs.sum(-1), metrics={"mine": Metric(inputs.log_probs, "loss")}
+        ),
+    }
+
+
+@pytest.mark.parametrize("hint", wrong_shapes())
+def test_a_wrong_return_value_is_named_with_the_right_shapes(hint: str) -> None:
+    error = problem_of(lambda args, inputs: wrong_shapes()[hint](inputs))
+    assert hint in error.hint
+    if "values" in hint or "weights" in hint:
+        assert "values [2, 3] or [2]" in error.expected
+
+
+def test_metrics_that_are_no_mapping_are_named() -> None:
+    assert "metrics={name" in problem_of(lambda args, inputs: TokenLoss(inputs.log_probs, None, [1])).expected
+
+
+def test_what_a_loss_raises_names_it() -> None:
+    def broken(args: Any, inputs: LossInputs) -> TokenLoss:
+        return TokenLoss(inputs.log_probs / inputs.total_tokens)  # type: ignore[attr-defined]
+
+    error = problem_of(broken)
+    assert "broken" in error.where
+    assert "AttributeError" in error.what
+
+
+def test_a_declared_column_that_is_absent_is_named_with_those_that_are_there() -> None:
+    @loss_unit("token", needs=("difficulty", "old_log_probs"))
+    def mine(args: Any, inputs: LossInputs) -> TokenLoss:
+        raise AssertionError("it is not called")
+
+    error = problem_of(mine)
+    assert "it needs the column 'difficulty'" in error.what
+    assert error.expected == "one of advantages, loss_mask, response_length, reward, tokens"
+    assert "--custom-convert-samples-to-train-data-path" in error.hint
+
+
+def test_a_column_that_is_absent_and_not_declared_is_named() -> None:
+    objective = objective_of(custom_loss_function_path=lambda args, inputs: TokenLoss(inputs["difficulty"]))
+    with pytest.raises(TrainError, match="the batch has no difficulty"):
+        outcome(objective, batch(), LOG_PROBS)
+    for options, missing in ({"use_kl_loss": True}, "ref_log_probs"), ({"use_rollout_logprobs": True}, "rollout_log_p"):
+        with pytest.raises(TrainError, match=f"no {missing}"):
+            outcome(objective_of(**options), batch(), LOG_PROBS)
+
+
+def test_an_estimator_needs_the_columns_that_it_declares() -> None:
+    @scoped("group", needs=("old_log_probs", "difficulty"))
+    def mine(args: Any, batch: TrainBatch) -> None:
+        raise AssertionError("it is not called")
+
+    rows = batch()
+    for absent in ("difficulty", "old_log_probs"):
+        with pytest.raises(PluginError, match=f"it needs the column '{absent}'"):
+            objective_of(custom_advantage_function_path=mine).compute_advantages(rows)
+        rows.columns[absent] = rows.columns["advantages"]
+
+
+def test_weights_with_a_negative_sum_end_the_run(tmp_path: Path) -> None:
+    def negative(args: Any, inputs: LossInputs) -> TokenLoss:
+        return TokenLoss(inputs.log_probs, weights=-torch.ones_like(inputs.log_probs))
+
+    sums: Sums = outcome(objective_of(custom_loss_function_path=negative), batch(), LOG_PROBS).sums
+    trainer: Any = SimpleNamespace(topology=SimpleNamespace(is_head=True))  # its optimizer step is not reached
+    with pytest.raises(TrainError, match=r"the weights of the loss sum to -4\.0"):
+        take_step(trainer, sums, NonFiniteGuard(tmp_path, 0, 3), StepReport(), batch, 0)
