@@ -16,18 +16,11 @@ import torch.distributed as dist
 
 from buffer_rl.contracts import Objective, Topology
 from buffer_rl.errors import TrainError
+from buffer_rl.plugins import PluginRegistry
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import collate, row_blocks, split_rows
 from buffer_rl.train.forward import response_log_probs
-from buffer_rl.train.model import (
-    hf_state,
-    load_model,
-    load_tokenizer,
-    pick_device,
-    save_hf,
-    unique_state,
-    weight_buckets,
-)
+from buffer_rl.train.model import ModelFactory, load_tokenizer, pick_device, unique_state, weight_buckets
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.state import load_state, save_state
 from buffer_rl.types import TrainBatch
@@ -41,11 +34,11 @@ class InStepTrainer:
         self._args, self._rank, self._world_size, self._objective = args, rank, world_size, objective
         self._device = pick_device(args.train_device)
         self._num_passes = 0
+        self._factory = ModelFactory(args, PluginRegistry.from_flags(args.plugin), self._device)
         self._actor = self._load(args.hf_checkpoint, "--hf-checkpoint")
         self._models = {"actor": self._actor}
         if args.use_kl_loss and not args.num_ref_workers:
-            flag = "--ref-load" if args.ref_load else "--hf-checkpoint"
-            self._models["ref"] = self._load(args.ref_load or args.hf_checkpoint, flag).requires_grad_(False)
+            self._models["ref"] = self._load(args.ref_load or args.hf_checkpoint, "--ref-load").requires_grad_(False)
         self._tokenizer = load_tokenizer(args.hf_checkpoint, "--hf-checkpoint")
         self._optimizer = Optimizer(args, self._actor, world_size)
 
@@ -85,11 +78,11 @@ class InStepTrainer:
         self._optimizer.zero_grad()
 
     def export(self) -> Iterator[dict[str, Any]]:
-        yield from weight_buckets(hf_state(self._actor), copy=False)
+        yield from weight_buckets(self._factory.export(self._actor), copy=False)
 
     def save_hf(self, path: str) -> None:
         if self._rank == 0:
-            save_hf(self._actor, self._tokenizer, path)
+            self._factory.save_hf(self._actor, self._tokenizer, path)
 
     def save(self, path: str) -> None:
         save_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
@@ -98,7 +91,7 @@ class InStepTrainer:
         load_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
 
     def _load(self, folder: str, flag: str) -> Any:
-        model = load_model(folder, self._device, flag)
+        model = self._factory.build(folder, flag)
         model.register_forward_pre_hook(lambda _module, _inputs: self._compare_passes())
         model.register_forward_hook(self._compare_in_backward)
         return model

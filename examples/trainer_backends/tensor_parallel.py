@@ -6,7 +6,7 @@ g of Megatron-LM (arXiv 1909.08053, section 3). All that f and g return is equal
 weights that no rank splits are equal too, and need no reduction.
 
 It works for causal language models whose MLPs are three linear layers of these names without biases: Llama, Qwen2,
-Qwen3, Mistral.
+Qwen3, Mistral. Model providers and converters are not asked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from buffer_rl.errors import CheckpointError, ConfigError, NonFiniteError
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import batch_log_probs, response_log_probs
-from buffer_rl.train.model import BUCKET_BYTES, load_model, load_tokenizer, pick_device, unique_state
+from buffer_rl.train.model import load_model, load_tokenizer, pick_device, unique_state, weight_buckets
 from buffer_rl.train.optimizer import learning_rate
 from buffer_rl.types import TrainBatch
 
@@ -147,14 +147,8 @@ class TensorParallelTrainer:
 
     def export(self) -> Iterator[dict[str, Any]]:
         """Every rank gathers each split weight; the names are those of the Hugging Face folder already."""
-        bucket: dict[str, Any] = {}
-        for name, tensor in unique_state(self._actor).items():
-            bucket[name] = self._gathered(name, tensor)
-            if sum(weight.nbytes for weight in bucket.values()) >= BUCKET_BYTES:
-                yield bucket
-                bucket = {}
-        if bucket:
-            yield bucket
+        state = unique_state(self._actor)
+        yield from weight_buckets(((name, self._gathered(name, tensor)) for name, tensor in state.items()), copy=False)
 
     def save_hf(self, path: str) -> None:
         """Every rank gathers, rank 0 writes."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from safetensors.torch import load_file
 
 from buffer_rl.buffer.row_file import write_rollout
 from buffer_rl.cli import main
-from harness.recorded_rows import SAMPLES, recorded_rows
+from harness.recorded_rows import recorded_rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -21,6 +23,7 @@ Run = Callable[[Any], Any]
 MakeOptions = Callable[..., Any]
 
 BACKENDS = Path(__file__).resolve().parents[2] / "examples" / "trainer_backends"
+TENSOR_PARALLEL = f"{BACKENDS / 'tensor_parallel.py'}:TensorParallelTrainer"
 NUM_ROLLOUTS, NUM_GROUPS = 3, 5
 
 OPTIONS = {
@@ -30,7 +33,8 @@ OPTIONS = {
     "eval_interval": None,
     "num_rollout": NUM_ROLLOUTS,
     "rollout_batch_size": NUM_GROUPS,
-    "n_samples_per_prompt": SAMPLES,
+    # Streamed work is then dealt a group at a time to each replica, as the sizes of deals count samples.
+    "n_samples_per_prompt": 1,
     "max_logprob_diff": None,
     "train_timeout_s": 60.0,
     # Several micro-batches of each deal, and not equally many on all replicas.
@@ -41,16 +45,15 @@ OPTIONS = {
     # A large epsilon: Adam's first steps blow rounding errors of tiny gradients up to the size of the learning rate.
     "adam_eps": 1e-2,
 }
-SCHEDULES = {"lockstep": {}, "streamed": {"schedule": "pipelined", "stream_gradients": True}}
+SCHEDULES = {
+    "lockstep": {},
+    "streamed gradients": {"schedule": "pipelined", "stream_gradients": True},
+    "streamed log-probabilities": {"schedule": "pipelined", "num_steps_per_rollout": 2},
+}
 
 
 def weights_of(run_dir: str) -> dict[str, torch.Tensor]:
     return load_file(Path(run_dir) / "hf" / "model.safetensors")
-
-
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 @pytest.fixture(scope="module")
@@ -69,23 +72,42 @@ def options(options_in: MakeOptions, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def default_weights(
-    train: Run, options: MakeOptions, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, torch.Tensor]:
-    """Those that the default backend ends with, on one rank."""
-    args = options(tmp_path_factory.mktemp("default"), "lockstep")
-    assert train(args).steps == NUM_ROLLOUTS
-    return weights_of(args.run_dir)
+def difference(train: Run, options: MakeOptions, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], float]:
+    """The largest one between the parameters that a run ended with and those of the default backend on one rank."""
+
+    @cache
+    def default(num_steps: int) -> dict[str, torch.Tensor]:
+        args = options(tmp_path_factory.mktemp("default"), "lockstep", num_steps_per_rollout=num_steps)
+        assert train(args).steps == NUM_ROLLOUTS
+        return weights_of(args.run_dir)
+
+    def compare(args: Any) -> float:
+        ours, others = weights_of(args.run_dir), default(args.num_steps_per_rollout)
+        assert ours.keys() == others.keys()
+        return max(float((ours[name] - others[name]).abs().max()) for name in ours)
+
+    return compare
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_tensor_parallel_ranks_end_with_the_parameters_of_the_default_backend(
-    train: Run, options: MakeOptions, default_weights: dict[str, torch.Tensor], tmp_path: Path, schedule: str
+    train: Run, options: MakeOptions, difference: Callable[[Any], float], tmp_path: Path, schedule: str
 ) -> None:
-    backend = f"{BACKENDS / 'tensor_parallel.py'}:TensorParallelTrainer"
-    args = options(tmp_path, schedule, num_train_ranks=2, train_backend=backend)
+    args = options(tmp_path, schedule, num_train_ranks=2, train_backend=TENSOR_PARALLEL)
     assert train(args).steps == NUM_ROLLOUTS
-    assert largest_difference(weights_of(args.run_dir), default_weights) <= 1e-6
+    assert difference(args) <= 1e-6
+
+
+def test_engines_sample_from_the_weights_that_tensor_parallel_ranks_gather(
+    train: Run, options_in: MakeOptions, tmp_path: Path
+) -> None:
+    changes = {"eval_prompt_data": [], "eval_interval": None, "max_logprob_diff": 1e-4}
+    args = options_in(tmp_path / "run", num_train_ranks=2, train_backend=TENSOR_PARALLEL, **changes)
+    assert train(args).steps == NUM_ROLLOUTS
+    lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+    gaps = [line["train/train_rollout_logprob_abs_diff"] for line in lines if line["kind"] == "train"]
+    assert len(gaps) == NUM_ROLLOUTS
+    assert max(gaps) < 1e-4
 
 
 COUNTING = """
@@ -97,27 +119,27 @@ class CountsRows(InStepTrainer):
         super().__init__(args, rank, world_size, objective)
         self._file = f"{args.run_dir}/rows_{rank}"
 
-    def accumulate(self, batch):
+    def _passes(self, batch):  # of each call of log_probs and accumulate
         with open(self._file, "a") as file:
             print(len(batch), file=file)
-        return super().accumulate(batch)
+        return super()._passes(batch)
 """
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_replicas_in_step_end_with_the_parameters_of_the_default_backend(
-    train: Run, options: MakeOptions, default_weights: dict[str, torch.Tensor], tmp_path: Path, schedule: str
+    train: Run, options: MakeOptions, difference: Callable[[Any], float], tmp_path: Path, schedule: str
 ) -> None:
-    """Groups are dealt one to each replica, five of them: of the last deal one replica has no rows."""
+    """Of streamed groups each replica is dealt one at a time, of five: one of them has no rows in the last deal."""
     shutil.copy(BACKENDS / "in_step.py", tmp_path)
     (tmp_path / "counting.py").write_text(COUNTING)
     args = options(tmp_path, schedule, num_train_ranks=2, train_backend=f"{tmp_path / 'counting.py'}:CountsRows")
     assert train(args).steps == NUM_ROLLOUTS
-    assert largest_difference(weights_of(args.run_dir), default_weights) <= 1e-6
+    assert difference(args) <= 1e-6
     rows = [[int(line) for line in Path(args.run_dir, f"rows_{rank}").read_text().split()] for rank in (0, 1)]
     assert len(rows[0]) == len(rows[1])
-    if schedule == "streamed":
-        assert [min(pair) for pair in zip(*rows, strict=True)].count(0) == NUM_ROLLOUTS
+    # Two calls for each deal: reference and old log-probabilities, or the former and the gradients.
+    assert [*rows[0], *rows[1]].count(0) == (0 if schedule == "lockstep" else 2 * NUM_ROLLOUTS)
 
 
 EARLIER = """
