@@ -318,6 +318,23 @@ class TrainBatch:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """One rank's place among the ranks of a trainer.
+
+    dp_rank, dp_size: the replica that the rank belongs to, of so many. All ranks of a replica get the same rows.
+    is_head: the one rank of each replica whose sums, metrics and log-probabilities count (the last pipeline stage,
+        tensor rank 0, context rank 0).
+    in_step: a forward pass has a collective over replicas. All replicas then get their rows together, perhaps none, as
+        often as each other; how many micro-batches each makes of them they agree on themselves.
+    """
+
+    dp_rank: int
+    dp_size: int
+    is_head: bool = True
+    in_step: bool = False
+
+
 def sample_means(samples: Iterable[Hashable], values: Iterable[float]) -> list[float]:
     """The mean of ``values`` over the parts of each sample, so that a sample counts once however many rows it is.
 
