@@ -7,7 +7,6 @@ authors.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from buffer_rl.scope import Unit
@@ -15,6 +14,7 @@ from buffer_rl.token_loss import NEW_FORM, Sums
 from buffer_rl.token_loss import LossInputs as LossInputs
 from buffer_rl.token_loss import TokenLoss as TokenLoss
 from buffer_rl.types import Column, FilterDecision, RolloutOutput, Sample, SampleGroup, Ticket, TrainBatch
+from buffer_rl.types import Topology as Topology
 
 if TYPE_CHECKING:
     import numpy as np
@@ -277,29 +277,9 @@ class ModelProvider(Protocol):
     def __call__(self, args: Any) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
-    """One rank's place among the ranks of a trainer.
-
-    dp_rank, dp_size: the replica that the rank belongs to, of so many. All ranks of a replica get the same rows.
-    is_head: the one rank of each replica whose sums, metrics and log-probabilities count (the last pipeline stage,
-        tensor rank 0, context rank 0).
-    in_step: a forward pass has a collective over replicas. All replicas then get their rows together, perhaps none, as
-        often as each other; how many micro-batches each makes of them they agree on themselves.
-    """
-
-    dp_rank: int
-    dp_size: int
-    is_head: bool = True
-    in_step: bool = False
-
-
 class Objective(Protocol):
-    """The loss of a run, which the framework owns and every trainer backend calls.
-
-    temperature: what logits are divided by before the log-softmax. unit: rows that one call must see together; see
-    ``buffer_rl.scope.Unit``.
-    """
+    """The loss of a run, which the framework owns and every trainer backend calls. temperature: the divisor of logits.
+    unit: rows that one call must see together (``buffer_rl.scope.Unit``)."""
 
     temperature: float
     unit: Unit
@@ -307,9 +287,9 @@ class Objective(Protocol):
     def __call__(self, log_probs: Any, entropy: Any, rows: TrainBatch, values: Any = None) -> tuple[Any, Sums]:
         """The loss of a micro-batch, summed and not divided, to call ``backward`` on, and its sums.
 
-        log_probs, entropy: ``[num_rows, width]`` float32 in nats, of the response tokens of ``rows``, on the left; with
-        any padding on the right, width at least the longest response. values: the same of a critic. A loss of the
-        backend's own (such as one that balances experts) is multiplied by ``sums.divisor`` and added."""
+        log_probs, entropy: ``[num_rows, width]`` float32 in nats, of the response tokens of ``rows``, with any padding
+        on the right. values: the same of a critic. A loss of the backend's own (such as one that balances experts) is
+        multiplied by ``sums.divisor`` and added."""
         ...
 
 
@@ -317,11 +297,8 @@ class Trainer(Protocol):
     """One rank of a trainer backend. Constructed as ``cls(args, rank, world_size, objective)`` in the rank's process,
     where ``torch.distributed`` joins all ranks if there are several.
 
-    Every rank calls the same methods in the same order. What a rank that is not the head of its replica returns is not
+    Every rank gets the same calls in the same order. What a rank that is not the head of its replica returns is not
     used, but for ``log_probs`` on ranks that call the objective: it goes into their rows.
-
-    A backend may have ``values(batch)``, like ``log_probs``, for a critic; ``sleep(tags)`` and ``wake_up(tags)``, which
-    give accelerator memory back while others use it.
     """
 
     @property
@@ -330,8 +307,8 @@ class Trainer(Protocol):
         ...
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
-        """Log-probabilities of the response tokens under ``model`` ("actor" or "ref"): per row
-        ``[response_length]`` float32, in nats, without gradient; None on ranks that do not have them."""
+        """Log-probabilities of the response tokens under ``model`` ("actor" or "ref"): per row ``[response_length]``
+        float32, in nats; None on ranks that do not have them."""
         ...
 
     def accumulate(self, batch: TrainBatch) -> Sums:

@@ -109,11 +109,6 @@ class LossInputs:
         return self["advantages"]
 
     @property
-    def returns(self) -> Any:
-        """Of the advantage estimator."""
-        return self["returns"]
-
-    @property
     def old_log_probs(self) -> Any:
         """Under the policy that the ratio is taken to: the trainer's weights before the first optimizer step of the
         rollout, or the engine's numbers under ``--use-rollout-logprobs``. Without either, as with one optimizer step

@@ -293,41 +293,46 @@ class TrainBatch:
         lists of ``[response_length]`` float32, where they exist;
         ``sample_total_tokens`` and ``sample_parts`` ``[num_rows]`` float32, unmasked response tokens of the row's
         sample over all its parts, and how many these are, written by the Buffer.
-    total_samples, total_tokens: samples (whatever their parts) and unmasked response tokens of the **whole** task over
-        all ranks; the denominators of losses, so that every rank scales its gradient alike.
     """
 
     rollout_id: int
     task: str
     row_ids: list[RowId]
     columns: dict[str, Column]
-    total_samples: int
-    total_tokens: int
 
     def __len__(self) -> int:
         return len(self.row_ids)
 
     @property
-    def total_rows(self) -> int:
-        """Raises AttributeError, which names ``total_samples``: a mean over rows is no mean over samples."""
-        raise AttributeError(
-            "there is no total_rows: divide by total_samples, in which a sample that fanned out into several rows "
-            "counts once, or aggregate with buffer_rl.algo.aggregation.aggregate"
-        )
-
-    @property
     def lengths(self) -> list[int]:
         """Number of tokens of each row."""
-        return [len(tokens) for tokens in self.columns["tokens"]]
+        return [len(tokens) for tokens in self.columns.get("tokens", ())]
 
     def select(self, indices: Iterable[int]) -> TrainBatch:
-        """The rows at ``indices``, with the totals of the whole task unchanged."""
+        """The rows at ``indices``."""
         chosen = list(indices)
         return replace(
             self,
             row_ids=[self.row_ids[i] for i in chosen],
             columns={name: take_rows(column, chosen) for name, column in self.columns.items()},
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """One rank's place among the ranks of a trainer.
+
+    dp_rank, dp_size: the replica that the rank belongs to, of so many. All ranks of a replica get the same rows.
+    is_head: the one rank of each replica whose sums, metrics and log-probabilities count (the last pipeline stage,
+        tensor rank 0, context rank 0).
+    in_step: a forward pass has a collective over replicas. All replicas then get their rows together, perhaps none, as
+        often as each other; how many micro-batches each makes of them they agree on themselves.
+    """
+
+    dp_rank: int
+    dp_size: int
+    is_head: bool = True
+    in_step: bool = False
 
 
 def sample_means(samples: Iterable[Hashable], values: Iterable[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The weights of token losses, and the divisor of a step.
+"""The weights of token losses, the divisor of a step, and the sums of metrics.
 
 A step's loss is ``sum(w x v) / D`` over all its rows. Every row adds to D by itself, so that micro-batches, ranks and
 groups that stream add up without knowledge of the rest of the step. Suffix legend: ``_bt`` is
@@ -7,10 +7,13 @@ groups that stream add up without knowledge of the rest of the step. Suffix lege
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.token_loss import NEW_FORM
+from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Total
 
 
 def __getattr__(name: str) -> object:
@@ -66,3 +69,33 @@ def per_row(values_bt: torch.Tensor, mask_bt: torch.Tensor, mode: str) -> torch.
     ``seq-mean-token-sum``, else their mean."""
     sums_b = mask_out(values_bt, mask_bt).sum(-1)
     return sums_b if mode == "seq-mean-token-sum" else sums_b / mask_bt.sum(-1).clamp(min=1)
+
+
+def metric_totals(
+    metrics: Mapping[str, Any], weights: torch.Tensor, mask_bt: torch.Tensor, parts_b: torch.Tensor
+) -> dict[str, Total]:
+    """The sums of all metrics; means over tokens, which are most of them, in one operation."""
+    given = {name: m if isinstance(m, Metric) else Metric(m) for name, m in metrics.items()}
+    token_means = [name for name, m in given.items() if Reduction(m.reduction) is Reduction.MEAN and m.values.ndim == 2]
+    stacked = torch.stack([given[name].values.detach().float() for name in token_means])
+    sums = mask_out(stacked, mask_bt).sum((1, 2), dtype=torch.float64).unbind()
+    num_tokens = mask_bt.sum(dtype=torch.float64)
+    found = {name: Total(Reduction.MEAN, value, num_tokens) for name, value in zip(token_means, sums, strict=True)}
+    for name in given.keys() - found.keys():
+        found[name] = _total(given[name], weights, mask_bt, parts_b)
+    return {name: found[name] for name in given if name in found}
+
+
+def _total(metric: Metric, weights: torch.Tensor, mask_bt: torch.Tensor, parts_b: torch.Tensor) -> Total:
+    reduction, values = Reduction(metric.reduction), metric.values.detach().float()
+    if reduction is Reduction.LOSS:
+        return Total(reduction, mask_out(values, weights).sum(dtype=torch.float64))
+    rows_b = (mask_bt != 0).any(-1)
+    if reduction is Reduction.MEAN:
+        shares_b = rows_b / parts_b.double()
+        return Total(reduction, mask_out(values.double(), shares_b).sum(), shares_b.sum())
+    chosen = values[mask_bt != 0 if values.ndim == 2 else rows_b]
+    largest = reduction is Reduction.MAX
+    empty = -torch.inf if largest else torch.inf
+    extreme = (chosen.max() if largest else chosen.min()) if chosen.numel() else empty
+    return Total(reduction, extreme, chosen.numel())

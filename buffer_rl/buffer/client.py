@@ -114,7 +114,6 @@ class BufferClient:
 
     generate = _facade(BufferState.generate)
     close_rollout = _facade(BufferState.close_rollout)
-    get_totals = _facade(BufferState.get_totals)
     requeue_for_readers = _facade(BufferState.requeue_for_readers)
     abandon = _facade(BufferState.abandon)
     clear = _facade(BufferState.clear)

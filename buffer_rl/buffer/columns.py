@@ -164,8 +164,6 @@ class BatchPlan:
     rollout_id: int
     task: str
     slices: list[GroupSlice] = field(default_factory=list)
-    total_samples: int = 0
-    total_tokens: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = _joint_columns(self.slices)
@@ -178,7 +176,7 @@ class BatchPlan:
             )
             for part in self.slices
         ]
-        return _arrived_plan, (self.rollout_id, self.task, slices, columns, self.total_samples, self.total_tokens)
+        return _arrived_plan, (self.rollout_id, self.task, slices, columns)
 
 
 def _joint_columns(slices: Sequence[GroupSlice]) -> Columns:
@@ -198,10 +196,8 @@ def _arrived_plan(
     task: str,
     slices: Sequence[tuple[list[RowId], list[int], int, dict[str, Cell | None]]],
     columns: Columns,
-    total_samples: int,
-    total_tokens: int,
 ) -> BatchPlan:
-    plan = BatchPlan(rollout_id=rollout_id, task=task, total_samples=total_samples, total_tokens=total_tokens)
+    plan = BatchPlan(rollout_id=rollout_id, task=task)
     end = 0
     for row_ids, positions, num_rows, sent in slices:
         start, end = end, end + num_rows
@@ -241,8 +237,6 @@ def assemble(plan: BatchPlan, resolve: Resolve | None = None) -> TrainBatch:
         task=plan.task,
         row_ids=[row for part in plan.slices for row in part.row_ids],
         columns=concat_columns(blocks),
-        total_samples=plan.total_samples,
-        total_tokens=plan.total_tokens,
     )
 
 

@@ -200,7 +200,7 @@ class DataPool:
         chosen = set(self._assignments[key][dp_rank])
         mine = [(uid, [row for row in self._store.rows(uid) if row in chosen]) for uid in uids]
         names = self._common_fields(uids)
-        return self._plan([(uid, rows) for uid, rows in mine if rows], names, totals_of=uids)
+        return self._plan([(uid, rows) for uid, rows in mine if rows], names)
 
     # -- helpers -------------------------------------------------------------------------------------
 
@@ -227,9 +227,7 @@ class DataPool:
         self,
         slices: Sequence[tuple[GroupUid, list[RowId]]],
         fields: Sequence[str] | None,
-        totals_of: Sequence[GroupUid] | None = None,
     ) -> BatchPlan:
-        """totals_of: the groups whose samples and tokens are the totals; those of ``slices`` where absent."""
         uids = [uid for uid, _ in slices]
         names = self._common_fields(uids) if fields is None else list(fields)
         parts = []
@@ -239,15 +237,7 @@ class DataPool:
                 raise BufferStateError(f"group {uid} has no field {absent[0]!r} yet", where=self.task)
             positions = [self._position(row) for row in rows]
             parts.append(GroupSlice(row_ids=rows, positions=positions, cells={name: cells[name] for name in names}))
-        counted = dict.fromkeys(uids if totals_of is None else totals_of)
-        sizes = [self._store.sizes(uid) for uid in counted]
-        return BatchPlan(
-            rollout_id=self.rollout_id,
-            task=self.task,
-            slices=parts,
-            total_samples=sum(len({row.sample_index for row in self._store.rows(uid)}) for uid in counted),
-            total_tokens=int(sum(sum(size.trained) for size in sizes)),
-        )
+        return BatchPlan(rollout_id=self.rollout_id, task=self.task, slices=parts)
 
     def _common_fields(self, uids: Sequence[GroupUid]) -> list[str]:
         cells = [self._store.cells(uid) for uid in uids]

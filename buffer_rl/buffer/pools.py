@@ -160,12 +160,6 @@ class PoolCalls:
         """Rows of a task (see ``DataPool.plan_rows``)."""
         return self._pools.of(task).plan_rows(row_ids, fields)
 
-    @reads
-    def get_totals(self, rollout_id: int) -> tuple[int, int]:
-        """Samples and unmasked response tokens that the step trains on."""
-        plan = self._pools.of(f"train_{rollout_id}").plan()
-        return plan.total_samples, plan.total_tokens
-
     def get_data(
         self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1, num_steps: int = 1, step: int = 0
     ) -> TrainBatch:

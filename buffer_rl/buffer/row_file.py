@@ -31,8 +31,6 @@ def write_rollout(path: Path, batch: TrainBatch) -> None:
     header = {
         "format": FORMAT,
         "rollout_id": batch.rollout_id,
-        "total_samples": batch.total_samples,
-        "total_tokens": batch.total_tokens,
         "row_ids": [[str(row.uid), row.sample_index, row.part] for row in batch.row_ids],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,8 +59,6 @@ def read_rollout(path: Path) -> TrainBatch:
             task=f"train_{header['rollout_id']}",
             row_ids=row_ids,
             columns=columns,
-            total_samples=header.get("total_samples", len({(row.uid, row.sample_index) for row in row_ids})),
-            total_tokens=header["total_tokens"],
         )
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"no rollout can be read from it: {error!r}", where=str(path)) from error

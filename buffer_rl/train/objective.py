@@ -9,14 +9,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from buffer_rl.algo.aggregation import mask_out, per_row, row_weights, token_weights
+from buffer_rl.algo.aggregation import mask_out, metric_totals, per_row, row_weights, token_weights
 from buffer_rl.algo.losses import kl_estimate
 from buffer_rl.contracts import AdvantageEstimator, LossInputs, PolicyLoss, TokenLoss
 from buffer_rl.errors import PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place, returned, short_repr
 from buffer_rl.scope import Scope, needs_of, scope_of, unit_of
-from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Sums, Total
+from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Sums
 from buffer_rl.train.collate import padded_column, response_mask, sample_sizes
 from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised
 from buffer_rl.types import TrainBatch
@@ -71,7 +71,7 @@ class Objective:
             if name:
                 metrics[name] = Metric(term, Reduction.LOSS)
         loss_sum = mask_out(total, weights).sum()
-        totals = _totals(metrics, weights, mask_bt, parts_b)
+        totals = metric_totals(metrics, weights, mask_bt, parts_b)
         return loss_sum, Sums(loss=loss_sum.detach().double(), divisor=divisor, metrics=totals)
 
     def compute_advantages(self, batch: TrainBatch) -> None:
@@ -225,33 +225,3 @@ def _metric_problem(metric: Metric, shape: tuple[int, ...], values: torch.Tensor
 
 def _shown(value: object) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else short_repr(value)
-
-
-def _totals(
-    metrics: Mapping[str, Any], weights: torch.Tensor, mask_bt: torch.Tensor, parts_b: torch.Tensor
-) -> dict[str, Total]:
-    """The sums of all metrics; means over tokens, which are most of them, in one operation."""
-    given = {name: m if isinstance(m, Metric) else Metric(m) for name, m in metrics.items()}
-    token_means = [name for name, m in given.items() if Reduction(m.reduction) is Reduction.MEAN and m.values.ndim == 2]
-    stacked = torch.stack([given[name].values.detach().float() for name in token_means])
-    sums = mask_out(stacked, mask_bt).sum((1, 2), dtype=torch.float64).unbind()
-    num_tokens = mask_bt.sum(dtype=torch.float64)
-    found = {name: Total(Reduction.MEAN, value, num_tokens) for name, value in zip(token_means, sums, strict=True)}
-    for name in given.keys() - found.keys():
-        found[name] = _total(given[name], weights, mask_bt, parts_b)
-    return {name: found[name] for name in given if name in found}
-
-
-def _total(metric: Metric, weights: torch.Tensor, mask_bt: torch.Tensor, parts_b: torch.Tensor) -> Total:
-    reduction, values = Reduction(metric.reduction), metric.values.detach().float()
-    if reduction is Reduction.LOSS:
-        return Total(reduction, mask_out(values, weights).sum(dtype=torch.float64))
-    rows_b = (mask_bt != 0).any(-1)
-    if reduction is Reduction.MEAN:
-        shares_b = rows_b / parts_b.double()
-        return Total(reduction, mask_out(values.double(), shares_b).sum(), shares_b.sum())
-    chosen = values[mask_bt != 0 if values.ndim == 2 else rows_b]
-    largest = reduction is Reduction.MAX
-    empty = -torch.inf if largest else torch.inf
-    extreme = (chosen.max() if largest else chosen.min()) if chosen.numel() else empty
-    return Total(reduction, extreme, chosen.numel())

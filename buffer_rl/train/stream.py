@@ -203,8 +203,8 @@ def gradient_stage(
         for model in models:
             if (rows := trainer.log_probs(model, batch)) is not None:
                 batch.columns[FIELD_OF_MODEL[model]] = rows
-        # A role or the user's converter may give them.
-        if "advantages" not in external_fields and "advantages" not in batch.columns:
+        # A role or the user's converter may give them; a replica in step may have no rows.
+        if batch.row_ids and "advantages" not in external_fields and "advantages" not in batch.columns:
             objective.compute_advantages(batch)
         accumulated(trainer.accumulate(batch))
         return {}

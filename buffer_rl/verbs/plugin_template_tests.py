@@ -126,7 +126,7 @@ def test_my_samples_to_train_data(tmp_path):
 def test_my_advantage(tmp_path):
     columns = {"reward": np.asarray([0.5], dtype=np.float32), "response_length": np.asarray([2], dtype=np.int32)}
     row_ids = [RowId(GroupUid("data", 0, 0), 0)]
-    batch = TrainBatch(rollout_id=0, task="train_0", row_ids=row_ids, columns=columns, total_samples=1, total_tokens=2)
+    batch = TrainBatch(rollout_id=0, task="train_0", row_ids=row_ids, columns=columns)
     my_advantage(None, batch)
     assert batch.columns["advantages"][0].tolist() == [0.5, 0.5]
 

@@ -43,9 +43,7 @@ def batch_of(row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> TrainBa
     """Rows with these columns. Columns of tokens and lengths are made from the loss mask where they are absent."""
     lengths = np.asarray([len(row) for row in columns["loss_mask"]], dtype=np.int32)
     given = {"tokens": [np.zeros(n + 2, dtype=np.int32) for n in lengths], "response_length": lengths, **columns}
-    return TrainBatch(
-        rollout_id=0, task="train_0", row_ids=list(row_ids), columns=given, total_samples=0, total_tokens=0
-    )
+    return TrainBatch(rollout_id=0, task="train_0", row_ids=list(row_ids), columns=given)
 
 
 def rows_of(**columns: Any) -> TrainBatch:

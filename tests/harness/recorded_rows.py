@@ -49,5 +49,4 @@ def recorded_rows(rollout_id: int, num_groups: int) -> TrainBatch:
     columns["response_length"] = np.array(columns["response_length"], dtype=np.int32)
     for name in ("reward", "raw_reward", "sample_total_tokens", "sample_parts"):
         columns[name] = np.array(columns[name], dtype=np.float32)
-    totals = {"total_samples": num_groups * SAMPLES, "total_tokens": 0}
-    return TrainBatch(rollout_id=rollout_id, task=f"train_{rollout_id}", row_ids=row_ids, columns=columns, **totals)
+    return TrainBatch(rollout_id=rollout_id, task=f"train_{rollout_id}", row_ids=row_ids, columns=columns)

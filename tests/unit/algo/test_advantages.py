@@ -15,8 +15,6 @@ def _batch(**columns: object) -> TrainBatch:
         task="train_0",
         row_ids=ids,
         columns={"response_length": np.array([2, 0, 3], dtype=np.int32), **columns},  # type: ignore[dict-item]
-        total_samples=3,
-        total_tokens=5,
     )
 
 

@@ -85,6 +85,6 @@ def test_a_column_is_asked_for_once() -> None:
     one = torch.ones(1, 1)
     inputs = LossInputs(log_probs=one, entropy=one, loss_mask=one, row_ids=[], column=column)
     assert inputs["mine"] is inputs["mine"] is inputs.get("mine")
-    assert inputs.returns is inputs["returns"]
+    assert inputs.advantages is inputs["advantages"]
     assert inputs.ref_log_probs is inputs["ref_log_probs"]
-    assert asked == ["mine", "returns", "ref_log_probs"]
+    assert asked == ["mine", "advantages", "ref_log_probs"]

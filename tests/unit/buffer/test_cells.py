@@ -28,10 +28,10 @@ def test_every_row_says_how_many_tokens_its_whole_sample_trains_on_and_samples_a
     request = ReadRequest(reader="ref", fields=frozenset({"tokens", "sample_total_tokens"}), num_rows=100)
     ready = pool.get_meta(request).row_ids
     pool.select([first, second])
-    plans = [(pool.plan_rows(ready), 4, 17), (pool.share(0, 2), 4, 17), (pool.share(1, 2), 4, 17)]
-    plans += [(pool.plan(2, 0), 3, 9), (pool.plan(2, 1), 1, 8)]
-    for plan, samples, tokens_trained in plans:
+    plans = [pool.plan_rows(ready), pool.share(0, 2), pool.share(1, 2), pool.plan(2, 0), pool.plan(2, 1)]
+    for plan in plans:
         batch = assemble(plan)
-        assert (batch.total_samples, batch.total_tokens) == (samples, tokens_trained)
         assert batch.columns["sample_total_tokens"].tolist() == [expected[row] for row in batch.row_ids]
-    assert [len(assemble(plan).row_ids) for plan, *_ in plans] == [7, 4, 3, 4, 3]
+        parts = {first: {0: 2, 1: 1, 2: 1}, second: {5: 3}}
+        assert batch.columns["sample_parts"].tolist() == [parts[row.uid][row.sample_index] for row in batch.row_ids]
+    assert [len(assemble(plan).row_ids) for plan in plans] == [7, 4, 3, 4, 3]

@@ -184,7 +184,6 @@ def test_whole_groups_go_to_one_rank_where_there_are_enough(splitting: Splitting
         for uid in {row.uid for row in part.row_ids}:
             assert [row for row in part.row_ids if row.uid == uid] == rows_of(uid, 4)
     assert sorted(row for part in parts for row in part.row_ids) == [row for uid in uids for row in rows_of(uid, 4)]
-    assert {part.total_tokens for part in parts} == {32}
 
 
 def test_fewer_groups_than_ranks_are_split_or_refused_as_was_asked() -> None:
@@ -218,7 +217,6 @@ def test_payloads_behind_references_are_read_once_and_only_the_rows_asked_for_ar
     batch = assemble(p.pool.plan_rows([RowId(uid, 1)], ["tokens"]), resolve)
     assert asked == [reference]
     assert [row.tolist() for row in batch.columns["tokens"]] == [[0, 1, 2, 3, 4]]
-    assert (batch.total_samples, batch.total_tokens) == (2, 2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -383,7 +381,7 @@ def test_a_refused_write_changes_no_field_of_any_group() -> None:
         p.pool.put_fields(rows, {"ref_log_probs": zeros})
     with pytest.raises(BufferStateError, match="has 1 rows for 4 ids"):
         p.pool.put_fields(rows, {"old_log_probs": zeros, "advantages": zeros[:1]})
-    stored = SAMPLED | {"sample_total_tokens"}
+    stored = SAMPLED | {"sample_total_tokens", "sample_parts"}
     assert p.plane.cells(first).keys() == stored
     assert p.plane.cells(second).keys() == stored | {"ref_log_probs"}
 

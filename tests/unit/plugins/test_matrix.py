@@ -157,7 +157,7 @@ def make_batch() -> TrainBatch:
         "rollout_log_probs": [np.full(2, -1.0, dtype=np.float32)] * 2,
     }
     rows = [RowId(GroupUid("data", 0, 0), i) for i in range(2)]
-    return TrainBatch(rollout_id=0, task="train_0", row_ids=rows, columns=columns, total_samples=2, total_tokens=4)
+    return TrainBatch(rollout_id=0, task="train_0", row_ids=rows, columns=columns)
 
 
 async def train(here: Here) -> Any:

@@ -179,7 +179,7 @@ async def test_a_response_in_two_pieces_has_the_tokens_log_probs_and_versions_of
     batch = bench.state.get_data(1)
     rows = [i for i, row in enumerate(batch.row_ids) if row.uid.row == 0]
     assert [batch.columns["loss_mask"][i].tolist() for i in rows] == [[0.0] * 3 + [1.0] * 5] * 2
-    assert batch.total_tokens == 2 * 5 + 2 * 8
+    assert sum(mask.sum() for mask in batch.columns["loss_mask"]) == 2 * 5 + 2 * 8
 
 
 def context_text(kit: Any, ids: Any) -> str:

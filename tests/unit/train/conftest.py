@@ -52,8 +52,6 @@ def make_batch() -> Callable[..., TrainBatch]:
                 "reward": rng.normal(size=num_rows).astype(np.float32),
                 "rollout_log_probs": [-rng.random(r).astype(np.float32) * 5 for r in responses],
             },
-            total_samples=num_rows,
-            total_tokens=int(sum(mask.sum() for mask in masks)),
         )
 
     return make

@@ -26,8 +26,6 @@ def batch() -> TrainBatch:
             "loss_mask": [np.array([1, 0], dtype=np.float32), np.array([1], dtype=np.float32)],
             "advantages": [np.array([0.5, 0.6], dtype=np.float32), np.array([0.7], dtype=np.float32)],
         },
-        total_samples=0,
-        total_tokens=0,
     )
 
 

@@ -19,6 +19,7 @@ from buffer_rl.train.converter import folder_tensors
 from buffer_rl.train.model import ModelFactory, unique_state, weight_buckets
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import TrainBatch
+from harness.trainers import make_trainer, step
 
 MakeArgs = Callable[..., Options]
 MakeBatch = Callable[..., TrainBatch]
@@ -88,7 +89,7 @@ def factory(args: Any) -> ModelFactory:
 
 
 def weights(trainer: TorchTrainer) -> dict[str, Tensor]:
-    return {name: tensor for bucket in trainer.export_buckets() for name, tensor in bucket.items()}
+    return {name: tensor for bucket in trainer.export() for name, tensor in bucket.items()}
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -97,7 +98,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def test_fused_attention_is_loaded_and_exported_bit_equal(make_args: MakeArgs, model_path: str) -> None:
-    trainer = TorchTrainer(make_args(**fused()), 0, 1)
+    trainer = make_trainer(make_args(**fused()))
     own = [name for name, _ in trainer._actor.named_parameters() if "self_attn" in name and "proj" in name]
     assert own == [f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(2) for part in ("o", "qkv")]
     assert_equal(weights(trainer), load_file(f"{model_path}/model.safetensors"))
@@ -106,12 +107,10 @@ def test_fused_attention_is_loaded_and_exported_bit_equal(make_args: MakeArgs, m
 def test_fused_attention_trains_as_its_parts_do_and_is_saved_under_their_names(
     make_args: MakeArgs, make_batch: MakeBatch, tmp_path: Path
 ) -> None:
-    trainers = [TorchTrainer(make_args(), 0, 1), TorchTrainer(make_args(**fused()), 0, 1)]
+    trainers = [make_trainer(make_args()), make_trainer(make_args(**fused()))]
     start, batch = weights(trainers[0])["model.layers.0.self_attn.k_proj.weight"].clone(), make_batch()
     for trainer in trainers:
-        trainer.compute_advantages(batch)
-        trainer.forward_backward(batch)
-        trainer.optimizer_step()
+        step(trainer, batch)
     expected, found = (weights(trainer) for trainer in trainers)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4)
@@ -174,7 +173,7 @@ def test_a_name_that_is_exported_twice_is_refused(make_args: MakeArgs) -> None:
                 yield "w", tensor
 
     with pytest.raises(PluginError, match="export: it yielded w twice"):
-        weights(TorchTrainer(make_args(**fused(Twice)), 0, 1))
+        weights(make_trainer(make_args(**fused(Twice))))
 
 
 def test_the_first_bucket_is_there_before_the_later_tensors_are_asked_for(make_args: MakeArgs, model_path: str) -> None:

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import pytest
 
-from buffer_rl.errors import BufferRestartedError, BufferStateError
-from buffer_rl.train.group import combine_metrics, streamed_rows
+from buffer_rl.contracts import Topology
+from buffer_rl.errors import BufferRestartedError, BufferStateError, TrainError
+from buffer_rl.token_loss import Reduction, Sums, Total
+from buffer_rl.train.group import combine, streamed_rows
+from buffer_rl.train.steps import StepReport
 from buffer_rl.types import TrainBatch
 
-ONE = {"sum/loss": 1.0, "sum/kl": 0.5, "grad_norm": 2.0, "lr": 1e-3}
-OTHER = {"sum/loss": 3.0, "sum/kl": 0.25, "grad_norm": 2.0, "lr": 1e-3}
-NO_ROWS = {"grad_norm": 2.0, "lr": 1e-3}
+
+def report(*sums: Sums) -> StepReport:
+    """Of a rank that took as many steps, with the learning rates 0.1, 0.2, ..."""
+    same = [{"grad_norm": 2.0 * number, "lr": 0.1 * number} for number in range(1, len(sums) + 1)]
+    return StepReport(sums=list(sums), metrics=same)
 
 
-def test_shares_add_up_over_ranks_and_the_rest_is_that_of_the_first() -> None:
-    expected = {"train/loss": 4.0, "train/kl": 0.75, "train/grad_norm": 2.0, "train/lr": 1e-3}
-    assert combine_metrics("train", [ONE, OTHER]) == expected
+def sums(loss: float, divisor: float, **metrics: Total) -> Sums:
+    return Sums(loss=loss, divisor=divisor, metrics=metrics)
 
 
-@pytest.mark.parametrize("answers", [[ONE, NO_ROWS], [NO_ROWS, ONE]], ids=["the second", "the first"])
-def test_a_rank_that_was_handed_no_rows_has_no_shares(answers: list[dict[str, float]]) -> None:
-    expected = {"train/loss": 1.0, "train/kl": 0.5, "train/grad_norm": 2.0, "train/lr": 1e-3}
-    assert combine_metrics("finish_stream", answers) == expected
+def test_a_steps_metrics_are_those_of_all_ranks_rows_and_a_rollouts_the_means_over_its_steps() -> None:
+    ratio, largest = Total(Reduction.MEAN, 6.0, 3.0), Total(Reduction.MAX, 9.0, 3.0)
+    first = report(sums(4.0, 2.0, ratio=ratio, largest=largest), sums(1.0, 1.0))
+    second = report(
+        sums(8.0, 2.0, ratio=Total(Reduction.MEAN, 2.0, 1.0), largest=Total(Reduction.MAX, 4.0, 1.0)), Sums()
+    )
+    expected = {"loss": (12 / 4 + 1 / 1) / 2, "ratio": 8 / 4, "largest": 9.0, "grad_norm": 3.0, "lr": 0.2}
+    assert combine("train", "train", [first, second]) == {f"train/{name}": value for name, value in expected.items()}
+    assert combine("critic", "finish_stream", [second, first])["critic/loss"] == 2.0
+
+
+def test_steps_that_were_left_out_are_counted() -> None:
+    assert combine("train", "train", [StepReport(non_finite=2)] * 2) == {"train/non_finite_steps": 2.0}
 
 
 def test_a_rollout_that_was_lost_is_no_rank_without_rows() -> None:
@@ -33,3 +46,22 @@ def test_a_rollout_that_was_lost_is_no_rank_without_rows() -> None:
     assert streamed_rows(lambda: refuses(BufferStateError("2 rows for 3 ranks"))) is None
     with pytest.raises(BufferRestartedError):
         streamed_rows(lambda: refuses(BufferRestartedError("train_0 was lost")))
+
+
+def test_the_rank_that_shares_weights_need_not_be_the_first() -> None:
+    assert combine("train", "share_weights", [[], [["handle"]]]) == [["handle"]]
+    assert combine("train", "share_weights", [[], []]) == []
+
+
+def test_ranks_form_replicas_with_one_head_each() -> None:
+    tensor_parallel = [Topology(dp_rank=rank // 2, dp_size=2, is_head=rank % 2 == 1) for rank in range(4)]
+    assert combine("train", "setup", tensor_parallel) == tensor_parallel[0]
+    for wrong in (
+        [Topology(dp_rank=0, dp_size=2)],
+        [Topology(dp_rank=0, dp_size=2), Topology(dp_rank=0, dp_size=2)],
+        [Topology(dp_rank=0, dp_size=1), Topology(dp_rank=1, dp_size=2)],
+        [Topology(dp_rank=0, dp_size=2), Topology(dp_rank=1, dp_size=2, in_step=True)],
+        [Topology(dp_rank=0, dp_size=1, is_head=False)],
+    ):
+        with pytest.raises(TrainError, match="one head in each replica"):
+            combine("train", "setup", wrong)

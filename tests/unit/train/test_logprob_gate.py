@@ -35,12 +35,7 @@ def batch_of(engine: Sequence[Sequence[float]], masks: Sequence[Sequence[int]] |
             "loss_mask": [np.array(mask, dtype=np.float32) for mask in chosen],
             "rollout_log_probs": [np.array(row, dtype=np.float32) for row in engine],
         },
-        **totals(len(engine), sum(map(sum, chosen))),
     )
-
-
-def totals(num_samples: int, num_tokens: int) -> dict[str, int]:
-    return {"total_samples": num_samples, "total_tokens": num_tokens}
 
 
 def trainer_of(*rows: Sequence[float]) -> Any:

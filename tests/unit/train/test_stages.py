@@ -14,6 +14,7 @@ import pytest
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import DeadlineError, TrainError
+from buffer_rl.token_loss import Sums
 from buffer_rl.train.roles import SAMPLED_FIELDS
 from buffer_rl.train.stream import (
     Stage,
@@ -267,7 +268,7 @@ def test_a_deal_without_rows_is_worked_on_only_by_replicas_in_step_and_not_writt
         )
         for replica in (0, 1)
     ]  # fmt: skip
-    columns = sorted({"tokens", "response_length", "loss_mask", "reward", "sample_total_tokens"})
+    columns = sorted({"tokens", "response_length", "loss_mask", "reward", "sample_total_tokens", "sample_parts"})
     assert seen == [(2, columns), *([(0, [])] if together else [])]
     assert [[span.num_rows for span in report.spans] for report in reports] == [[2], [0] if together else []]
     assert store.puts == 1
@@ -316,7 +317,7 @@ def test_the_advantages_of_a_group_do_not_depend_on_what_else_is_there_by_chance
 
 
 class Accumulating:
-    """A trainer that notes the advantages that it sums gradients with; its own would be 0."""
+    """A trainer that notes the advantages that it sums gradients with; an objective whose own would be 0."""
 
     def __init__(self) -> None:
         self.used: list[float] = []
@@ -324,8 +325,9 @@ class Accumulating:
     def compute_advantages(self, batch: TrainBatch) -> None:
         batch.columns["advantages"] = batch.columns["returns"] = [np.zeros(2, dtype=np.float32)] * len(batch)
 
-    def accumulate(self, batch: TrainBatch) -> None:
+    def accumulate(self, batch: TrainBatch) -> Sums:
         self.used += [float(row[0]) for row in batch.columns["advantages"]]
+        return Sums(divisor=1.0)
 
 
 def of_converter(store: Store, row: int, **more: list[np.ndarray]) -> GroupUid:
@@ -349,8 +351,11 @@ def test_streamed_gradients_take_the_advantages_that_came_with_a_group_and_compu
         store, trainer = Store(), Accumulating()
         uid = of_converter(store, 1) if given else store.add(1)
         store.pool.select([uid])
-        run_stage(gradient_stage(cast(Any, trainer), [], frozenset()), store, 0, rows_per_batch=8, timeout_s=1.0)
+        sums: list[Sums] = []
+        stage = gradient_stage(cast(Any, trainer), cast(Any, trainer), [], frozenset(), sums.append)
+        run_stage(stage, store, 0, rows_per_batch=8, timeout_s=1.0)
         assert trainer.used == expected
+        assert sums == [Sums(divisor=1.0)]
 
 
 @pytest.mark.parametrize("returns", [None, [np.full(2, 9, dtype=np.float32)] * 2])

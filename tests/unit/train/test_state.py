@@ -29,7 +29,7 @@ def _trained(size: int = 3) -> tuple[torch.nn.Module, Optimizer]:
     model = torch.nn.Linear(size, 1)
     optimizer = Optimizer(args, model, world_size=1)
     model(torch.ones(1, size)).sum().backward()
-    optimizer.step()
+    optimizer.step(1.0)
     return model, optimizer
 
 
