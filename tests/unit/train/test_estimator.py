@@ -57,8 +57,13 @@ def by_row(args, batch):
     undeclared(args, batch)
 
 
-@scoped("group", needs=("ref_log_probs", "reward"))
+@scoped("group", needs=("ref_log_probs",))
 def by_group_with_reference(args, batch):
+    undeclared(args, batch)
+
+
+@scoped("group", needs=("ref_log_probs", "difficulty"))
+def by_difficulty(args, batch):
     undeclared(args, batch)
 
 
@@ -238,9 +243,15 @@ def test_who_reads_log_probabilities_without_saying_so_is_told_how_to_say_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "waits_for"), [("by_row", set()), ("by_group_with_reference", {"ref_log_probs"}), ("leave_one_out", set())]
+    ("name", "waits_for"),
+    [
+        ("by_row", set()),
+        ("by_group_with_reference", {"ref_log_probs"}),
+        ("by_difficulty", {"ref_log_probs"}),
+        ("leave_one_out", set()),
+    ],
 )
-def test_the_role_waits_for_what_its_estimator_needs_whoever_computes_it(
+def test_the_role_waits_for_the_log_probabilities_that_its_estimator_needs(
     name: str, waits_for: set[str], mine: Callable[[str], str], make_args: Callable[..., Options]
 ) -> None:
     for num_ref_workers in (0, 1):

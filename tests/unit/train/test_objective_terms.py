@@ -107,6 +107,25 @@ def test_the_supervised_loss_has_no_terms_of_the_framework() -> None:
     assert outcome(objective_of(**options), step(), [[-1, -2], [-6, -99]]).means["loss"] == pytest.approx(4.5)
 
 
+@pytest.mark.parametrize("old", [[[-2, -1], [-1.5, math.nan]], None])
+def test_a_loss_sees_0_wherever_a_token_is_masked(old: list[list[float]] | None) -> None:
+    """In every column of tokens, whether a token is masked or padding. It may declare that it needs the old
+    log-probabilities, though they may be its own."""
+    nan, seen = math.nan, []
+
+    @loss_unit("token", needs=("old_log_probs", "advantages"))
+    def looks(args: Any, inputs: LossInputs) -> TokenLoss:
+        tensors = [inputs.log_probs, inputs.entropy, inputs.values, inputs.old_log_probs, inputs.advantages]
+        seen.extend(tensor[inputs.loss_mask == 0].tolist() for tensor in tensors)
+        assert not inputs.old_log_probs.requires_grad
+        return TokenLoss(inputs.log_probs)
+
+    batch = step(advantages=[[1, 1], [-3, nan]], old_log_probs=old)
+    given = torch.tensor([[-1.0, -1.0, nan], [-1.0, nan, nan]], requires_grad=True)
+    objective_of(custom_loss_function_path=looks)(given, given, batch, given)
+    assert seen == [[0.0] * 3] * 5
+
+
 def rejecting(args: Any, inputs: LossInputs) -> TokenLoss:
     """Tokens whose column ``keep`` is 0 leave the divisor."""
     return TokenLoss(-inputs.advantages * inputs.log_probs, weights=inputs["keep"])
