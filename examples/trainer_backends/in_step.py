@@ -98,7 +98,7 @@ class InStepTrainer:
 
     def _passes(self, batch: TrainBatch) -> list[list[int] | None]:
         """Rows of each micro-batch, then None for each that only other replicas have."""
-        own = row_blocks(self._args, batch, self._objective.unit) if len(batch) else []
+        own = row_blocks(self._args, batch, self._objective.unit)
         most = torch.tensor(len(own), device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return [*own, *[None] * (int(most) - len(own))]
