@@ -39,6 +39,7 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.generate import sampling_seed
 from buffer_rl.testing.tiny import make_tiny_model
+from buffer_rl.train.model import prepare_torch
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import Sample, SampleGroup, Status, Ticket, VersionSpan
@@ -178,6 +179,7 @@ def make_buffer(args: Any) -> BufferState:
 
 def make_trainer(args: Any) -> TorchTrainer:
     """One rank with the loss that the options name."""
+    prepare_torch(args, args.seed)
     return TorchTrainer(args, rank=0, world_size=1, objective=Objective(args, PluginRegistry()))
 
 

@@ -13,7 +13,7 @@ from buffer_rl.driver.checks import STREAM
 from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import Scope, Unit, declared_scope, needs_of, scope_of, unit_of
+from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of
 from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised
 
 
@@ -45,7 +45,7 @@ def _check_estimator(args: Any, registry: PluginRegistry) -> None:
 
 
 def _check_loss(args: Any, registry: PluginRegistry) -> None:
-    """A prompt's rows may not be separated for a loss that compares them; its reference log-probabilities are there."""
+    """The reference log-probabilities that a loss declares as needed must be there."""
     flag = "--custom-loss-function-path" if args.custom_loss_function_path else "--loss-type"
     reference = args.custom_loss_function_path or args.loss_type
     loss = registry.resolve("loss", reference)
@@ -54,16 +54,6 @@ def _check_loss(args: Any, registry: PluginRegistry) -> None:
             f"the loss {reference!r} needs 'ref_log_probs', and without --use-kl-loss there is no reference",
             where=flag,
             hint="add --use-kl-loss (with --kl-loss-coef 0 for no KL penalty)",
-        )
-    smallest = args.rollout_batch_size // args.num_steps_per_rollout
-    if unit_of(loss) is Unit.GROUP and smallest < args.num_train_ranks and not args.stream_gradients:
-        raise ConfigError(
-            f"the loss {reference!r} needs whole groups, and {args.num_train_ranks} ranks have {smallest} of them for "
-            "an optimizer step",
-            where=f"--num-train-ranks, --rollout-batch-size and {flag}",
-            expected="at least one group for each rank and step",
-            hint="fewer ranks or more groups; if it compares no rows of a prompt, declare it: "
-            "@buffer_rl.scope.loss_unit('row')",
         )
 
 

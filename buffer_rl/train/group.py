@@ -25,13 +25,14 @@ from buffer_rl.buffer.readers import Splitting
 from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Topology, Trainer
-from buffer_rl.errors import BufferRestartedError, BufferStateError, TrainError
+from buffer_rl.errors import BufferRestartedError, BufferStateError, ConfigError, TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct, returned
 from buffer_rl.scope import Unit
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.logprob_gate import LogProbGap, compare_log_probs
+from buffer_rl.train.model import prepare_torch, seed_all
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.train.roles import FIELD_OF_MODEL
@@ -86,8 +87,12 @@ class TrainRank:
             )
         registry = PluginRegistry.from_flags(self._args.plugin)
         self._objective = Objective(self._args, registry)
+        prepare_torch(self._args, self._args.seed + self._rank)
         self._built = build_trainer(self._args, registry, self._rank, self._world_size, self._objective)
-        return self._built.topology
+        place = self._built.topology
+        seed_all(self._args.seed + place.dp_rank)  # ranks of a replica compute the same
+        check_groups(self._args, self._objective.unit, place.dp_size)
+        return place
 
     @property
     def _trainer(self) -> Trainer:
@@ -167,6 +172,7 @@ class TrainRank:
             replica=place.dp_rank,
             num_replicas=place.dp_size,
             together=place.in_step or self._args.balance_data,
+            in_step=place.in_step,
             timeout_s=longest_wait(self._args),
         )
 
@@ -238,6 +244,20 @@ def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: in
         expected = "topology: a buffer_rl.contracts.Topology"
         raise returned("trainer", name, place_of_rank, expected, at="topology", error_class=TrainError)
     return cast(Trainer, built)
+
+
+def check_groups(args: Any, unit: Unit, dp_size: int) -> None:
+    """Raises ConfigError where an optimizer step has fewer groups than replicas, and the loss compares their rows."""
+    smallest = args.rollout_batch_size // args.num_steps_per_rollout
+    if unit is Unit.GROUP and smallest < dp_size and not (args.stream_gradients or args.load_debug_rollout_data):
+        raise ConfigError(
+            f"the loss {args.custom_loss_function_path or args.loss_type!r} needs whole groups, and {dp_size} replicas "
+            f"have {smallest} of them for an optimizer step",
+            where="--num-train-ranks and --rollout-batch-size",
+            expected="at least one group for each replica and step",
+            hint="fewer ranks or more groups; if it compares no rows of a prompt, declare it: "
+            "@buffer_rl.scope.loss_unit('row')",
+        )
 
 
 def check_topologies(places: Sequence[Topology]) -> None:

@@ -100,11 +100,11 @@ def compare_log_probs(
     Raises TrainError, naming ``where``, the likely causes and the rows, if the mean gap is above
     ``args.max_logprob_diff`` or is not finite; DataError for a row whose ``rollout_log_probs`` are not one a token."""
     chosen = _spread(batch)
-    if "rollout_log_probs" not in batch.columns or not chosen:
+    if not chosen:
         return LogProbGap()
     few = batch.select(chosen)
-    computed = log_probs(few)
-    if computed is None:
+    computed = log_probs(few)  # whatever columns there are: all ranks of a backend may be needed
+    if computed is None or "rollout_log_probs" not in few.columns:
         return LogProbGap()
     rows = []
     columns = (few.columns["loss_mask"], few.columns["rollout_log_probs"], computed)

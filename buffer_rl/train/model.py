@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import random
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils.logging import disable_progress_bar
 
 from buffer_rl.contracts import ModelConverter
 from buffer_rl.errors import ConfigError, PluginError
@@ -19,6 +23,31 @@ from buffer_rl.resolution.calls import call, construct, place, raised, returned,
 
 BUCKET_BYTES = 256 * 1024 * 1024
 """Largest bucket of ``weight_buckets``: large enough to amortise a transfer, small beside an engine's memory."""
+
+
+def prepare_torch(args: Any, seed: int) -> None:
+    """Threads, random state and determinism of this process, as ``args`` say; before a model is built."""
+    torch.set_num_threads(args.num_train_threads)
+    seed_all(seed)
+    # The run has a display of its own, and what this process prints goes into a log file.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
+        torch.use_deterministic_algorithms(True)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the random numbers of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def initial_folder(args: Any, model: str) -> tuple[str | None, str]:
+    """The folder of weights that ``model`` ("actor" or "ref") starts with, and the flag that names it."""
+    if model == "ref" and args.ref_load:
+        return args.ref_load, "--ref-load"
+    return args.hf_checkpoint, "--hf-checkpoint"
 
 
 def pick_device(requested: str) -> torch.device:

@@ -29,7 +29,7 @@ class TrainOptions(Section):
     num_steps_per_rollout: int = option(
         1, "optimizer steps on each rollout: its groups are split, in order, into that many mini-batches", ge=1
     )
-    num_train_ranks: int = option(1, "data-parallel trainer ranks", ge=1)
+    num_train_ranks: int = option(1, "trainer ranks; of the default backend each is a data-parallel replica", ge=1)
     num_train_threads: int = option(1, "torch threads a trainer rank", ge=1)
     train_device: Literal["auto", "cpu", "cuda"] = option("auto", "where the trainer runs")
     max_tokens_per_gpu: int = option(16384, "token budget of one micro-batch, padding included", ge=1)

@@ -92,6 +92,7 @@ def run_stage(
     replica: int = 0,
     num_replicas: int = 1,
     together: bool = False,
+    in_step: bool = False,
     timeout_s: float,
 ) -> WorkReport:
     """Work on the deals of one replica in rollout ``rollout_id`` until it is closed and read to its end.
@@ -101,7 +102,7 @@ def run_stage(
 
     rows_per_batch: whole groups of about so many rows at a time. replica, num_replicas, together: as in
     ``ReadRequest``; a replica fetches ahead only where a batch is left for each of the others. A batch without rows is
-    computed only where the replicas work ``together``, and what that returns is not written. timeout_s: longest wait
+    computed only where the replicas work ``in_step``, and what that returns is not written. timeout_s: longest wait
     for one deal.
     """
     request = ReadRequest(
@@ -118,7 +119,7 @@ def run_stage(
     try:
         with closing(read_deals(store, f"train_{rollout_id}", request, timeout_s)) as deals:
             for meta, batch in deals:
-                if not (batch.row_ids or together):
+                if not (batch.row_ids or in_step):
                     continue
                 started = time.monotonic()
                 columns = stage.compute(batch)

@@ -7,15 +7,12 @@ end the whole group; a gradient that is not finite is seen by all.
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 from buffer_rl.contracts import Objective, Topology
 from buffer_rl.errors import TrainError
@@ -23,7 +20,14 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import batch_log_probs, response_log_probs
-from buffer_rl.train.model import ModelFactory, load_tokenizer, pick_device, unique_state, weight_buckets
+from buffer_rl.train.model import (
+    ModelFactory,
+    initial_folder,
+    load_tokenizer,
+    pick_device,
+    unique_state,
+    weight_buckets,
+)
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.state import load_state, save_state
 from buffer_rl.types import TrainBatch
@@ -43,9 +47,8 @@ class TorchTrainer:
         self._objective = objective
         registry = PluginRegistry.from_flags(args.plugin)
         self._device = pick_device(args.train_device)
-        _prepare_torch(args, rank, self._device)
         self._models = ModelFactory(args, registry, self._device)
-        self._actor = self._models.build(args.hf_checkpoint, "--hf-checkpoint")
+        self._actor = self._models.build(*initial_folder(args, "actor"))
         self._tokenizer = load_tokenizer(
             args.hf_checkpoint, "--hf-checkpoint", trust_remote_code=args.trust_remote_code
         )
@@ -138,9 +141,7 @@ class TorchTrainer:
         raise TrainError(f"there is no model {name!r}", where="log_probs", expected="actor or ref")
 
     def _load_ref(self) -> PreTrainedModel:
-        flag = "--ref-load" if self._args.ref_load else "--hf-checkpoint"
-        model = self._models.build(self._args.ref_load or self._args.hf_checkpoint, flag)
-        return model.requires_grad_(False)
+        return self._models.build(*initial_folder(self._args, "ref")).requires_grad_(False)
 
     def _move(self, device: torch.device) -> None:
         _move_module(self._actor, device)
@@ -155,16 +156,3 @@ class TorchTrainer:
 
 def _move_module(module: torch.nn.Module, device: torch.device) -> None:
     module.to(device)  # in place: the parameters stay the objects that the optimizer knows
-
-
-def _prepare_torch(args: Any, rank: int, device: torch.device) -> None:
-    torch.set_num_threads(args.num_train_threads)
-    random.seed(args.seed + rank)
-    np.random.seed((args.seed + rank) % 2**32)
-    torch.manual_seed(args.seed + rank)
-    # The run has a display of its own, and what this process prints goes into a log file.
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    if args.deterministic:
-        if device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
-        torch.use_deterministic_algorithms(True)

@@ -9,12 +9,10 @@ died is replaced, and rows that it read and did not write are delivered again.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
-import torch
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.session import role_gpus
@@ -24,7 +22,7 @@ from buffer_rl.errors import TrainError, WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.train.forward import batch_log_probs
-from buffer_rl.train.model import ModelFactory, pick_device
+from buffer_rl.train.model import ModelFactory, initial_folder, pick_device, prepare_torch
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.roles import LOG_PROB_FIELDS, MODEL_OF_ROLE, worker_counts
 from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
@@ -45,13 +43,9 @@ class RoleWorker:
         self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"{role}-{index}")
         self._registry = PluginRegistry.from_flags(self._args.plugin)
         self._model: Any = None
-        torch.set_num_threads(self._args.num_train_threads)
-        if self._args.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrix is multiplied
-            torch.use_deterministic_algorithms(True)
+        prepare_torch(self._args, self._args.seed)
         if role in MODEL_OF_ROLE:
-            ref_path = self._args.ref_load if role == "ref" else None
-            self._load(ref_path or self._args.hf_checkpoint, "--ref-load" if ref_path else "--hf-checkpoint")
+            self._load(*initial_folder(self._args, role))
         self._version = "0"
         self._stage = self._make_stage()
 

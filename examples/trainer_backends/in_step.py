@@ -20,7 +20,14 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import collate, row_blocks, split_rows
 from buffer_rl.train.forward import response_log_probs
-from buffer_rl.train.model import ModelFactory, load_tokenizer, pick_device, unique_state, weight_buckets
+from buffer_rl.train.model import (
+    ModelFactory,
+    initial_folder,
+    load_tokenizer,
+    pick_device,
+    unique_state,
+    weight_buckets,
+)
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.state import load_state, save_state
 from buffer_rl.types import TrainBatch
@@ -35,10 +42,10 @@ class InStepTrainer:
         self._device = pick_device(args.train_device)
         self._num_passes = 0
         self._factory = ModelFactory(args, PluginRegistry.from_flags(args.plugin), self._device)
-        self._actor = self._load(args.hf_checkpoint, "--hf-checkpoint")
+        self._actor = self._load("actor")
         self._models = {"actor": self._actor}
         if args.use_kl_loss and not args.num_ref_workers:
-            self._models["ref"] = self._load(args.ref_load or args.hf_checkpoint, "--ref-load").requires_grad_(False)
+            self._models["ref"] = self._load("ref").requires_grad_(False)
         self._tokenizer = load_tokenizer(args.hf_checkpoint, "--hf-checkpoint")
         self._optimizer = Optimizer(args, self._actor, world_size)
 
@@ -90,8 +97,8 @@ class InStepTrainer:
     def load(self, path: str) -> None:
         load_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
 
-    def _load(self, folder: str, flag: str) -> Any:
-        model = self._factory.build(folder, flag)
+    def _load(self, model_name: str) -> Any:
+        model = self._factory.build(*initial_folder(self._args, model_name))
         model.register_forward_pre_hook(lambda _module, _inputs: self._compare_passes())
         model.register_forward_hook(self._compare_in_backward)
         return model

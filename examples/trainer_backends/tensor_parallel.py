@@ -24,7 +24,7 @@ from buffer_rl.errors import CheckpointError, ConfigError, NonFiniteError
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import batch_log_probs, response_log_probs
-from buffer_rl.train.model import load_model, load_tokenizer, pick_device, unique_state, weight_buckets
+from buffer_rl.train.model import initial_folder, load_model, load_tokenizer, pick_device, unique_state, weight_buckets
 from buffer_rl.train.optimizer import learning_rate
 from buffer_rl.types import TrainBatch
 
@@ -90,11 +90,10 @@ class TensorParallelTrainer:
         self.topology = Topology(dp_rank=0, dp_size=1, is_head=rank == 0)
         self._args, self._rank, self._world_size, self._objective = args, rank, world_size, objective
         self._device = pick_device(args.train_device)
-        torch.manual_seed(args.seed)  # equal on all ranks, for a loss that draws random numbers
         self._tokenizer = load_tokenizer(args.hf_checkpoint, "--hf-checkpoint")
-        self._models = {"actor": self._load(args.hf_checkpoint, "--hf-checkpoint")}
+        self._models = {"actor": self._load("actor")}
         if args.use_kl_loss and not args.num_ref_workers:
-            self._models["ref"] = self._load(args.ref_load or args.hf_checkpoint, "--ref-load").requires_grad_(False)
+            self._models["ref"] = self._load("ref").requires_grad_(False)
         self._actor = self._models["actor"]
         self._named = dict(self._actor.named_parameters())
         matrices = [weight for weight in self._named.values() if weight.ndim > 1]
@@ -175,7 +174,8 @@ class TensorParallelTrainer:
         except Exception as error:  # a damaged file fails in many ways
             raise CheckpointError(f"it does not load: {error}", where=str(self._file(path))) from error
 
-    def _load(self, folder: str, flag: str) -> Any:
+    def _load(self, model_name: str) -> Any:
+        folder, flag = initial_folder(self._args, model_name)
         model = load_model(folder, self._device, flag)
         split_mlps(model, self._rank, self._world_size)
         return model

@@ -6,13 +6,15 @@ from typing import Any
 
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.token_loss import Sums
+from buffer_rl.train.model import prepare_torch
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import TrainBatch
 
 
 def make_trainer(args: Any, rank: int = 0, world_size: int = 1) -> TorchTrainer:
-    """The trainer with the objective that ``args`` name."""
+    """The trainer with the objective that ``args`` name, in this process."""
+    prepare_torch(args, args.seed + rank)
     return TorchTrainer(args, rank, world_size, Objective(args, PluginRegistry.from_flags(args.plugin)))
 
 

@@ -166,16 +166,6 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
             ["over_the_rollout' has scope 'rollout'"],
         ),
         (
-            {
-                "num_train_ranks": 4,
-                "rollout_batch_size": 7,
-                "num_steps_per_rollout": 2,
-                "custom_loss_function_path": "compares_rows",
-            },
-            "--num-train-ranks, --rollout-batch-size and --custom-loss-function-path",
-            ["needs whole groups, and 4 ranks have 3 of them", "loss_unit('row')"],
-        ),
-        (
             {"custom_advantage_function_path": "reads_ref"},
             "--custom-advantage-function-path",
             ["needs 'ref_log_probs', which nothing computes: without --use-kl-loss", "--kl-loss-coef 0"],

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from buffer_rl.config import compose
 from buffer_rl.contracts import Topology
-from buffer_rl.errors import BufferRestartedError, BufferStateError, TrainError
+from buffer_rl.errors import BufferRestartedError, BufferStateError, ConfigError, TrainError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.scope import Unit
 from buffer_rl.token_loss import Reduction, Sums, Total
-from buffer_rl.train.group import combine, streamed_rows
+from buffer_rl.train.group import check_groups, combine, streamed_rows
 from buffer_rl.train.steps import StepReport
 from buffer_rl.types import TrainBatch
 
@@ -51,6 +56,16 @@ def test_a_rollout_that_was_lost_is_no_rank_without_rows() -> None:
 def test_the_rank_that_shares_weights_need_not_be_the_first() -> None:
     assert combine("train", "share_weights", [[], [["handle"]]]) == [["handle"]]
     assert combine("train", "share_weights", [[], []]) == []
+
+
+def test_a_loss_that_compares_a_prompts_rows_needs_a_group_for_each_replica_and_step() -> None:
+    args: Any = compose(CORE_SECTIONS)(
+        rollout_batch_size=7, num_steps_per_rollout=2, custom_loss_function_path="my:dpo"
+    )
+    check_groups(args, Unit.GROUP, 3)
+    check_groups(args, Unit.ROW, 4)
+    with pytest.raises(ConfigError, match=r"'my:dpo' needs whole groups, and 4 replicas have 3 (.|\n)*loss_unit"):
+        check_groups(args, Unit.GROUP, 4)
 
 
 def test_ranks_form_replicas_with_one_head_each() -> None:

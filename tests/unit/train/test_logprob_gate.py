@@ -122,13 +122,18 @@ def test_a_rank_whose_rows_are_all_masked_computes_too() -> None:
 
 
 def test_without_log_probabilities_or_tokens_nothing_is_compared_and_it_says_so() -> None:
-    def never(batch: TrainBatch) -> list[np.ndarray]:
-        raise AssertionError("computed")
+    """Rows without the engine's numbers are passed to the trainer all the same: other ranks may wait for it there."""
+    asked: list[int] = []
+
+    def log_probs(batch: TrainBatch) -> list[np.ndarray] | None:
+        asked.append(len(batch))
+        return None if len(batch) == 2 else [np.array([-9.0], dtype=np.float32)] * len(batch)
 
     bare = batch_of([[-1.0]])
     del bare.columns["rollout_log_probs"]
-    for batch in (bare, batch_of([])):
-        assert "were not compared" in str(compare_log_probs(args_with(), batch, never, where=""))
+    for batch in (bare, batch_of([]), batch_of([[-1.0]] * 2)):
+        assert "were not compared" in str(compare_log_probs(args_with(), batch, log_probs, where=""))
+    assert asked == [1, 2]
 
 
 def test_the_gap_of_several_ranks_is_that_of_the_worst() -> None:

@@ -264,7 +264,8 @@ def test_a_deal_without_rows_is_worked_on_only_by_replicas_in_step_and_not_writt
     reports = [
         run_stage(
             replace(REF, compute=compute), cast(Any, store), 0,
-            rows_per_batch=2, replica=replica, num_replicas=2, together=together, timeout_s=1.0,
+            rows_per_batch=2, replica=replica, num_replicas=2, together=together, in_step=together,
+            timeout_s=1.0,
         )
         for replica in (0, 1)
     ]  # fmt: skip
