@@ -39,7 +39,7 @@ class PluginKind:
     methods: for kinds that are classes, the methods an object must have.
     optional: how many of the last of them a function may leave out.
     constructed: the reference names a class (or factory) that is called with ``positional`` first.
-    changed: methods of earlier contracts, with the hint for an object that has one and lacks one of ``methods``.
+    changed: methods of earlier contracts, which are never called, with the hint for an object that has one.
     """
 
     name: str
@@ -53,9 +53,18 @@ class PluginKind:
     may_be_async: bool = False
     changed: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def newest_hint(self) -> str:
+        """What changed in the contract last; empty where nothing did."""
+        return next(iter(self.changed.values()), "")
+
     def changed_hint(self, obj: object) -> str:
-        """The hint for an object of an earlier contract; empty for any other."""
-        return next((hint for method, hint in self.changed.items() if hasattr(obj, method)), "")
+        """The hint for an object of an earlier contract; empty for any other. A method that a base class of the
+        framework has is none of an earlier contract."""
+        bases = (obj if isinstance(obj, type) else type(obj)).__mro__
+        ours = [base for base in bases if base.__module__.startswith("buffer_rl.")]
+        found = (m for m in self.changed if hasattr(obj, m) and not any(hasattr(base, m) for base in ours))
+        return self.changed[method] if (method := next(found, None)) else ""
 
 
 _KIND_ROWS: tuple[PluginKind, ...] = (

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from buffer_rl.errors import ConfigError
+
 
 class Scope(StrEnum):
     """What an estimator or a post-processor must see together before it can answer: a row by itself, all rows of a
@@ -52,13 +54,20 @@ def loss_unit(unit: Unit | str, *, needs: Iterable[str] = ()) -> Callable[[F], F
 
     needs: columns that the loss reads beside the usual ones; a run whose rows lack one ends with its name.
     """
-    return _marked(unit=Unit(unit), needs=_names(needs))
+    return _marked(unit=str(unit), needs=_names(needs))  # looked at by unit_of
 
 
 def unit_of(function: object) -> Unit:
-    """The unit that ``loss_unit`` declared, or the attribute ``unit`` of an object; ``row`` where there is none."""
+    """The unit that ``loss_unit`` declared, or the attribute ``unit`` of an object; ``row`` where there is none.
+
+    Raises ConfigError for another text, and for a loss that declares a scope, as losses did, in place of a unit."""
     unit = getattr(function, "unit", None)
-    return Unit(unit) if isinstance(unit, str) and unit in set(Unit) else Unit.ROW
+    hint = "write @buffer_rl.scope.loss_unit('group') if it compares the rows of a prompt, else loss_unit('row')"
+    if unit is None and declared_scope(function) is not None:
+        raise ConfigError("the loss declares a scope", where=str(function), expected="a unit", hint=hint)
+    if isinstance(unit, str) and unit not in set(Unit):
+        raise ConfigError(f"there is no unit {unit!r}", where=str(function), expected="token, row or group", hint=hint)
+    return Unit(unit) if isinstance(unit, str) else Unit.ROW
 
 
 def _names(needs: Iterable[str]) -> frozenset[str]:
@@ -88,7 +97,7 @@ def declared_scope(function: object) -> Scope | None:
 def needs_of(function: object) -> frozenset[str]:
     """The columns that ``scoped`` or ``loss_unit`` declared as needed; none where nothing was declared."""
     needs = getattr(function, "needs", None)
-    return needs if isinstance(needs, frozenset) else frozenset()
+    return _names(needs) if isinstance(needs, str | frozenset | set | tuple | list) else frozenset()
 
 
 def rows_may_choose(reward: F) -> F:

@@ -53,7 +53,7 @@ class TokenLoss:
     weights: of the same shape, not negative; taken without a gradient. The loss of a step is
         ``sum(weights x values) / sum(weights)`` over all of its rows; a token of weight 0 leaves the divisor. None: as
         ``--loss-agg-mode`` says for tokens; for ``[num_rows]`` values a mean over samples. Masked tokens have weight 0
-        whatever is given here.
+        whatever is given here. In a step whose weights are all 0 the gradient is 0.
     metrics: tensors, whose mean is logged, or ``Metric``.
     """
 
@@ -66,7 +66,7 @@ class LossInputs:
     """What a policy loss sees: the response tokens of one micro-batch, padded to ``[num_rows, max_response]``.
 
     log_probs, entropy: of the policy that is trained, with a gradient. values: of a critic, with a gradient; None
-    without one. loss_mask: 1 for tokens that are trained on; where it is 0, all other tensors are 0 as well.
+    without one. loss_mask: 1 for tokens that are trained on; where it is 0, all others of its shape are 0 as well.
     row_ids: prompt group, sample and part of each row. ``inputs["NAME"]`` is the column NAME of the batch: padded like
     the others, or ``[num_rows]`` where it has a number a row. Raises TrainError for a column that is not there.
     """
@@ -93,9 +93,13 @@ class LossInputs:
     def __getitem__(self, name: str) -> Any:
         tensor = self.get(name)
         if tensor is None:
-            hint = HINTS.get(name, "a function of --custom-convert-samples-to-train-data-path may give it")
-            raise TrainError(f"the batch has no {name}", where="loss", expected=f"a column {name}", hint=hint)
+            raise TrainError(f"the rows have no {name}", where="loss", expected=f"a column {name}", hint=hint_for(name))
         return tensor
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("total_samples", "total_tokens", "sample_total_tokens"):  # of the earlier contract
+            raise AttributeError(f"there is no {name} any more: {NEW_FORM}")
+        raise AttributeError(f"the inputs of a loss have no {name!r}; a column is inputs[{name!r}]")
 
     def get(self, name: str) -> Any:
         """The column, or None where the batch has none."""
@@ -124,6 +128,11 @@ class LossInputs:
     def rollout_log_probs(self) -> Any:
         """The engine's, of the tokens that it sampled."""
         return self["rollout_log_probs"]
+
+
+def hint_for(column: str) -> str:
+    """What gives a column that is not there."""
+    return HINTS.get(column, "a function of --custom-convert-samples-to-train-data-path may give it")
 
 
 HINTS = {

@@ -27,7 +27,6 @@ ALLOWED: Mapping[str, str] = {
     "is_compileable": "transformers asks a cache for it",
     "forward": "torch calls it",
     "enter_working_directory": "Ray calls it by its path in each worker",
-    "wake_up": "of the Trainer contract",
     "__getattr__": "Python asks a module for a name that is not there",
     "fetch": "the driver calls it by its name",
     "estimate": "the driver calls it by its name",

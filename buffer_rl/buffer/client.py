@@ -137,9 +137,10 @@ class BufferClient:
         num_steps: int = 1,
         step: int = 0,
         splitting: Splitting = Splitting.ROWS,
+        given: bool = False,
     ) -> TrainBatch:
         """One rank's share of mini-batch ``step`` of ``num_steps``; see ``DataPool.share``."""
-        plan = self.call(BufferState.plan_data, rollout_id, dp_rank, dp_size, num_steps, step, splitting)
+        plan = self.call(BufferState.plan_data, rollout_id, dp_rank, dp_size, num_steps, step, splitting, given)
         return self._assembled(plan)
 
     def put_fields(

@@ -242,12 +242,14 @@ def assemble(plan: BatchPlan, resolve: Resolve | None = None) -> TrainBatch:
 
 @dataclass(slots=True, kw_only=True)
 class _Stored:
-    """One group. place: the position of each row. partial: rows by position, of fields that lack some rows yet."""
+    """One group. place: the position of each row. given: the fields that it came with. partial: rows by position, of
+    fields that lack some rows yet."""
 
     rows: list[RowId]
     cells: dict[str, Cell]
     sizes: RowSizes
     place: dict[RowId, int]
+    given: frozenset[str]
     partial: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
 
 
@@ -280,7 +282,7 @@ class ColumnStore:
         if "loss_mask" in cells:
             cells |= {name: Cell.of(column) for name, column in sample_sizes(row_ids, sizes).items()}
         place = {row: position for position, row in enumerate(row_ids)}
-        self._groups[uid] = _Stored(rows=list(row_ids), cells=cells, sizes=sizes, place=place)
+        self._groups[uid] = _Stored(rows=list(row_ids), cells=cells, sizes=sizes, place=place, given=frozenset(cells))
 
     def check_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> None:
         """Raises what ``put_field`` would raise; changes nothing."""
@@ -326,6 +328,10 @@ class ColumnStore:
     def cells(self, uid: GroupUid) -> Mapping[str, Cell]:
         """The fields that all rows of the group have."""
         return self._group(uid).cells
+
+    def given(self, uid: GroupUid) -> frozenset[str]:
+        """The fields that the group came with, from its producer."""
+        return self._group(uid).given
 
     def drop(self, uid: GroupUid) -> None:
         """Forget a group; unknown uids are ignored."""

@@ -185,12 +185,19 @@ class DataPool:
         return self._plan([(uid, self._store.rows(uid)) for uid in uids], None)
 
     def share(
-        self, dp_rank: int, dp_size: int, num_steps: int = 1, step: int = 0, splitting: Splitting = Splitting.ROWS
+        self,
+        dp_rank: int,
+        dp_size: int,
+        num_steps: int = 1,
+        step: int = 0,
+        splitting: Splitting = Splitting.ROWS,
+        given: bool = False,
     ) -> BatchPlan:
         """The rows of one data-parallel replica in mini-batch ``step`` of ``num_steps`` (see ``plan``), balanced by
         tokens. The first call fixes the assignment; repeats return the same rows.
 
-        splitting: what goes to one replica as a whole. Raises BufferStateError if there is less of it than replicas."""
+        splitting: what goes to one replica as a whole. given: only the fields that the groups came with, without those
+        that roles added. Raises BufferStateError if there is less to split than replicas."""
         if not 0 <= dp_rank < dp_size:
             raise BufferStateError(f"rank {dp_rank} of {dp_size} does not exist", where=self.task)
         uids = self._mini_batch(num_steps, step)
@@ -199,7 +206,7 @@ class DataPool:
             self._assignments[key] = self._assign(uids, dp_size, splitting)
         chosen = set(self._assignments[key][dp_rank])
         mine = [(uid, [row for row in self._store.rows(uid) if row in chosen]) for uid in uids]
-        names = self._common_fields(uids)
+        names = [n for n in self._common_fields(uids) if not given or all(n in self._store.given(uid) for uid in uids)]
         return self._plan([(uid, rows) for uid, rows in mine if rows], names)
 
     # -- helpers -------------------------------------------------------------------------------------
@@ -291,9 +298,9 @@ class DataPool:
         """Raises BufferStateError if these groups have different fields from their producer. Derived fields come later
         and one by one."""
         ordered = sorted(uids)
-        first = self._store.cells(ordered[0]).keys() - DERIVED_FIELDS if ordered else set()
+        first = self._store.given(ordered[0]) - DERIVED_FIELDS if ordered else set()
         for uid in ordered[1:]:
-            fields = self._store.cells(uid).keys() - DERIVED_FIELDS
+            fields = self._store.given(uid) - DERIVED_FIELDS
             if fields != first:
                 raise BufferStateError(
                     f"group {uid} has the fields {sorted(fields)}", where=self.task, expected=str(sorted(first))

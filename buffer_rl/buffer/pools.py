@@ -151,10 +151,11 @@ class PoolCalls:
         num_steps: int = 1,
         step: int = 0,
         splitting: Splitting = Splitting.ROWS,
+        given: bool = False,
     ) -> BatchPlan:
         """The share of one data-parallel rank in one mini-batch; repeats return the same rows (see
         ``DataPool.share``). Its answers hold the payloads of a whole step, too large for the log of calls."""
-        return self._pools.of(f"train_{rollout_id}").share(dp_rank, dp_size, num_steps, step, splitting)
+        return self._pools.of(f"train_{rollout_id}").share(dp_rank, dp_size, num_steps, step, splitting, given)
 
     def plan_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> BatchPlan:
         """Rows of a task (see ``DataPool.plan_rows``)."""

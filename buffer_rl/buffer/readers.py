@@ -55,7 +55,7 @@ def balanced_partition(lengths: Sequence[int], num_parts: int) -> list[list[int]
 class ReadRequest:
     """The request of a reading task for deal ``deal`` of replica ``replica`` of ``num_replicas``, about ``num_rows``
     rows. A replica's deals are requested in order, from 0; a repeat, by another rank of the replica or of a lost call,
-    is answered with the same rows.
+    is answered with the same rows, but for groups that have left the pool meanwhile (none do where ``is_final``).
 
     reader: name of the reading task, such as ``ref_log_probs``; every row goes to each task once.
     fields: those that the rows must have. produces: those that the task adds to them.

@@ -188,15 +188,17 @@ class Driver:
                 self._observer.worked(role, self._wait(task, limit).spans_on(clock_origin()))
         if plan.roles.stream_gradients:
             return
-        self._on_trained("fetch", rollout_id)
-        if not plan.schedule.streams:
-            for role, model in plan.roles.passes:
-                with self._timed(FIELD_OF_MODEL[model], role, rollout_id):
-                    self._call(role, "log_probs", model, timeout_s=limit)
+        passes = () if plan.schedule.streams else plan.roles.passes
+        if passes:
+            self._on_trained("fetch", rollout_id)
+        for role, model in passes:
+            with self._timed(FIELD_OF_MODEL[model], role, rollout_id):
+                self._call(role, "log_probs", model, timeout_s=limit)
         if plan.roles.estimates:
             with self._timed("advantages", "train", rollout_id):
                 self._call(plan.roles.trained[0], "estimate", rollout_id, timeout_s=limit)
-                self._on_trained("fetch", rollout_id)
+        if plan.roles.estimates or not passes:
+            self._on_trained("fetch", rollout_id)
 
     def _compare_log_probs(self, rollout_id: int) -> None:
         """Before the first optimizer step: end the run if the engine sampled from other weights than are trained."""
@@ -292,19 +294,19 @@ class Driver:
     def _on_trained(self, method: str, *args: Any) -> list[Any]:
         """The answers of all trained roles, which work at the same time."""
         tasks = [self._runtime.submit(role, method, *args) for role in self._plan.roles.trained]
-        return [self._wait(task, self._plan.train_timeout_s) for task in tasks]
+        return [self._wait(task, self._plan.train_timeout_s, beside=tasks) for task in tasks]
 
     def _call(self, role: str, method: str, *args: Any, timeout_s: float) -> Any:
         return self._wait(self._runtime.submit(role, method, *args), timeout_s)
 
-    def _wait(self, task: Task, timeout_s: float) -> Any:
-        """The task's answer. A rollout or a role that fails meanwhile ends the run at once, not when its turn comes;
-        a role that can be replaced is replaced, and its work goes on."""
+    def _wait(self, task: Task, timeout_s: float, beside: Sequence[Task] = ()) -> Any:
+        """The task's answer. A rollout, a role, or a task ``beside`` it that fails meanwhile ends the run at once, not
+        when its turn comes; a role that can be replaced is replaced, and its work goes on."""
         deadline = self._runtime.now() + timeout_s
         ended_well: set[int] = set()
         while (left := deadline - self._runtime.now()) > 0:
-            beside = [*self._generating.values(), *self._roles.all_tasks()]
-            watched = [other for other in beside if other is not task and id(other) not in ended_well]
+            others = [*self._generating.values(), *self._roles.all_tasks(), *beside]
+            watched = [other for other in others if other is not task and id(other) not in ended_well]
             ended = self._runtime.wait_any([task, *watched], left)
             try:
                 answer = self._runtime.result(ended)

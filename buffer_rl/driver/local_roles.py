@@ -11,7 +11,6 @@ import numpy as np
 
 from buffer_rl import __version__
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.buffer.pool import DERIVED_FIELDS
 from buffer_rl.buffer.row_file import read_rollout, write_rollout
 from buffer_rl.checkpoint import upload_checkpoint, write_checkpoint
 from buffer_rl.cluster.worker_group import WorkerGroup
@@ -95,9 +94,7 @@ class RolloutRecorder:
 
     def save(self, rollout_id: int) -> None:
         """Write the rollout's file, without what roles have added while it ran. Raises DataError or OSError."""
-        batch = self._buffer.get_data(rollout_id)
-        batch.columns = {name: column for name, column in batch.columns.items() if name not in DERIVED_FIELDS}
-        write_rollout(rollout_path(self._template, rollout_id), batch)
+        write_rollout(rollout_path(self._template, rollout_id), self._buffer.get_data(rollout_id, given=True))
 
 
 class RecordedRollouts:

@@ -13,7 +13,7 @@ from buffer_rl.driver.checks import STREAM
 from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of
+from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of, unit_of
 from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised
 
 
@@ -49,6 +49,7 @@ def _check_loss(args: Any, registry: PluginRegistry) -> None:
     flag = "--custom-loss-function-path" if args.custom_loss_function_path else "--loss-type"
     reference = args.custom_loss_function_path or args.loss_type
     loss = registry.resolve("loss", reference)
+    unit_of(loss)  # raises where it declares none that there is
     if "ref_log_probs" in needs_of(loss) and not args.use_kl_loss and not _converts(args):
         raise ConfigError(
             f"the loss {reference!r} needs 'ref_log_probs', and without --use-kl-loss there is no reference",

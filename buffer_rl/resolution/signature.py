@@ -132,8 +132,9 @@ def _check_constructed(row: PluginKind, factory: Any, reference: str) -> None:
     if not inspect.isclass(factory):
         return  # a factory: what it builds is checked by its use
     missing = [name for name in row.methods if not callable(getattr(factory, name, None))]
-    if missing:
-        what, hint = f"the class lacks {', '.join(missing)}", row.changed_hint(factory)
+    hint = row.changed_hint(factory)
+    if missing or hint:
+        what = f"the class lacks {', '.join(missing)}" if missing else "the class is of an earlier contract"
         raise plugin_error(row, reference, what, actual=signature_of(factory), hint=hint)
     for name in row.methods:
         _check_method(row, factory, name, reference)
@@ -148,7 +149,7 @@ def _check_construction(row: PluginKind, factory: Any, reference: str, positiona
     if problem:
         asked = ", ".join(positional)
         what = f"it cannot be constructed with ({asked}): {problem}"
-        raise plugin_error(row, reference, what, actual=signature_of(factory), hint=row.changed_hint(factory))
+        raise plugin_error(row, reference, what, actual=signature_of(factory), hint=row.newest_hint)
 
 
 def _check_method(row: PluginKind, cls: type, name: str, reference: str) -> None:
@@ -165,7 +166,7 @@ def _check_method(row: PluginKind, cls: type, name: str, reference: str) -> None
     if problem:
         names = ", ".join(p.name for p in asked)
         what = f"its method {name} cannot be called with ({names}): {problem}"
-        raise plugin_error(row, reference, what, actual=signature_of(method))
+        raise plugin_error(row, reference, what, actual=signature_of(method), hint=row.newest_hint)
 
 
 def _unbound_method(cls: type, name: str) -> Any:

@@ -6,10 +6,6 @@ gradient reduction; the driver waits for all ranks, with a deadline.
 
 from __future__ import annotations
 
-import ipaddress
-import os
-import socket
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -18,14 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import torch
-import torch.distributed as dist
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Topology, Trainer
-from buffer_rl.errors import BufferRestartedError, BufferStateError, ConfigError, TrainError
+from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct, returned
@@ -35,6 +30,7 @@ from buffer_rl.train.logprob_gate import LogProbGap, compare_log_probs
 from buffer_rl.train.model import prepare_torch, seed_all
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.options import TrainOptions
+from buffer_rl.train.ranks import Peers, Rendezvous
 from buffer_rl.train.roles import FIELD_OF_MODEL
 from buffer_rl.train.steps import (
     NON_FINITE_FOLDER,
@@ -66,6 +62,7 @@ class TrainRank:
         self._rendezvous = Rendezvous()
         self._streamed = 0
         self._sums = Sums()
+        self._calls_objective = True
         folder = Path(log_path).parent.parent / NON_FINITE_FOLDER
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
         self._shared = SharedWeights(use_cuda_ipc=self._args.engine_device != "cpu")
@@ -74,8 +71,8 @@ class TrainRank:
         """This node's address and a port, which this rank listens on from now, for the ranks to meet at."""
         return self._rendezvous.open(str(cast(Any, ray.util).get_node_ip_address()))
 
-    def setup(self, master: str, port: int) -> Topology:
-        """Join the other ranks, which meet at ``master:port``, and build the model. Returns the rank's place."""
+    def setup(self, master: str, port: int) -> None:
+        """Join the other ranks, which meet at ``master:port``, and build the model."""
         if self._world_size > 1:
             self._rendezvous.join(
                 "nccl" if torch.cuda.is_available() and self._args.train_device != "cpu" else "gloo",
@@ -91,8 +88,8 @@ class TrainRank:
         self._built = build_trainer(self._args, registry, self._rank, self._world_size, self._objective)
         place = self._built.topology
         seed_all(self._args.seed + place.dp_rank)  # ranks of a replica compute the same
+        self._peers = Peers(place)
         check_groups(self._args, self._objective.unit, place.dp_size)
-        return place
 
     @property
     def _trainer(self) -> Trainer:
@@ -114,9 +111,10 @@ class TrainRank:
         """Compute the log-probabilities of the fetched rows under ``model``; they stay here, and the head of each
         replica writes them into the pool."""
         field = FIELD_OF_MODEL[model]
-        for batch in self._fetched():
-            rows = self._trainer.log_probs(model, batch)
+        computed = [self._trainer.log_probs(model, batch) for batch in self._fetched()]
+        for batch, rows in zip(self._batches, computed, strict=True):
             if rows is None:
+                self._calls_objective = False
                 continue
             batch.columns[field] = rows
             if self._trainer.topology.is_head:
@@ -129,8 +127,7 @@ class TrainRank:
             return
         batch = self._buffer.get_data(rollout_id)
         before = set(batch.columns)
-        if "advantages" not in before:  # the user's converter may have set them
-            self._objective.compute_advantages(batch)
+        self._objective.compute_advantages(batch)
         columns = {name: batch.columns[name] for name in batch.columns.keys() - before}
         if columns:
             self._buffer.put_fields(batch.task, batch.row_ids, columns)
@@ -138,14 +135,20 @@ class TrainRank:
     def compare_log_probs(self, rollout_id: int) -> LogProbGap:
         """Compare the engine's log-probabilities with this trainer's on the first of this rank's rows, which were
         fetched or streamed. Raises TrainError above ``--max-logprob-diff``."""
-        batch = self._batches[0] if self._batches else streamed_rows(lambda: self._share(rollout_id))
+        batch, error, place = self._batches[0] if self._batches else None, None, self._trainer.topology
         if batch is None:
-            if self._trainer.topology.in_step:
+            try:
+                batch = streamed_rows(lambda: self._share(rollout_id))
+            except BufferRLError as caught:
+                error = caught
+        self._peers.meet(error)
+        if batch is None:
+            if place.in_step:
                 self._trainer.log_probs("actor", no_rows(rollout_id))
             return LogProbGap()
-        return compare_log_probs(
-            self._args, batch, lambda rows: self._trainer.log_probs("actor", rows), where=f"trainer rank {self._rank}"
-        )
+        where = f"trainer rank {self._rank}"
+        gap = compare_log_probs(self._args, batch, lambda rows: self._trainer.log_probs("actor", rows), where=where)
+        return gap if place.is_head else LogProbGap()
 
     def stream(
         self, rollout_id: int, models: Sequence[str], external_fields: Sequence[str], gradients: bool
@@ -173,6 +176,7 @@ class TrainRank:
             num_replicas=place.dp_size,
             together=place.in_step or self._args.balance_data,
             in_step=place.in_step,
+            meet=self._peers.meet,
             timeout_s=longest_wait(self._args),
         )
 
@@ -185,8 +189,9 @@ class TrainRank:
     def train(self) -> StepReport:
         """Advantages, forward and backward, and one optimizer step on each mini-batch of the fetched rows."""
         batches = self._fetched()
-        require_old_log_probs(self._args, batches)
-        report = train_steps(self._trainer, self._objective, batches, self._guard)
+        if self._calls_objective:
+            require_old_log_probs(self._args, batches)
+        report = train_steps(self._trainer, self._objective if self._calls_objective else None, batches, self._guard)
         self._batches = []
         return report
 
@@ -227,7 +232,8 @@ class TrainRank:
         return self._buffer.get_data(rollout_id, place.dp_rank, place.dp_size)
 
     def _accumulated(self, sums: Sums) -> None:
-        self._sums += sums
+        if self._trainer.topology.is_head:
+            self._sums += sums
 
     def _fetched(self) -> list[TrainBatch]:
         if not self._batches:
@@ -260,18 +266,6 @@ def check_groups(args: Any, unit: Unit, dp_size: int) -> None:
         )
 
 
-def check_topologies(places: Sequence[Topology]) -> None:
-    """Raises TrainError unless the ranks form ``dp_size`` replicas with one head each, all in step or none."""
-    sizes, steps = {place.dp_size for place in places}, {place.in_step for place in places}
-    heads = sorted(place.dp_rank for place in places if place.is_head)
-    if len(sizes) != 1 or len(steps) != 1 or heads != list(range(min(sizes))):
-        raise TrainError(
-            f"the heads of the trainer's ranks are of the replicas {heads}, dp_size is {sorted(sizes)}",
-            where="trainer topology",
-            expected="one dp_size and in_step on all ranks, and one head in each replica 0 to dp_size - 1",
-        )
-
-
 def no_rows(rollout_id: int) -> TrainBatch:
     """A batch for a replica that gets no rows and works in step with others that do."""
     return TrainBatch(rollout_id=rollout_id, task=f"train_{rollout_id}", row_ids=[], columns={})
@@ -297,8 +291,6 @@ def combine(role: str, method: str, answers: list[Any]) -> Any:
         return LogProbGap.worst(answers)
     if method in ("train", "finish_stream"):
         return {f"{role}/{name}": value for name, value in StepReport.metrics_of(answers).items()}
-    if method == "setup":
-        check_topologies(answers)
     if method == "share_weights":  # of the one rank that shares them
         return next((answer for answer in answers if answer), answers[0])
     return answers[0]
@@ -328,47 +320,3 @@ def splitting(args: Any, unit: Unit) -> Splitting:
     if unit is Unit.GROUP:
         return Splitting.GROUPS
     return Splitting.GROUPS_OR_ROWS if args.deterministic else Splitting.ROWS
-
-
-class Rendezvous:
-    """The socket of rank 0 at which the ranks meet, on the address of its node alone.
-
-    Every rank may call ``open``; all call ``join``, with what rank 0's returned.
-
-    Torch's own listener would be on all interfaces, without authentication. This one listens before its port is
-    announced, so no other process can take the port in between.
-    """
-
-    def __init__(self) -> None:
-        self._listener: socket.socket | None = None
-
-    def open(self, address: str) -> tuple[str, int]:
-        """Listen on ``address``, at a free port. Returns both."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family)
-        return address, int(self._listener.getsockname()[1])
-
-    def join(self, backend: str, address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> None:
-        """Make the default process group of all ranks; returns when they have met."""
-        if _is_loopback(address) and sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else that of the machine's name
-        listener, self._listener = self._listener, None
-        if listener is not None and rank != 0:
-            listener.close()
-        store = cast(Any, dist).TCPStore(
-            address,
-            port,
-            world_size,
-            is_master=rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach() if listener is not None and rank == 0 else None,
-        )
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False

@@ -16,10 +16,13 @@ from buffer_rl.errors import PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place, returned, short_repr
 from buffer_rl.scope import Scope, needs_of, scope_of, unit_of
-from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Sums
+from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Sums, hint_for
 from buffer_rl.train.collate import padded_column, response_mask, sample_sizes
 from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised
 from buffer_rl.types import TrainBatch
+
+OWN_METRICS = frozenset({"loss", "kl_loss", "grad_norm", "lr"})
+"""Names of metrics that a loss cannot give."""
 
 
 class Objective:
@@ -59,6 +62,9 @@ class Objective:
         if loss.weights is not None:
             mask = mask_bt if loss.weights.ndim == 2 else (mask_bt != 0).any(-1).float()
             weights = mask_out(loss.weights.detach(), mask)
+            if bool((weights < 0).any()):
+                hint = "the weights of a loss are not negative: put the sign into the values"
+                raise returned("loss", self._loss_name, loss, "TokenLoss with weights from 0", hint=hint)
             divisor = weights.sum(dtype=torch.float64)
         elif loss.values.ndim == 2:
             weights, divisor = token_weights(self._args.loss_agg_mode, mask_bt, tokens_b, parts_b)
@@ -76,18 +82,24 @@ class Objective:
 
     def compute_advantages(self, batch: TrainBatch) -> None:
         """Have the estimator set the columns ``advantages`` and ``returns``: a row's response tokens each, float32.
+        Advantages that the rows have already, from a role or the user's converter, are kept, as returns too where these
+        are absent.
 
         An estimator that may be called before the rollout's end sees only the log-probabilities that it declares as
         needed: which others are there depends on the schedule. The supervised loss has no advantages: nothing is done.
 
-        Raises PluginError if it raises, returns something, needs a column that is not there, or leaves one of them out
-        or of another shape.
+        Raises PluginError if it raises, returns something, needs a column that is not there, replaces another one than
+        these two, or leaves one of them out or of another shape.
         """
-        if self.supervised:
+        if self.supervised or not batch.row_ids:
+            return
+        if "advantages" in batch.columns:
+            batch.columns.setdefault("returns", batch.columns["advantages"])
             return
         kind, name = "advantage", self._estimator_name
         self._require(kind, name, self.needs, batch)
         hidden = {column: batch.columns.pop(column) for column in self._hidden & batch.columns.keys()}
+        before = {column: rows for column, rows in batch.columns.items() if column != "returns"}
         try:
             answer: object = call(kind, name, self._estimator, self._args, batch, at=batch.task)
         except PluginError as error:
@@ -98,6 +110,10 @@ class Objective:
         expected = "None, with batch.columns['advantages'] and ['returns'] set: per row [response_length] float32"
         if answer is not None:
             raise returned(kind, name, answer, expected, at=batch.task)
+        # Others would see it in some schedules, and in some not.
+        if replaced := [column for column, rows in before.items() if batch.columns.get(column) is not rows]:
+            hint = f"it replaced the column {replaced[0]!r}: set one of another name"
+            raise returned(kind, name, answer, expected, at=batch.task, hint=hint)
         for column in ("advantages", "returns"):
             if column not in batch.columns:
                 hint = f"it did not set the column {column}"
@@ -143,8 +159,8 @@ class Objective:
             raise PluginError(
                 f"it needs the column {absent[0]!r}, which the rows do not have",
                 where=place(kind, name, batch.task),
-                expected=f"one of {', '.join(sorted(batch.columns))}",
-                hint="a function of --custom-convert-samples-to-train-data-path may give it",
+                expected=f"a column beside {', '.join(sorted(batch.columns))}",
+                hint=hint_for(absent[0]),
             )
 
     def _terms(self, inputs: LossInputs) -> list[tuple[str, float, torch.Tensor]]:
@@ -188,8 +204,11 @@ class Objective:
         if not isinstance(answer.metrics, Mapping):
             raise wrong("TokenLoss(values, metrics={name: a tensor or Metric})")
         for metric, given in answer.metrics.items():
+            if metric in OWN_METRICS:
+                raise wrong("metrics of other names", hint=f"{metric!r} is the framework's own")
             if problem := _metric_problem(given if isinstance(given, Metric) else Metric(given), shape, values):
-                raise wrong(expected, hint=f"the metric {metric!r} {problem}")
+                tensors = f"a tensor {list(shape)} or {list(shape[:1])}, or Metric(values, reduction) of one"
+                raise wrong(tensors, hint=f"the metric {metric!r} {problem}")
         return answer
 
     def _checked_column(self, batch: TrainBatch, column: str, expected: str) -> list[np.ndarray]:

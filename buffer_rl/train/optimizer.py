@@ -158,12 +158,6 @@ class Optimizer:
         self.step_count = step_count
         self.zero_grad()
 
-    def move_state(self, device: torch.device) -> None:
-        """Move the moments to ``device``."""
-        for state in self._adam.state.values():
-            for key, value in state.items():
-                state[key] = value.to(device)
-
     def _reduced_gradients(self, scale: float) -> list[torch.Tensor]:
         """The gradients of the step, summed over ranks and multiplied by ``scale``."""
         for _, parameter in self._named:

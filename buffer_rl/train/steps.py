@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from buffer_rl.buffer.row_file import write_rollout
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import BufferRLError, NonFiniteError, TrainError
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.objective import Objective
+from buffer_rl.train.ranks import summed_over_ranks
 from buffer_rl.train.roles import is_supervised
 from buffer_rl.types import TrainBatch
 
@@ -49,13 +47,15 @@ class StepReport:
 
 
 def train_steps(
-    trainer: Trainer, objective: Objective, batches: Sequence[TrainBatch], guard: NonFiniteGuard
+    trainer: Trainer, objective: Objective | None, batches: Sequence[TrainBatch], guard: NonFiniteGuard
 ) -> StepReport:
     """Forward and backward, and one optimizer step on each of ``batches``, one after another, each a rank's share of a
-    mini-batch. Advantages that no role, converter or earlier call has set are computed first."""
+    mini-batch. Advantages that no role, converter or earlier call has set are computed first.
+
+    objective: None on a rank that does not call it, whose rows may lack what it reads."""
     report = StepReport()
     for part, batch in enumerate(batches):
-        if "advantages" not in batch.columns:
+        if objective is not None:
             objective.compute_advantages(batch)
         take_step(trainer, trainer.accumulate(batch), guard, report, lambda batch=batch: batch, part)  # type: ignore[misc]
     return report
@@ -68,6 +68,8 @@ def take_step(
 
     sums: of this rank's rows; those of a rank that is not the head of its replica do not count. rows, part: see
     ``NonFiniteGuard.step``."""
+    if not isinstance(sums, Sums) and trainer.topology.is_head:
+        raise TrainError(f"accumulate of the trainer returned {sums!r}", expected="buffer_rl.token_loss.Sums")
     own = sums if trainer.topology.is_head else Sums()
 
     def step() -> dict[str, float]:
@@ -80,25 +82,18 @@ def take_step(
                 expected="finite numbers",
                 hint="look at the loss metrics of this step and at its rewards; a lower --lr often helps",
             )
-        if divisor < 0:
-            raise TrainError(f"the weights of the loss sum to {divisor}", expected="weights that are not negative")
-        return trainer.optimizer_step(1 / divisor if divisor else 0.0)
+        same = trainer.optimizer_step(1 / divisor if divisor else 0.0)
+        if not isinstance(same, Mapping) or not {"grad_norm", "lr"} <= same.keys():
+            raise TrainError(
+                f"optimizer_step of the trainer returned {same!r}", expected="a mapping with grad_norm and lr"
+            )
+        return same
 
     same = guard.step(step, rows, part=part)
     report.non_finite = guard.total
     if same is not None:
         report.sums.append(own)
         report.metrics.append(same)
-
-
-def summed_over_ranks(numbers: Sequence[float]) -> list[float]:
-    """Each number's sum over all ranks, in float64; every rank calls it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return list(numbers)
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor)
-    return [float(number) for number in tensor.tolist()]
 
 
 def require_old_log_probs(args: Any, batches: Sequence[TrainBatch]) -> None:

@@ -10,19 +10,20 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from buffer_rl.buffer.pool import DERIVED_FIELDS, ReadRequest, RowsMeta, Writer
+from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
 from buffer_rl.contracts import Trainer
+from buffer_rl.errors import BufferRLError
 from buffer_rl.observe.timeline import WorkReport, WorkSpan
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.roles import ADVANTAGE_FIELDS, FIELD_OF_MODEL, SAMPLED_FIELDS
+from buffer_rl.train.roles import ADVANTAGE_FIELDS, FIELD_OF_MODEL, LOG_PROB_FIELDS, SAMPLED_FIELDS
 from buffer_rl.types import Column, TrainBatch
 
 if TYPE_CHECKING:
@@ -66,6 +67,26 @@ def read_deals(
             asked.drain()
 
 
+def _alone(error: BufferRLError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _next_deal(
+    deals: Iterator[tuple[RowsMeta, TrainBatch]],
+    error: BufferRLError | None,
+    meet: Callable[[BufferRLError | None], None],
+) -> tuple[RowsMeta, TrainBatch] | None:
+    """The next deal, None at the end, once the peers have met. error: what writing the deal before raised."""
+    dealt = None
+    try:
+        dealt = next(deals, None) if error is None else None
+    except BufferRLError as caught:
+        error = caught
+    meet(error)
+    return dealt
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One kind of work on each ready group of a rollout that still runs: read, compute, write back. The same loop
@@ -93,6 +114,7 @@ def run_stage(
     num_replicas: int = 1,
     together: bool = False,
     in_step: bool = False,
+    meet: Callable[[BufferRLError | None], None] = _alone,
     timeout_s: float,
 ) -> WorkReport:
     """Work on the deals of one replica in rollout ``rollout_id`` until it is closed and read to its end.
@@ -102,8 +124,9 @@ def run_stage(
 
     rows_per_batch: whole groups of about so many rows at a time. replica, num_replicas, together: as in
     ``ReadRequest``; a replica fetches ahead only where a batch is left for each of the others. A batch without rows is
-    computed only where the replicas work ``in_step``, and what that returns is not written. timeout_s: longest wait
-    for one deal.
+    computed only where the replicas work ``in_step``, and what that returns is not written. meet: called
+    before each deal is computed, and at the end, with what reading or writing raised; see ``Peers.meet``. timeout_s:
+    longest wait for one deal.
     """
     request = ReadRequest(
         reader=stage.name,
@@ -115,20 +138,24 @@ def run_stage(
         together=together,
         is_final=stage.is_final,
     )
-    report, written = WorkReport(), None
+    report, written, error = WorkReport(), None, None
     try:
         with closing(read_deals(store, f"train_{rollout_id}", request, timeout_s)) as deals:
-            for meta, batch in deals:
+            while (dealt := _next_deal(deals, error, meet)) is not None:
+                meta, batch = dealt
                 if not (batch.row_ids or in_step):
                     continue
                 started = time.monotonic()
                 columns = stage.compute(batch)
                 ended = time.monotonic()
-                if written is not None:
-                    written.result()
                 writer = Writer(reader=stage.name, generation=meta.generation)
-                writes = columns and batch.row_ids
-                written = store.start_put_fields(batch.task, batch.row_ids, columns, writer) if writes else None
+                try:
+                    if written is not None:
+                        written.result()
+                    writes = columns and batch.row_ids
+                    written = store.start_put_fields(batch.task, batch.row_ids, columns, writer) if writes else None
+                except BufferRLError as caught:
+                    error = caught
                 span = WorkSpan(name=stage.name, rollout_id=rollout_id, start=started, end=ended, num_rows=len(batch))
                 report.add(span)
         if written is not None:
@@ -167,25 +194,17 @@ def log_prob_stage(
     return Stage(name=name, needs=SAMPLED_FIELDS, produces=produces, compute=compute, is_final=is_final)
 
 
-def advantage_stage(
-    compute_advantages: Callable[[TrainBatch], None], external_fields: frozenset[str] = frozenset()
-) -> Stage:
-    """Advantages and returns of each group; ``compute_advantages`` sets them as columns, and needs one group alone.
-    Advantages that came with the group, from the user's converter, are kept.
-
-    external_fields: fields that other roles add and the estimator needs, waited for. It sees no other derived field,
-    even if one is there already."""
+def advantage_stage(objective: Objective) -> Stage:
+    """Advantages and returns of each group, and the columns that the estimator adds, once the log-probabilities that it
+    needs are there."""
 
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
-        if "advantages" in batch.columns:
-            return {} if "returns" in batch.columns else {"returns": batch.columns["advantages"]}
-        for name in DERIVED_FIELDS - external_fields:
-            batch.columns.pop(name, None)
         before = set(batch.columns)
-        compute_advantages(batch)
+        objective.compute_advantages(batch)
         return {name: batch.columns[name] for name in sorted(batch.columns.keys() - before)}
 
-    return Stage(name="advantages", needs=SAMPLED_FIELDS | external_fields, produces=ADVANTAGE_FIELDS, compute=compute)
+    needs = SAMPLED_FIELDS | objective.needs.intersection(LOG_PROB_FIELDS)
+    return Stage(name="advantages", needs=needs, produces=ADVANTAGE_FIELDS, compute=compute)
 
 
 def gradient_stage(
@@ -201,11 +220,9 @@ def gradient_stage(
     waited for. accumulated: receives the sums of each batch."""
 
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
-        for model in models:
-            if (rows := trainer.log_probs(model, batch)) is not None:
-                batch.columns[FIELD_OF_MODEL[model]] = rows
-        # A role or the user's converter may give them; a replica in step may have no rows.
-        if batch.row_ids and "advantages" not in external_fields and "advantages" not in batch.columns:
+        computed = {FIELD_OF_MODEL[model]: trainer.log_probs(model, batch) for model in models}
+        if None not in computed.values():  # else the rank does not call the objective
+            batch.columns.update(cast(dict[str, Column], computed))
             objective.compute_advantages(batch)
         accumulated(trainer.accumulate(batch))
         return {}

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from buffer_rl.contracts import Objective, Topology
@@ -56,19 +55,16 @@ class TorchTrainer:
         if args.use_kl_loss and not args.num_ref_workers:
             self._ref = self._load_ref()
         self._optimizer = Optimizer(args, self._actor, world_size)
-        self._asleep = False
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray]:
         """Log-probabilities of the response tokens under ``model``: "actor", or "ref", which is loaded when it is
         first needed. Per row ``[response_length]`` float32, in nats, at the sampling temperature."""
-        self._require_awake()
         return batch_log_probs(self._args, self._model(model), batch, self._device, self._objective)
 
     def accumulate(self, batch: TrainBatch) -> Sums:
         """Forward and backward of the rows: adds the gradient of their summed loss to that of the step. Equal rows are
         grouped into the same micro-batches as in ``log_probs``, so the first ratio of new to old probability is
         exactly 1."""
-        self._require_awake()
         parts: list[Sums] = []
         for indices in row_blocks(self._args, batch, self._objective.unit):
             rows = batch.select(indices)
@@ -89,12 +85,11 @@ class TorchTrainer:
         ``lr``.
 
         Raises NonFiniteError on every rank, with the parameters unchanged, if the gradient is not finite."""
-        self._require_awake()
         return self._optimizer.step(scale)
 
     def export(self) -> Iterator[dict[str, Any]]:
         """The actor's weights under Hugging Face names, on the device that they are on, tied weights once, in
-        buckets of at most 256 MB (a larger tensor has its own). Available on every rank, and asleep too.
+        buckets of at most 256 MB (a larger tensor has its own). Available on every rank.
 
         They are the weights themselves where no conversion is needed: read them before the next ``optimizer_step``."""
         yield from weight_buckets(self._models.export(self._actor), copy=False)
@@ -116,21 +111,6 @@ class TorchTrainer:
         """The inverse of ``save``. Raises CheckpointError if something is missing, damaged or does not fit."""
         load_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
 
-    def sleep(self) -> None:
-        """Move models, gradients and optimizer state to the CPU and give the CUDA memory back.
-
-        On the CPU there is nothing to give back and nothing moves. Until ``wake_up`` nothing can be computed."""
-        self._asleep = True
-        if self._device.type == "cuda":
-            self._move(torch.device("cpu"))
-            torch.cuda.empty_cache()
-
-    def wake_up(self) -> None:
-        """The inverse of ``sleep``."""
-        if self._device.type == "cuda":
-            self._move(self._device)
-        self._asleep = False
-
     def _model(self, name: str) -> PreTrainedModel:
         if name == "actor":
             return self._actor
@@ -142,17 +122,3 @@ class TorchTrainer:
 
     def _load_ref(self) -> PreTrainedModel:
         return self._models.build(*initial_folder(self._args, "ref")).requires_grad_(False)
-
-    def _move(self, device: torch.device) -> None:
-        _move_module(self._actor, device)
-        if self._ref is not None:
-            _move_module(self._ref, device)
-        self._optimizer.move_state(device)
-
-    def _require_awake(self) -> None:
-        if self._asleep:
-            raise TrainError("the trainer sleeps", where=f"rank {self._rank}", hint="call wake_up first")
-
-
-def _move_module(module: torch.nn.Module, device: torch.device) -> None:
-    module.to(device)  # in place: the parameters stay the objects that the optimizer knows

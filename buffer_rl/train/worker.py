@@ -24,7 +24,7 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.train.forward import batch_log_probs
 from buffer_rl.train.model import ModelFactory, initial_folder, pick_device, prepare_torch
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.roles import LOG_PROB_FIELDS, MODEL_OF_ROLE, worker_counts
+from buffer_rl.train.roles import MODEL_OF_ROLE, worker_counts
 from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class RoleWorker:
         args = self._args
         objective = Objective(args, self._registry)
         if self._role == "advantages":
-            return advantage_stage(objective.compute_advantages, objective.needs.intersection(LOG_PROB_FIELDS))
+            return advantage_stage(objective)
         return log_prob_stage(
             self._role,
             [MODEL_OF_ROLE[self._role]],

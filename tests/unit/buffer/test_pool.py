@@ -393,3 +393,15 @@ def test_a_group_that_the_step_was_closed_without_is_left_out_of_what_a_reader_w
     p.pool.select([kept])
     p.plane.drop(surplus)
     assert assemble(p.pool.plan_rows(handed)).row_ids == rows_of(kept, 2)
+
+
+def test_groups_whose_derived_fields_came_at_different_times_close_together_and_are_recorded_as_they_came() -> None:
+    """An advantage estimator may add columns of any name, while other groups are still generated."""
+    p = Pool()
+    first, second = p.add(1), p.add(2)
+    p.put(first, "whitened", 1.0)
+    p.pool.require_equal_fields([first, second])
+    p.pool.select([first, second])
+    p.put(second, "whitened", 2.0)
+    assert "whitened" in assemble(p.pool.share(0, 1)).columns
+    assert assemble(p.pool.share(0, 1, given=True)).columns.keys() == SAMPLED | {"sample_total_tokens", "sample_parts"}

@@ -13,6 +13,7 @@ from buffer_rl.kinds import KINDS
 from buffer_rl.plugins import check_contract
 from buffer_rl.resolution.calls import construct
 from buffer_rl.resolution.signature import call_rollout, fitting_kinds, takes_evaluation
+from buffer_rl.train.torch_trainer import TorchTrainer
 
 FUNCTION_KINDS = [name for name, kind in KINDS.items() if not kind.constructed]
 CLASS_KINDS = [name for name, kind in KINDS.items() if kind.constructed]
@@ -81,6 +82,24 @@ def test_a_converter_of_the_earlier_contract_is_refused_with_what_to_derive_it_f
     with pytest.raises(PluginError) as caught:
         check_contract("converter", make_class("converter", without="load"))
     assert caught.value.hint == ""
+
+
+def test_a_trainer_of_the_earlier_contract_is_refused_though_it_derives_from_the_newest() -> None:
+    class Old(TorchTrainer):
+        def forward_backward(self, batch: Any) -> dict[str, float]:
+            raise AssertionError("it is not called")
+
+    class Older(TorchTrainer):
+        def __init__(self, args: Any, rank: int, world_size: int) -> None: ...
+
+    class Step(TorchTrainer):
+        def optimizer_step(self) -> dict[str, float]:  # type: ignore[override]
+            raise AssertionError("it is not called")
+
+    for cls, what in ((Old, "of an earlier contract"), (Older, "cannot be constructed"), (Step, "cannot be called")):
+        with pytest.raises(PluginError, match=what) as caught:
+            check_contract("trainer", cls)
+        assert "cls(args, rank, world_size, objective)" in caught.value.hint
 
 
 def test_a_method_with_the_wrong_arguments_is_named() -> None:

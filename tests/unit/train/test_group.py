@@ -13,6 +13,7 @@ from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.scope import Unit
 from buffer_rl.token_loss import Reduction, Sums, Total
 from buffer_rl.train.group import check_groups, combine, streamed_rows
+from buffer_rl.train.ranks import check_topologies
 from buffer_rl.train.steps import StepReport
 from buffer_rl.types import TrainBatch
 
@@ -69,8 +70,7 @@ def test_a_loss_that_compares_a_prompts_rows_needs_a_group_for_each_replica_and_
 
 
 def test_ranks_form_replicas_with_one_head_each() -> None:
-    tensor_parallel = [Topology(dp_rank=rank // 2, dp_size=2, is_head=rank % 2 == 1) for rank in range(4)]
-    assert combine("train", "setup", tensor_parallel) == tensor_parallel[0]
+    check_topologies([Topology(dp_rank=rank // 2, dp_size=2, is_head=rank % 2 == 1) for rank in range(4)])
     for wrong in (
         [Topology(dp_rank=0, dp_size=2)],
         [Topology(dp_rank=0, dp_size=2), Topology(dp_rank=0, dp_size=2)],
@@ -79,4 +79,4 @@ def test_ranks_form_replicas_with_one_head_each() -> None:
         [Topology(dp_rank=0, dp_size=1, is_head=False)],
     ):
         with pytest.raises(TrainError, match="one head in each replica"):
-            combine("train", "setup", wrong)
+            check_topologies(wrong)

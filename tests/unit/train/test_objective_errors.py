@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
-from buffer_rl.contracts import LossInputs, TokenLoss
-from buffer_rl.errors import PluginError, TrainError
+from buffer_rl.contracts import LossInputs, TokenLoss, Topology
+from buffer_rl.errors import ConfigError, PluginError, TrainError
 from buffer_rl.scope import loss_unit, scoped
 from buffer_rl.token_loss import NEW_FORM, Metric, Sums
 from buffer_rl.train.steps import NonFiniteGuard, StepReport, take_step
@@ -100,7 +101,7 @@ def wrong_shapes() -> dict[str, Callable[[LossInputs], Any]]:
 def test_a_wrong_return_value_is_named_with_the_right_shapes(hint: str) -> None:
     error = problem_of(lambda args, inputs: wrong_shapes()[hint](inputs))
     assert hint in error.hint
-    if "values" in hint or "weights" in hint:
+    if hint.startswith(("the values", "the weights")):
         assert "values [2, 3] or [2]" in error.expected
 
 
@@ -114,7 +115,28 @@ def test_what_a_loss_raises_names_it() -> None:
 
     error = problem_of(broken)
     assert "broken" in error.where
-    assert "AttributeError" in error.what
+    assert "AttributeError: there is no total_tokens any more: a loss returns a number for each token" in error.what
+
+
+@pytest.mark.parametrize("name", ["loss", "kl_loss", "lr", "grad_norm"])
+def test_a_loss_cannot_give_the_frameworks_own_metrics(name: str) -> None:
+    error = problem_of(lambda args, inputs: TokenLoss(inputs.log_probs, metrics={name: inputs.log_probs}))
+    assert error.hint == f"{name!r} is the framework's own"
+
+
+def test_a_loss_that_declares_no_unit_that_there_is_is_refused() -> None:
+    @loss_unit("groups")
+    def misspelt(args: Any, inputs: LossInputs) -> TokenLoss:
+        raise AssertionError("it is not called")
+
+    @scoped("group")
+    def earlier(args: Any, inputs: LossInputs) -> TokenLoss:
+        raise AssertionError("it is not called")
+
+    for loss, what in ((misspelt, "there is no unit 'groups'"), (earlier, "the loss declares a scope")):
+        with pytest.raises(ConfigError, match=what) as caught:
+            objective_of(custom_loss_function_path=loss)
+        assert "loss_unit('group')" in caught.value.hint
 
 
 def test_a_declared_column_that_is_absent_is_named_with_those_that_are_there() -> None:
@@ -124,13 +146,13 @@ def test_a_declared_column_that_is_absent_is_named_with_those_that_are_there() -
 
     error = problem_of(mine)
     assert "it needs the column 'difficulty'" in error.what
-    assert error.expected == "one of advantages, loss_mask, response_length, reward, tokens"
+    assert error.expected == "a column beside advantages, loss_mask, response_length, reward, tokens"
     assert "--custom-convert-samples-to-train-data-path" in error.hint
 
 
 def test_a_column_that_is_absent_and_not_declared_is_named() -> None:
     objective = objective_of(custom_loss_function_path=lambda args, inputs: TokenLoss(inputs["difficulty"]))
-    with pytest.raises(TrainError, match="the batch has no difficulty"):
+    with pytest.raises(TrainError, match="the rows have no difficulty"):
         outcome(objective, batch(), LOG_PROBS)
     for options, missing in ({"use_kl_loss": True}, "ref_log_probs"), ({"use_rollout_logprobs": True}, "rollout_log_p"):
         with pytest.raises(TrainError, match=f"no {missing}"):
@@ -143,17 +165,64 @@ def test_an_estimator_needs_the_columns_that_it_declares() -> None:
         raise AssertionError("it is not called")
 
     rows = batch()
+    given = rows.columns.pop("advantages")
     for absent in ("difficulty", "old_log_probs"):
         with pytest.raises(PluginError, match=f"it needs the column '{absent}'"):
             objective_of(custom_advantage_function_path=mine).compute_advantages(rows)
-        rows.columns[absent] = rows.columns["advantages"]
+        rows.columns[absent] = given
 
 
-def test_weights_with_a_negative_sum_end_the_run(tmp_path: Path) -> None:
-    def negative(args: Any, inputs: LossInputs) -> TokenLoss:
-        return TokenLoss(inputs.log_probs, weights=-torch.ones_like(inputs.log_probs))
+def test_an_estimator_that_replaces_a_column_is_refused_as_only_some_schedules_would_see_it() -> None:
+    def masks(args: Any, batch: TrainBatch) -> None:
+        zeros = [np.zeros_like(row) for row in batch.columns["loss_mask"]]
+        batch.columns |= {"advantages": zeros, "returns": zeros, "loss_mask": zeros}
 
-    sums: Sums = outcome(objective_of(custom_loss_function_path=negative), batch(), LOG_PROBS).sums
-    trainer: Any = SimpleNamespace(topology=SimpleNamespace(is_head=True))  # its optimizer step is not reached
-    with pytest.raises(TrainError, match=r"the weights of the loss sum to -4\.0"):
-        take_step(trainer, sums, NonFiniteGuard(tmp_path, 0, 3), StepReport(), batch, 0)
+    rows = batch()
+    del rows.columns["advantages"]
+    with pytest.raises(PluginError) as caught:
+        objective_of(custom_advantage_function_path=masks).compute_advantages(rows)
+    assert caught.value.hint == "it replaced the column 'loss_mask': set one of another name"
+
+
+def test_advantages_that_are_there_are_kept_and_are_the_returns_too_where_these_are_absent() -> None:
+    rows = batch()
+    given = rows.columns["advantages"]
+    objective_of(custom_advantage_function_path=lambda args, batch: 1 / 0).compute_advantages(rows)
+    assert rows.columns["returns"] is rows.columns["advantages"] is given
+
+
+@pytest.mark.parametrize("negative", [[-1.0, -1, -1], [2, 2, -1]])
+def test_negative_weights_are_refused_but_where_they_are_masked(negative: list[float]) -> None:
+    def mine(args: Any, inputs: LossInputs) -> TokenLoss:
+        return TokenLoss(inputs.log_probs, weights=torch.tensor([negative] * 2) * inputs.loss_mask[:1])
+
+    assert "put the sign into the values" in problem_of(mine).hint
+    fine = batch()
+    fine.columns["loss_mask"] = [np.array(row, dtype=np.float32) for row in ([0, 0, 0], [0, 0])]
+    assert outcome(objective_of(custom_loss_function_path=mine), fine, LOG_PROBS).sums.divisor == 0
+
+
+class Backend:
+    """A trainer whose answers are given."""
+
+    topology = Topology(dp_rank=0, dp_size=1)
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def optimizer_step(self, scale: float) -> Any:
+        return self._answer
+
+
+@pytest.mark.parametrize(
+    ("sums", "answer", "what"),
+    [
+        (None, {}, "accumulate of the trainer returned None"),
+        (1.5, {}, "accumulate of the trainer returned 1.5"),
+        (Sums(divisor=1.0), None, "optimizer_step of the trainer returned None"),
+        (Sums(divisor=1.0), {"grad_norm": 1.0}, r"optimizer_step of the trainer returned \{'grad_norm': 1.0\}"),
+    ],
+)
+def test_a_backend_that_answers_otherwise_is_named(tmp_path: Path, sums: Any, answer: Any, what: str) -> None:
+    with pytest.raises(TrainError, match=what):
+        take_step(cast(Any, Backend(answer)), sums, NonFiniteGuard(tmp_path, 0, 3), StepReport(), batch, 0)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.train.group import Rendezvous
+from buffer_rl.train.ranks import Rendezvous
 
 RANK = """
 import sys
 from datetime import timedelta
-import torch
-import torch.distributed as dist
-from buffer_rl.train.group import Rendezvous
+from buffer_rl.contracts import Topology
+from buffer_rl.errors import BufferRestartedError, TrainError
+from buffer_rl.train.ranks import Peers, Rendezvous, summed_over_ranks
 
 rank = int(sys.argv[1])
 mine = Rendezvous()
@@ -26,9 +26,22 @@ if rank == 0:
     print(*place, flush=True)
 address, port = input().split()
 mine.join("gloo", address, int(port), rank=rank, world_size=2, timeout=timedelta(seconds=60))
-total = torch.tensor([rank + 1.0])
-dist.all_reduce(total)
-print(int(total), flush=True)
+print(summed_over_ranks([rank + 1.0, 0.1]), flush=True)
+tensor_parallel = Peers(Topology(dp_rank=0, dp_size=1, is_head=rank == 0))
+alone = Peers(Topology(dp_rank=rank, dp_size=2))
+in_step = Peers(Topology(dp_rank=rank, dp_size=2, in_step=True))
+lost = BufferRestartedError("train_0 was lost") if rank == 1 else None
+for peers in (tensor_parallel, alone, in_step):
+    peers.meet(None)
+    try:
+        peers.meet(lost)
+        print("goes on", flush=True)
+    except (BufferRestartedError, TrainError) as error:
+        print(type(error).__name__, flush=True)
+try:
+    Peers(Topology(dp_rank=0, dp_size=1))
+except TrainError as error:
+    print(error.where, flush=True)
 input()
 """
 
@@ -44,7 +57,7 @@ def listeners(pid: int) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
-def test_two_ranks_meet_and_listen_on_the_loopback_interface_alone() -> None:
+def test_two_ranks_meet_on_the_loopback_interface_alone_and_leave_together() -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank)],
@@ -62,7 +75,12 @@ def test_two_ranks_meet_and_listen_on_the_loopback_interface_alone() -> None:
             assert rank.stdin is not None
             rank.stdin.write(place)
             rank.stdin.flush()
-        assert [rank.stdout.readline() for rank in ranks if rank.stdout is not None] == ["3\n", "3\n"]
+        said = [[rank.stdout.readline().strip() for _ in range(5)] for rank in ranks if rank.stdout is not None]
+        assert [lines[0] for lines in said] == ["[3.0, 0.2]"] * 2
+        # The default backend's ranks, which meet in no forward pass, do not wait for one another.
+        assert said[0][1:4] == ["TrainError", "goes on", "TrainError"]
+        assert said[1][1:4] == ["BufferRestartedError"] * 3
+        assert [lines[4] for lines in said] == ["topology of --train-backend"] * 2, "two heads in one replica"
         found = [address for rank in ranks for address in listeners(rank.pid)]
         assert found
         assert set(found) == {"0100007F"}

@@ -13,7 +13,7 @@ import pytest
 
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
-from buffer_rl.errors import DeadlineError, TrainError
+from buffer_rl.errors import BufferRestartedError, BufferRLError, DeadlineError, TrainError
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.roles import SAMPLED_FIELDS
 from buffer_rl.train.stream import (
@@ -24,6 +24,7 @@ from buffer_rl.train.stream import (
     run_stage,
 )
 from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
+from harness.losses import objective_of
 
 
 class Answer:
@@ -293,38 +294,66 @@ def test_what_was_computed_of_a_group_that_left_meanwhile_is_passed_over() -> No
     assert len(store.pool.plan().slices) == 1
 
 
-def test_the_advantages_of_a_group_do_not_depend_on_what_else_is_there_by_chance() -> None:
-    def estimator(batch: TrainBatch) -> None:
-        penalty = 1.0 if "ref_log_probs" in batch.columns else 0.0
-        advantages = [np.full(2, reward - penalty, dtype=np.float32) for reward in batch.columns["reward"]]
-        batch.columns["advantages"] = batch.columns["returns"] = advantages
+class Lost(Store):
+    """A Buffer that dies before deal ``at`` is answered, or while what came before it is written."""
 
-    for given, expected in ((frozenset[str](), [1.0, -1.0]), (frozenset({"ref_log_probs"}), [0.0, -2.0])):
-        for early in (True, False):
-            store = Store()
-            uid = store.add(1)
+    def __init__(self, at: int, while_writing: bool) -> None:
+        super().__init__()
+        self._at, self._while_writing = at, while_writing
 
-            def write(store: Store = store, uid: GroupUid = uid) -> None:
-                zeros = [np.zeros(2, dtype=np.float32)] * 2
-                store.pool.put_fields(store.plane.rows(uid), {"ref_log_probs": zeros})
+    def take(self, task: str, request: ReadRequest, timeout_s: float) -> Any:
+        if not self._while_writing and request.deal == self._at:
+            raise BufferRestartedError(f"{task} was lost")
+        return super().take(task, request, timeout_s)
 
-            if early:
-                write()
-            store.later = [*([] if early else [write]), lambda s=store, u=uid: s.pool.select([u])]
-            run_stage(advantage_stage(estimator, given), store, 0, rows_per_batch=8, timeout_s=1.0)
-            column = store.plane.cells(uid)["advantages"].inline
-            assert column is not None
-            assert [row[0] for row in column] == expected
+    def start_take(self, task: str, request: ReadRequest) -> Answer:
+        return Answer(
+            (RowsMeta(task=task, row_ids=[], dealt=False, ended=False), None)
+        )  # as where too little is ready to prefetch
+
+    def start_put_fields(self, *args: Any) -> Any:
+        if self._while_writing:
+            raise BufferRestartedError("the pool was lost")
+        return super().start_put_fields(*args)
+
+
+@pytest.mark.parametrize("while_writing", [False, True])
+def test_peers_hear_of_a_rank_that_cannot_go_on_before_the_next_pass(while_writing: bool) -> None:
+    store, met = Lost(1, while_writing), list[type | None]()
+    store.pool.select([store.add(row) for row in range(3)])
+
+    def meet(error: BufferRLError | None) -> None:
+        met.append(None if error is None else type(error))
+        if error is not None:
+            raise error
+
+    with pytest.raises(BufferRestartedError):
+        run_stage(REF, cast(Any, store), 0, rows_per_batch=2, meet=meet, timeout_s=1.0)
+    assert met == [None, BufferRestartedError]
+
+
+def test_a_rank_whose_peer_cannot_go_on_computes_no_further() -> None:
+    store, seen = Store(), list[int]()
+    store.pool.select([store.add(row) for row in range(3)])
+
+    def compute(batch: TrainBatch) -> dict[str, Column]:
+        seen.append(len(batch))
+        return doubled(batch)
+
+    def meet(error: BufferRLError | None) -> None:
+        if seen:
+            raise TrainError("another rank cannot go on")
+
+    with pytest.raises(TrainError):
+        run_stage(replace(REF, compute=compute), cast(Any, store), 0, rows_per_batch=2, meet=meet, timeout_s=1.0)
+    assert seen == [2]
 
 
 class Accumulating:
-    """A trainer that notes the advantages that it sums gradients with; an objective whose own would be 0."""
+    """A trainer that notes the advantages that it sums gradients with."""
 
     def __init__(self) -> None:
         self.used: list[float] = []
-
-    def compute_advantages(self, batch: TrainBatch) -> None:
-        batch.columns["advantages"] = batch.columns["returns"] = [np.zeros(2, dtype=np.float32)] * len(batch)
 
     def accumulate(self, batch: TrainBatch) -> Sums:
         self.used += [float(row[0]) for row in batch.columns["advantages"]]
@@ -348,12 +377,12 @@ def of_converter(store: Store, row: int, **more: list[np.ndarray]) -> GroupUid:
 
 
 def test_streamed_gradients_take_the_advantages_that_came_with_a_group_and_compute_the_others() -> None:
-    for given, expected in ((True, [5.0, 7.0]), (False, [0.0, 0.0])):
+    for given, expected in ((True, [5.0, 7.0]), (False, [1.0, -1.0])):
         store, trainer = Store(), Accumulating()
         uid = of_converter(store, 1) if given else store.add(1)
         store.pool.select([uid])
         sums: list[Sums] = []
-        stage = gradient_stage(cast(Any, trainer), cast(Any, trainer), [], frozenset(), sums.append)
+        stage = gradient_stage(cast(Any, trainer), objective_of(), [], frozenset(), sums.append)
         run_stage(stage, store, 0, rows_per_batch=8, timeout_s=1.0)
         assert trainer.used == expected
         assert sums == [Sums(divisor=1.0)]
@@ -364,7 +393,7 @@ def test_the_role_keeps_advantages_that_came_with_a_group(returns: list[np.ndarr
     store = Store()
     uid = of_converter(store, 1, **({} if returns is None else {"returns": returns}))
     store.pool.select([uid])
-    stage = advantage_stage(Accumulating().compute_advantages)
+    stage = advantage_stage(objective_of())
     run_stage(stage, store, 0, rows_per_batch=8, timeout_s=1.0)
     batch = assemble(store.pool.plan())
     assert [row[0] for row in batch.columns["advantages"]] == [5.0, 7.0]

@@ -246,17 +246,6 @@ def test_only_rank_0_writes_the_hugging_face_folder(make_args: MakeArgs, tmp_pat
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_sleeping_trainer_refuses_to_compute_and_wakes_as_it_was(make_args: MakeArgs, make_batch: MakeBatch) -> None:
-    trainer, batch = make_trainer(make_args()), make_batch()
-    before = trainer.log_probs("actor", batch)
-    trainer.sleep()
-    with pytest.raises(TrainError, match="sleeps"):
-        trainer.log_probs("actor", batch)
-    assert _weights(trainer)
-    trainer.wake_up()
-    assert all(np.array_equal(a, b) for a, b in zip(before, trainer.log_probs("actor", batch), strict=True))
-
-
 def test_an_unfinished_step_is_not_saved(make_args: MakeArgs, make_batch: MakeBatch, tmp_path: Path) -> None:
     trainer, batch = make_trainer(make_args()), make_batch()
     accumulate(trainer, batch)
