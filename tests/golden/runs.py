@@ -57,6 +57,11 @@ BASE: Mapping[str, Any] = {
 FILTER = {"dynamic_sampling_filter_path": "./functions.py:some_a"}
 ROLES = {"num_ref_workers": 1, "num_actor_fwd_workers": 1, "num_advantage_workers": 1}
 STREAMED = {"schedule": "pipelined", "stream_gradients": True}
+TENSOR_PARALLEL = {
+    "train_backend": f"{ROOT}/examples/trainer_backends/tensor_parallel.py:TensorParallelTrainer",
+    "num_train_ranks": 2,
+    "train_timeout_s": 60.0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +69,7 @@ class Golden:
     """One golden run. options: what differs from ``BASE``. equals: the run that it must end with the weights of.
 
     killed: ``driver`` after its second checkpoint, and resumed; or ``buffer`` during its second rollout.
-    varies: its weights depend on timing, so only its accounting is looked at.
+    varies: its weights depend on timing, or on sums in float32, so only its accounting is looked at.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -83,6 +88,7 @@ RUNS: Mapping[str, Golden] = {
     "tensor": Golden(options={"weight_sync_mode": "tensor"}, equals="lockstep"),
     "resumed": Golden(killed="driver", equals="lockstep"),
     "buffer_killed": Golden(killed="buffer", equals="lockstep"),
+    "tensor_parallel_killed": Golden(options={**TENSOR_PARALLEL, **STREAMED}, killed="buffer", varies=True),
     "filter": Golden(options=FILTER),
     "filter_streamed": Golden(options={**FILTER, **STREAMED}, equals="filter"),
     "two_steps": Golden(options={"num_steps_per_rollout": 3, "loss_agg_mode": "seq-mean-token-mean"}),
