@@ -12,7 +12,7 @@ from buffer_rl.driver.schedule import Schedule, parse_early_stop, rollout_only, 
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
-from buffer_rl.train.roles import is_supervised
+from buffer_rl.train.roles import is_supervised, loss_of
 from buffer_rl.weights.tensor import require_local_engines
 
 
@@ -94,7 +94,7 @@ def _check_reward(args: Any) -> None:
     """A rollout function of the user's own may score for itself; the built-in ones cannot."""
     own_rollout = not is_built_in_rollout(args)
     scores = any((args.rm_type, args.custom_rm_path, args.custom_group_rm_path))
-    if not scores and not own_rollout and args.loss_type != "sft_loss":
+    if not scores and not own_rollout and not is_supervised(args):
         raise ConfigError(
             "nothing scores the samples",
             where="--rm-type and --custom-rm-path",
@@ -130,7 +130,7 @@ def _check_kl(args: Any) -> None:
     """The built-in policy loss has no other place for the coefficient; a loss or an estimator of others may read it."""
     trains = args.num_rollout != 0 and not rollout_only(args)
     of_others = args.custom_loss_function_path or args.custom_advantage_function_path
-    builtin = (args.loss_type, args.advantage_estimator) == ("policy_loss", "grpo") and not of_others
+    builtin = (loss_of(args), args.advantage_estimator) == ("policy_loss", "grpo") and not of_others
     if trains and builtin and args.kl_loss_coef and not args.use_kl_loss:
         raise ConfigError(
             f"the loss has no KL penalty that {args.kl_loss_coef:g} could be the weight of",
@@ -279,7 +279,7 @@ def notices(args: Any) -> list[str]:
     args: the flat options of a training run, with every core section, as ``check_options`` accepts them.
     """
     found = []
-    trains = args.num_rollout != 0 and not rollout_only(args) and args.loss_type != "sft_loss"
+    trains = args.num_rollout != 0 and not rollout_only(args) and not is_supervised(args)
     cut = [(name, getattr(args, name)) for name, neutral in _TRUNCATING if getattr(args, name) != neutral]
     if trains and cut and args.rollout_temperature > 0:
         given = ", ".join(f"{flag_of(name)} {value}" for name, value in cut)
@@ -320,5 +320,5 @@ def _is_alone_in_its_group(args: Any) -> bool:
         args.custom_advantage_function_path,
         args.custom_loss_function_path,
     )
-    built_in = args.advantage_estimator == "grpo" and args.loss_type == "policy_loss"
+    built_in = args.advantage_estimator == "grpo" and loss_of(args) == "policy_loss"
     return args.n_samples_per_prompt == 1 and built_in and not any(own)

@@ -14,7 +14,7 @@ from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_onl
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of, unit_of
-from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised
+from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised, loss_of
 
 
 def check_roles(args: Any, registry: PluginRegistry) -> None:
@@ -47,7 +47,7 @@ def _check_estimator(args: Any, registry: PluginRegistry) -> None:
 def _check_loss(args: Any, registry: PluginRegistry) -> None:
     """The reference log-probabilities that a loss declares as needed must be there."""
     flag = "--custom-loss-function-path" if args.custom_loss_function_path else "--loss-type"
-    reference = args.custom_loss_function_path or args.loss_type
+    reference = loss_of(args)
     loss = registry.resolve("loss", reference)
     unit_of(loss)  # raises where it declares none that there is
     if "ref_log_probs" in needs_of(loss) and not args.use_kl_loss and not _converts(args):

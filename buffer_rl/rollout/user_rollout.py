@@ -19,6 +19,7 @@ from buffer_rl.resolution.signature import call_rollout
 from buffer_rl.rollout.evaluate import eval_metrics
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import call_user
+from buffer_rl.train.roles import is_supervised
 from buffer_rl.types import GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
 
 EXPECTED_EVALUATION = (
@@ -136,7 +137,7 @@ def finished_metrics(
     return {
         name: value
         for name, value in stats.metrics_of_kept().items()
-        if name not in names and (args.loss_type != "sft_loss" or name.startswith("response_len/"))
+        if name not in names and (not is_supervised(args) or name.startswith("response_len/"))
     }
 
 

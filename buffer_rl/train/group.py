@@ -31,7 +31,7 @@ from buffer_rl.train.model import prepare_torch, seed_all
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.train.ranks import Peers, Rendezvous
-from buffer_rl.train.roles import FIELD_OF_MODEL
+from buffer_rl.train.roles import FIELD_OF_MODEL, loss_of
 from buffer_rl.train.steps import (
     NON_FINITE_FOLDER,
     NonFiniteGuard,
@@ -257,7 +257,7 @@ def check_groups(args: Any, unit: Unit, dp_size: int) -> None:
     smallest = args.rollout_batch_size // args.num_steps_per_rollout
     if unit is Unit.GROUP and smallest < dp_size and not (args.stream_gradients or args.load_debug_rollout_data):
         raise ConfigError(
-            f"the loss {args.custom_loss_function_path or args.loss_type!r} needs whole groups, and {dp_size} replicas "
+            f"the loss {loss_of(args)!r} needs whole groups, and {dp_size} replicas "
             f"have {smallest} of them for an optimizer step",
             where="--num-train-ranks and --rollout-batch-size",
             expected="at least one group for each replica and step",

@@ -18,7 +18,7 @@ from buffer_rl.resolution.calls import call, place, returned, short_repr
 from buffer_rl.scope import Scope, needs_of, scope_of, unit_of
 from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Sums, hint_for
 from buffer_rl.train.collate import padded_column, response_mask, sample_sizes
-from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised
+from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised, loss_of
 from buffer_rl.types import TrainBatch
 
 OWN_METRICS = frozenset({"loss", "kl_loss", "grad_norm", "lr"})
@@ -37,7 +37,7 @@ class Objective:
 
     def __init__(self, args: Any, registry: PluginRegistry) -> None:
         self._args = args
-        self._loss_name: str = args.custom_loss_function_path or args.loss_type
+        self._loss_name = loss_of(args)
         self._estimator_name = estimator_of(args)[1]
         self._loss = cast(PolicyLoss, registry.resolve("loss", self._loss_name))
         self._estimator = cast(AdvantageEstimator, registry.resolve("advantage", self._estimator_name))

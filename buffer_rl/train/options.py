@@ -96,7 +96,7 @@ class LossOptions(Section):
 
     heading: ClassVar[str] = "Loss"
 
-    loss_type: str = option("policy_loss", "loss: policy_loss or sft_loss", kind="loss")
+    loss_type: str | None = option(None, "the loss; absent: the one of --advantage-estimator", kind="loss")
     custom_loss_function_path: str | None = option(None, "your loss, in place of --loss-type", kind="loss")
     advantage_estimator: str = option("grpo", "advantage estimator", kind="advantage")
     custom_advantage_function_path: str | None = option(None, "your advantage estimator", kind="advantage")

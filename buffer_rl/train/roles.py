@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from buffer_rl.algo.algorithms import algorithm_of
+
 SAMPLED_FIELDS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
 """Fields that every finished group has."""
 
@@ -50,7 +52,13 @@ def worker_counts(args: Any) -> dict[str, int]:
 
 def is_supervised(args: Any) -> bool:
     """Whether the loss is the supervised one, which has neither advantages nor ratios."""
-    return bool(args.loss_type == "sft_loss" and args.custom_loss_function_path is None)
+    return loss_of(args) == "sft_loss"
+
+
+def loss_of(args: Any) -> str:
+    """The name or path of the run's loss: the user's own, the one that is asked for, or that of the algorithm."""
+    named: str | None = args.custom_loss_function_path or args.loss_type
+    return named or algorithm_of(estimator_of(args)[1]).loss
 
 
 def estimator_of(args: Any) -> tuple[str, str]:

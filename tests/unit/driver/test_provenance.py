@@ -49,8 +49,8 @@ def test_sources_of_plugins_of_their_imports_and_versions_are_written_down(folde
     assert len(facts["code_sha256"]) == 64
     plugins = {entry["option"]: entry for entry in facts["plugins"]}
     assert plugins["custom_rm_path"]["sha256"] == sha256["provenance_reward.py"]
-    assert plugins["loss_type"]["distribution"] == "buffer-rl"
-    assert len(plugins["loss_type"]["sha256"]) == 64
+    assert plugins["advantage_estimator"]["distribution"] == "buffer-rl"
+    assert len(plugins["advantage_estimator"]["sha256"]) == 64
     assert facts["python"] == platform.python_version()
     assert {"ray", "torch", "transformers"} <= set(facts["packages"])
     assert facts["data"] == [{**data[0], "path": "s3://***@bucket/a.jsonl"}]
