@@ -1,7 +1,8 @@
 """The trainer's ranks as Ray actors.
 
-Who waits for whom: a rank waits for the Buffer (its rows) and, with several ranks, for the other ranks in the
-gradient reduction; the driver waits for all ranks, with a deadline.
+Who waits for whom: a rank waits for the Buffer (its rows); with several ranks, for all of them in the sums of an
+optimizer step, and for its peers before a forward pass that has collectives (``Peers``). The driver waits for all
+ranks, with a deadline.
 """
 
 from __future__ import annotations
