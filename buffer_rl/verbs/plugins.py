@@ -14,16 +14,23 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from buffer_rl.config import Section, compose
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds import KINDS, PluginKind, kind_named
 from buffer_rl.plugins import PluginInfo, PluginRegistry
 from buffer_rl.resolution.calls import plugin_error
 from buffer_rl.resolution.reference import Form, form_of
 from buffer_rl.resolution.signature import fitting_kinds, signature_of
+from buffer_rl.testing.lint import Finding, failures
+from buffer_rl.testing.lint_estimator import lint_estimator
 from buffer_rl.verbs.table import print_table
+from buffer_rl.verbs.train import sections_of
 
 _TEMPLATES_MODULE = "buffer_rl.verbs.plugin_templates"
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_CHECK = """Import one plugin and check its signature. A loss and an advantage estimator are also called, on rows made
+from a seed, and checked for what their unit or scope and needs promise: one line a property; the exit status is 1 where
+one fails."""
 _PLUGIN = '''\
 """A $kind for buffer_rl: $signature."""
 
@@ -57,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     listing = actions.add_parser("list", help="every plugin that is installed or provided, and where it is from")
     listing.add_argument("--kind", metavar="KIND", choices=list(KINDS), help="only plugins of this kind")
     listing.add_argument("--json", action="store_true", help="print JSON")
-    check = actions.add_parser("check", help="import one plugin and check it against its contract")
+    check = actions.add_parser("check", help="import one plugin and check it against its contract", description=_CHECK)
     check.add_argument(
         "--kind", metavar="KIND", choices=list(KINDS), help="the kind to check for; guessed where absent"
     )
@@ -79,13 +86,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 
 def run(ns: argparse.Namespace) -> int:
-    """Returns the exit status 0; raises PluginError for a reference that cannot be used, ConfigError for a file that
-    cannot be written."""
+    """Returns the exit status, 1 where a loss or an estimator fails a property; raises PluginError for a reference that
+    cannot be used, ConfigError for a file that cannot be written."""
     if ns.action == "new":
         return _new(ns.kind, ns.name, Path(ns.output))
     registry = PluginRegistry.from_flags(ns.plugin)
     if ns.action == "check":
-        return _check(registry, ns.reference, ns.kind)
+        return _check(registry, ns.reference, ns.kind, sections_of(ns.plugin))
     rows = registry.infos(ns.kind)
     if ns.json:
         print(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
@@ -179,7 +186,7 @@ def _sorted(imports: Iterable[str]) -> str:
     return "\n\n".join("\n".join(block) for block in (standard, others, own) if block)
 
 
-def _check(registry: PluginRegistry, reference: str, kind: str | None) -> int:
+def _check(registry: PluginRegistry, reference: str, kind: str | None, sections: Sequence[str | type[Section]]) -> int:
     kinds = [kind] if kind else _possible_kinds(registry, reference)
     obj = registry.resolve(kinds[0], reference)
     origin = registry.locate(kinds[0], reference)
@@ -188,7 +195,19 @@ def _check(registry: PluginRegistry, reference: str, kind: str | None) -> int:
     print(f"  contract: {KINDS[kinds[0]].signature}, for {' or '.join(KINDS[kinds[0]].flags)}")
     if len(kinds) > 1:
         print(f"  also fits: {', '.join(kinds[1:])}")
-    return 0
+    if kinds[0] not in ("loss", "advantage"):
+        return 0
+    findings = _findings(kinds[0], obj, compose(sections)(), reference)
+    print(*(f"  {finding}" for finding in findings), sep="\n")
+    return 1 if failures(findings) else 0
+
+
+def _findings(kind: str, obj: Any, args: Any, reference: str) -> list[Finding]:
+    if kind == "advantage":
+        return lint_estimator(obj, args, reference=reference)
+    from buffer_rl.testing.lint_loss import lint_loss  # imports torch
+
+    return lint_loss(obj, args, reference=reference)
 
 
 def _possible_kinds(registry: PluginRegistry, reference: str) -> list[str]:

@@ -3,22 +3,25 @@ rank, as two ranks, and group by group."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from buffer_rl.buffer.columns import ColumnStore, RowSizes, assemble, sample_sizes
+from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool
 from buffer_rl.config import Options, compose
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.testing.lint import batch_of as batch_of
+from buffer_rl.testing.lint import with_sizes as with_sizes
+from buffer_rl.testing.loss_step import Outcome as Outcome
+from buffer_rl.testing.loss_step import outcome as outcome
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.types import Column, GroupUid, RowId, TrainBatch, concat_columns
+from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 
@@ -39,13 +42,6 @@ def built_in_losses() -> list[str]:
     return sorted(info.name for info in infos if info.distribution == "buffer-rl")
 
 
-def batch_of(row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> TrainBatch:
-    """Rows with these columns. Columns of tokens and lengths are made from the loss mask where they are absent."""
-    lengths = np.asarray([len(row) for row in columns["loss_mask"]], dtype=np.int32)
-    given = {"tokens": [np.zeros(n + 2, dtype=np.int32) for n in lengths], "response_length": lengths, **columns}
-    return TrainBatch(rollout_id=0, task="train_0", row_ids=list(row_ids), columns=given)
-
-
 def rows_of(**columns: Any) -> TrainBatch:
     """One prompt's samples of one part each: lists of numbers become rows of float32, or one number a row."""
     arrays: dict[str, Column] = {
@@ -55,68 +51,6 @@ def rows_of(**columns: Any) -> TrainBatch:
         for name, rows in columns.items()
     }
     return batch_of([RowId(GroupUid("data", 0, 0), index) for index in range(len(arrays["loss_mask"]))], arrays)
-
-
-def with_sizes(batch: TrainBatch) -> TrainBatch:
-    """The columns of samples' sizes as the Buffer writes them, group by group. Rows of a group must be adjacent."""
-    blocks = []
-    for uid in dict.fromkeys(row.uid for row in batch.row_ids):
-        rows = [row for row in batch.row_ids if row.uid == uid]
-        masks = [mask for row, mask in zip(batch.row_ids, batch.columns["loss_mask"], strict=True) if row.uid == uid]
-        blocks.append(sample_sizes(rows, RowSizes.of({"loss_mask": masks}, len(rows))))
-    batch.columns |= concat_columns(blocks)
-    return batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Of a step: its sums; the numbers that are logged; the gradient of its loss, divided by D, by the log-probability
-    and the entropy of each response token: per row ``[response_length]`` each."""
-
-    sums: Sums
-    means: dict[str, float]
-    log_prob_gradients: list[np.ndarray]
-    entropy_gradients: list[np.ndarray]
-
-
-def outcome(
-    objective: Objective,
-    batch: TrainBatch,
-    log_probs: Sequence[Sequence[float]],
-    entropy: Sequence[Sequence[float]] | None = None,
-    *,
-    blocks: Iterable[Sequence[int]] | None = None,
-    padding: int = 0,
-) -> Outcome:
-    """A step on ``batch``, whose rows are called in ``blocks`` (all together where None), each padded by ``padding``
-    more than its longest response, with NaN.
-
-    log_probs, entropy: per row ``[response_length]``; entropy 0 where absent."""
-    entropy = [np.zeros(len(row)) for row in log_probs] if entropy is None else entropy
-    sums: list[Sums] = []
-    gradients: list[dict[int, np.ndarray]] = [{}, {}]
-    for block in [range(len(batch))] if blocks is None else blocks:
-        width = max((len(log_probs[index]) for index in block), default=0) + padding
-        leaves = [_padded([given[index] for index in block], width) for given in (log_probs, entropy)]
-        loss, part = objective(leaves[0], leaves[1], batch.select(block))
-        loss.backward()  # type: ignore[no-untyped-call]
-        sums.append(part)
-        for leaf, found in zip(leaves, gradients, strict=True):
-            rows = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            for index, row in zip(block, rows.numpy(), strict=True):
-                assert not row[len(log_probs[index]) :].any(), "padding has a gradient"
-                found[index] = row[: len(log_probs[index])]
-    step = Sums.of(sums)
-    scale = 1 / step.divisor if step.divisor else 0.0
-    by_row = [[found[index] * scale for index in range(len(batch))] for found in gradients]
-    return Outcome(sums=step, means=step.means(), log_prob_gradients=by_row[0], entropy_gradients=by_row[1])
-
-
-def _padded(rows: Sequence[Sequence[float]], width: int) -> torch.Tensor:
-    values = torch.full((len(rows), width), torch.nan)
-    for index, row in enumerate(rows):
-        values[index, : len(row)] = torch.as_tensor(np.asarray(row, dtype=np.float32))
-    return values.requires_grad_()
 
 
 PARTS = ({0: 5, 1: 1, 2: 2}, {0: 1, 3: 1})

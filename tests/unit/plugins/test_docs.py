@@ -20,6 +20,7 @@ from buffer_rl.kinds import KINDS
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, is_for_rows, scope_of
+from buffer_rl.testing.lint import failures
 from buffer_rl.types import Sample
 from harness.losses import objective_of, outcome, rows_of
 
@@ -115,8 +116,19 @@ def test_the_examples_of_losses_give_hand_computed_numbers() -> None:
     assert (weighted["surprise"], weighted["difficulty"]) == (1, 0.75)
 
 
+def test_the_examples_of_losses_hold_what_they_declare_as_the_example_of_a_test_checks() -> None:
+    names: dict[str, Any] = {}
+    for block in blocks("python"):
+        if "TokenLoss" in block or "lint_loss" in block:
+            exec(block, names)
+    names["test_my_loss_holds_what_it_declares"]()
+    for name in ("sequence_ratio", "weighted"):
+        assert not failures(names["lint_loss"](names[name], compose(CORE_SECTIONS)())), name
+
+
 def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
-    reward, marked, scope, stream, renamed, fused, source, hooks = (b for b in blocks("python") if "TokenLoss" not in b)
+    others = (b for b in blocks("python") if "TokenLoss" not in b and "lint_loss" not in b)
+    reward, marked, scope, stream, renamed, fused, source, hooks = others
     names: dict[str, Any] = {}
     exec(scope, names)
     assert scope_of(names["centred"]) is Scope.GROUP

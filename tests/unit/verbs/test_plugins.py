@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +77,27 @@ def test_what_fits_no_kind_is_an_error(folder: Path) -> None:
     (folder / "odd_one.py").write_text("def odd(one, two, three, four, five, six): ...\n")
     with pytest.raises(PluginError, match="it fits no plugin kind"):
         run("check", "./odd_one.py:odd")
+
+
+def test_a_check_lints_losses_and_estimators(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "my_linted.py").write_text(
+        "from buffer_rl.contracts import TokenLoss\n"
+        "def by_rows(args, inputs):\n"
+        "    return TokenLoss(-inputs.log_probs / len(inputs.row_ids))\n"
+        "def rewards(args, batch):\n"
+        "    batch.columns['reward'] *= 2\n"
+        "    batch.columns['advantages'] = batch.columns['returns'] = batch.columns['loss_mask']\n"
+    )
+    assert run("check", "--kind", "loss", "./my_linted.py:by_rows") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "  fail    micro-batches: the gradient by log_probs, row lint:0:0/0.0, token 0: expected" in "\n".join(lines)
+    assert "  pass    padding" in lines
+    assert run("check", "--kind", "advantage", "./my_linted.py:rewards") == 1
+    assert "  fail    columns: it changes the column 'reward'" in capsys.readouterr().out
+    assert run("check", "policy_loss") == 0
+    assert "fail" not in capsys.readouterr().out
+
+
+def test_a_check_of_an_estimator_does_not_import_torch() -> None:
+    code = "import sys; from buffer_rl.cli import main; assert main(['plugins', 'check', 'grpo']) == 0; "
+    subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)

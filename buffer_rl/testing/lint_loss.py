@@ -1,0 +1,360 @@
+"""A linter for losses: does one hold what its unit and needs promise? Runs the objective on rows from a seed.
+
+A step's loss, metrics and gradients depend on its samples alone: not on micro-batches, ranks, padding or order, nor,
+for losses that give a number for each token, on the parts that a sample fanned out into.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from buffer_rl.contracts import LossInputs, PolicyLoss, TokenLoss
+from buffer_rl.errors import BufferRLError, PluginError
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.signature import describe
+from buffer_rl.scope import Unit, needs_of, unit_of
+from buffer_rl.testing.lint import (
+    Finding,
+    Result,
+    checked,
+    column_forms,
+    finding_of_needs,
+    first_difference,
+    first_infinite,
+    groups_of,
+    halves,
+    lint_rows,
+    mixed,
+    with_sizes,
+)
+from buffer_rl.testing.loss_step import Outcome, outcome, padded
+from buffer_rl.token_loss import Metric
+from buffer_rl.train.objective import Objective
+from buffer_rl.types import RowId, TrainBatch
+
+OUTPUTS = ("log_probs", "entropy", "critic_values")
+"""Of the models; columns of the linter's rows that the loss gets with a gradient."""
+
+
+def lint_loss(
+    loss: PolicyLoss, args: Any, *, reference: str = "", seed: int = 0, forms: dict[str, str] | None = None
+) -> list[Finding]:
+    """The findings on a loss, one a property: form, needs, finite, micro-batches, ranks, order, padding, masked,
+    fan-out (unit token), unit, gradient.
+
+    args: the run's options. reference: its name in messages. forms: of columns that it needs, by name: ``token`` or
+    ``row``; tried out where absent. Where the form is wrong nothing else is looked at. Raises ConfigError for a unit
+    that there is not."""
+    run = _Run(loss, args, reference or describe(loss), seed)
+    form = checked("form", lambda: run.find_form(forms))
+    if form.result is not Result.PASS:
+        return [form, run.needs()] if run.undeclared else [form]
+    properties: dict[str, Callable[[], str | Finding]] = {
+        "needs": run.needs,
+        "finite": run.finite,
+        "micro-batches": run.micro_batches,
+        "ranks": run.ranks,
+        "order": run.order,
+        "padding": run.padding,
+        "masked": run.masked,
+        "fan-out": run.fan_out,
+        "unit": run.unit,
+        "gradient": run.gradient,
+    }
+    if run.is_by_row:
+        del properties["fan-out"]
+    return [form, *(checked(name, check) for name, check in properties.items())]
+
+
+class _Watched:
+    """The loss, its answers and the columns that it reads."""
+
+    def __init__(self, loss: PolicyLoss, reference: str) -> None:
+        self._loss, self._reference = loss, reference
+        self.unit, self.needs = unit_of(loss), needs_of(loss)
+        self.read: set[str] = set()
+        self.absent: set[str] = set()
+        self.answer: Any = None
+
+    def __call__(self, args: Any, inputs: LossInputs) -> TokenLoss:
+        def column(name: str) -> Any:
+            found = inputs.get(name)
+            (self.absent if found is None else self.read).add(name)
+            return found
+
+        mask = inputs.loss_mask.clone()
+        self.answer = self._loss(
+            args,
+            LossInputs(
+                log_probs=inputs.log_probs,
+                entropy=inputs.entropy,
+                values=inputs.values,
+                loss_mask=inputs.loss_mask,
+                row_ids=inputs.row_ids,
+                column=column,
+            ),
+        )
+        if not torch.equal(mask, inputs.loss_mask):
+            raise PluginError("it changes inputs.loss_mask in place", hint="return weights to leave tokens out")
+        return self.answer  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return repr(self._reference)
+
+
+class _Run:
+    """A loss, its objective, and the rows that it is tried on."""
+
+    def __init__(self, loss: PolicyLoss, args: Any, reference: str, seed: int) -> None:
+        self._loss, self._seed = _Watched(loss, reference), seed
+        changes = {"custom_loss_function_path": self._loss, "use_kl_loss": False, "entropy_coef": 0.0}
+        self._objective = Objective(args.model_copy(update=changes), PluginRegistry.from_flags(()))
+        self.undeclared: set[str] = set()
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether there is no promise about parts: of another unit than token, or a number for each row."""
+        return self._loss.unit != Unit.TOKEN or self._loss.answer.values.ndim == 1
+
+    def find_form(self, forms: dict[str, str] | None) -> str:
+        """Call it with the columns that it declares, then also with those without which it fails."""
+        text = ""
+        for _ in range(4):
+            named = self._loss.needs | self.undeclared
+            for form in [{**dict.fromkeys(named, "token"), **forms}] if forms else column_forms(named):
+                self._loss.absent.clear()
+                self._batch = lint_rows(2 * self._seed, form, more=OUTPUTS)
+                self._other = lint_rows(2 * self._seed + 1, form, more=OUTPUTS)
+                try:
+                    self._wanted = self._step(self._batch)
+                    self._values = self._answers(self._batch)
+                    return ""
+                except (BufferRLError, RuntimeError) as error:
+                    text = str(error).splitlines()[0]
+                    if self._loss.absent:
+                        break
+            if not self._loss.absent:
+                break
+            self.undeclared |= self._loss.absent
+        return text
+
+    def needs(self) -> Finding:
+        """Read but not declared, declared but never read."""
+        return finding_of_needs(self._loss.needs, self.undeclared, self._loss.absent, self._loss.read)
+
+    def finite(self) -> str:
+        """The loss, its metrics and its gradients."""
+        for name, gradients in _gradients(self._wanted):
+            if text := first_infinite(self._batch, gradients):
+                return f"{name}, {text}"
+        odd = [(name, value) for name, value in self._wanted.means.items() if not np.isfinite(value)]
+        return f"{odd[0][0]}: expected a finite number, found {odd[0][1]}" if odd else ""
+
+    def micro_batches(self) -> str:
+        """As many as the unit allows: a row or a group each."""
+        return self._differs(blocks=self._units(self._batch))
+
+    def ranks(self) -> str:
+        """Two ranks, every other row or group each."""
+        units = self._units(self._batch)
+        shares = [[index for unit in units[rank::2] for index in unit] for rank in range(2)]
+        return self._differs(blocks=shares)
+
+    def order(self) -> str:
+        """The rows backwards in one micro-batch."""
+        return self._differs(blocks=[list(range(len(self._batch)))[::-1]])
+
+    def padding(self) -> str:
+        """Wider micro-batches; what is beyond a response is NaN."""
+        return self._differs(padding=3)
+
+    def masked(self) -> str | Finding:
+        """Masked tokens hold NaN, then more of them stand at the ends of responses: the loss stays, and they have no
+        gradient."""
+        masks = self._batch.columns["loss_mask"]
+        nothing = replace(self._batch, columns={n: _filled(c, masks) for n, c in self._batch.columns.items()})
+        nothing.columns["loss_mask"] = masks
+        text = self._differs(nothing)
+        for name, gradients in () if text else _gradients(self._wanted):
+            zeros = [np.where(mask, gradient, 0) for mask, gradient in zip(masks, gradients, strict=True)]
+            text = text or (first_difference(self._batch, gradients, zeros) and f"{name} of a masked token is not 0")
+        if text:
+            return f"with NaN in masked tokens, {text}"
+        more = replace(self._batch, columns={n: _lengthened(c) for n, c in self._batch.columns.items()})
+        more.columns["response_length"] = np.asarray(self._batch.columns["response_length"]) + MORE
+        text = self._differs(more)
+        text = text and f"with {MORE} more masked tokens at the end of each response, {text}"
+        if text and "response_length" in self._loss.read:  # which counts masked tokens, as some papers do
+            return Finding("masked", Result.NOTICE, text)
+        return text
+
+    def fan_out(self) -> str:
+        """Responses of samples of one part, cut into three; a part may be empty."""
+        rows, cuts = [], []
+        alone = np.asarray(self._batch.columns["sample_parts"]) == 1
+        for row, length, single in zip(self._batch.row_ids, self._batch.columns["response_length"], alone, strict=True):
+            ends = [0, length // 2, length // 2 + length // 3, length] if single else [0, length]
+            cuts.append(list(itertools.pairwise(ends)))
+            rows += [RowId(row.uid, row.sample_index, part if single else row.part) for part in range(len(ends) - 1)]
+        columns: dict[str, Any] = {}
+        for name, column in self._batch.columns.items():
+            if isinstance(column, np.ndarray):
+                columns[name] = np.repeat(column, [len(own) for own in cuts])
+            elif name != "tokens":
+                columns[name] = [row[a:b] for row, own in zip(column, cuts, strict=True) for a, b in own]
+        columns["response_length"] = np.asarray([b - a for own in cuts for a, b in own], dtype=np.int32)
+        columns["tokens"] = [np.zeros(n + 2, dtype=np.int32) for n in columns["response_length"]]
+        found = self._step(with_sizes(replace(self._batch, row_ids=rows, columns=columns)))
+        starts = np.cumsum([0, *map(len, cuts)]).tolist()
+        joined: dict[str, Any] = {
+            f"{name}_gradients": [
+                np.concatenate(getattr(found, f"{name}_gradients")[a:b]) for a, b in itertools.pairwise(starts)
+            ]
+            for name in ("log_prob", "entropy", "value")
+        }
+        by_row = {
+            n for n, m in self._loss.answer.metrics.items() if (m.values if isinstance(m, Metric) else m).ndim == 1
+        }
+        means = {name: value for name, value in self._wanted.means.items() if name not in by_row}
+        text = _difference(self._batch, replace(found, **joined), replace(self._wanted, means=means))
+        return text and f"with responses cut into parts, {text}"
+
+    def unit(self) -> str:
+        """Numbers beyond the unit change, and the values and weights stay."""
+        unit, batch = self._loss.unit, self._batch
+        if unit == Unit.TOKEN and self._loss.answer.values.ndim == 1:
+            return "expected a number for each token, found one for each row: the unit is row"
+        lengths = [int(n) for n in batch.columns["response_length"]]
+        rng, kept_rows = np.random.default_rng(self._seed), halves(batch, "group" if unit == Unit.GROUP else "row")
+        for half in kept_rows:
+            kept = [np.full(n, keep) for n, keep in zip(lengths, half, strict=True)]
+            if unit == Unit.TOKEN:
+                kept, half = [rng.random(n) < 0.5 for n in lengths], [True] * len(batch)
+            found = self._answers(mixed(batch, self._other, kept, rows=half))
+            counted = [own & (mask != 0) for own, mask in zip(kept, batch.columns["loss_mask"], strict=True)]
+            for name, ours in found.items():
+                same = [
+                    np.where(keep if len(keep) == len(own) else keep.any(), own, was)
+                    for keep, own, was in zip(counted, ours, self._values[name], strict=True)
+                ]
+                if text := first_difference(batch, same, self._values[name]):
+                    return f"with other numbers in other {unit}s, {name}, {text}"
+        return ""
+
+    def gradient(self) -> str | Finding:
+        """Against one-sided differences of the loss, of which the smaller and the larger bound a subgradient."""
+        try:
+            leaves = self._leaves(torch.float64)
+            total = self._total(leaves)
+        except (BufferRLError, RuntimeError):  # a function of float32 alone
+            leaves = self._leaves(torch.float32)
+            total = self._total(leaves)
+        is_double = leaves[0].dtype == self._loss.answer.values.dtype == torch.float64
+        step, tolerance = (1e-5, 1e-3) if is_double else (1e-2, 5e-2)
+        total.backward()  # type: ignore[no-untyped-call]
+        used = [(n, leaf, leaf.grad) for n, leaf in zip(OUTPUTS, leaves, strict=True) if leaf.grad is not None]
+        largest = max((float(gradient.abs().max()) for _, _, gradient in used), default=0.0)
+        if not largest:
+            return "the gradient of every token is 0: nothing would be trained"
+        before = float(total.detach())
+        for name, leaf, gradient in used:
+            for row, mask in enumerate(self._batch.columns["loss_mask"]):
+                for token in np.flatnonzero(mask).tolist():
+                    sides = sorted(self._side(leaves, leaf, row, token, shift, before) for shift in (-step, step))
+                    own, slack = float(gradient[row, token]), tolerance * largest
+                    if not sides[0] - slack <= own <= sides[1] + slack:
+                        at = f"{name}, row {self._batch.row_ids[row]}, token {token}"
+                        text = f"value and gradient differ: {at}: expected {sides[1]:.6g}, found {own:.6g}"
+                        return Finding("gradient", Result.NOTICE, f"{text}; fine for a loss with a stop-gradient")
+        return ""
+
+    def _side(
+        self, leaves: list[torch.Tensor], leaf: torch.Tensor, row: int, token: int, shift: float, before: float
+    ) -> float:
+        with torch.no_grad():
+            was = leaf[row, token].clone()
+            leaf[row, token] += shift
+            after = float(self._total(leaves))
+            leaf[row, token] = was
+        return (after - before) / shift
+
+    def _leaves(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [padded(self._batch.columns[name], dtype=dtype) for name in OUTPUTS]  # type: ignore[arg-type]
+
+    def _total(self, leaves: list[torch.Tensor]) -> torch.Tensor:
+        return self._objective(leaves[0], leaves[1], _rows(self._batch), leaves[2])[0]
+
+    def _units(self, batch: TrainBatch) -> list[list[int]]:
+        return groups_of(batch) if self._loss.unit == Unit.GROUP else [[index] for index in range(len(batch))]
+
+    def _step(self, batch: TrainBatch, **how: Any) -> Outcome:
+        log_probs, entropy, values = (batch.columns[name] for name in OUTPUTS)
+        return outcome(self._objective, _rows(batch), log_probs, entropy, values, **how)  # type: ignore[arg-type]
+
+    def _differs(self, batch: TrainBatch | None = None, **how: Any) -> str:
+        return _difference(self._batch, self._step(self._batch if batch is None else batch, **how), self._wanted)
+
+    def _answers(self, batch: TrainBatch) -> dict[str, list[np.ndarray]]:
+        """Values and weights, per row: of its response tokens, or one."""
+        self._step(batch)
+        given = {"values": self._loss.answer.values, "weights": self._loss.answer.weights}
+        lengths = batch.columns["response_length"]
+        return {
+            name: [
+                np.atleast_1d(row)[:length] if row.ndim else np.atleast_1d(row)
+                for row, length in zip(tensor.detach().numpy(), lengths, strict=True)
+            ]
+            for name, tensor in given.items()
+            if tensor is not None
+        }
+
+
+MORE = 2
+"""Masked tokens that are added to each response."""
+
+
+def _rows(batch: TrainBatch) -> TrainBatch:
+    """Without the outputs of models, which are no columns of a run."""
+    return replace(batch, columns={name: own for name, own in batch.columns.items() if name not in OUTPUTS})
+
+
+def _filled(column: Any, masks: Any) -> Any:
+    """A column of tokens with NaN where they are masked."""
+    if isinstance(column, np.ndarray) or len(column[0]) != len(masks[0]):
+        return column
+    return [np.where(mask, row, np.nan).astype(np.float32) for mask, row in zip(masks, column, strict=True)]
+
+
+def _lengthened(column: Any) -> Any:
+    """A column of tokens with zeros, the mask's value, at the end of each row."""
+    return column if isinstance(column, np.ndarray) else [np.append(row, np.zeros(MORE, row.dtype)) for row in column]
+
+
+def _gradients(found: Outcome) -> list[tuple[str, Sequence[np.ndarray]]]:
+    return [
+        ("the gradient by log_probs", found.log_prob_gradients),
+        ("the gradient by entropy", found.entropy_gradients),
+        ("the gradient by values", found.value_gradients),
+    ]
+
+
+def _difference(batch: TrainBatch, found: Outcome, wanted: Outcome) -> str:
+    """What differs first: a gradient, the divisor, the loss or a metric; empty if nothing does. Gradients of more
+    tokens than the batch has are compared over the batch's."""
+    lengths = batch.columns["response_length"]
+    for (name, ours), (_, theirs) in zip(_gradients(found), _gradients(wanted), strict=True):
+        cut = [row[:length] for row, length in zip(ours, lengths, strict=True)]
+        if text := first_difference(batch, cut, theirs):
+            return f"{name}, {text}"
+    numbers = {"divisor": (found.sums.divisor, wanted.sums.divisor)}
+    numbers |= {name: (found.means.get(name, np.nan), value) for name, value in wanted.means.items()}
+    for name, (own, value) in numbers.items():
+        if not np.isclose(own, value, rtol=1e-4, atol=1e-5, equal_nan=True):
+            return f"{name}: expected {value:.6g}, found {own:.6g}"
+    return ""
