@@ -134,6 +134,9 @@ class RewardOptions(Section):
     )
     rm_workers: int = option(1, "processes that compute synchronous rewards off the event loop", ge=1)
     grpo_std_normalization: bool = option(True, "divide a group's centred rewards by their standard deviation")
+    disable_rewards_normalization: bool = option(
+        False, "give the advantage estimator the rewards as they are, whatever its normalisation within a group is"
+    )
 
 
 class EvalOptions(Section):
