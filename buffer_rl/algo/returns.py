@@ -14,7 +14,7 @@ import numpy as np
 from buffer_rl.algo.advantages import rewards_of
 from buffer_rl.errors import DataError
 from buffer_rl.train.roles import policy_field
-from buffer_rl.types import TrainBatch
+from buffer_rl.types import Column, TrainBatch
 
 EPS = 1e-8
 """Added to the variance, as in slime's and verl's ``masked_whiten``."""
@@ -86,7 +86,7 @@ def spread(rows: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.n
     return spread_rows
 
 
-def whitened_tokens(rows: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+def whitened_tokens(rows: Column, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
     """``whitened`` over the unmasked tokens of rows ``[response_length]``; the same shape, float32, masked ones 0."""
     kept = [np.asarray(row)[mask != 0] for row, mask in zip(rows, masks, strict=True)]
     return spread(whitened(kept), masks)

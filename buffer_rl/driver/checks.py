@@ -33,6 +33,7 @@ def check_options(args: Any) -> None:
     _check_top_k(args)
     _check_kl(args)
     _check_algorithm(args)
+    _check_reward_shaping(args)
     require_local_engines(args.weight_sync_mode, args.engine_urls)
     check_template_kwargs(args.apply_chat_template_kwargs)
     _check_optimizer(args)
@@ -154,13 +155,31 @@ def _check_algorithm(args: Any) -> None:
                 f"the advantage {name!r} does not read it",
                 where=flag_of(option),
                 expected=f"--advantage-estimator {', '.join(readers)}",
-                hint="a KL penalty in the loss: --use-kl-loss --kl-loss-coef" if option == "kl_coef" else "take it out",
+                hint="for a KL penalty in the loss add --use-kl-loss --kl-loss-coef"
+                if option == "kl_coef"
+                else "take it out",
             )
     if name == "pass_at_k" and args.pass_at_k >= args.n_samples_per_prompt:
         raise ConfigError(
             f"the best of {args.pass_at_k} is the same for all of {args.n_samples_per_prompt} samples: no gradient",
             where="--pass-at-k",
             expected="less than --n-samples-per-prompt",
+        )
+
+
+def _check_reward_shaping(args: Any) -> None:
+    if args.overlong_buffer_len > args.rollout_max_response_len:
+        raise ConfigError(
+            f"a buffer of {args.overlong_buffer_len} of at most {args.rollout_max_response_len} tokens",
+            where="--overlong-buffer-len",
+            expected="at most --rollout-max-response-len",
+        )
+    given = {"--overlong-buffer-len": args.overlong_buffer_len}
+    given |= {"--disable-rewards-normalization": args.disable_rewards_normalization}
+    path = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
+    if path and (flag := next((flag for flag, value in given.items() if value), "")):
+        raise ConfigError(
+            f"{path} makes the rewards to train on", where=flag, expected="rewards that the framework normalises"
         )
 
 
