@@ -16,7 +16,7 @@ from buffer_rl.types import TrainBatch
 def reinforce_plus_plus(args: Any, batch: TrainBatch) -> None:
     """Discounted returns of token rewards, normalised over all unmasked tokens of the rollout.
 
-    Hu et al. (arXiv 2501.03262) section 3: the token reward is the sample's reward at the end of the response, minus
+    Hu et al. (arXiv 2501.03262): the token reward is the sample's reward at the end of the response, minus
     ``--kl-coef`` times the log-ratio to the reference; the advantage of a token is the sum of the rewards from it on
     (discounted by ``--gamma``, 1 in the paper), normalised over the global batch. Rewards are raw: there is no group
     baseline. Returns are those before the normalisation.
@@ -45,7 +45,7 @@ def reinforce_plus_plus_baseline(args: Any, batch: TrainBatch) -> None:
 def remax(args: Any, batch: TrainBatch) -> None:
     """The sum of token rewards from each token on, minus the reward of the prompt's greedy response.
 
-    Li et al. (arXiv 2310.10505) section 4, algorithm 1, with the penalty of ``--kl-coef`` in the token rewards. The
+    Li et al. (arXiv 2310.10505) algorithm 1, with the penalty of ``--kl-coef`` in the token rewards. The
     column ``baseline_reward``, ``[num_rows]``, is the reward of a response sampled at temperature 0, which a function
     of ``--custom-convert-samples-to-train-data-path`` gives. Returns are those before the subtraction.
 
@@ -62,8 +62,8 @@ def remax(args: Any, batch: TrainBatch) -> None:
 def gpg(args: Any, batch: TrainBatch) -> None:
     """The reward minus the mean of its prompt, times ``samples / samples of prompts whose rewards differ``.
 
-    Chu et al. (arXiv 2504.02546) section 3, with ``F_norm = 1``: prompts whose samples are all right or all wrong have
-    no gradient, and the factor ``alpha = B / (B - M)`` takes them out of the mean. ``B`` counts samples that have an
+    Chu et al. (arXiv 2504.02546), with ``F_norm = 1``: prompts whose samples are all right or all wrong have no
+    gradient, and the factor ``alpha = B / (B - M)`` takes them out of the mean. ``B`` counts samples that have an
     unmasked token, ``M`` those of them whose prompt has equal rewards; a sample that fanned out counts once. The mean
     was subtracted when the rewards were post-processed. Where no prompt has different rewards all advantages are 0.
 

@@ -22,7 +22,7 @@ EPS = 1e-8
 
 def token_rewards(args: Any, batch: TrainBatch) -> list[np.ndarray]:
     """Per row ``[num_unmasked]`` float64: the sample's reward on its last unmasked token, and on each token
-    ``-kl_coef * (log pi - log ref)``, the penalty of arXiv 2501.03262 section 3 (the k1 estimator).
+    ``-kl_coef * (log pi - log ref)``, the penalty of REINFORCE++, arXiv 2501.03262 (the k1 estimator).
 
     Raises DataError for a missing column, or a reward that is not finite.
     """

@@ -151,13 +151,12 @@ def _check_algorithm(args: Any) -> None:
     for option, field in AlgorithmOptions.model_fields.items():
         value, readers = getattr(args, option), [n for n in ALGORITHMS if option in ALGORITHMS[n].options]
         if readers and name not in readers and value != field.default:
+            in_loss = "for a KL penalty in the loss add --use-kl-loss --kl-loss-coef"
             raise ConfigError(
                 f"the advantage {name!r} does not read it",
                 where=flag_of(option),
                 expected=f"--advantage-estimator {', '.join(readers)}",
-                hint="for a KL penalty in the loss add --use-kl-loss --kl-loss-coef"
-                if option == "kl_coef"
-                else "take it out",
+                hint=in_loss if option == "kl_coef" else "take it out",
             )
     if name == "pass_at_k" and args.pass_at_k >= args.n_samples_per_prompt:
         raise ConfigError(

@@ -46,4 +46,5 @@ def test_k_of_1_is_grpo_with_the_population_deviation() -> None:
 def test_small_groups_and_equal_rewards_give_exactly_0() -> None:
     assert best_of_k(np.array([0.1, 0.1, 0.1]), 2).tolist() == [0, 0, 0]
     assert best_of_k(np.array([0.0, 1.0]), 2).tolist() == [0, 0]
+    assert best_of_k(np.array([0.0, 0.0, 0.0, 0.1, 0.1]), 4).tolist() == [0] * 5, "rounding is no deviation"
     assert best_of_k(np.array([3.0]), 2).tolist() == [0]

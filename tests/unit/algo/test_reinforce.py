@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from buffer_rl.algo.advantages import group_normalize
+from buffer_rl.algo.gae import gae
 from buffer_rl.algo.reinforce import gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
-from buffer_rl.algo.returns import whitened_tokens
+from buffer_rl.algo.returns import whitened, whitened_tokens
 from buffer_rl.errors import DataError
+from buffer_rl.scope import Scope, needs_of, scope_of
 
 TWO = [(0, 0, 0), (1, 0, 0)]
 UNEVEN = ([1.0, 2.0, 3.0, 4.0], [10.0, 12.0], [5.0, 6.0, 7.0])
@@ -90,6 +92,10 @@ def test_whitened_tokens_have_mean_0_and_deviation_1() -> None:
     assert all((row[~mask] == 0).all() for row, mask in zip(found, masks, strict=True))
 
 
+def test_equal_numbers_are_whitened_to_exactly_0() -> None:
+    assert lists(whitened([np.array([0.1, 0.1]), np.array([0.1])])) == [[0, 0], [0]], "the mean of three 0.1 is not 0.1"
+
+
 def test_remax_subtracts_the_reward_of_the_greedy_response(make_rows: Any, make_algo_args: Any) -> None:
     batch = make_rows(TWO, [1.0, 0.0], [[1, 0, 1], [1]], baseline_reward=np.array([0.25, 0.25], dtype=np.float32))
     remax(make_algo_args(), batch)
@@ -127,6 +133,13 @@ def test_gpg_of_uneven_groups_has_mean_0_in_each_and_of_equal_rewards_0(make_row
     equal = make_rows(TWO, [0.0, 0.0], [[1], [1]])
     gpg(None, equal)
     assert lists(equal.columns["advantages"]) == [[0], [0]]
+
+
+def test_estimators_declare_what_they_read() -> None:
+    for estimator in (reinforce_plus_plus, reinforce_plus_plus_baseline, gpg):
+        assert (scope_of(estimator), needs_of(estimator)) == (Scope.ROLLOUT, frozenset())
+    assert (scope_of(remax), needs_of(remax)) == (Scope.ROW, {"baseline_reward"})
+    assert (scope_of(gae), needs_of(gae)) == (Scope.ROW, {"values"})
 
 
 @pytest.mark.parametrize("estimator", [reinforce_plus_plus, reinforce_plus_plus_baseline, remax, gpg])

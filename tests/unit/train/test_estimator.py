@@ -18,7 +18,7 @@ from buffer_rl.config import Options
 from buffer_rl.contracts import LossInputs, TokenLoss, Topology
 from buffer_rl.errors import BufferStateError, PluginError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import Unit, loss_unit
+from buffer_rl.scope import Scope, Unit, loss_unit
 from buffer_rl.train.group import TrainRank, splitting
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.roles import SAMPLED_FIELDS, estimator_needs
@@ -170,6 +170,11 @@ def test_advantages_are_normalised_over_the_rollout_on_any_number_of_ranks_and_s
     args = make_args(normalize_advantages=True, num_steps_per_rollout=steps)
     expected = np.array([-5, -5, 3, 3, 3, -5, 3, 3]) / 8 / (8 * 15 / 64 / 7) ** 0.5
     assert advantages(args, ranks) == pytest.approx(list(expected), rel=1e-6)
+
+
+def test_normalised_advantages_have_the_scope_of_the_rollout(make_args: Callable[..., Options]) -> None:
+    assert objective_of(make_args()).scope is Scope.ROW
+    assert objective_of(make_args(normalize_advantages=True)).scope is Scope.ROLLOUT
 
 
 def test_a_kl_penalty_in_the_reward_needs_the_log_probabilities_that_it_compares(
