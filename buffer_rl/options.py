@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from buffer_rl.algo.options import AlgorithmOptions
     from buffer_rl.buffer.options import BufferOptions
     from buffer_rl.config import Options
     from buffer_rl.data.options import DataOptions
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         TrainOptions,
         OptimizerOptions,
         LossOptions,
+        AlgorithmOptions,
         WeightOptions,
         ObserveOptions,
         DebugOptions,
@@ -45,6 +47,7 @@ CORE_SECTIONS: tuple[str, ...] = (
     "buffer_rl.train.options:TrainOptions",
     "buffer_rl.train.options:OptimizerOptions",
     "buffer_rl.train.options:LossOptions",
+    "buffer_rl.algo.options:AlgorithmOptions",
     "buffer_rl.weights.options:WeightOptions",
     "buffer_rl.observe.options:ObserveOptions",
     "buffer_rl.driver.options:DebugOptions",

@@ -1,7 +1,12 @@
 """Formulas: pure functions of arrays and tensors.
 
 algorithms   the table of algorithms: estimator, loss, normalisation of rewards
-advantages   group-normalised rewards; advantage estimators (numpy)
+options      what advantage estimators read
+advantages   group-normalised rewards; the estimator grpo (numpy, as all estimators)
+rewards      rewards as the algorithm normalises them, by means of rloo and pass_at_k too
+returns      token rewards, discounted returns, normalisation over a rollout
+reinforce    the estimators reinforce_plus_plus, reinforce_plus_plus_baseline, remax and gpg
+gae          the estimator gae, for runs with values
 aggregation  from token losses to one number
 losses       policy loss, supervised loss, KL estimators (torch)
 """

@@ -24,20 +24,31 @@ def grpo(args: Any, batch: TrainBatch) -> None:
     prompt was done when the rewards were post-processed (``group_normalize``), because a rank
     may see only some of a prompt's samples. Returns equal advantages: there is no value function.
 
+    So ``dr_grpo``, ``rloo`` and ``pass_at_k`` are this function too: their rewards are normalised in another way
+    (``buffer_rl.algo.algorithms``).
+
     Raises DataError if the batch has no ``reward`` column or a reward is not finite.
     """
-    if "reward" not in batch.columns:
-        raise DataError(
-            "the batch has no rewards", where=batch.task, expected="a column reward", hint="score the samples first"
-        )
-    rewards = np.asarray(batch.columns["reward"], dtype=np.float32)
-    if not np.isfinite(rewards).all():
-        row = int(np.flatnonzero(~np.isfinite(rewards))[0])
-        raise DataError(f"the reward is {rewards[row]}", where=str(batch.row_ids[row]), expected="a finite number")
     lengths = np.asarray(batch.columns["response_length"]).tolist()
-    pairs = list(zip(rewards, lengths, strict=True))
+    pairs = list(zip(rewards_of(batch), lengths, strict=True))
     batch.columns["advantages"] = [np.full(length, reward, dtype=np.float32) for reward, length in pairs]
     batch.columns["returns"] = [np.full(length, reward, dtype=np.float32) for reward, length in pairs]
+
+
+def rewards_of(batch: TrainBatch, column: str = "reward") -> np.ndarray:
+    """One reward for each row, ``[num_rows]`` float32. Raises DataError if the column is not there or not finite."""
+    if column not in batch.columns:
+        raise DataError(
+            f"the batch has no {column}s",
+            where=batch.task,
+            expected=f"a column {column}",
+            hint="score the samples first",
+        )
+    rewards = np.asarray(batch.columns[column], dtype=np.float32)
+    if not np.isfinite(rewards).all():
+        row = int(np.flatnonzero(~np.isfinite(rewards))[0])
+        raise DataError(f"the {column} is {rewards[row]}", where=str(batch.row_ids[row]), expected="a finite number")
+    return rewards
 
 
 STD_EPS = 1e-6

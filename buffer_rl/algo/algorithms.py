@@ -11,24 +11,36 @@ from enum import StrEnum
 
 
 class Rewards(StrEnum):
-    """What is done to the rewards of a prompt's samples before the estimator sees them: as they are, minus their mean,
-    or divided by their standard deviation too."""
+    """What is done to the rewards of a prompt's samples before the estimator sees them: as they are; minus their mean;
+    divided by their standard deviation too; minus the mean of the other samples; share in the best of k samples."""
 
     RAW = "raw"
     CENTRED = "centred"
     STANDARD = "standard"
+    LEAVE_ONE_OUT = "leave_one_out"
+    PASS_AT_K = "pass_at_k"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """loss: the registered name of the loss that the algorithm is defined with. rewards: their normalisation."""
+    """loss: the registered name of the loss that the algorithm is defined with. rewards: their normalisation. options:
+    those that the algorithm reads of ``buffer_rl.algo.options.AlgorithmOptions``."""
 
     loss: str = "policy_loss"
     rewards: Rewards = Rewards.STANDARD
+    options: frozenset[str] = frozenset()
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "grpo": Algorithm(),
+    "dr_grpo": Algorithm(rewards=Rewards.CENTRED),
+    "rloo": Algorithm(rewards=Rewards.LEAVE_ONE_OUT),
+    "pass_at_k": Algorithm(rewards=Rewards.PASS_AT_K, options=frozenset({"pass_at_k"})),
+    "gpg": Algorithm(rewards=Rewards.CENTRED),
+    "reinforce_plus_plus": Algorithm(rewards=Rewards.RAW, options=frozenset({"gamma", "kl_coef"})),
+    "reinforce_plus_plus_baseline": Algorithm(rewards=Rewards.CENTRED),
+    "remax": Algorithm(rewards=Rewards.RAW, options=frozenset({"kl_coef"})),
+    "gae": Algorithm(rewards=Rewards.RAW, options=frozenset({"gamma", "lambd", "kl_coef"})),
 }
 """By the registered name of the estimator; one of the user's own has the defaults."""
 

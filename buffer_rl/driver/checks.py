@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from buffer_rl.algo.algorithms import ALGORITHMS
+from buffer_rl.algo.options import AlgorithmOptions
 from buffer_rl.config import did_you_mean, flag_of
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.source import check_sources
@@ -12,7 +14,7 @@ from buffer_rl.driver.schedule import Schedule, parse_early_stop, rollout_only, 
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
-from buffer_rl.train.roles import is_supervised, loss_of
+from buffer_rl.train.roles import estimator_of, is_supervised, loss_of, uses_reference
 from buffer_rl.weights.tensor import require_local_engines
 
 
@@ -30,6 +32,8 @@ def check_options(args: Any) -> None:
     _check_evaluation(args)
     _check_top_k(args)
     _check_kl(args)
+    _check_algorithm(args)
+    _check_reward_shaping(args)
     require_local_engines(args.weight_sync_mode, args.engine_urls)
     check_template_kwargs(args.apply_chat_template_kwargs)
     _check_optimizer(args)
@@ -130,12 +134,51 @@ def _check_kl(args: Any) -> None:
     """The built-in policy loss has no other place for the coefficient; a loss or an estimator of others may read it."""
     trains = args.num_rollout != 0 and not rollout_only(args)
     of_others = args.custom_loss_function_path or args.custom_advantage_function_path
-    builtin = (loss_of(args), args.advantage_estimator) == ("policy_loss", "grpo") and not of_others
+    builtin = loss_of(args) == "policy_loss" and args.advantage_estimator in ALGORITHMS and not of_others
     if trains and builtin and args.kl_loss_coef and not args.use_kl_loss:
         raise ConfigError(
             f"the loss has no KL penalty that {args.kl_loss_coef:g} could be the weight of",
             where="--kl-loss-coef",
             hint="add --use-kl-loss, or write --kl-loss-coef 0",
+        )
+
+
+def _check_algorithm(args: Any) -> None:
+    """An option that the built-in estimator does not read would change nothing; one of the user's may read any."""
+    name = estimator_of(args)[1]
+    if name not in ALGORITHMS or is_supervised(args):
+        return
+    for option, field in AlgorithmOptions.model_fields.items():
+        value, readers = getattr(args, option), [n for n in ALGORITHMS if option in ALGORITHMS[n].options]
+        if readers and name not in readers and value != field.default:
+            in_loss = "for a KL penalty in the loss add --use-kl-loss --kl-loss-coef"
+            raise ConfigError(
+                f"the advantage {name!r} does not read it",
+                where=flag_of(option),
+                expected=f"--advantage-estimator {', '.join(readers)}",
+                hint=in_loss if option == "kl_coef" else "take it out",
+            )
+    if name == "pass_at_k" and args.pass_at_k >= args.n_samples_per_prompt:
+        raise ConfigError(
+            f"the best of {args.pass_at_k} is the same for all of {args.n_samples_per_prompt} samples: no gradient",
+            where="--pass-at-k",
+            expected="less than --n-samples-per-prompt",
+        )
+
+
+def _check_reward_shaping(args: Any) -> None:
+    if args.overlong_buffer_len > args.rollout_max_response_len:
+        raise ConfigError(
+            f"a buffer of {args.overlong_buffer_len} of at most {args.rollout_max_response_len} tokens",
+            where="--overlong-buffer-len",
+            expected="at most --rollout-max-response-len",
+        )
+    given = {"--overlong-buffer-len": args.overlong_buffer_len}
+    given |= {"--disable-rewards-normalization": args.disable_rewards_normalization}
+    path = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
+    if path and (flag := next((flag for flag, value in given.items() if value), "")):
+        raise ConfigError(
+            f"{path} makes the rewards to train on", where=flag, expected="rewards that the framework normalises"
         )
 
 
@@ -230,7 +273,7 @@ STREAM = "--stream-gradients"
 
 def check_role_options(args: Any) -> None:
     """Raises ConfigError for roles without work, and for gradients that cannot be streamed, as far as options tell."""
-    if args.num_ref_workers and not args.use_kl_loss:
+    if args.num_ref_workers and not uses_reference(args):
         raise ConfigError(
             "no reference log-probabilities are needed",
             where="--num-ref-workers",

@@ -43,9 +43,8 @@ from buffer_rl.resolution.calls import construct
 from buffer_rl.rollout.data_source import start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
-from buffer_rl.scope import scope_of
 from buffer_rl.train.group import start_train_group
-from buffer_rl.train.roles import ACTOR, checkpoint_folder, estimator_of, is_supervised
+from buffer_rl.train.roles import ACTOR, checkpoint_folder, estimator_of, estimator_scope, is_supervised
 from buffer_rl.train.worker import start_roles
 from buffer_rl.weights.publish import Publisher, RolePublisher
 from buffer_rl.weights.tensor import require_local_trainer
@@ -161,7 +160,7 @@ class _Run:
         if self.num_rollouts == 0:  # no rollout has work for a role
             return RolePlan()
         estimator = self.registry.resolve("advantage", estimator_of(args)[1])
-        return role_plan(args, self.rollouts_use_engine, scope_of(estimator))
+        return role_plan(args, self.rollouts_use_engine, estimator_scope(args, estimator))
 
     def driver(self) -> Driver:
         """The driver, with its plan, roles and watchers."""

@@ -14,7 +14,14 @@ from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_onl
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of, unit_of
-from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised, loss_of
+from buffer_rl.train.roles import (
+    LOG_PROB_FIELDS,
+    estimator_needs,
+    estimator_of,
+    is_supervised,
+    loss_of,
+    uses_reference,
+)
 
 
 def check_roles(args: Any, registry: PluginRegistry) -> None:
@@ -33,6 +40,12 @@ def _check_estimator(args: Any, registry: PluginRegistry) -> None:
     flag, reference = estimator_of(args)
     estimator = registry.resolve("advantage", reference)
     for asked, other in ((args.num_advantage_workers, "--num-advantage-workers"), (args.stream_gradients, STREAM)):
+        if asked and args.normalize_advantages:
+            raise ConfigError(
+                "advantages are normalised over a whole rollout, which is not there when they are computed",
+                where=f"{other} and --normalize-advantages",
+                hint="take one of the two out",
+            )
         if asked and scope_of(estimator) is Scope.ROLLOUT:
             raise ConfigError(
                 f"the advantage {reference!r} has scope 'rollout': it may need all groups of a rollout together",
@@ -40,7 +53,7 @@ def _check_estimator(args: Any, registry: PluginRegistry) -> None:
                 expected="scope 'group' or 'row'",
                 hint="if it reads nothing beyond the rows of one prompt, declare it: @buffer_rl.scope.scoped('group')",
             )
-    for name in sorted(needs_of(estimator)):
+    for name in sorted(estimator_needs(args, estimator)):
         _check_need(args, registry, name, flag, reference)
 
 
@@ -50,7 +63,7 @@ def _check_loss(args: Any, registry: PluginRegistry) -> None:
     reference = loss_of(args)
     loss = registry.resolve("loss", reference)
     unit_of(loss)  # raises where it declares none that there is
-    if "ref_log_probs" in needs_of(loss) and not args.use_kl_loss and not _converts(args):
+    if "ref_log_probs" in needs_of(loss) and not uses_reference(args) and not _converts(args):
         raise ConfigError(
             f"the loss {reference!r} needs 'ref_log_probs', and without --use-kl-loss there is no reference",
             where=flag,
@@ -69,7 +82,10 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, refer
     if name not in LOG_PROB_FIELDS:
         return  # a column that the rollout gives, or not: looked at when it comes
     if name == "ref_log_probs":
-        workers, absent = "--num-ref-workers", "" if args.use_kl_loss else "without --use-kl-loss there is no reference"
+        workers, absent = (
+            "--num-ref-workers",
+            "" if uses_reference(args) else "without --use-kl-loss there is no reference",
+        )
         count, hint = args.num_ref_workers, "add --use-kl-loss (with --kl-loss-coef 0 for no KL term in the loss)"
     else:
         workers, absent = "--num-actor-fwd-workers", _why_no_old_log_probs(args, registry)

@@ -15,6 +15,7 @@ from buffer_rl.train.roles import (
     ACTOR,
     FIELDS_OF_ROLE,
     is_supervised,
+    uses_reference,
     worker_counts,
 )
 
@@ -132,7 +133,7 @@ def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope) -> RolePlan:
     """The roles that the options ask for, and what is left to the trainer. scope: of the advantage estimator."""
     dedicated = tuple(role for role, count in worker_counts(args).items() if count)
     models = []
-    if args.use_kl_loss and "ref" not in dedicated:
+    if uses_reference(args) and "ref" not in dedicated:
         models.append("ref")
     if needs_old_log_probs(args, rollouts_use_engine) and "actor_fwd" not in dedicated:
         models.append("actor")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.algo.advantages import group_normalize
+from buffer_rl.algo.rewards import normalized, overlong_penalties, rewards_kind
 from buffer_rl.contracts import RewardPostProcess, SamplesToTrainData
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.plugins import PluginRegistry
@@ -27,8 +27,9 @@ class GroupConverter:
     Columns of a training group, one row a sample: ``tokens`` list of ``[num_tokens]`` int32; ``response_length``
     ``[num_rows]`` int32; ``loss_mask`` list of ``[response_length]`` float32 (zeros where a filter set
     ``remove_sample``); ``raw_reward`` ``[num_rows]`` float32; ``reward`` ``[num_rows]`` float32, normalised within
-    the group; ``rollout_log_probs`` list of ``[response_length]`` float32, absent if no sample has them;
-    ``truncated`` ``[num_rows]`` bool; ``weight_version`` ``[num_rows]`` int32, the oldest of the row, -1 if none.
+    the group as the algorithm says; ``rollout_log_probs`` list of ``[response_length]`` float32, absent if no sample
+    has them; ``truncated`` ``[num_rows]`` bool; ``weight_version`` ``[num_rows]`` int32, the oldest of the row, -1 if
+    none.
     A removed sample may have neither response nor reward: its row then has one masked token, the ``reward`` 0, and as
     ``raw_reward`` the mean of the others, which are normalised without it.
     An evaluation group has the same columns, except that ``tokens`` and ``rollout_log_probs`` are left out and
@@ -128,14 +129,13 @@ class GroupConverter:
         return raw_rewards, rewards
 
     def _normalised(self, samples: Sequence[Sample], raw: np.ndarray) -> np.ndarray:
-        """Normalised over ``sample_index``: a sample that fanned out counts once, with the mean of its parts,
-        and every part gets its sample's value."""
-        std = bool(self._args.grpo_std_normalization)
-        indices, place = np.unique([s.sample_index for s in samples], return_inverse=True)
-        if len(indices) == len(samples):
-            return group_normalize(raw, std)
-        per_sample = np.bincount(place, weights=raw) / np.bincount(place)
-        normalised: np.ndarray = group_normalize(per_sample, std)[place]
+        """Minus the penalty of long responses, and normalised as the algorithm says, over ``sample_index``: a sample
+        that fanned out counts once, with the mean of its parts, and every part gets its sample's value, of raw rewards
+        as well."""
+        shaped = raw + overlong_penalties(self._args, np.asarray([s.response_length for s in samples]))
+        _, place = np.unique([s.sample_index for s in samples], return_inverse=True)
+        per_sample = np.bincount(place, weights=shaped) / np.bincount(place)
+        normalised: np.ndarray = normalized(rewards_kind(self._args), per_sample, self._args.pass_at_k)[place]
         return normalised
 
 

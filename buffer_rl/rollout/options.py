@@ -134,6 +134,16 @@ class RewardOptions(Section):
     )
     rm_workers: int = option(1, "processes that compute synchronous rewards off the event loop", ge=1)
     grpo_std_normalization: bool = option(True, "divide a group's centred rewards by their standard deviation")
+    disable_rewards_normalization: bool = option(
+        False, "give the advantage estimator the rewards as they are, whatever its normalisation within a group is"
+    )
+    overlong_buffer_len: int = option(
+        0,
+        "the last tokens below --rollout-max-response-len in which a response's reward falls, before it is normalised, "
+        "by up to --overlong-penalty-factor (DAPO); 0: none",
+        ge=0,
+    )
+    overlong_penalty_factor: float = option(1.0, "penalty of a response of --rollout-max-response-len tokens", ge=0)
 
 
 class EvalOptions(Section):

@@ -11,14 +11,22 @@ import torch
 
 from buffer_rl.algo.aggregation import mask_out, metric_totals, per_row, row_weights, token_weights
 from buffer_rl.algo.losses import kl_estimate
+from buffer_rl.algo.returns import masks_of, whitened_tokens
 from buffer_rl.contracts import AdvantageEstimator, LossInputs, PolicyLoss, TokenLoss
 from buffer_rl.errors import PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place, returned, short_repr
-from buffer_rl.scope import Scope, needs_of, scope_of, unit_of
+from buffer_rl.scope import Scope, needs_of, unit_of
 from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Sums, hint_for
 from buffer_rl.train.collate import padded_column, response_mask, sample_sizes
-from buffer_rl.train.roles import LOG_PROB_FIELDS, estimator_of, is_supervised, loss_of
+from buffer_rl.train.roles import (
+    LOG_PROB_FIELDS,
+    estimator_needs,
+    estimator_of,
+    estimator_scope,
+    is_supervised,
+    loss_of,
+)
 from buffer_rl.types import TrainBatch
 
 OWN_METRICS = frozenset({"loss", "kl_loss", "grad_norm", "lr"})
@@ -45,8 +53,8 @@ class Objective:
         sampled = not self.supervised and args.rollout_temperature > 0
         self.temperature = float(args.rollout_temperature) if sampled else 1.0
         self.unit = unit_of(self._loss)
-        self.scope = scope_of(self._estimator)
-        self.needs = needs_of(self._estimator)
+        self.scope = estimator_scope(args, self._estimator)
+        self.needs = estimator_needs(args, self._estimator)
         self._hidden = frozenset(LOG_PROB_FIELDS) - self.needs if self.scope is not Scope.ROLLOUT else frozenset()
 
     def __call__(
@@ -119,6 +127,8 @@ class Objective:
                 hint = f"it did not set the column {column}"
                 raise returned(kind, name, answer, expected, at=batch.task, hint=hint)
             batch.columns[column] = self._checked_column(batch, column, expected)
+        if self._args.normalize_advantages:
+            batch.columns["advantages"] = whitened_tokens(batch.columns["advantages"], masks_of(batch))
 
     def _inputs(
         self,

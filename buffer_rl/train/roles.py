@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.algo.algorithms import algorithm_of
+from buffer_rl.scope import Scope, needs_of, scope_of
 
 SAMPLED_FIELDS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
 """Fields that every finished group has."""
@@ -66,3 +67,26 @@ def estimator_of(args: Any) -> tuple[str, str]:
     if args.custom_advantage_function_path:
         return "--custom-advantage-function-path", args.custom_advantage_function_path
     return "--advantage-estimator", args.advantage_estimator
+
+
+def uses_reference(args: Any) -> bool:
+    """Whether log-probabilities under the reference model are computed: for a penalty in the loss or in the reward."""
+    return bool(args.use_kl_loss or args.kl_coef)
+
+
+def estimator_scope(args: Any, estimator: object) -> Scope:
+    """The scope of a run's advantages: the estimator's, and of a whole rollout where they are normalised over it."""
+    return Scope.ROLLOUT if args.normalize_advantages else scope_of(estimator)
+
+
+def estimator_needs(args: Any, estimator: object) -> frozenset[str]:
+    """The columns that a run's estimator needs: those that it declares, and for a KL penalty in the token rewards the
+    log-probabilities under the reference and under the policy that sampled."""
+    if not args.kl_coef or "kl_coef" not in algorithm_of(estimator_of(args)[1]).options:
+        return needs_of(estimator)
+    return needs_of(estimator) | {"ref_log_probs", policy_field(args)}
+
+
+def policy_field(args: Any) -> str:
+    """The column of log-probabilities under the policy that sampled the tokens, for the KL penalty in the reward."""
+    return "rollout_log_probs" if args.use_rollout_logprobs or args.stream_gradients else "old_log_probs"

@@ -28,6 +28,7 @@ from buffer_rl.train.model import (
     weight_buckets,
 )
 from buffer_rl.train.optimizer import Optimizer
+from buffer_rl.train.roles import uses_reference
 from buffer_rl.train.state import load_state, save_state
 from buffer_rl.types import TrainBatch
 
@@ -52,7 +53,7 @@ class TorchTrainer:
             args.hf_checkpoint, "--hf-checkpoint", trust_remote_code=args.trust_remote_code
         )
         self._ref: PreTrainedModel | None = None
-        if args.use_kl_loss and not args.num_ref_workers:
+        if uses_reference(args) and not args.num_ref_workers:
             self._ref = self._load_ref()
         self._optimizer = Optimizer(args, self._actor, world_size)
 

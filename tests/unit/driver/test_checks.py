@@ -55,6 +55,10 @@ def check(**changes: Any) -> None:
         {"kl_loss_coef": 0.01, "advantage_estimator": "registered"},
         {"kl_loss_coef": 0.01, "loss_type": "sft_loss"},
         {"kl_loss_coef": 0.01, "num_rollout": 0},
+        {"kl_coef": 0.01, "gamma": 0.9, "advantage_estimator": "reinforce_plus_plus", "num_ref_workers": 1},
+        {"kl_coef": 0.01, "lambd": 0.9, "custom_advantage_function_path": "mine:advantages"},
+        {"advantage_estimator": "pass_at_k", "pass_at_k": 4, "n_samples_per_prompt": 5, "normalize_advantages": True},
+        {"overlong_buffer_len": 8, "rollout_max_response_len": 8, "disable_rewards_normalization": True},
         {"kl_loss_coef": 0.01, **ROLLOUT_ONLY},
         {**STREAM, "num_ref_workers": 2, "use_kl_loss": True, "num_advantage_workers": 1},
         {**STREAM, "rollout_batch_size": 2, "over_sampling_batch_size": 4},
@@ -100,6 +104,21 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ({"eval_top_k": 0}, ["--eval-top-k: top_k is 0"]),
         ({"kl_loss_coef": 0.01}, ["--kl-loss-coef: the loss has no KL penalty that 0.01", "add --use-kl-loss"]),
         ({"kl_loss_coef": 0.01, **TRAIN_ONLY}, ["--kl-loss-coef"]),
+        ({"kl_loss_coef": 0.01, "advantage_estimator": "rloo"}, ["--kl-loss-coef"]),
+        (
+            {"kl_coef": 0.01},
+            ["--kl-coef: the advantage 'grpo' does not read it", "remax, gae", "add --use-kl-loss --kl-loss-coef"],
+        ),
+        ({"gamma": 0.9, "advantage_estimator": "remax"}, ["--gamma", "reinforce_plus_plus, gae", "take it out"]),
+        (
+            {"advantage_estimator": "pass_at_k", "pass_at_k": 4, "n_samples_per_prompt": 4},
+            ["--pass-at-k: the best of 4 is the same for all of 4 samples"],
+        ),
+        ({"overlong_buffer_len": 9, "rollout_max_response_len": 8}, ["--overlong-buffer-len: a buffer of 9"]),
+        (
+            {"overlong_buffer_len": 9, "custom_reward_post_process_path": "mine:fn"},
+            ["--overlong-buffer-len: mine:fn makes the rewards to train on"],
+        ),
         ({"partial_rollout": True}, ["--partial-rollout: ", "older weights", "--mask-offpolicy-in-partial-rollout"]),
     ],
 )

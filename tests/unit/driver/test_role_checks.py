@@ -151,6 +151,16 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
     ("options", "where", "words"),
     [
         (
+            {**STREAM, "normalize_advantages": True},
+            "--stream-gradients and --normalize-advantages",
+            ["normalised over a whole rollout"],
+        ),
+        (
+            {"num_advantage_workers": 1, "normalize_advantages": True},
+            "--num-advantage-workers and --normalize-advantages",
+            ["take one of the two out"],
+        ),
+        (
             {"custom_loss_function_path": "loss_that_reads_ref"},
             "--custom-loss-function-path",
             ["needs 'ref_log_probs', and without --use-kl-loss there is no reference", "--kl-loss-coef 0"],
@@ -250,6 +260,7 @@ def test_an_attribute_scope_that_means_something_else_declares_nothing(other: ob
         ({}, (), ("actor",)),
         ({"use_kl_loss": True}, (), ("ref", "actor")),
         ({"use_kl_loss": True, "num_ref_workers": 2}, ("ref",), ("actor",)),
+        ({"kl_coef": 0.1, "advantage_estimator": "gae"}, (), ("ref", "actor")),
         ({"num_actor_fwd_workers": 1, "num_advantage_workers": 1}, ("actor_fwd", "advantages"), ()),
         ({"use_kl_loss": True, "use_rollout_logprobs": True}, (), ("ref",)),
         ({**STREAM, "use_kl_loss": True}, (), ("ref",)),

@@ -70,6 +70,37 @@ def test_a_sample_that_fanned_out_counts_once(kit: Any) -> None:
     assert columns["raw_reward"].tolist() == [4.0, 0.0, 6.0]
 
 
+def test_each_estimator_gets_rewards_of_its_normalisation_in_which_a_sample_in_parts_counts_once(kit: Any) -> None:
+    group = scored(kit, [4.0, 0.0, 5.0, 5.0])
+    for sample, (index, part) in zip(group, [(0, 0), (0, 1), (1, 0), (2, 0)], strict=True):
+        sample.sample_index, sample.part = index, part  # samples of 2, 5 and 5: mean 4
+    for estimator, expected in {
+        "dr_grpo": [-2, -2, 1, 1],
+        "rloo": [-3, -3, 1.5, 1.5],
+        "reinforce_plus_plus": [2, 2, 5, 5],
+        "pass_at_k": [0, 0, 0, 0],  # the best of every pair is 5
+    }.items():
+        _, columns = encode(kit, group, advantage_estimator=estimator, pass_at_k=2)
+        np.testing.assert_allclose(columns["reward"], expected, err_msg=estimator)
+        assert columns["raw_reward"].tolist() == [4, 0, 5, 5]
+
+
+def test_a_sample_without_a_reward_leaves_the_baseline_of_the_others(kit: Any) -> None:
+    group = scored(kit, [0.0, 1.0, 5.0])
+    group[1].remove_sample, group[1].reward = True, None
+    _, columns = encode(kit, group, advantage_estimator="rloo")
+    assert columns["reward"].tolist() == [-5, 0, 5]
+
+
+def test_long_responses_are_punished_before_the_normalisation(kit: Any) -> None:
+    group = scored(kit, [1.0, 1.0])
+    group[0].tokens, group[0].response_length, group[0].rollout_log_probs = [5, 6, 7], 1, [-0.5]
+    options = {"rollout_max_response_len": 4, "overlong_buffer_len": 2, "overlong_penalty_factor": 0.5}
+    _, columns = encode(kit, group, grpo_std_normalization=False, **options)
+    assert columns["raw_reward"].tolist() == [1, 1]
+    assert columns["reward"].tolist() == [0.125, -0.125]  # 3 tokens, one beyond 4 - 2: 1 - 0.5 * 1 / 2 = 0.75
+
+
 def test_a_removed_sample_keeps_its_row_with_a_mask_of_zeros(kit: Any) -> None:
     group = scored(kit, [0.0, 1.0])
     group[0].remove_sample = True

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from buffer_rl.algo.advantages import grpo
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool
 from buffer_rl.buffer.readers import Splitting
@@ -17,10 +18,10 @@ from buffer_rl.config import Options
 from buffer_rl.contracts import LossInputs, TokenLoss, Topology
 from buffer_rl.errors import BufferStateError, PluginError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import Unit, loss_unit
+from buffer_rl.scope import Scope, Unit, loss_unit
 from buffer_rl.train.group import TrainRank, splitting
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.roles import SAMPLED_FIELDS
+from buffer_rl.train.roles import SAMPLED_FIELDS, estimator_needs
 from buffer_rl.train.worker import RoleWorker
 from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
 
@@ -159,6 +160,36 @@ def test_an_estimator_gets_what_it_reads_together_on_any_number_of_ranks_and_ste
 ) -> None:
     args = make_args(custom_advantage_function_path=mine(name), num_steps_per_rollout=steps)
     assert advantages(args, ranks) == pytest.approx(list(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 1), (3, 1), (2, 2)])
+def test_advantages_are_normalised_over_the_rollout_on_any_number_of_ranks_and_steps(
+    ranks: int, steps: int, make_args: Callable[..., Options]
+) -> None:
+    # Five of eight rewards are 1: mean 5/8, sum of squares 8 * 15/64, divisor 7.
+    args = make_args(normalize_advantages=True, num_steps_per_rollout=steps)
+    expected = np.array([-5, -5, 3, 3, 3, -5, 3, 3]) / 8 / (8 * 15 / 64 / 7) ** 0.5
+    assert advantages(args, ranks) == pytest.approx(list(expected), rel=1e-6)
+
+
+def test_normalised_advantages_have_the_scope_of_the_rollout(make_args: Callable[..., Options]) -> None:
+    assert objective_of(make_args()).scope is Scope.ROW
+    assert objective_of(make_args(normalize_advantages=True)).scope is Scope.ROLLOUT
+
+
+def test_a_kl_penalty_in_the_reward_needs_the_log_probabilities_that_it_compares(
+    make_args: Callable[..., Options],
+) -> None:
+    for options, needs in (
+        ({"advantage_estimator": "gae", "kl_coef": 0.1}, {"ref_log_probs", "old_log_probs"}),
+        (
+            {"advantage_estimator": "gae", "kl_coef": 0.1, "use_rollout_logprobs": True},
+            {"ref_log_probs", "rollout_log_probs"},
+        ),
+        ({"advantage_estimator": "gae"}, set()),
+        ({"advantage_estimator": "grpo", "kl_coef": 0.1}, set()),
+    ):
+        assert estimator_needs(make_args(**options), grpo) == needs
 
 
 def test_an_estimator_is_not_called_for_advantages_that_the_converter_set(

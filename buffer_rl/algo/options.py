@@ -1,0 +1,26 @@
+"""Options of advantage estimators."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from buffer_rl.config import Section, option
+
+
+class AlgorithmOptions(Section):
+    """What advantage estimators read."""
+
+    heading: ClassVar[str] = "Advantages"
+
+    gamma: float = option(1.0, "discount of later token rewards (reinforce_plus_plus, gae)", gt=0, le=1)
+    lambd: float = option(1.0, "lambda of generalised advantage estimation (gae)", ge=0, le=1)
+    kl_coef: float = option(
+        0.0,
+        "subtract this times the log-ratio to the reference model from each token's reward (reinforce_plus_plus, "
+        "remax, gae)",
+        ge=0,
+    )
+    pass_at_k: int = option(4, "samples of which the best counts (pass_at_k)", ge=1)
+    normalize_advantages: bool = option(
+        False, "shift and scale advantages to mean 0 and standard deviation 1 over the unmasked tokens of a rollout"
+    )

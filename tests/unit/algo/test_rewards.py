@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buffer_rl.algo.algorithms import ALGORITHMS, Rewards
+from buffer_rl.algo.options import AlgorithmOptions
+from buffer_rl.algo.rewards import normalized, overlong_penalties, rewards_kind
+
+UNEVEN = ([1.0, 2.0, 3.0, 4.0], [10.0, 12.0], [5.0, 6.0, 7.0])
+GROUP_RELATIVE = [Rewards.CENTRED, Rewards.STANDARD, Rewards.LEAVE_ONE_OUT, Rewards.PASS_AT_K]
+
+
+def run_args(**options: Any) -> SimpleNamespace:
+    """Of a run with everything else at its default."""
+    defaults: dict[str, Any] = {"advantage_estimator": "grpo", "custom_advantage_function_path": None}
+    flags = {"disable_rewards_normalization": False, "grpo_std_normalization": True}
+    return SimpleNamespace(**(defaults | flags | options))
+
+
+@pytest.mark.parametrize("kind", GROUP_RELATIVE)
+def test_every_group_relative_kind_gives_uneven_groups_mean_0_and_equal_rewards_0(kind: Rewards) -> None:
+    for rewards in UNEVEN:
+        found = normalized(kind, np.array(rewards), k=1)
+        assert found.mean() == pytest.approx(0, abs=1e-12)
+        assert (np.diff(found) > 0).all()
+    assert normalized(kind, np.array([0.1, 0.1, 0.1]), k=2).tolist() == [0, 0, 0]
+    assert normalized(kind, np.array([0.1]), k=1).tolist() == [0]
+
+
+@pytest.mark.parametrize("kind", list(Rewards))
+def test_the_order_of_samples_changes_nothing(kind: Rewards) -> None:
+    rewards, order = np.array([3.0, -1.0, 0.5, 0.5, 7.0]), [4, 2, 0, 3, 1]
+    found = normalized(kind, rewards[order], k=2)
+    np.testing.assert_allclose(found, normalized(kind, rewards, k=2)[order], atol=1e-12)
+
+
+def test_each_kind_is_its_formula() -> None:
+    rewards = np.array([1.0, 2.0, 6.0])  # mean 3, sample deviation sqrt((4 + 1 + 9) / 2) = sqrt(7)
+    assert normalized(Rewards.RAW, rewards, k=1).tolist() == [1, 2, 6]
+    assert normalized(Rewards.CENTRED, rewards, k=1).tolist() == [-2, -1, 3]
+    np.testing.assert_allclose(normalized(Rewards.STANDARD, rewards, k=1), np.array([-2, -1, 3]) / 7**0.5, rtol=1e-6)
+    np.testing.assert_allclose(normalized(Rewards.LEAVE_ONE_OUT, rewards, k=1), [-3, -1.5, 4.5])
+    # Best of 2: pairs give 2, 6, 6: mean 14/3, variance (64 + 16 + 16) / 27. With 1: 4, with 2: 4, with 6: 6.
+    expected = (np.array([4, 4, 6]) - 14 / 3) / (96 / 27) ** 0.5
+    np.testing.assert_allclose(normalized(Rewards.PASS_AT_K, rewards, k=2), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, Rewards.STANDARD),
+        ({"grpo_std_normalization": False}, Rewards.CENTRED),
+        ({"advantage_estimator": "dr_grpo"}, Rewards.CENTRED),
+        ({"advantage_estimator": "rloo", "grpo_std_normalization": False}, Rewards.LEAVE_ONE_OUT),
+        ({"advantage_estimator": "gae"}, Rewards.RAW),
+        ({"advantage_estimator": "rloo", "disable_rewards_normalization": True}, Rewards.RAW),
+        ({"advantage_estimator": "gae", "custom_advantage_function_path": "mine:fn"}, Rewards.STANDARD),
+    ],
+)
+def test_the_algorithm_says_how_rewards_are_normalised_and_the_options_take_it_back(
+    options: dict[str, Any], kind: Rewards
+) -> None:
+    assert rewards_kind(run_args(**options)) is kind
+
+
+def test_long_responses_are_punished_by_how_far_they_reach_into_the_buffer() -> None:
+    # L_max = 100, L_cache = 20: 0 up to 80 tokens, (80 - 85) / 20 = -0.25 at 85, -1 at 100 and beyond; times 2.
+    args = SimpleNamespace(rollout_max_response_len=100, overlong_buffer_len=20, overlong_penalty_factor=2.0)
+    found = overlong_penalties(args, np.array([1, 80, 85, 100, 130]))
+    np.testing.assert_allclose(found, [0, 0, -0.5, -2, -2])
+    args.overlong_buffer_len = 0
+    assert overlong_penalties(args, np.array([1, 130])).tolist() == [0, 0]
+
+
+def test_each_algorithm_is_an_entry_point_and_reads_options_that_there_are() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["buffer_rl.advantage"].keys() == ALGORITHMS.keys()
+    for algorithm in ALGORITHMS.values():
+        assert algorithm.options <= AlgorithmOptions.model_fields.keys()
+        assert algorithm.loss in project["entry-points"]["buffer_rl.loss"]
