@@ -29,6 +29,8 @@ class Algorithm:
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "grpo": Algorithm(),
+    "gspo": Algorithm(loss="gspo"),
+    "cispo": Algorithm(loss="cispo"),
 }
 """By the registered name of the estimator; one of the user's own has the defaults."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from buffer_rl.algo.aggregation import mask_out, metric_totals, per_row, row_weights, token_weights
-from buffer_rl.algo.losses import kl_estimate
+from buffer_rl.algo.kl import kl_estimate
 from buffer_rl.contracts import AdvantageEstimator, LossInputs, PolicyLoss, TokenLoss
 from buffer_rl.errors import PluginError
 from buffer_rl.plugins import PluginRegistry

@@ -105,8 +105,13 @@ class LossOptions(Section):
     )
     eps_clip: float = option(0.2, "lower clip range of the probability ratio", ge=0, lt=1)
     eps_clip_high: float | None = option(None, "upper clip range; --eps-clip where absent", ge=0)
+    eps_clip_c: float | None = option(
+        None, "dual clip: the loss of a negative advantage A is at most this times |A|; absent: no bound", gt=1
+    )
     use_rollout_logprobs: bool = option(False, "use the engine's log-probabilities as the old ones")
     use_kl_loss: bool = option(False, "add a KL penalty to the reference to the loss")
     kl_loss_coef: float = option(0.0, "weight of the KL penalty", ge=0)
-    kl_loss_type: Literal["k1", "k2", "k3"] = option("k3", "estimator of the KL penalty")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+"] = option(
+        "k3", "estimator of the KL penalty; k1+ and k3+ have the gradient of k2"
+    )
     entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
