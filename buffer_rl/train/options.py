@@ -109,6 +109,17 @@ class LossOptions(Section):
         None, "dual clip: the loss of a negative advantage A is at most this times |A|; absent: no bound", gt=1
     )
     use_rollout_logprobs: bool = option(False, "use the engine's log-probabilities as the old ones")
+    use_tis: bool = option(
+        False, "multiply the loss by importance weights from the engine's log-probabilities to the trainer's old ones"
+    )
+    tis_clip: float = option(2.0, "upper bound of these weights", gt=0)
+    tis_clip_low: float = option(0.0, "lower bound of these weights", ge=0)
+    tis_mode: Literal["truncate", "token", "sequence", "geometric"] = option(
+        "truncate",
+        "outside the bounds a weight is cut off ('truncate') or 0: of a token (IcePop), or of all tokens of a row by "
+        "the product or the geometric mean of their weights",
+    )
+    custom_tis_function_path: str | None = option(None, "your weights, in place of --tis-mode", kind="correction")
     use_kl_loss: bool = option(False, "add a KL penalty to the reference to the loss")
     kl_loss_coef: float = option(0.0, "weight of the KL penalty", ge=0)
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+"] = option(

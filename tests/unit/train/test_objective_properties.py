@@ -120,6 +120,17 @@ def test_micro_batches_ranks_order_and_padding_change_nothing(
     require_same_in_any_blocks(objective_with(loss, mode), step, data)
 
 
+@pytest.mark.parametrize("tis_mode", ["truncate", "token", "sequence", "geometric"])
+@pytest.mark.parametrize("loss", ["policy_loss", "gspo"])
+@given(step=steps(), data=st.data())
+@settings(max_examples=12, deadline=None)
+def test_they_change_nothing_with_a_correction_either(
+    loss: str, tis_mode: str, step: Step, data: st.DataObject
+) -> None:
+    options = {"use_tis": True, "tis_mode": tis_mode, "tis_clip_low": 0.3}
+    require_same_in_any_blocks(objective_with(loss, "seq-mean-token-mean", **options), step, data)
+
+
 def require_same_in_any_blocks(objective: Objective, step: Step, data: st.DataObject) -> None:
     """A partition of the rows is what micro-batches of any ranks are: sums add up over both alike. The rows of a
     prompt stay together where the loss compares them."""
