@@ -24,9 +24,9 @@ TOKEN_MODES = ("truncate", "token")
 
 
 def log_weights(inputs: LossInputs) -> torch.Tensor:
-    """``log w`` of each token in nats, without a gradient. Raises TrainError without the engine's log-probabilities."""
+    """``log w`` of each token in nats. Raises TrainError without the engine's log-probabilities."""
     found: torch.Tensor = inputs.old_log_probs - inputs.rollout_log_probs
-    return found.detach()
+    return found
 
 
 def truncated_weights(args: Any, inputs: LossInputs) -> torch.Tensor:

@@ -108,6 +108,15 @@ class LossOptions(Section):
     eps_clip_c: float | None = option(
         None, "dual clip: the loss of a negative advantage A is at most this times |A|; absent: no bound", gt=1
     )
+    decoupled_behave_cap: float | None = option(
+        None, "decoupled_ppo: largest weight from the engine's policy to the proximal one; absent: no bound", gt=0
+    )
+    decoupled_behave_mode: Literal["clamp", "mask"] = option(
+        "clamp", "decoupled_ppo: a token above the cap has the cap as its weight, or the weight 0"
+    )
+    sapo_tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages", gt=0)
+    sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate for negative and zero advantages", gt=0)
+    dpo_beta: float = option(0.1, "dpo: strength of the KL constraint to the reference", gt=0)
     use_rollout_logprobs: bool = option(False, "use the engine's log-probabilities as the old ones")
     use_tis: bool = option(
         False, "multiply the loss by importance weights from the engine's log-probabilities to the trainer's old ones"
