@@ -59,13 +59,16 @@ def test_the_loss_is_the_mean_over_pairs() -> None:
 
 
 def test_all_parts_of_a_sample_count_together() -> None:
-    whole = rows([(0, 0, 0), (0, 1, 0)], [1, 0], [[1, 1, 1], [1]])
-    parts = rows([(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0)], [1, 1, 1, 0], [[1], [0, 1], [1], [1]])
+    """Another prompt has a pair as well, which weighs as much."""
+    other = [(1, 0, 0), (1, 1, 0)]
+    whole = rows([(0, 0, 0), (0, 1, 0), *other], [1, 0, 1, 0], [[1, 1, 1], [1], [1], [1]])
+    ids = [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), *other]
+    parts = rows(ids, [1, 1, 1, 0, 1, 0], [[1], [0, 1], [1], [1], [1], [1]])
     objective = objective_of(loss_type="dpo")
-    one = outcome(objective, whole, [[-2, -1.5, -3], [-2]])
-    fanned = outcome(objective, parts, [[-2], [-9, -1.5], [-3], [-2]])
+    one = outcome(objective, whole, [[-2, -1.5, -3], [-2], [-1], [-4]])
+    fanned = outcome(objective, parts, [[-2], [-9, -1.5], [-3], [-2], [-1], [-4]])
     assert fanned.means == pytest.approx(one.means | {name: fanned.means[name] for name in ("log_probs", "entropy")})
-    gradients = np.concatenate(fanned.log_prob_gradients)[[0, 2, 3, 4]]
+    gradients = np.concatenate(fanned.log_prob_gradients)[[0, 2, 3, 4, 5, 6]]
     np.testing.assert_allclose(gradients, np.concatenate(one.log_prob_gradients), rtol=1e-5)
 
 
