@@ -233,6 +233,16 @@ class PolicyLoss(Protocol):
     def __call__(self, args: Any, inputs: LossInputs) -> TokenLoss: ...
 
 
+class Correction(Protocol):
+    """Computes the weights ``[num_rows, max_response]`` that the values of a policy loss are multiplied by, for the
+    difference between the engine's log-probabilities and the trainer's. They are taken without a gradient.
+
+    ``buffer_rl.scope.loss_unit`` says what it must see together, as for a loss.
+    """
+
+    def __call__(self, args: Any, inputs: LossInputs) -> Any: ...
+
+
 @runtime_checkable
 class DataSource(Protocol):
     """Returns prompt groups in a reproducible order, and never ends. Constructed as ``cls(args)`` in a process of its

@@ -9,6 +9,7 @@ from buffer_rl.contracts import (
     AdvantageEstimator,
     AllSamplesProcess,
     BufferFilter,
+    Correction,
     DataSource,
     DynamicSamplingFilter,
     EngineLauncher,
@@ -174,6 +175,13 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         flags=("--loss-type", "--custom-loss-function-path"),
         protocol=PolicyLoss,
         signature="(args, inputs) -> TokenLoss",
+        positional=("args", "inputs"),
+    ),
+    PluginKind(
+        name="correction",
+        flags=("--custom-tis-function-path",),
+        protocol=Correction,
+        signature="(args, inputs) -> weights [num_rows, max_response]",
         positional=("args", "inputs"),
     ),
     PluginKind(

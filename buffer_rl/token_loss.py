@@ -196,6 +196,8 @@ class Sums:
                 found[name] = _ratio(total.value, self.divisor)
             elif total.weight:
                 found[name] = float(total.value)
+        if "mismatch/chi2" in found:  # Kish's, of the importance weights of buffer_rl.algo.corrections
+            found["mismatch/ess"] = found["mismatch/weight"] ** 2 / (1 + found["mismatch/chi2"])
         return found
 
 

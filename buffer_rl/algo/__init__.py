@@ -8,5 +8,9 @@ returns      token rewards, discounted returns, normalisation over a rollout
 reinforce    the estimators reinforce_plus_plus, reinforce_plus_plus_baseline, remax and gpg
 gae          the estimator gae, for runs with values
 aggregation  from token losses to one number
-losses       policy loss, supervised loss, KL estimators (torch)
+kl           KL estimators
+ratio        probability ratios, clip range, the clipped surrogate
+losses       policy loss (PPO), supervised loss (torch)
+gspo, cispo, gmpo, sapo, decoupled, dpo    losses by the papers of these names
+corrections  weights for the difference between the engine's and the trainer's log-probabilities
 """

@@ -67,8 +67,12 @@ def row_weights(mask_bt: torch.Tensor, parts_b: torch.Tensor) -> tuple[torch.Ten
 def per_row(values_bt: torch.Tensor, mask_bt: torch.Tensor, mode: str) -> torch.Tensor:
     """A number for each token as one for each row ``[num_rows]``: the sum over its unmasked tokens under
     ``seq-mean-token-sum``, else their mean."""
-    sums_b = mask_out(values_bt, mask_bt).sum(-1)
-    return sums_b if mode == "seq-mean-token-sum" else sums_b / mask_bt.sum(-1).clamp(min=1)
+    return mask_out(values_bt, mask_bt).sum(-1) if mode == "seq-mean-token-sum" else row_mean(values_bt, mask_bt)
+
+
+def row_mean(values_bt: torch.Tensor, mask_bt: torch.Tensor) -> torch.Tensor:
+    """The mean over each row's unmasked tokens ``[num_rows]``; 0 for a row without any."""
+    return mask_out(values_bt, mask_bt).sum(-1) / mask_bt.sum(-1).clamp(min=1)
 
 
 def metric_totals(

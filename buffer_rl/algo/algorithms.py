@@ -41,6 +41,8 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "reinforce_plus_plus_baseline": Algorithm(rewards=Rewards.CENTRED),
     "remax": Algorithm(rewards=Rewards.RAW, options=frozenset({"kl_coef"})),
     "gae": Algorithm(rewards=Rewards.RAW, options=frozenset({"gamma", "lambd", "kl_coef"})),
+    "gspo": Algorithm(loss="gspo"),
+    "cispo": Algorithm(loss="cispo"),
 }
 """By the registered name of the estimator; one of the user's own has the defaults."""
 

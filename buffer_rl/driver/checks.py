@@ -34,6 +34,8 @@ def check_options(args: Any) -> None:
     _check_kl(args)
     _check_algorithm(args)
     _check_reward_shaping(args)
+
+    _check_correction(args)
     require_local_engines(args.weight_sync_mode, args.engine_urls)
     check_template_kwargs(args.apply_chat_template_kwargs)
     _check_optimizer(args)
@@ -180,6 +182,32 @@ def _check_reward_shaping(args: Any) -> None:
         raise ConfigError(
             f"{path} makes the rewards to train on", where=flag, expected="rewards that the framework normalises"
         )
+
+
+UNCORRECTED = {
+    "sft_loss": "has no ratios",
+    "decoupled_ppo": "has the weights from the engine to the trainer in itself",
+    "dpo": "compares responses with the reference, not with the policy that sampled them",
+}
+"""Losses that --use-tis has no meaning for."""
+
+
+def _check_correction(args: Any) -> None:
+    if not args.use_tis:
+        if args.custom_tis_function_path:
+            raise ConfigError("nothing is corrected", where="--custom-tis-function-path", hint="add --use-tis")
+        return
+    if args.tis_clip_low > args.tis_clip:
+        bounds = f"{args.tis_clip_low:g} and {args.tis_clip:g}"
+        raise ConfigError(f"no weight is between {bounds}", where="--tis-clip-low and --tis-clip")
+    if args.use_rollout_logprobs:
+        raise ConfigError(
+            "the ratio of the loss is to the engine's log-probabilities already: every weight would be 1",
+            where="--use-tis and --use-rollout-logprobs",
+            hint="take one of them out",
+        )
+    if why := UNCORRECTED.get(loss_of(args)):
+        raise ConfigError(f"{loss_of(args)} {why}", where="--use-tis", hint="take it out")
 
 
 def _check_optimizer(args: Any) -> None:

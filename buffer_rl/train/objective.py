@@ -9,14 +9,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from buffer_rl.algo.aggregation import mask_out, metric_totals, per_row, row_weights, token_weights
-from buffer_rl.algo.losses import kl_estimate
+from buffer_rl.algo.aggregation import mask_out, metric_totals, per_row, row_mean, row_weights, token_weights
+from buffer_rl.algo.corrections import correction_unit, mismatch_metrics, truncated_weights
+from buffer_rl.algo.kl import kl_estimate
 from buffer_rl.algo.returns import masks_of, whitened_tokens
-from buffer_rl.contracts import AdvantageEstimator, LossInputs, PolicyLoss, TokenLoss
+from buffer_rl.contracts import AdvantageEstimator, Correction, LossInputs, PolicyLoss, TokenLoss
 from buffer_rl.errors import PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place, returned, short_repr
-from buffer_rl.scope import Scope, needs_of, unit_of
+from buffer_rl.scope import Scope, Unit, needs_of, unit_of
 from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Sums, hint_for
 from buffer_rl.train.collate import padded_column, response_mask, sample_sizes
 from buffer_rl.train.roles import (
@@ -52,7 +53,11 @@ class Objective:
         self.supervised = is_supervised(args)
         sampled = not self.supervised and args.rollout_temperature > 0
         self.temperature = float(args.rollout_temperature) if sampled else 1.0
+        self._correction = _correction_of(args, registry)
         self.unit = unit_of(self._loss)
+        if self._correction is not None:
+            own = unit_of(self._correction) if args.custom_tis_function_path else correction_unit(args)
+            self.unit = max(self.unit, own, key=list(Unit).index)
         self.scope = estimator_scope(args, self._estimator)
         self.needs = estimator_needs(args, self._estimator)
         self._hidden = frozenset(LOG_PROB_FIELDS) - self.needs if self.scope is not Scope.ROLLOUT else frozenset()
@@ -79,6 +84,10 @@ class Objective:
         else:
             weights, divisor = row_weights(mask_bt, parts_b)
         total, metrics = loss.values, self._metrics(inputs, loss)
+        if self._correction is not None:
+            correction_bt = self._checked_correction(inputs)
+            total = total * (correction_bt if total.ndim == 2 else row_mean(correction_bt, mask_bt))
+            metrics |= mismatch_metrics(inputs, correction_bt)
         for name, coefficient, term_bt in self._terms(inputs):
             term = term_bt if total.ndim == 2 else per_row(term_bt, mask_bt, self._args.loss_agg_mode)
             total = total + coefficient * term
@@ -194,6 +203,16 @@ class Objective:
             metrics.setdefault("train_rollout_logprob_abs_diff", (ours - rollout).abs())
         return metrics
 
+    def _checked_correction(self, inputs: LossInputs) -> torch.Tensor:
+        """What the values are multiplied by ``[num_rows, max_response]``; a number for each row takes the mean."""
+        kind, name = "correction", self._args.custom_tis_function_path or self._args.tis_mode
+        answer: object = call(kind, name, cast(Correction, self._correction), self._args, inputs)
+        shape = inputs.log_probs.shape
+        if not isinstance(answer, torch.Tensor) or answer.shape != shape:
+            hint = f"the weights are {_shown(answer)}" if isinstance(answer, torch.Tensor) else ""
+            raise returned(kind, name, answer, f"a tensor of weights {list(shape)}", hint=hint)
+        return answer.detach()
+
     def _checked_loss(self, inputs: LossInputs) -> TokenLoss:
         kind, name = "loss", self._loss_name
         answer: object = call(kind, name, self._loss, self._args, inputs)
@@ -238,6 +257,15 @@ class Objective:
             hint = f"the column {column} has {what}, not {right}"
             raise returned("advantage", self._estimator_name, values, expected, at=batch.task, hint=hint)
         return rows
+
+
+def _correction_of(args: Any, registry: PluginRegistry) -> Correction | None:
+    """Between engine and trainer; None without ``--use-tis``, and for the supervised loss, which has no ratios."""
+    if not args.use_tis or is_supervised(args):
+        return None
+    if path := args.custom_tis_function_path:
+        return cast(Correction, registry.resolve("correction", path))
+    return truncated_weights
 
 
 def _metric_problem(metric: Metric, shape: tuple[int, ...], values: torch.Tensor) -> str:

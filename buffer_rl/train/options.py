@@ -105,8 +105,33 @@ class LossOptions(Section):
     )
     eps_clip: float = option(0.2, "lower clip range of the probability ratio", ge=0, lt=1)
     eps_clip_high: float | None = option(None, "upper clip range; --eps-clip where absent", ge=0)
+    eps_clip_c: float | None = option(
+        None, "dual clip: the loss of a negative advantage A is at most this times |A|; absent: no bound", gt=1
+    )
+    decoupled_behave_cap: float | None = option(
+        None, "decoupled_ppo: largest weight from the engine's policy to the proximal one; absent: no bound", gt=0
+    )
+    decoupled_behave_mode: Literal["clamp", "mask"] = option(
+        "clamp", "decoupled_ppo: a token above the cap has the cap as its weight, or the weight 0"
+    )
+    sapo_tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages", gt=0)
+    sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate for negative and zero advantages", gt=0)
+    dpo_beta: float = option(0.1, "dpo: strength of the KL constraint to the reference", gt=0)
     use_rollout_logprobs: bool = option(False, "use the engine's log-probabilities as the old ones")
+    use_tis: bool = option(
+        False, "multiply the loss by importance weights from the engine's log-probabilities to the trainer's old ones"
+    )
+    tis_clip: float = option(2.0, "upper bound of these weights", gt=0)
+    tis_clip_low: float = option(0.0, "lower bound of these weights", ge=0)
+    tis_mode: Literal["truncate", "token", "sequence", "geometric"] = option(
+        "truncate",
+        "outside the bounds a weight is cut off ('truncate') or 0: of a token (IcePop), or of all tokens of a row by "
+        "the product or the geometric mean of their weights",
+    )
+    custom_tis_function_path: str | None = option(None, "your weights, in place of --tis-mode", kind="correction")
     use_kl_loss: bool = option(False, "add a KL penalty to the reference to the loss")
     kl_loss_coef: float = option(0.0, "weight of the KL penalty", ge=0)
-    kl_loss_type: Literal["k1", "k2", "k3"] = option("k3", "estimator of the KL penalty")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+"] = option(
+        "k3", "estimator of the KL penalty; k1+ and k3+ have the gradient of k2"
+    )
     entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)

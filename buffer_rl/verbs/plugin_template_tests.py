@@ -21,6 +21,7 @@ from buffer_rl.verbs.plugin_templates import (
     my_advantage,
     my_all_samples_process,
     my_buffer_filter,
+    my_correction,
     my_engine,
     my_eval_rollout_log,
     my_filter,
@@ -142,6 +143,15 @@ def test_my_loss(tmp_path):
     assert loss.values.tolist() == [[2.0, 6.0]]
     loss.values.sum().backward()
     assert log_probs.grad.tolist() == [[-2.0, -3.0]]
+
+
+def test_my_correction(tmp_path):
+    columns = {"old_log_probs": torch.tensor([[-1.0, -2.0]]), "rollout_log_probs": torch.tensor([[-3.0, -2.0]])}
+    inputs = LossInputs(
+        log_probs=torch.zeros(1, 2), entropy=torch.zeros(1, 2), loss_mask=torch.ones(1, 2),
+        row_ids=[RowId(GroupUid("data", 0, 0), 0)], column=columns.get,
+    )
+    assert my_correction(None, inputs).tolist() == [[2.0, 1.0]]  # e^2, cut off, and 1
 
 
 def test_my_data_source(tmp_path):

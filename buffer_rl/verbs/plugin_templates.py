@@ -137,6 +137,13 @@ def my_loss(args: Any, inputs: LossInputs) -> TokenLoss:
     return TokenLoss(values, metrics={"largest_loss": Metric(values, "max")})
 
 
+@loss_unit("token")  # "row" if it reads all tokens of a row
+def my_correction(args: Any, inputs: LossInputs) -> Any:
+    """Importance weights from the engine's to the trainer's policy, at most 2: [num_rows, max_response]. The values of
+    the loss are multiplied by them."""
+    return (inputs.old_log_probs - inputs.rollout_log_probs).exp().clamp(max=2)
+
+
 class MyDataSource:
     """Ten prompts over and over. A group's uid is its source, its row there, and the epoch."""
 

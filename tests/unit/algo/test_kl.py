@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import pytest
 import torch
 
-from buffer_rl.algo.losses import MAX_LOG_RATIO, kl_estimate
+from buffer_rl.algo.kl import KLEstimator as Estimator
+from buffer_rl.algo.kl import kl_estimate
+from buffer_rl.algo.ratio import MAX_LOG_RATIO
 from buffer_rl.errors import ConfigError
-
-Estimator = Literal["k1", "k2", "k3"]
 
 
 def _distributions() -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,5 +81,44 @@ def test_k3_stays_finite_and_keeps_no_gradient_beyond_the_clamp() -> None:
 
 
 def test_an_unknown_estimator_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="k1, k2 or k3"):
+    with pytest.raises(ConfigError, match="k1, k2, k3"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
+
+
+def test_low_var_kl_is_k3_cut_off_at_ten_nats() -> None:
+    """r - 1 - log r: with log r = 2, -2, 3 and -12 it is 4.39, 1.14, 16.1 and 11.0."""
+    log_p = torch.tensor([0.0, 0.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
+    log_q = torch.tensor([2.0, -2.0, 3.0, -12.0], dtype=torch.float64)
+    values = kl_estimate(log_p, log_q, "low_var_kl")
+    values.sum().backward()
+    expected = [math.exp(2) - 3, math.exp(-2) + 1, 10.0, 10.0]
+    assert values.tolist() == pytest.approx(expected)
+    assert log_p.grad is not None
+    # d/d log p of r - 1 - log r is 1 - r; nothing beyond the cut
+    assert log_p.grad.tolist() == pytest.approx([1 - math.exp(2), 1 - math.exp(-2), 0.0, 0.0])
+
+
+@pytest.mark.parametrize(("straight", "value"), [("k1+", "k1"), ("k3+", "k3")])
+def test_straight_through_estimates_have_the_value_of_one_and_the_gradient_of_k2(
+    straight: Estimator, value: Estimator
+) -> None:
+    log_p = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    log_q = torch.tensor([-2.0, -0.5, -0.5], dtype=torch.float64)
+    found = kl_estimate(log_p, log_q, straight)
+    torch.testing.assert_close(found, kl_estimate(log_p, log_q, value))
+    found.sum().backward()
+    torch.testing.assert_close(log_p.grad, log_p.detach() - log_q)  # d/dx of x^2 / 2
+
+
+@pytest.mark.parametrize("estimator", ["k1+", "k3+"])
+def test_the_expected_gradient_of_a_straight_through_estimate_is_that_of_the_reverse_kl(estimator: Estimator) -> None:
+    logits, log_q = _distributions()
+    _kl(logits.log_softmax(-1), log_q).backward()
+    torch.testing.assert_close(_expected_gradient(estimator), logits.grad)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var_kl"])
+def test_gradients_equal_finite_differences(estimator: Estimator) -> None:
+    log_p = torch.tensor([-1.0, -2.0, -0.5, -9.0], dtype=torch.float64, requires_grad=True)
+    log_q = torch.tensor([-2.0, -0.5, -0.6, -1.0], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda given: kl_estimate(given, log_q, estimator), log_p)

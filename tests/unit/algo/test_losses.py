@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from buffer_rl.algo.losses import MAX_LOG_RATIO, policy_loss, sft_loss
+from buffer_rl.algo.losses import policy_loss, sft_loss
+from buffer_rl.algo.ratio import MAX_LOG_RATIO
 from buffer_rl.contracts import LossInputs
 from buffer_rl.errors import TrainError
 from buffer_rl.token_loss import Metric
@@ -17,7 +18,7 @@ LOG_2 = math.log(2)
 
 
 def _args(**overrides: Any) -> SimpleNamespace:
-    return SimpleNamespace(**({"eps_clip": 0.2, "eps_clip_high": None} | overrides))
+    return SimpleNamespace(**({"eps_clip": 0.2, "eps_clip_high": None, "eps_clip_c": None} | overrides))
 
 
 def _inputs(**columns: Any) -> LossInputs:

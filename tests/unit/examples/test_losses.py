@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from buffer_rl.buffer.columns import assemble
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Unit
 from buffer_rl.testing.tiny import make_tiny_model
@@ -41,6 +42,17 @@ def test_gspo_matches_hand_computed_numbers_under_any_aggregation(mode: str) -> 
     # the slope of a ratio that is not clipped: the ratio itself, shared by the row's tokens
     for row, expected in zip(found.log_prob_gradients, [[0, 0], [0, 0, 0], [-3], [1.1, 1.1]], strict=True):
         np.testing.assert_allclose(row, np.array(expected) / 4, rtol=1e-5, atol=1e-7)
+
+
+def test_the_example_of_gspo_gives_the_numbers_of_the_built_in_one() -> None:
+    pool = two_groups()
+    rows = assemble(pool.plan())
+    given = [np.linspace(-3, -1, int(n)) for n in rows.columns["response_length"]]
+    choices = ({"custom_loss_function_path": GSPO}, {"loss_type": "gspo"})
+    example, built_in = (outcome(objective_of(**choice), rows, given) for choice in choices)
+    assert example.means == pytest.approx(built_in.means, rel=1e-6)
+    for ours, theirs in zip(example.log_prob_gradients, built_in.log_prob_gradients, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
 def test_tokens_of_harder_prompts_weigh_more_and_solved_prompts_leave_the_divisor() -> None:

@@ -52,6 +52,7 @@ OPTION_OF = {
     "samples_to_train_data": "custom_convert_samples_to_train_data_path",
     "advantage": "custom_advantage_function_path",
     "loss": "custom_loss_function_path",
+    "correction": "custom_tis_function_path",
     "data_source": "data_source_path",
     "converter": "model_converter_path",
     "model_provider": "custom_model_provider_path",
@@ -168,6 +169,11 @@ async def train(here: Here) -> Any:
     trainer.save_hf(str(here.run_dir / "hf"))
     found = here.run_dir / "hf" / "model.safetensors"
     return metrics.get("mine"), float(batch.columns["advantages"][0][0]), "lm_head.weight" in names, found.is_file()
+
+
+async def correct(here: Here) -> Any:
+    trainer = make_trainer(here.args(train_device="cpu", use_tis=True))
+    return step_of(trainer, make_batch())["mismatch/rejected"]
 
 
 async def step(here: Here) -> Any:
@@ -325,6 +331,10 @@ CASES = {
         call=train, head="args, inputs", effect=(2.5, 1.0, False, True), expected="buffer_rl.contracts.TokenLoss",
         body="from buffer_rl.contracts import TokenLoss\n"
         "return TokenLoss(-inputs.log_probs, metrics={'mine': 0 * inputs.log_probs + 2.5})",
+    ),
+    "correction": Case(
+        call=correct, head="args, inputs", effect=1.0, expected="a tensor of weights [2, 2]",
+        body="return 0 * inputs.log_probs",
     ),
     "model_provider": Case(
         call=train, head="args", body=MODEL, effect=(None, 1.0, False, True), expected="a torch module with forward",

@@ -4,6 +4,7 @@ for losses that give a number for each token, on the parts that a sample fanned 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -58,13 +59,17 @@ def weighed_sequences(args: Any, inputs: LossInputs) -> TokenLoss:
     return TokenLoss((inputs.log_probs * inputs.advantages * mask).sum(-1), weights=weights)
 
 
-TOKEN_LOSSES: list[Any] = [*built_in_losses(), weighed_tokens]
-LOSSES = [*TOKEN_LOSSES, sequences, weighed_sequences]
-
-
-def objective_with(loss: Any, mode: str) -> Objective:
+def objective_with(loss: Any, mode: str, **options: Any) -> Objective:
     flag = "loss_type" if isinstance(loss, str) else "custom_loss_function_path"
-    return objective_of(**{flag: loss}, loss_agg_mode=mode, **TERMS)
+    return objective_of(**{flag: loss}, loss_agg_mode=mode, **TERMS, **options)
+
+
+BUILT_IN = built_in_losses()
+LOSSES: list[Any] = [*BUILT_IN, weighed_tokens, sequences, weighed_sequences]
+TOKEN_LOSSES = [
+    *(name for name in BUILT_IN if objective_of(loss_type=name).unit is Unit.TOKEN),
+    weighed_tokens,
+]
 
 
 Step = tuple[TrainBatch, list[np.ndarray], list[np.ndarray]]
@@ -91,6 +96,8 @@ def filled(rows: Sequence[RowId], masks: Sequence[Sequence[float]], seed: int) -
     for name in BY_TOKEN:
         columns[name] = [rng.normal(size=len(mask)).astype(np.float32) for mask in masks]
     columns["keep"] = [np.abs(row) for row in columns["keep"]]
+    rewards = {(row.uid, row.sample_index): float(rng.normal()) for row in rows}  # of a sample: all its parts have it
+    columns["reward"] = np.asarray([rewards[row.uid, row.sample_index] for row in rows], dtype=np.float32)
     given = [[rng.normal(size=len(mask)).astype(np.float32) for mask in masks] for _ in range(2)]
     return with_sizes(batch_of(rows, columns)), given[0], given[1]
 
@@ -110,13 +117,31 @@ def require_equal(found: Outcome, wanted: Outcome) -> None:
 def test_micro_batches_ranks_order_and_padding_change_nothing(
     loss: Any, mode: str, step: Step, data: st.DataObject
 ) -> None:
-    """A partition of the rows is what micro-batches of any ranks are: sums add up over both alike."""
+    require_same_in_any_blocks(objective_with(loss, mode), step, data)
+
+
+@pytest.mark.parametrize("tis_mode", ["truncate", "token", "sequence", "geometric"])
+@pytest.mark.parametrize("loss", ["policy_loss", "gspo"])
+@given(step=steps(), data=st.data())
+@settings(max_examples=12, deadline=None)
+def test_they_change_nothing_with_a_correction_either(
+    loss: str, tis_mode: str, step: Step, data: st.DataObject
+) -> None:
+    options = {"use_tis": True, "tis_mode": tis_mode, "tis_clip_low": 0.3}
+    require_same_in_any_blocks(objective_with(loss, "seq-mean-token-mean", **options), step, data)
+
+
+def require_same_in_any_blocks(objective: Objective, step: Step, data: st.DataObject) -> None:
+    """A partition of the rows is what micro-batches of any ranks are: sums add up over both alike. The rows of a
+    prompt stay together where the loss compares them."""
     batch, log_probs, entropy = step
-    objective = objective_with(loss, mode)
     wanted = outcome(objective, batch, log_probs, entropy)
-    order = data.draw(st.permutations(range(len(batch))))
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(batch)))) | {len(batch)})
-    blocks = [order[start:end] for start, end in zip([0, *cuts], cuts, strict=False)]
+    pieces: dict[object, list[int]] = {}
+    for index, row in enumerate(batch.row_ids):
+        pieces.setdefault(row.uid if objective.unit is Unit.GROUP else row, []).append(index)
+    order = [data.draw(st.permutations(piece)) for piece in data.draw(st.permutations(list(pieces.values())))]
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(order)))) | {len(order)})
+    blocks = [[*chain(*order[start:end])] for start, end in zip([0, *cuts], cuts, strict=False)]
     padding = data.draw(st.integers(0, 4))
     require_equal(outcome(objective, batch, log_probs, entropy, blocks=blocks, padding=padding), wanted)
 
