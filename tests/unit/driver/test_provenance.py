@@ -40,7 +40,7 @@ def options(**changes: Any) -> Any:
 
 
 def test_sources_of_plugins_of_their_imports_and_versions_are_written_down(folder: Path) -> None:
-    data = [{"use": "train", "path": "s3://user:pass@bucket/a.jsonl", "source_hash": "abc", "num_rows": 3}]
+    data = [{"use": "train", "path": "s3://user:hunter2@bucket/a.jsonl", "source_hash": "abc", "num_rows": 3}]
     facts = provenance_of(options(), PluginRegistry(), data).facts()
     sha256 = {
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("provenance_reward.py", "words.py")
@@ -81,11 +81,13 @@ def test_plugins_named_on_the_command_line_and_files_are_among_them(folder: Path
 
 
 def test_the_file_of_a_run_holds_them_and_no_secrets(folder: Path) -> None:
-    args = options(save="s3://user:pass@bucket/x", rm_url="https://h/score?key=abc", prompt_data=["s3://u:pass@b/d"])
+    args = options(
+        save="s3://user:hunter2@bucket/x", rm_url="https://h/score?key=abc", prompt_data=["s3://u:hunter2@b/d"]
+    )
     facts = provenance_of(args, PluginRegistry()).facts()
     text = write_facts(folder / "run", args, facts).read_text()
     assert json.loads(text)["plugins"] == facts["plugins"]
-    assert "pass" not in text
+    assert "hunter2" not in text
     assert "abc" not in text.replace(facts["code_sha256"], "") or "key=***" in text
     assert read_facts(folder / "run").changed["--save"] == "s3://***@bucket/x"
     assert (folder / "run" / RUN_FILE).is_file()
@@ -101,17 +103,17 @@ class Silent:
         (Path(folder) / "buffer.json").write_text("{}")
 
 
-@pytest.mark.parametrize("root", ["memory://test_provenance?token=pass", "{folder}/saves"])
+@pytest.mark.parametrize("root", ["memory://test_provenance?token=hunter2", "{folder}/saves"])
 def test_a_checkpoint_holds_them_and_no_secrets(folder: Path, root: str) -> None:
     root = root.format(folder=folder)
-    args = options(save=root, run_dir=str(folder / "run"), rm_url="https://u:pass@h/score")
+    args = options(save=root, run_dir=str(folder / "run"), rm_url="https://u:hunter2@h/score")
     facts = provenance_of(args, PluginRegistry()).facts()
     peer: Any = Silent()
     RunCheckpoints(args, buffer=peer, trained={"train": peer}, provenance=facts).save(3)
     with opened_checkpoint(root) as checkpoint:
         assert checkpoint.facts["plugins"] == facts["plugins"]
         assert checkpoint.facts["code_sha256"] == facts["code_sha256"]
-        assert "pass" not in json.dumps(checkpoint.facts)
+        assert "hunter2" not in json.dumps(checkpoint.facts)
         assert (checkpoint.folder / "buffer.json").read_text() == "{}"
 
 

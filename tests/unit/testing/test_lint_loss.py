@@ -19,6 +19,14 @@ from harness.losses import built_in_losses, loss_args
 EXAMPLES = ("examples/losses/gspo.py:gspo", "examples/losses/weighted.py:weighted")
 
 
+NOTICES = {
+    "cispo": {"gradient": "fine for a loss with a stop-gradient"},
+    "gspo_token": {"gradient": "fine for a loss with a stop-gradient"},
+    "decoupled_ppo": {"needs": "'prox_log_probs'"},
+}
+"""What is said of losses by design; none of it is a failure."""
+
+
 def findings_of(loss: Any, **how: Any) -> dict[str, Finding]:
     return {finding.property: finding for finding in lint_loss(loss, loss_args(), **how)}
 
@@ -28,7 +36,9 @@ def findings_of(loss: Any, **how: Any) -> dict[str, Finding]:
 def test_losses_that_ship_hold_every_property(reference: str, seed: int) -> None:
     loss = PluginRegistry.from_flags(()).resolve("loss", reference)
     found = lint_loss(loss, loss_args(), seed=seed)
-    assert {str(finding) for finding in found if finding.result is not Result.PASS} == set()
+    noticed = {finding.property: str(finding) for finding in found if finding.result is not Result.PASS}
+    assert noticed.keys() == NOTICES.get(reference, {}).keys()
+    assert all(part in noticed[name] for name, part in NOTICES.get(reference, {}).items())
     assert {"micro-batches", "ranks", "order", "padding", "masked", "unit", "gradient"} <= {f.property for f in found}
 
 
