@@ -35,7 +35,7 @@ def at_ratios(ratios: Any, **columns: Any) -> LossInputs:
 def slope(loss: Loss, inputs: LossInputs, **options: Any) -> torch.Tensor:
     """The gradient of the sum of the loss's values by each log-probability."""
     values = loss(loss_args(**options), inputs).values
-    (found,) = torch.autograd.grad(values.sum(), inputs.log_probs)
+    found: torch.Tensor = torch.autograd.grad(values.sum(), inputs.log_probs)[0]
     return found
 
 

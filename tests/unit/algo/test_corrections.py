@@ -123,7 +123,8 @@ def test_without_the_engines_log_probs_the_column_is_named() -> None:
 
 @loss_unit("token")
 def halves(args: Any, inputs: LossInputs) -> torch.Tensor:
-    return 0.5 * inputs.log_probs / inputs.log_probs.detach()  # with a gradient, which is not taken
+    weights: torch.Tensor = 0.5 * inputs.log_probs / inputs.log_probs.detach()
+    return weights  # with a gradient, which is not taken
 
 
 def test_weights_of_ones_own_replace_the_built_in_ones() -> None:

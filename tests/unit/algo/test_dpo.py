@@ -37,7 +37,7 @@ def test_the_best_and_the_worst_sample_of_a_prompt_are_a_pair() -> None:
     batch = rows(
         [(0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 0, 0), (1, 1, 0)], [0.5, 2, -1, 1, 1], [[1], [1, 1], [1, 0], [1], [1]]
     )
-    log_probs = [[-9], [-1 + 2 * LOG_3, -1 + LOG_3], [-1 + LOG_3, 7], [-5], [-6]]
+    log_probs: list[list[float]] = [[-9], [-1 + 2 * LOG_3, -1 + LOG_3], [-1 + LOG_3, 7], [-5], [-6]]
     objective = objective_of(loss_type="dpo", dpo_beta=0.5)
     assert objective.unit is Unit.GROUP
     found = outcome(objective, batch, log_probs)
@@ -46,7 +46,8 @@ def test_the_best_and_the_worst_sample_of_a_prompt_are_a_pair() -> None:
     assert found.means["dpo_margin"] == pytest.approx(LOG_3)
     assert found.means["dpo_accuracy"] == 1
     # -beta (1 - sigmoid) by each token of the chosen sample, the opposite by those of the rejected one
-    for row, expected in zip(found.log_prob_gradients, [[0], [-0.125] * 2, [0.125, 0], [0], [0]], strict=True):
+    slopes: list[list[float]] = [[0], [-0.125] * 2, [0.125, 0], [0], [0]]
+    for row, expected in zip(found.log_prob_gradients, slopes, strict=True):
         np.testing.assert_allclose(row, expected, atol=1e-6)
 
 

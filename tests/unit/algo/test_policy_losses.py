@@ -72,7 +72,7 @@ def test_with_one_advantage_a_row_gspo_token_is_gspo() -> None:
         old_log_probs=[[-1, -2, -1.5], [-1, -1, -2], [-3, -2, -1]],
         advantages=[[1, 1, 1], [-2, -2, -2], [0.5, 0.5, 0.5]],
     )
-    log_probs = [[-1.1, -1.9, -1.6], [-0.9, -7, -2.0], [-1, -1, -1]]  # the last row is clipped
+    log_probs = [[-1.1, -1.9, -1.6], [-0.9, -7.0, -2.0], [-1.0, -1.0, -1.0]]  # the last row is clipped
     names = ("gspo", "gspo_token")
     found = [
         outcome(objective_of(loss_type=name, loss_agg_mode="seq-mean-token-mean"), batch, log_probs) for name in names
