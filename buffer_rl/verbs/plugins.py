@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from buffer_rl.config import Section, compose
+from buffer_rl.config import compose
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds import KINDS, PluginKind, kind_named
 from buffer_rl.plugins import PluginInfo, PluginRegistry
@@ -24,7 +24,6 @@ from buffer_rl.resolution.signature import fitting_kinds, signature_of
 from buffer_rl.testing.lint import Finding, failures
 from buffer_rl.testing.lint_estimator import lint_estimator
 from buffer_rl.verbs.table import print_table
-from buffer_rl.verbs.train import sections_of
 
 _TEMPLATES_MODULE = "buffer_rl.verbs.plugin_templates"
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -92,7 +91,7 @@ def run(ns: argparse.Namespace) -> int:
         return _new(ns.kind, ns.name, Path(ns.output))
     registry = PluginRegistry.from_flags(ns.plugin)
     if ns.action == "check":
-        return _check(registry, ns.reference, ns.kind, sections_of(ns.plugin))
+        return _check(registry, ns.reference, ns.kind, ns.plugin)
     rows = registry.infos(ns.kind)
     if ns.json:
         print(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
@@ -186,7 +185,7 @@ def _sorted(imports: Iterable[str]) -> str:
     return "\n\n".join("\n".join(block) for block in (standard, others, own) if block)
 
 
-def _check(registry: PluginRegistry, reference: str, kind: str | None, sections: Sequence[str | type[Section]]) -> int:
+def _check(registry: PluginRegistry, reference: str, kind: str | None, plugins: Sequence[str]) -> int:
     kinds = [kind] if kind else _possible_kinds(registry, reference)
     obj = registry.resolve(kinds[0], reference)
     origin = registry.locate(kinds[0], reference)
@@ -197,7 +196,9 @@ def _check(registry: PluginRegistry, reference: str, kind: str | None, sections:
         print(f"  also fits: {', '.join(kinds[1:])}")
     if kinds[0] not in ("loss", "advantage"):
         return 0
-    findings = _findings(kinds[0], obj, compose(sections)(), reference)
+    from buffer_rl.verbs.train import sections_of  # imports what a run needs
+
+    findings = _findings(kinds[0], obj, compose(sections_of(plugins))(), reference)
     print(*(f"  {finding}" for finding in findings), sep="\n")
     return 1 if failures(findings) else 0
 
