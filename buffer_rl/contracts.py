@@ -286,11 +286,13 @@ class ModelProvider(Protocol):
 
 
 class Objective(Protocol):
-    """The loss of a run, which the framework owns and every trainer backend calls. temperature: the divisor of logits.
-    unit: rows that one call must see together (``buffer_rl.scope.Unit``)."""
+    """The loss of a trained role, which the framework owns and every trainer backend calls. temperature: the divisor of
+    logits. unit: rows that one call must see together (``buffer_rl.scope.Unit``). critic: the model has a value head,
+    and calls have ``values`` in place of ``log_probs`` and ``entropy``."""
 
     temperature: float
     unit: Unit
+    critic: bool
 
     def __call__(self, log_probs: Any, entropy: Any, rows: TrainBatch, values: Any = None) -> tuple[Any, Sums]:
         """The loss of a micro-batch, summed and not divided, to call ``backward`` on, and its sums.
@@ -316,7 +318,8 @@ class Trainer(Protocol):
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
         """Log-probabilities of the response tokens under ``model`` ("actor" or "ref"): per row ``[response_length]``
-        float32, in nats; None on ranks that do not have them."""
+        float32, in nats; None on ranks that do not have them. A backend for a critic has ``values(batch)`` beside it,
+        the same of the value model before each response token (see ``Objective.critic``)."""
         ...
 
     def accumulate(self, batch: TrainBatch) -> Sums:

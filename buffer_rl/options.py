@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from buffer_rl.engine.options import EngineOptions
     from buffer_rl.observe.options import ObserveOptions
     from buffer_rl.rollout.options import EvalOptions, RewardOptions, RolloutOptions
-    from buffer_rl.train.options import LossOptions, OptimizerOptions, TrainOptions
+    from buffer_rl.train.options import CriticOptions, LossOptions, OptimizerOptions, TrainOptions
     from buffer_rl.weights.options import WeightOptions
 
     class Args(
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         EngineOptions,
         TrainOptions,
         OptimizerOptions,
+        CriticOptions,
         LossOptions,
         AlgorithmOptions,
         WeightOptions,
@@ -46,6 +47,7 @@ CORE_SECTIONS: tuple[str, ...] = (
     "buffer_rl.engine.options:EngineOptions",
     "buffer_rl.train.options:TrainOptions",
     "buffer_rl.train.options:OptimizerOptions",
+    "buffer_rl.train.options:CriticOptions",
     "buffer_rl.train.options:LossOptions",
     "buffer_rl.algo.options:AlgorithmOptions",
     "buffer_rl.weights.options:WeightOptions",

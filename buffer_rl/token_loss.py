@@ -198,6 +198,10 @@ class Sums:
                 found[name] = float(total.value)
         if "mismatch/chi2" in found:  # Kish's, of the importance weights of buffer_rl.algo.corrections
             found["mismatch/ess"] = found["mismatch/weight"] ** 2 / (1 + found["mismatch/chi2"])
+        if "value_error" in found:  # of buffer_rl.algo.value
+            error = found.pop("value_error_squared") - found["value_error"] ** 2
+            spread = found.pop("returns_squared") - found["returns"] ** 2
+            found["explained_variance"] = 1 - error / spread if spread > 0 else 0.0
         return found
 
 

@@ -24,11 +24,12 @@ class Rewards(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     """loss: the registered name of the loss that the algorithm is defined with. rewards: their normalisation. options:
-    those that the algorithm reads of ``buffer_rl.algo.options.AlgorithmOptions``."""
+    those that the algorithm reads of ``buffer_rl.algo.options.AlgorithmOptions``. critic: it has a value model."""
 
     loss: str = "policy_loss"
     rewards: Rewards = Rewards.STANDARD
     options: frozenset[str] = frozenset()
+    critic: bool = False
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
@@ -41,6 +42,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "reinforce_plus_plus_baseline": Algorithm(rewards=Rewards.CENTRED),
     "remax": Algorithm(rewards=Rewards.RAW, options=frozenset({"kl_coef"})),
     "gae": Algorithm(rewards=Rewards.RAW, options=frozenset({"gamma", "lambd", "kl_coef"})),
+    "ppo": Algorithm(rewards=Rewards.RAW, options=frozenset({"gamma", "lambd", "kl_coef"}), critic=True),
     "gspo": Algorithm(loss="gspo"),
     "cispo": Algorithm(loss="cispo"),
 }

@@ -19,6 +19,7 @@ from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray
 from buffer_rl.errors import ConfigError, WorkerError
 from buffer_rl.resolution.shipping import CodeBundle, use_shipped_code
 from buffer_rl.train.options import TrainOptions
+from buffer_rl.train.roles import uses_critic
 
 WORKING_DIRECTORY = "BUFFER_RL_WORKING_DIRECTORY"
 SETUP_HOOK = "buffer_rl.cluster.session.enter_working_directory"
@@ -114,8 +115,13 @@ def train_gpus(args: TrainOptions) -> float:
     if args.train_device == "cpu":
         return 0.0
     resources: dict[str, float] = cast(Any, ray).cluster_resources()
-    has_gpus = resources.get("GPU", 0) >= args.num_train_ranks
+    has_gpus = resources.get("GPU", 0) >= num_trainer_ranks(args)
     return 1.0 if has_gpus or args.train_device == "cuda" else 0.0
+
+
+def num_trainer_ranks(args: TrainOptions) -> int:
+    """Ranks of all trained roles: a critic has as many as the policy."""
+    return args.num_train_ranks * (1 + uses_critic(args))
 
 
 def role_gpus(args: TrainOptions) -> float:
@@ -123,11 +129,12 @@ def role_gpus(args: TrainOptions) -> float:
 
     Raises ConfigError if the cluster has too few: the workers would wait for them until a deadline passes."""
     num_gpus = train_gpus(args)
-    wanted = args.num_train_ranks + args.num_ref_workers + args.num_actor_fwd_workers
+    trainers = num_trainer_ranks(args)
+    wanted = trainers + args.num_ref_workers + args.num_actor_fwd_workers
     found = int(cast(Any, ray).cluster_resources().get("GPU", 0))
-    if num_gpus and wanted > args.num_train_ranks and found < wanted:
+    if num_gpus and wanted > trainers and found < wanted:
         raise ConfigError(
-            f"{args.num_train_ranks} trainer ranks and {wanted - args.num_train_ranks} workers of roles need an "
+            f"{trainers} trainer ranks and {wanted - trainers} workers of roles need an "
             f"accelerator each, and there are {found}",
             where="--num-ref-workers and --num-actor-fwd-workers",
             hint="lower them (the trainer then does that work), or add --train-device cpu",

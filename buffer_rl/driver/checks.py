@@ -14,7 +14,8 @@ from buffer_rl.driver.schedule import Schedule, parse_early_stop, rollout_only, 
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
-from buffer_rl.train.roles import estimator_of, is_supervised, loss_of, uses_reference
+from buffer_rl.train.options import CriticOptions
+from buffer_rl.train.roles import estimator_of, is_supervised, loss_of, uses_critic, uses_reference
 from buffer_rl.weights.tensor import require_local_engines
 
 
@@ -33,6 +34,7 @@ def check_options(args: Any) -> None:
     _check_top_k(args)
     _check_kl(args)
     _check_algorithm(args)
+    _check_critic(args)
     _check_reward_shaping(args)
 
     _check_correction(args)
@@ -166,6 +168,23 @@ def _check_algorithm(args: Any) -> None:
             where="--pass-at-k",
             expected="less than --n-samples-per-prompt",
         )
+
+
+def _check_critic(args: Any) -> None:
+    """Options of a critic that is not there would change nothing; a critic whose values nothing reads, neither."""
+    if uses_critic(args):
+        flag, name = estimator_of(args)
+        if name in ALGORITHMS and name not in ("gae", "ppo"):
+            expected = "--advantage-estimator ppo, or a function of your own that reads the column 'values'"
+            raise ConfigError(
+                f"the advantage {name!r} reads no values", where=f"--use-critic and {flag}", expected=expected
+            )
+        return
+    given = [name for name, field in CriticOptions.model_fields.items() if getattr(args, name) != field.default]
+    if given:
+        why = "the supervised loss has no critic" if is_supervised(args) else "there is no critic"
+        hint = "take it out" if is_supervised(args) else "add --advantage-estimator ppo, or --use-critic"
+        raise ConfigError(why, where=flag_of(given[0]), hint=hint)
 
 
 def _check_reward_shaping(args: Any) -> None:
@@ -311,6 +330,19 @@ def check_role_options(args: Any) -> None:
         raise ConfigError("the supervised loss has no advantages", where="--num-advantage-workers", hint="take it out")
     if not args.stream_gradients:
         return
+    if args.num_advantage_workers and uses_critic(args):
+        raise ConfigError(
+            "the critic computes the advantages that it streams gradients of",
+            where=f"{STREAM} and --num-advantage-workers",
+            hint="take one of them out",
+        )
+    if args.kl_coef and uses_critic(args) and not args.num_ref_workers:
+        raise ConfigError(
+            "the critic needs the reference log-probabilities of each group, which the policy's trainer computes too "
+            "late",
+            where=f"{STREAM} and --kl-coef",
+            hint="add --num-ref-workers 1",
+        )
     if not Schedule.named(args.schedule).streams:
         raise ConfigError(
             f"--schedule {args.schedule} starts training after the last group",

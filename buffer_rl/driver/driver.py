@@ -209,11 +209,15 @@ class Driver:
             self._compared = True
 
     def _update(self, rollout_id: int) -> dict[str, float]:
-        """The optimizer step of each trained role. It reads nothing from the Buffer, so it cannot fail with
-        PayloadLostError; it is never retried."""
-        method = "finish_stream" if self._plan.roles.stream_gradients else "train"
+        """The optimizer step of each trained role that takes one. It reads nothing from the Buffer, so it cannot fail
+        with PayloadLostError; it is never retried."""
+        plan = self._plan.roles
+        method = "finish_stream" if plan.stream_gradients else "train"
         with self._timed("update", "train", rollout_id):
-            return {name: value for metrics in self._on_trained(method) for name, value in metrics.items()}
+            steps = plan.steps_on(rollout_id)
+            self._on_trained("discard", roles=[role for role in plan.trained if role not in steps])
+            answers = self._on_trained(method, roles=steps)
+            return {name: value for metrics in answers for name, value in metrics.items()}
 
     def _publish(self) -> None:
         if self._published == self._version or not self._plan.roles.trained:
@@ -291,9 +295,10 @@ class Driver:
     def _buffer(self, method: str, *args: Any) -> Any:
         return self._call("buffer", method, *args, timeout_s=self._plan.buffer_timeout_s)
 
-    def _on_trained(self, method: str, *args: Any) -> list[Any]:
-        """The answers of all trained roles, which work at the same time."""
-        tasks = [self._runtime.submit(role, method, *args) for role in self._plan.roles.trained]
+    def _on_trained(self, method: str, *args: Any, roles: Sequence[str] | None = None) -> list[Any]:
+        """The answers of trained roles, of all where none are named, which work at the same time."""
+        chosen = self._plan.roles.trained if roles is None else roles
+        tasks = [self._runtime.submit(role, method, *args) for role in chosen]
         return [self._wait(task, self._plan.train_timeout_s, beside=tasks) for task in tasks]
 
     def _call(self, role: str, method: str, *args: Any, timeout_s: float) -> Any:

@@ -15,11 +15,12 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of, unit_of
 from buffer_rl.train.roles import (
-    LOG_PROB_FIELDS,
+    MODEL_FIELDS,
     estimator_needs,
     estimator_of,
     is_supervised,
     loss_of,
+    uses_critic,
     uses_reference,
 )
 
@@ -79,7 +80,7 @@ def _converts(args: Any) -> bool:
 def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, reference: str) -> None:
     """A field that the estimator declares as needed must be there by the time that it is called."""
     what = f"the advantage {reference!r} needs {name!r}"
-    if name not in LOG_PROB_FIELDS:
+    if name not in MODEL_FIELDS:
         return  # a column that the rollout gives, or not: looked at when it comes
     if name == "ref_log_probs":
         workers, absent = (
@@ -87,6 +88,9 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, refer
             "" if uses_reference(args) else "without --use-kl-loss there is no reference",
         )
         count, hint = args.num_ref_workers, "add --use-kl-loss (with --kl-loss-coef 0 for no KL term in the loss)"
+    elif name == "values":
+        workers, count, absent = "", 0, "" if uses_critic(args) else "there is no critic"
+        hint = "add --use-critic, or a function of --custom-convert-samples-to-train-data-path that gives them"
     else:
         workers, absent = "--num-actor-fwd-workers", _why_no_old_log_probs(args, registry)
         count, hint = args.num_actor_fwd_workers, "take it out of needs"
@@ -107,10 +111,11 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, refer
             hint=f"add {workers} 1, or take --num-advantage-workers out",
         )
     if not Schedule.named(args.schedule).streams:
+        own = f"{workers} 1 or " if workers else ""
         raise ConfigError(
             f"{what}, which the trainer computes after the advantages under --schedule {args.schedule}",
             where=f"--num-advantage-workers and {flag}",
-            hint=f"add {workers} 1 or --schedule pipelined, or take --num-advantage-workers out",
+            hint=f"add {own}--schedule pipelined, or take --num-advantage-workers out",
         )
 
 

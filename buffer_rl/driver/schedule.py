@@ -13,8 +13,12 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.scope import Scope
 from buffer_rl.train.roles import (
     ACTOR,
+    ADVANTAGE_FIELDS,
+    CRITIC,
+    FIELD_OF_MODEL,
     FIELDS_OF_ROLE,
     is_supervised,
+    uses_critic,
     uses_reference,
     worker_counts,
 )
@@ -112,6 +116,7 @@ class RolePlan:
     of trained roles before the optimizer step, each a role and the model whose field it computes (``FIELD_OF_MODEL``).
     dedicated_roles: roles with processes of their own, each the name of its reading task. external_fields: fields that
     they add. estimates: the actor's advantage estimator is called once, with all rows of the rollout.
+    critic_only_steps: rollouts at the start of the run that only the critic takes an optimizer step on.
     stream_gradients: trained roles go on to forward and backward while the rollout still runs.
     max_restarts: how often, over the whole run, a role's dead processes are replaced.
     """
@@ -121,8 +126,22 @@ class RolePlan:
     dedicated_roles: tuple[str, ...] = ()
     external_fields: tuple[str, ...] = ()
     estimates: bool = False
+    critic_only_steps: int = 0
     stream_gradients: bool = False
     max_restarts: int = 0
+
+    def awaited_by(self, role: str) -> list[str]:
+        """Fields of other roles that a trained role waits for, group by group, before its forward and backward."""
+        given = set(self.external_fields)
+        if role == CRITIC:  # which computes advantages itself, from its values
+            given -= ADVANTAGE_FIELDS
+        elif CRITIC in self.trained:
+            given |= {*ADVANTAGE_FIELDS, FIELD_OF_MODEL[CRITIC]}
+        return sorted(given)
+
+    def steps_on(self, rollout_id: int) -> list[str]:
+        """The trained roles that take an optimizer step on a rollout."""
+        return [role for role in self.trained if role == CRITIC or rollout_id >= self.critic_only_steps]
 
     def models_of(self, role: str) -> list[str]:
         """The models whose fields a trained role computes."""
@@ -137,12 +156,16 @@ def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope) -> RolePlan:
         models.append("ref")
     if needs_old_log_probs(args, rollouts_use_engine) and "actor_fwd" not in dedicated:
         models.append("actor")
+    critic = (CRITIC,) if uses_critic(args) else ()
     return RolePlan(
-        passes=tuple((ACTOR, model) for model in models),
+        trained=(ACTOR, *critic),
+        passes=(*((ACTOR, model) for model in models), *((role, role) for role in critic)),
         dedicated_roles=dedicated,
         external_fields=tuple(name for role in dedicated for name in FIELDS_OF_ROLE[role]),
-        # An estimator of scope row is called by each rank on its own rows.
-        estimates=not (is_supervised(args) or "advantages" in dedicated or args.stream_gradients or scope is Scope.ROW),
+        # An estimator of scope row is called by each rank on its own rows, unless it reads those of another role.
+        estimates=not (is_supervised(args) or "advantages" in dedicated or args.stream_gradients)
+        and (scope is not Scope.ROW or bool(critic)),
+        critic_only_steps=args.num_critic_only_steps if critic else 0,
         stream_gradients=args.stream_gradients,
         max_restarts=args.role_max_restarts,
     )

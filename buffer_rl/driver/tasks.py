@@ -66,7 +66,7 @@ class RoleCalls:
         for role in plan.trained if trainer_too else ():
             models = plan.models_of(role)
             if models or plan.stream_gradients:
-                work = (models, list(plan.external_fields), plan.stream_gradients)
+                work = (models, plan.awaited_by(role), plan.stream_gradients)
                 calls[role] = self._runtime.submit(role, "stream", rollout_id, *work)
         self._calls[rollout_id] = calls
 

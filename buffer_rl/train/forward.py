@@ -47,6 +47,19 @@ def response_log_probs(
     return _pad(log_probs_n, micro), _pad(entropy_n, micro)
 
 
+def response_values(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
+    """The values of a model with a value head before each response token, ``[num_rows, max_response]`` float32, 0 on
+    padding: what its output layer returns, whatever the architecture makes of logits after it."""
+    found: list[torch.Tensor] = []
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    handle = head.register_forward_hook(lambda _module, _args, output: found.append(output))
+    try:
+        _response_logits(model, micro)
+    finally:
+        handle.remove()
+    return _pad(found[0].float().reshape(-1), micro)
+
+
 class _Entropy(torch.autograd.Function):
     """``-sum(p log p)`` over the vocabulary, in nats. Its backward pass needs the log-probabilities alone, which
     ``log_softmax`` keeps anyway: a loss that does not use the entropy pays no memory for its gradient."""
@@ -110,16 +123,20 @@ def _pad(values_n: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     return padded_bt.masked_scatter(micro.response_bt, values_n)
 
 
-def batch_log_probs(
+def batch_outputs(
     args: Any, model: PreTrainedModel, batch: TrainBatch, device: torch.device, objective: Objective
 ) -> list[np.ndarray]:
-    """Per row ``[response_length]`` float32, in nats, at the temperature and in the micro-batches of the objective.
-    Reads ``max_tokens_per_gpu`` and ``deterministic``."""
+    """Log-probabilities in nats at the temperature of the objective, or a critic's values: per row
+    ``[response_length]`` float32, in the micro-batches of the objective. Reads ``max_tokens_per_gpu`` and
+    ``deterministic``."""
     rows: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(batch)
     for indices in row_blocks(args, batch, objective.unit):
         micro = collate(batch.select(indices), device)
         with torch.no_grad():
-            log_probs_bt, _ = response_log_probs(model, micro, objective.temperature, with_entropy=False)
-        for index, row in zip(indices, split_rows(log_probs_bt, micro.response_lengths), strict=True):
+            if objective.critic:
+                outputs_bt = response_values(model, micro)
+            else:
+                outputs_bt, _ = response_log_probs(model, micro, objective.temperature, with_entropy=False)
+        for index, row in zip(indices, split_rows(outputs_bt, micro.response_lengths), strict=True):
             rows[index] = row
     return rows

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import ray
 import torch
 
@@ -32,7 +33,7 @@ from buffer_rl.train.model import prepare_torch, seed_all
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.train.ranks import Peers, Rendezvous
-from buffer_rl.train.roles import FIELD_OF_MODEL, loss_of
+from buffer_rl.train.roles import ACTOR, CRITIC, FIELD_OF_MODEL, loss_of, role_args
 from buffer_rl.train.steps import (
     NON_FINITE_FOLDER,
     NonFiniteGuard,
@@ -53,18 +54,19 @@ if TYPE_CHECKING:
 class TrainRank:
     """One rank: a ``Trainer`` and the rows that it works on."""
 
-    def __init__(self, args_text: str, buffer: Any, rank: int, world_size: int, log_path: str) -> None:
+    def __init__(self, args_text: str, buffer: Any, role: str, rank: int, world_size: int, log_path: str) -> None:
         redirect_output(log_path)
-        self._args = cast("Args", load_args(args_text))
+        self._role = role
+        self._args = cast("Args", role_args(load_args(args_text), role))
         self._rank, self._world_size = rank, world_size
-        self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"train-{rank}")
+        self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"{role}-{rank}")
         self._built: Trainer | None = None
         self._batches: list[TrainBatch] = []
         self._rendezvous = Rendezvous()
         self._streamed = 0
         self._sums = Sums()
         self._calls_objective = True
-        folder = Path(log_path).parent.parent / NON_FINITE_FOLDER
+        folder = Path(log_path).parent.parent / NON_FINITE_FOLDER / ("" if role == ACTOR else role)
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
         self._shared = SharedWeights(use_cuda_ipc=self._args.engine_device != "cpu")
 
@@ -84,7 +86,7 @@ class TrainRank:
                 timeout=timedelta(seconds=self._args.train_timeout_s),
             )
         registry = PluginRegistry.from_flags(self._args.plugin)
-        self._objective = Objective(self._args, registry)
+        self._objective = Objective(self._args, registry, self._role)
         prepare_torch(self._args, self._args.seed + self._rank)
         self._built = build_trainer(self._args, registry, self._rank, self._world_size, self._objective)
         place = self._built.topology
@@ -109,10 +111,10 @@ class TrainRank:
         ]
 
     def log_probs(self, model: str) -> None:
-        """Compute the log-probabilities of the fetched rows under ``model``; they stay here, and the head of each
-        replica writes them into the pool."""
+        """Compute the log-probabilities of the fetched rows under ``model``, or the values of a critic; they stay here,
+        and the head of each replica writes them into the pool."""
         field = FIELD_OF_MODEL[model]
-        computed = [self._trainer.log_probs(model, batch) for batch in self._fetched()]
+        computed = [self._outputs(model, batch) for batch in self._fetched()]
         for batch, rows in zip(self._batches, computed, strict=True):
             if rows is None:
                 self._calls_objective = False
@@ -162,12 +164,20 @@ class TrainRank:
         if gradients:
             self._streamed, self._sums = rollout_id, Sums()
             fields = frozenset(external_fields)
-            stage = gradient_stage(self._trainer, self._objective, models, fields, self._accumulated)
+            stage = gradient_stage(
+                self._role,
+                self._trainer,
+                self._objective,
+                {model: partial(self._outputs, model) for model in models},
+                fields,
+                self._accumulated,
+                writes=place.is_head,
+            )
         else:
             # What one rank of a replica got, the others get as well, so it must not leave the step meanwhile.
             several = self._world_size > place.dp_size
-            log_probs = self._trainer.log_probs
-            stage = log_prob_stage("train_log_probs", models, log_probs, writes=place.is_head, is_final=several)
+            name = f"{self._role}_log_probs" if self._role == ACTOR else FIELD_OF_MODEL[self._role]
+            stage = log_prob_stage(name, models, self._outputs, writes=place.is_head, is_final=several)
         return run_stage(
             stage,
             self._buffer,
@@ -228,6 +238,9 @@ class TrainRank:
         """The inverse of ``save``."""
         self._trainer.load(path)
 
+    def _outputs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
+        return cast(Any, self._trainer).values(batch) if model == CRITIC else self._trainer.log_probs(model, batch)
+
     def _share(self, rollout_id: int) -> TrainBatch:
         place = self._trainer.topology
         return self._buffer.get_data(rollout_id, place.dp_rank, place.dp_size)
@@ -250,6 +263,13 @@ def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: in
     if not isinstance(place_of_rank := getattr(built, "topology", None), Topology):
         expected = "topology: a buffer_rl.contracts.Topology"
         raise returned("trainer", name, place_of_rank, expected, at="topology", error_class=TrainError)
+    if objective.critic and not callable(getattr(built, "values", None)):
+        raise ConfigError(
+            f"the trainer {name!r} has no value model",
+            where="--train-backend and --advantage-estimator",
+            expected="a trainer with values(batch)",
+            hint="an advantage estimator without a critic, such as grpo",
+        )
     return cast(Trainer, built)
 
 
@@ -309,7 +329,8 @@ def start_train_group(
     environment = {"env_vars": {"OMP_NUM_THREADS": threads}}
     remote = cast(Any, ray.remote)(num_cpus=0, num_gpus=num_gpus, max_restarts=0, runtime_env=environment)(TrainRank)
     actors = [
-        remote.remote(args_text, buffer, rank, world_size, f"{log_dir}/{role}_{rank}.log") for rank in range(world_size)
+        remote.remote(args_text, buffer, role, rank, world_size, f"{log_dir}/{role}_{rank}.log")
+        for rank in range(world_size)
     ]
     return WorkerGroup(role, actors, combine=partial(combine, role))
 

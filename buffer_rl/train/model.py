@@ -20,6 +20,7 @@ from buffer_rl.contracts import ModelConverter
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, construct, place, raised, returned, short_repr
+from buffer_rl.train.roles import CRITIC
 
 BUCKET_BYTES = 256 * 1024 * 1024
 """Largest bucket of ``weight_buckets``: large enough to amortise a transfer, small beside an engine's memory."""
@@ -44,9 +45,11 @@ def seed_all(seed: int) -> None:
 
 
 def initial_folder(args: Any, model: str) -> tuple[str | None, str]:
-    """The folder of weights that ``model`` ("actor" or "ref") starts with, and the flag that names it."""
+    """The folder of weights that ``model`` ("actor", "ref" or "critic") starts with, and the flag that names it."""
     if model == "ref" and args.ref_load:
         return args.ref_load, "--ref-load"
+    if model == CRITIC and args.critic_load:
+        return args.critic_load, "--critic-load"
     return args.hf_checkpoint, "--hf-checkpoint"
 
 
@@ -128,6 +131,23 @@ def _require_causal(model: PreTrainedModel, folder: str, flag: str) -> None:
             expected="a model that sees only the tokens before it",
             hint='models of the BERT family do with "is_decoder": true in config.json',
         )
+
+
+def with_value_head(model: PreTrainedModel) -> None:
+    """Make the output layer one with a single output, in place: the value of the tokens so far. It starts with zeros,
+    so values are 0 at first, on every rank, and is not tied to the embeddings. Raises ConfigError for an output layer
+    that is not linear."""
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, torch.nn.Linear):
+        raise ConfigError(
+            f"the output layer of {type(model).__name__} is a {type(head).__name__}",
+            where="--use-critic",
+            expected="torch.nn.Linear, which becomes that of values",
+        )
+    # The module stays, as the model calls it; a new one would have to be placed by each architecture.
+    head.weight = torch.nn.Parameter(torch.zeros_like(head.weight[:1]))
+    head.register_parameter("bias", None)
+    head.out_features = 1
 
 
 def load_tokenizer(path: str | None, flag: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

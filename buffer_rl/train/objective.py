@@ -13,6 +13,7 @@ from buffer_rl.algo.aggregation import mask_out, metric_totals, per_row, row_mea
 from buffer_rl.algo.corrections import correction_unit, mismatch_metrics, truncated_weights
 from buffer_rl.algo.kl import kl_estimate
 from buffer_rl.algo.returns import masks_of, whitened_tokens
+from buffer_rl.algo.value import value_loss
 from buffer_rl.contracts import AdvantageEstimator, Correction, LossInputs, PolicyLoss, TokenLoss
 from buffer_rl.errors import PluginError
 from buffer_rl.plugins import PluginRegistry
@@ -21,7 +22,9 @@ from buffer_rl.scope import Scope, Unit, needs_of, unit_of
 from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Sums, hint_for
 from buffer_rl.train.collate import padded_column, response_mask, sample_sizes
 from buffer_rl.train.roles import (
-    LOG_PROB_FIELDS,
+    ACTOR,
+    CRITIC,
+    MODEL_FIELDS,
     estimator_needs,
     estimator_of,
     estimator_scope,
@@ -38,39 +41,46 @@ class Objective:
     """Resolves ``--custom-loss-function-path`` or ``--loss-type``, and ``--custom-advantage-function-path`` or
     ``--advantage-estimator``. Raises PluginError if one does not resolve.
 
+    role: the trained role; the loss of the critic is ``buffer_rl.algo.value.value_loss``. critic: whether it is that.
     supervised: the loss is the built-in supervised one, which has no advantages, no KL penalty and no entropy bonus.
     temperature: the divisor of logits: the sampling temperature, so that ratios compare equal distributions. Greedy
     sampling (0) has no such distribution, and supervised tokens were not sampled: both use 1. unit: of the loss;
     scope, needs: of the estimator (see ``buffer_rl.scope``).
     """
 
-    def __init__(self, args: Any, registry: PluginRegistry) -> None:
+    def __init__(self, args: Any, registry: PluginRegistry, role: str = ACTOR) -> None:
         self._args = args
-        self._loss_name = loss_of(args)
+        self.critic = role == CRITIC
+        self._loss_name = "value_loss" if self.critic else loss_of(args)
         self._estimator_name = estimator_of(args)[1]
-        self._loss = cast(PolicyLoss, registry.resolve("loss", self._loss_name))
+        self._loss = value_loss if self.critic else cast(PolicyLoss, registry.resolve("loss", self._loss_name))
         self._estimator = cast(AdvantageEstimator, registry.resolve("advantage", self._estimator_name))
         self.supervised = is_supervised(args)
         sampled = not self.supervised and args.rollout_temperature > 0
         self.temperature = float(args.rollout_temperature) if sampled else 1.0
-        self._correction = _correction_of(args, registry)
+        self._correction = None if self.critic else _correction_of(args, registry)
         self.unit = unit_of(self._loss)
         if self._correction is not None:
             own = unit_of(self._correction) if args.custom_tis_function_path else correction_unit(args)
             self.unit = max(self.unit, own, key=list(Unit).index)
         self.scope = estimator_scope(args, self._estimator)
         self.needs = estimator_needs(args, self._estimator)
-        self._hidden = frozenset(LOG_PROB_FIELDS) - self.needs if self.scope is not Scope.ROLLOUT else frozenset()
+        self._hidden = frozenset(MODEL_FIELDS) - self.needs if self.scope is not Scope.ROLLOUT else frozenset()
 
     def __call__(
-        self, log_probs: torch.Tensor, entropy: torch.Tensor, rows: TrainBatch, values: torch.Tensor | None = None
+        self,
+        log_probs: torch.Tensor | None,
+        entropy: torch.Tensor | None,
+        rows: TrainBatch,
+        values: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Sums]:
         """The loss of a micro-batch, summed over ``rows`` and not divided, and its sums (see
         ``buffer_rl.contracts.Objective``). Raises PluginError if the loss raises or returns something else, TrainError
         for a column that is needed and not there."""
-        mask_bt = response_mask(rows, log_probs)
+        outputs_bt = cast(torch.Tensor, values if self.critic else log_probs)
+        mask_bt = response_mask(rows, outputs_bt)
         inputs = self._inputs(log_probs, entropy, rows, values, mask_bt)
-        loss = self._checked_loss(inputs)
+        loss = self._checked_loss(inputs, outputs_bt)
         tokens_b, parts_b = sample_sizes(rows, mask_bt)
         if loss.weights is not None:
             mask = mask_bt if loss.weights.ndim == 2 else (mask_bt != 0).any(-1).float()
@@ -141,8 +151,8 @@ class Objective:
 
     def _inputs(
         self,
-        log_probs: torch.Tensor,
-        entropy: torch.Tensor,
+        log_probs: torch.Tensor | None,
+        entropy: torch.Tensor | None,
         rows: TrainBatch,
         values: torch.Tensor | None,
         mask_bt: torch.Tensor,
@@ -163,10 +173,13 @@ class Objective:
             found = padded_column(rows, "old_log_probs", mask_bt)
             return inputs.log_probs.detach() if found is None else torch.where(on_bt, found, 0.0)
 
+        def masked(output: torch.Tensor | None) -> torch.Tensor | None:
+            return None if output is None else torch.where(on_bt, output, 0.0)
+
         inputs = LossInputs(
-            log_probs=torch.where(on_bt, log_probs, 0.0),
-            entropy=torch.where(on_bt, entropy, 0.0),
-            values=None if values is None else torch.where(on_bt, values, 0.0),
+            log_probs=masked(log_probs),
+            entropy=masked(entropy),
+            values=masked(values),
             loss_mask=mask_bt,
             row_ids=rows.row_ids,
             column=column,
@@ -186,7 +199,7 @@ class Objective:
         """What the framework adds to any loss but the supervised one: name of the metric, coefficient, and a number for
         each token."""
         args, terms = self._args, []
-        if self.supervised:
+        if self.supervised or self.critic:
             return []
         if args.use_kl_loss:
             kl_bt = kl_estimate(inputs.log_probs, inputs.ref_log_probs, args.kl_loss_type)
@@ -196,7 +209,9 @@ class Objective:
         return terms
 
     def _metrics(self, inputs: LossInputs, loss: TokenLoss) -> dict[str, Any]:
-        """The loss's own metrics, and those of every loss."""
+        """The loss's own metrics, and those of every loss of a policy."""
+        if self.critic:
+            return dict(loss.metrics)
         metrics = {"log_probs": inputs.log_probs, "entropy": inputs.entropy, **loss.metrics}
         if not self.supervised and (rollout := inputs.get("rollout_log_probs")) is not None:
             ours = inputs.log_probs if self._args.use_rollout_logprobs else inputs.old_log_probs
@@ -213,11 +228,11 @@ class Objective:
             raise returned(kind, name, answer, f"a tensor of weights {list(shape)}", hint=hint)
         return answer.detach()
 
-    def _checked_loss(self, inputs: LossInputs) -> TokenLoss:
+    def _checked_loss(self, inputs: LossInputs, outputs_bt: torch.Tensor) -> TokenLoss:
         kind, name = "loss", self._loss_name
         answer: object = call(kind, name, self._loss, self._args, inputs)
         wrong = partial(returned, kind, name, answer)
-        shape = tuple(inputs.log_probs.shape)
+        shape = tuple(outputs_bt.shape)
         expected = f"buffer_rl.contracts.TokenLoss with values {list(shape)} or {list(shape[:1])}"
         if not isinstance(answer, TokenLoss):
             raise wrong("buffer_rl.contracts.TokenLoss", hint=NEW_FORM)
@@ -225,7 +240,7 @@ class Objective:
         if not isinstance(values, torch.Tensor) or tuple(values.shape) not in (shape, shape[:1]):
             hint = NEW_FORM if getattr(values, "ndim", 1) == 0 else f"the values are {_shown(values)}"
             raise wrong(expected, hint=hint)
-        if not values.requires_grad and inputs.log_probs.requires_grad:
+        if not values.requires_grad and outputs_bt.requires_grad:
             hint = "the values have no gradient: compute them from inputs.log_probs, inputs.entropy or inputs.values"
             raise wrong(expected, hint=hint)
         if weights is not None and (not isinstance(weights, torch.Tensor) or weights.shape != values.shape):

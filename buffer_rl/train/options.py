@@ -91,6 +91,29 @@ class OptimizerOptions(Section):
     clip_grad: float = option(1.0, "largest global gradient norm; 0 does not clip", ge=0)
 
 
+class CriticOptions(Section):
+    """The value model, a second trained role."""
+
+    heading: ClassVar[str] = "Critic"
+
+    use_critic: bool = option(
+        False, "train a value model, whose values your advantage estimator reads; --advantage-estimator ppo has one"
+    )
+    critic_load: str | None = option(
+        None,
+        "its initial weights, but for its output layer, which starts with zeros; --hf-checkpoint where absent",
+        metavar="PATH",
+    )
+    critic_lr: float | None = option(None, "its peak learning rate; --lr where absent", ge=0)
+    critic_lr_warmup_iters: int = option(0, "its steps of linear warm-up", ge=0)
+    value_clip: float | None = option(
+        0.2, "clip range of values around those before the first optimizer step; 'none': no clipping", gt=0
+    )
+    num_critic_only_steps: int = option(
+        0, "rollouts at the start of the run on which the critic alone is trained, and the policy stays", ge=0
+    )
+
+
 class LossOptions(Section):
     """The objective."""
 

@@ -16,10 +16,10 @@ SAMPLED_FIELDS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
 ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
 """Fields that an advantage estimator sets."""
 
-FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs"}
-"""The field that holds the log-probabilities under the trainer's model of that name."""
+FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs", "critic": "values"}
+"""The field that holds the log-probabilities under the trainer's model of that name, or a critic's values."""
 
-LOG_PROB_FIELDS = tuple(FIELD_OF_MODEL.values())
+MODEL_FIELDS = tuple(FIELD_OF_MODEL.values())
 """Fields that others than the rollout compute and that an estimator may need (see ``buffer_rl.scope.scoped``)."""
 
 MODEL_OF_ROLE = {"ref": "ref", "actor_fwd": "actor"}
@@ -36,10 +36,26 @@ FIELDS_OF_ROLE = {
 ACTOR = "train"
 """The trained role whose weights are published, by the name that the driver calls it with."""
 
+CRITIC = "critic"
+"""The trained role that has the value model, of that name too."""
+
 
 def checkpoint_folder(role: str) -> str:
     """The folder of a trained role's ranks in a checkpoint."""
     return "trainer" if role == ACTOR else role
+
+
+def uses_critic(args: Any) -> bool:
+    """Whether a value model is trained beside the policy."""
+    return (args.use_critic or algorithm_of(estimator_of(args)[1]).critic) and not is_supervised(args)
+
+
+def role_args(args: Any, role: str) -> Any:
+    """The options as a trained role sees them: the critic's learning rate is its own."""
+    if role != CRITIC:
+        return args
+    lr = args.lr if args.critic_lr is None else args.critic_lr
+    return args.model_copy(update={"lr": lr, "lr_warmup_iters": args.critic_lr_warmup_iters})
 
 
 def worker_counts(args: Any) -> dict[str, int]:

@@ -23,7 +23,7 @@ from buffer_rl.errors import BufferRLError
 from buffer_rl.observe.timeline import WorkReport, WorkSpan
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.roles import ADVANTAGE_FIELDS, FIELD_OF_MODEL, LOG_PROB_FIELDS, SAMPLED_FIELDS
+from buffer_rl.train.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_FIELDS, SAMPLED_FIELDS
 from buffer_rl.types import Column, TrainBatch
 
 if TYPE_CHECKING:
@@ -203,30 +203,33 @@ def advantage_stage(objective: Objective) -> Stage:
         objective.compute_advantages(batch)
         return {name: batch.columns[name] for name in sorted(batch.columns.keys() - before)}
 
-    needs = SAMPLED_FIELDS | objective.needs.intersection(LOG_PROB_FIELDS)
+    needs = SAMPLED_FIELDS | objective.needs.intersection(MODEL_FIELDS)
     return Stage(name="advantages", needs=needs, produces=ADVANTAGE_FIELDS, compute=compute)
 
 
 def gradient_stage(
+    role: str,
     trainer: Trainer,
     objective: Objective,
-    models: Sequence[str],
+    models: Mapping[str, Callable[[TrainBatch], list[np.ndarray] | None]],
     external_fields: frozenset[str],
     accumulated: Callable[[Sums], None],
+    *,
+    writes: bool = True,
 ) -> Stage:
     """Forward and backward of each group, after the fields that no other role computes.
 
-    models: models whose log-probabilities the trainer computes itself. external_fields: fields that other roles add,
-    waited for. accumulated: receives the sums of each batch."""
+    role: the trained role; a critic gives its values, and the advantages that it computes of them, to the actor.
+    models: what the trainer computes itself. external_fields: fields that other roles add, waited for. accumulated:
+    receives the sums of each batch. writes: as in ``log_prob_stage``."""
+    produces = ADVANTAGE_FIELDS | {FIELD_OF_MODEL[CRITIC]} if objective.critic else frozenset()
 
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
-        computed = {FIELD_OF_MODEL[model]: trainer.log_probs(model, batch) for model in models}
+        computed = {FIELD_OF_MODEL[model]: outputs(batch) for model, outputs in models.items()}
         if None not in computed.values():  # else the rank does not call the objective
             batch.columns.update(cast(dict[str, Column], computed))
             objective.compute_advantages(batch)
         accumulated(trainer.accumulate(batch))
-        return {}
+        return {name: batch.columns[name] for name in sorted(produces & batch.columns.keys()) if writes}
 
-    return Stage(
-        name="train", needs=SAMPLED_FIELDS | external_fields, produces=frozenset(), compute=compute, is_final=True
-    )
+    return Stage(name=role, needs=SAMPLED_FIELDS | external_fields, produces=produces, compute=compute, is_final=True)

@@ -18,7 +18,7 @@ from buffer_rl.errors import TrainError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import collate, row_blocks
-from buffer_rl.train.forward import batch_log_probs, response_log_probs
+from buffer_rl.train.forward import batch_outputs, response_log_probs, response_values
 from buffer_rl.train.model import (
     ModelFactory,
     initial_folder,
@@ -26,15 +26,16 @@ from buffer_rl.train.model import (
     pick_device,
     unique_state,
     weight_buckets,
+    with_value_head,
 )
 from buffer_rl.train.optimizer import Optimizer
-from buffer_rl.train.roles import uses_reference
+from buffer_rl.train.roles import CRITIC, uses_reference
 from buffer_rl.train.state import load_state, save_state
 from buffer_rl.types import TrainBatch
 
 
 class TorchTrainer:
-    """Implements ``buffer_rl.contracts.Trainer``.
+    """Implements ``buffer_rl.contracts.Trainer``, for the policy and for a critic.
 
     Raises ConfigError if the model, the tokenizer or the device is not there, PluginError if a plugin of
     the trainer does not resolve, or model provider or converter do something wrong.
@@ -48,19 +49,25 @@ class TorchTrainer:
         registry = PluginRegistry.from_flags(args.plugin)
         self._device = pick_device(args.train_device)
         self._models = ModelFactory(args, registry, self._device)
-        self._actor = self._models.build(*initial_folder(args, "actor"))
+        self._actor = self._models.build(*initial_folder(args, CRITIC if objective.critic else "actor"))
+        if objective.critic:
+            with_value_head(self._actor)
         self._tokenizer = load_tokenizer(
             args.hf_checkpoint, "--hf-checkpoint", trust_remote_code=args.trust_remote_code
         )
         self._ref: PreTrainedModel | None = None
-        if uses_reference(args) and not args.num_ref_workers:
+        if uses_reference(args) and not args.num_ref_workers and not objective.critic:
             self._ref = self._load_ref()
         self._optimizer = Optimizer(args, self._actor, world_size)
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray]:
         """Log-probabilities of the response tokens under ``model``: "actor", or "ref", which is loaded when it is
         first needed. Per row ``[response_length]`` float32, in nats, at the sampling temperature."""
-        return batch_log_probs(self._args, self._model(model), batch, self._device, self._objective)
+        return batch_outputs(self._args, self._model(model), batch, self._device, self._objective)
+
+    def values(self, batch: TrainBatch) -> list[np.ndarray]:
+        """A critic's values before each response token: per row ``[response_length]`` float32."""
+        return batch_outputs(self._args, self._actor, batch, self._device, self._objective)
 
     def accumulate(self, batch: TrainBatch) -> Sums:
         """Forward and backward of the rows: adds the gradient of their summed loss to that of the step. Equal rows are
@@ -70,8 +77,11 @@ class TorchTrainer:
         for indices in row_blocks(self._args, batch, self._objective.unit):
             rows = batch.select(indices)
             micro = collate(rows, self._device)
-            log_probs_bt, entropy_bt = response_log_probs(self._actor, micro, self._objective.temperature)
-            loss, sums = self._objective(log_probs_bt, entropy_bt, rows)
+            if self._objective.critic:
+                loss, sums = self._objective(None, None, rows, response_values(self._actor, micro))
+            else:
+                outputs = response_log_probs(self._actor, micro, self._objective.temperature)
+                loss, sums = self._objective(*outputs, rows)
             loss.backward()
             self._optimizer.accumulate()
             parts.append(sums)

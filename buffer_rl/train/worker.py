@@ -21,7 +21,7 @@ from buffer_rl.config import load_args
 from buffer_rl.errors import TrainError, WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.train.forward import batch_log_probs
+from buffer_rl.train.forward import batch_outputs
 from buffer_rl.train.model import ModelFactory, initial_folder, pick_device, prepare_torch
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.roles import MODEL_OF_ROLE, worker_counts
@@ -90,7 +90,7 @@ class RoleWorker:
         return log_prob_stage(
             self._role,
             [MODEL_OF_ROLE[self._role]],
-            lambda _, batch: batch_log_probs(args, self._model, batch, self._device, objective),
+            lambda _, batch: batch_outputs(args, self._model, batch, self._device, objective),
         )
 
 

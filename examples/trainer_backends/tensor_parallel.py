@@ -23,7 +23,7 @@ from buffer_rl.contracts import Objective, Topology
 from buffer_rl.errors import CheckpointError, ConfigError, NonFiniteError
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import collate, row_blocks
-from buffer_rl.train.forward import batch_log_probs, response_log_probs
+from buffer_rl.train.forward import batch_outputs, response_log_probs
 from buffer_rl.train.model import initial_folder, load_model, load_tokenizer, pick_device, unique_state, weight_buckets
 from buffer_rl.train.optimizer import learning_rate
 from buffer_rl.types import TrainBatch
@@ -109,7 +109,7 @@ class TensorParallelTrainer:
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray]:
         """Equal on every rank, and needed there: each calls the objective."""
-        return batch_log_probs(self._args, self._models[model], batch, self._device, self._objective)
+        return batch_outputs(self._args, self._models[model], batch, self._device, self._objective)
 
     def accumulate(self, batch: TrainBatch) -> Sums:
         """As on one rank: what is parallel is inside the model."""

@@ -56,6 +56,7 @@ BASE: Mapping[str, Any] = {
 }
 FILTER = {"dynamic_sampling_filter_path": "./functions.py:some_a"}
 ROLES = {"num_ref_workers": 1, "num_actor_fwd_workers": 1, "num_advantage_workers": 1}
+PPO = {"advantage_estimator": "ppo", "lambd": 0.9, "num_critic_only_steps": 1}
 STREAMED = {"schedule": "pipelined", "stream_gradients": True}
 TENSOR_PARALLEL = {
     "train_backend": f"{ROOT}/examples/trainer_backends/tensor_parallel.py:TensorParallelTrainer",
@@ -89,6 +90,10 @@ RUNS: Mapping[str, Golden] = {
     "resumed": Golden(killed="driver", equals="lockstep"),
     "buffer_killed": Golden(killed="buffer", equals="lockstep"),
     "tensor_parallel_killed": Golden(options={**TENSOR_PARALLEL, **STREAMED}, killed="buffer", varies=True),
+    "ppo": Golden(options=PPO),
+    "ppo_pipelined": Golden(options={**PPO, "schedule": "pipelined", **ROLES}, equals="ppo"),
+    "ppo_streamed": Golden(options={**PPO, **STREAMED, "num_train_ranks": 2}, equals="ppo"),
+    "ppo_resumed": Golden(options=PPO, killed="driver", equals="ppo"),
     "filter": Golden(options=FILTER),
     "filter_streamed": Golden(options={**FILTER, **STREAMED}, equals="filter"),
     "two_steps": Golden(options={"num_steps_per_rollout": 3, "loss_agg_mode": "seq-mean-token-mean"}),

@@ -382,7 +382,7 @@ def test_streamed_gradients_take_the_advantages_that_came_with_a_group_and_compu
         uid = of_converter(store, 1) if given else store.add(1)
         store.pool.select([uid])
         sums: list[Sums] = []
-        stage = gradient_stage(cast(Any, trainer), objective_of(), [], frozenset(), sums.append)
+        stage = gradient_stage("train", cast(Any, trainer), objective_of(), {}, frozenset(), sums.append)
         run_stage(stage, store, 0, rows_per_batch=8, timeout_s=1.0)
         assert trainer.used == expected
         assert sums == [Sums(divisor=1.0)]
