@@ -11,6 +11,7 @@ aggregation  from token losses to one number
 kl           KL estimators
 ratio        probability ratios, clip range, the clipped surrogate
 losses       policy loss (PPO), supervised loss (torch)
+value        the loss of a value model
 gspo, cispo, gmpo, sapo, decoupled, dpo    losses by the papers of these names
 corrections  weights for the difference between the engine's and the trainer's log-probabilities
 """

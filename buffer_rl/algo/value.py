@@ -1,4 +1,4 @@
-"""The loss of a value model, and the options of the trained role that has one.
+"""The loss of a value model.
 
 Suffix legend: ``_bt`` is ``[num_rows, max_response]``; torch float32; values in units of the reward.
 """
@@ -13,7 +13,7 @@ from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.scope import Unit, loss_unit
 
 
-@loss_unit(Unit.TOKEN, needs=("returns",))
+@loss_unit(Unit.TOKEN, needs=("returns", "values"))
 def value_loss(args: Any, inputs: LossInputs) -> TokenLoss:
     """Half the squared distance of the values to the returns that the estimator sets.
 
@@ -22,12 +22,13 @@ def value_loss(args: Any, inputs: LossInputs) -> TokenLoss:
     column ``values`` from before the first optimizer step, has no gradient unless it moved away from the return.
 
     Metrics, means over tokens: ``value_clipfrac``, ``values``, ``returns``, and the moments that the step's
-    ``explained_variance`` is made of, ``1 - Var(R - V) / Var(R)``. Raises TrainError if there are no returns.
+    ``explained_variance`` is made of, ``1 - Var(R - V) / Var(R)``. Raises TrainError if one of the columns is
+    not there.
     """
-    values_bt, returns_bt, old_bt = inputs.values, inputs["returns"], inputs.get("values")
+    values_bt, returns_bt, old_bt = inputs.values, inputs["returns"], inputs["values"]
     squared_bt = (values_bt - returns_bt).square()
     clipped_bt = torch.zeros_like(squared_bt)
-    if args.value_clip is not None and old_bt is not None:
+    if args.value_clip is not None:
         near_bt = torch.clamp(values_bt, old_bt - args.value_clip, old_bt + args.value_clip)
         bounded_bt = (near_bt - returns_bt).square()
         clipped_bt = (bounded_bt > squared_bt).float()

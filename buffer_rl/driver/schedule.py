@@ -165,7 +165,7 @@ def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope) -> RolePlan:
         # An estimator of scope row is called by each rank on its own rows, unless it reads those of another role.
         estimates=not (is_supervised(args) or "advantages" in dedicated or args.stream_gradients)
         and (scope is not Scope.ROW or bool(critic)),
-        critic_only_steps=args.num_critic_only_steps if critic else 0,
+        critic_only_steps=max(args.num_critic_only_steps, args.num_freeze_actor_steps) if critic else 0,
         stream_gradients=args.stream_gradients,
         max_restarts=args.role_max_restarts,
     )

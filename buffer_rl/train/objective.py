@@ -77,10 +77,9 @@ class Objective:
         """The loss of a micro-batch, summed over ``rows`` and not divided, and its sums (see
         ``buffer_rl.contracts.Objective``). Raises PluginError if the loss raises or returns something else, TrainError
         for a column that is needed and not there."""
-        outputs_bt = cast(torch.Tensor, values if self.critic else log_probs)
-        mask_bt = response_mask(rows, outputs_bt)
+        mask_bt = response_mask(rows, cast(torch.Tensor, values if self.critic else log_probs))
         inputs = self._inputs(log_probs, entropy, rows, values, mask_bt)
-        loss = self._checked_loss(inputs, outputs_bt)
+        loss = self._checked_loss(inputs)
         tokens_b, parts_b = sample_sizes(rows, mask_bt)
         if loss.weights is not None:
             mask = mask_bt if loss.weights.ndim == 2 else (mask_bt != 0).any(-1).float()
@@ -228,10 +227,11 @@ class Objective:
             raise returned(kind, name, answer, f"a tensor of weights {list(shape)}", hint=hint)
         return answer.detach()
 
-    def _checked_loss(self, inputs: LossInputs, outputs_bt: torch.Tensor) -> TokenLoss:
+    def _checked_loss(self, inputs: LossInputs) -> TokenLoss:
         kind, name = "loss", self._loss_name
         answer: object = call(kind, name, self._loss, self._args, inputs)
         wrong = partial(returned, kind, name, answer)
+        outputs_bt = inputs.values if self.critic else inputs.log_probs
         shape = tuple(outputs_bt.shape)
         expected = f"buffer_rl.contracts.TokenLoss with values {list(shape)} or {list(shape[:1])}"
         if not isinstance(answer, TokenLoss):

@@ -112,6 +112,7 @@ class CriticOptions(Section):
     num_critic_only_steps: int = option(
         0, "rollouts at the start of the run on which the critic alone is trained, and the policy stays", ge=0
     )
+    num_freeze_actor_steps: int = option(0, "another name of --num-critic-only-steps; the larger number holds", ge=0)
 
 
 class LossOptions(Section):

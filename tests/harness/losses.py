@@ -20,6 +20,7 @@ from buffer_rl.testing.loss_step import Outcome as Outcome
 from buffer_rl.testing.loss_step import outcome as outcome
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.objective import Objective
+from buffer_rl.train.roles import ACTOR
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
 
@@ -31,9 +32,9 @@ def loss_args(**changes: Any) -> Options:
     return compose(CORE_SECTIONS)().model_copy(update=changes)
 
 
-def objective_of(**changes: Any) -> Objective:
-    """The objective of a run with these options."""
-    return Objective(loss_args(**changes), PluginRegistry.from_flags(()))
+def objective_of(role: str = ACTOR, **changes: Any) -> Objective:
+    """The objective of a trained role in a run with these options."""
+    return Objective(loss_args(**changes), PluginRegistry.from_flags(()), role)
 
 
 def built_in_losses() -> list[str]:

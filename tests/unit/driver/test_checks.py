@@ -57,6 +57,10 @@ def check(**changes: Any) -> None:
         {"kl_loss_coef": 0.01, "num_rollout": 0},
         {"kl_coef": 0.01, "gamma": 0.9, "advantage_estimator": "reinforce_plus_plus", "num_ref_workers": 1},
         {"kl_coef": 0.01, "lambd": 0.9, "custom_advantage_function_path": "mine:advantages"},
+        {"advantage_estimator": "ppo", "critic_lr": 1e-5, "num_critic_only_steps": 2},
+        {"advantage_estimator": "gae", "use_critic": True, "value_clip": None},
+        {"custom_advantage_function_path": "mine:advantages", "use_critic": True},
+        {**STREAM, "advantage_estimator": "ppo", "kl_coef": 0.1, "num_ref_workers": 1},
         {"advantage_estimator": "pass_at_k", "pass_at_k": 4, "n_samples_per_prompt": 5, "normalize_advantages": True},
         {"overlong_buffer_len": 8, "rollout_max_response_len": 8, "disable_rewards_normalization": True},
         {"kl_loss_coef": 0.01, **ROLLOUT_ONLY},
@@ -108,6 +112,20 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         (
             {"kl_coef": 0.01},
             ["--kl-coef: the advantage 'grpo' does not read it", "remax, gae", "add --use-kl-loss --kl-loss-coef"],
+        ),
+        ({"use_critic": True}, ["--use-critic and --advantage-estimator: the advantage 'grpo' reads no values"]),
+        ({"critic_lr": 0.1}, ["--critic-lr: there is no critic", "add --advantage-estimator ppo, or --use-critic"]),
+        (
+            {"advantage_estimator": "ppo", "loss_type": "sft_loss", "value_clip": 0.5},
+            ["--value-clip: the supervised loss has no critic"],
+        ),
+        (
+            {**STREAM, "advantage_estimator": "ppo", "num_advantage_workers": 1},
+            ["--stream-gradients and --num-advantage-workers: the critic computes the advantages"],
+        ),
+        (
+            {**STREAM, "advantage_estimator": "ppo", "kl_coef": 0.1},
+            ["--stream-gradients and --kl-coef: the critic needs the reference", "--num-ref-workers 1"],
         ),
         ({"gamma": 0.9, "advantage_estimator": "remax"}, ["--gamma", "reinforce_plus_plus, gae", "take it out"]),
         (

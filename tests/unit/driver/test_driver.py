@@ -428,6 +428,23 @@ def test_every_trained_role_is_fetched_passed_and_trained_and_the_actor_alone_es
     assert world.recorder.metrics[0]["critic/loss"] == 2.0
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_critic_alone_is_trained_at_first_and_every_version_is_published(tmp_path: Path, gradients: bool) -> None:
+    world = World(tmp_path)
+    world.roles["critic"] = Critic()
+    roles = replace(TWO_TRAINED, passes=(), stream_gradients=gradients, critic_only_steps=2)
+    world.driver(replace(PIPELINED if gradients else PLAN, roles=roles)).run()
+    method = "finish_stream" if gradients else "train"
+    only_critic = [("train", "discard"), ("critic", method), ("publish", "publish")]
+    assert submitted(world, method, "discard", "publish") == [
+        *only_critic,
+        *only_critic,
+        ("train", method),
+        ("critic", method),
+        ("publish", "publish"),
+    ]
+
+
 def test_every_trained_role_streams_and_forgets_what_it_did_for_a_rollout_that_was_lost(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.roles["critic"] = Critic()

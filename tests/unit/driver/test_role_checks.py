@@ -41,6 +41,10 @@ def reads_ref(args, batch): ...
 def reads_old(args, batch): ...
 
 
+@scoped("row", needs="values")
+def reads_values(args, batch): ...
+
+
 @scoped("group", needs=["rollout_log_probs"])
 def reads_rollout(args, batch): ...
 
@@ -110,10 +114,11 @@ def test_what_declares_scope_group_can_be_streamed_and_any_loss(mine: str) -> No
 
 
 def test_an_estimator_gets_all_that_it_declares(mine: str) -> None:
-    group, row, ref, old = (
+    group, row, ref, old, values = (
         {"custom_advantage_function_path": f"{mine}{name}"}
-        for name in ("over_a_group", "over_a_row", "reads_ref", "reads_old")
+        for name in ("over_a_group", "over_a_row", "reads_ref", "reads_old", "reads_values")
     )
+    values["use_critic"] = True
     pipelined, kl = {"schedule": "pipelined"}, {"use_kl_loss": True}
     few_groups = {"num_train_ranks": 4, "rollout_batch_size": 3}
     for options in (
@@ -131,6 +136,8 @@ def test_an_estimator_gets_all_that_it_declares(mine: str) -> None:
         {**ref, **kl, **STREAM, "num_advantage_workers": 1, "num_ref_workers": 1},
         {**ref, "custom_convert_samples_to_train_data_path": f"{mine}over_a_group"},
         {**old, **pipelined, "num_advantage_workers": 1},
+        {**values, **pipelined, "num_advantage_workers": 1},
+        {**values, **STREAM},
         {**old, "num_advantage_workers": 1, "num_actor_fwd_workers": 1},
     ):
         check(**options)
@@ -204,6 +211,19 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
             {"num_advantage_workers": 1, "custom_advantage_function_path": "reads_old"},
             "--num-advantage-workers and --custom-advantage-function-path",
             ["the trainer computes after the advantages under --schedule lockstep", "add --num-actor-fwd-workers 1 or"],
+        ),
+        (
+            {"custom_advantage_function_path": "reads_values"},
+            "--custom-advantage-function-path",
+            ["needs 'values', which nothing computes: there is no critic", "add --use-critic"],
+        ),
+        (
+            {"use_critic": True, "custom_advantage_function_path": "reads_values", "num_advantage_workers": 1},
+            "--num-advantage-workers and --custom-advantage-function-path",
+            [
+                "the trainer computes after the advantages under --schedule lockstep",
+                "add --schedule pipelined, or take",
+            ],
         ),
         (
             {**STREAM, "num_actor_fwd_workers": 1},
@@ -291,3 +311,20 @@ def test_an_estimator_that_compares_rows_is_called_once_on_all_of_them(
 ) -> None:
     args: Any = compose(CORE_SECTIONS).model_validate(options)
     assert role_plan(args, rollouts_use_engine=True, scope=scope).estimates is estimates
+
+
+def test_a_critic_is_trained_beside_the_policy_and_computes_its_values_itself() -> None:
+    args = compose(CORE_SECTIONS)(advantage_estimator="ppo", num_critic_only_steps=1, num_freeze_actor_steps=2)
+    plan = role_plan(args, rollouts_use_engine=True, scope=Scope.ROW)
+    assert (plan.trained, plan.passes) == (("train", "critic"), (("train", "actor"), ("critic", "critic")))
+    # Advantages need the values of all rows, which the policy's ranks do not have.
+    assert plan.estimates
+    assert [plan.steps_on(rollout_id) for rollout_id in range(3)] == [["critic"], ["critic"], ["train", "critic"]]
+
+
+def test_with_streamed_gradients_the_policy_waits_for_the_critic_and_the_critic_for_no_one_but_the_reference() -> None:
+    args = compose(CORE_SECTIONS)(advantage_estimator="ppo", use_kl_loss=True, num_ref_workers=1, **STREAM)
+    plan = role_plan(args, rollouts_use_engine=True, scope=Scope.ROW)
+    assert plan.awaited_by("critic") == ["ref_log_probs"]
+    assert plan.awaited_by("train") == ["advantages", "ref_log_probs", "returns", "values"]
+    assert not plan.estimates

@@ -388,6 +388,21 @@ def test_streamed_gradients_take_the_advantages_that_came_with_a_group_and_compu
         assert sums == [Sums(divisor=1.0)]
 
 
+def test_a_critic_that_streams_gives_its_values_and_the_advantages_that_it_makes_of_them() -> None:
+    """GAE with lambda 0: the reward 1 on the last token, values 0.25: 0.25 - 0.25, 1 - 0.25."""
+    store, trainer = Store(), Accumulating()
+    uid = store.add(1)
+    store.pool.select([uid])
+    objective = objective_of("critic", advantage_estimator="gae", use_critic=True, lambd=0.0)
+    models = {"critic": lambda batch: [np.full(len(row), 0.25, dtype=np.float32) for row in batch.columns["loss_mask"]]}
+    stage = gradient_stage("critic", cast(Any, trainer), objective, models, frozenset(), lambda _: None)
+    run_stage(stage, store, 0, rows_per_batch=8, timeout_s=1.0)
+    batch = assemble(store.pool.plan())
+    assert batch.columns["values"][0].tolist() == [0.25, 0.25]
+    assert batch.columns["advantages"][0].tolist() == [0.0, 0.75]
+    assert batch.columns["returns"][0].tolist() == [0.25, 1.0]
+
+
 @pytest.mark.parametrize("returns", [None, [np.full(2, 9, dtype=np.float32)] * 2])
 def test_the_role_keeps_advantages_that_came_with_a_group(returns: list[np.ndarray] | None) -> None:
     store = Store()
