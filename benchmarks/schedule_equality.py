@@ -1,7 +1,8 @@
 """Do the schedules end with equal parameters? The quickstart's model and task in every mode, side by side.
 
-    python benchmarks/schedule_equality.py            # about ten minutes
-    python benchmarks/schedule_equality.py --recorded # the second table alone, about a minute
+    python benchmarks/schedule_equality.py              # about fifteen minutes
+    python benchmarks/schedule_equality.py --recorded   # the second table alone, about a minute
+    python benchmarks/schedule_equality.py --algorithms # the third
 
 First table: whole runs of five steps with --deterministic, which gives equal tokens and sums that do not depend on
 their order. Each is compared with the run in lockstep of one rank that has the same loss and filter; so that the second
@@ -13,6 +14,9 @@ on the same recorded rollouts (--load-debug-rollout-data), with KL: sums in floa
 blow such differences of tiny gradients up to the size of the learning rate, unless --adam-eps is above them. So with
 --adam-eps 0.01 the difference must be at most 1e-6; with the default 1e-8 nothing is promised, and the difference is
 printed for information.
+
+Third table: whole runs with --deterministic as in the first, one algorithm a line. Streamed gradients are refused where
+an estimator needs the whole rollout; then the error's first line is shown.
 
 The difference is the largest of any weight, relative to the largest weight of its tensor.
 
@@ -37,7 +41,10 @@ from safetensors.numpy import load_file
 
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.config import compose
+from buffer_rl.driver.checks import check_role_options
 from buffer_rl.driver.launch import launch_training
+from buffer_rl.driver.role_checks import check_roles
+from buffer_rl.errors import ConfigError
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
@@ -52,8 +59,27 @@ KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 PIPELINED = {"schedule": "pipelined"}
 STREAMED = {"schedule": "pipelined", "stream_gradients": True}
 ROLES = {"num_advantage_workers": 1, "num_actor_fwd_workers": 1}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"advantage_estimator": "dr_grpo", "loss_agg_mode": "seq-mean-token-sum"},
+    "rloo": {"advantage_estimator": "rloo"},
+    "pass_at_k": {"advantage_estimator": "pass_at_k", "pass_at_k": 2},
+    "gpg": {"advantage_estimator": "gpg"},
+    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1},
+    "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
+    "ppo": {"advantage_estimator": "ppo", "lambd": 0.9, "num_critic_only_steps": 1},
+    "gspo": {"advantage_estimator": "gspo"},
+    "gspo_token": {"loss_type": "gspo_token"},
+    "cispo": {"advantage_estimator": "cispo"},
+    "gmpo": {"loss_type": "gmpo"},
+    "sapo": {"loss_type": "sapo"},
+    "dpo": {"loss_type": "dpo", "use_kl_loss": True},
+    "decoupled_ppo": {"loss_type": "decoupled_ppo", "decoupled_behave_cap": 1.01},
+    "grpo --use-tis": {"use_tis": True, "tis_mode": "token"},
+}
 Weights = dict[str, np.ndarray]
 WHOLE = ("loss, filter", "ranks", "lockstep", "pipelined", "with roles", "streamed gradients", "moved by", "dropped")
+OF_ALGORITHMS = ("algorithm", "pipelined", "streamed gradients", "moved by")
 RECORDED = ("--adam-eps", "pipelined", "streamed gradients", "lockstep, 2 ranks", "moved by", "promised")
 SAME = 1e-6
 LEAST_MOVE = 100 * SAME
@@ -98,7 +124,8 @@ class Runs:
         self.initial = load_file(folder / "model" / "model.safetensors")
 
     def run(self, **changes: Any) -> tuple[Weights, int]:
-        """The parameters after the last step, and how many groups a filter dropped."""
+        """The parameters after the last step, and how many groups a filter dropped. Raises ConfigError where such a run
+        is refused."""
         self._count += 1
         folder = self._folder / f"run_{self._count}"
         options: dict[str, Any] = {
@@ -117,7 +144,10 @@ class Runs:
             "deterministic": True,
         }
         args: Any = compose(CORE_SECTIONS).model_validate(options | changes)
-        launch_training(args, PluginRegistry.from_flags([]))
+        registry = PluginRegistry.from_flags([])
+        check_role_options(args)
+        check_roles(args, registry)
+        launch_training(args, registry)
         dropped = sum(
             int(value)
             for record in read_metrics(folder)
@@ -229,10 +259,28 @@ def recorded_runs(runs: Runs, folder: Path) -> Iterator[Row]:
         yield recorded_row(runs.initial, lockstep, found, eps)
 
 
+def algorithm_runs(runs: Runs) -> Iterator[Row]:
+    """The rows of the third table."""
+    for name, options in ALGORITHMS.items():
+        lockstep, _ = runs.run(**options)
+        faults, cells = unmoved(runs.initial, lockstep), []
+        for schedule in (PIPELINED, STREAMED):
+            try:
+                weights, _ = runs.run(**options, **schedule)
+            except ConfigError as error:
+                cells.append(f"refused: {error.what}")
+                continue
+            cells.append(shown(lockstep, weights))
+            if not equal(lockstep, weights):
+                faults.append(f"{schedule} differs: {cells[-1]}")
+        yield Row(cells=[name, *cells, f"{difference(runs.initial, lockstep):.1e}"], faults=faults)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the tables. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recorded", action="store_true", help="the second table alone")
+    parser.add_argument("--algorithms", action="store_true", help="the third table alone")
     parser.add_argument("--whole", action="store_true", help="the first table alone")
     parser.add_argument("--case", type=int, nargs="+", choices=range(len(CASES)), help="only these, of: " + _CASE_NAMES)
     parser.add_argument("--steps", type=int, default=5, help="of each run")
@@ -241,11 +289,13 @@ def main(argv: list[str] | None = None) -> int:
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as folder, ray_session(None):
         runs = Runs(Path(folder), options.steps)
-        if not options.recorded:
+        if not (options.recorded or options.algorithms):
             faults += print_table("Whole runs, with --deterministic", WHOLE, whole_runs(runs, cases))
-        if not options.whole:
+        if not (options.whole or options.algorithms):
             rows = recorded_runs(runs, Path(folder))
             faults += print_table("Recorded rollouts, without --deterministic", RECORDED, rows)
+        if not (options.whole or options.recorded):
+            faults += print_table("Algorithms, with --deterministic", OF_ALGORITHMS, algorithm_runs(runs))
     return verdict(faults)
 
 
