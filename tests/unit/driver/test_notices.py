@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.algo.advantages import group_normalize
+from buffer_rl.algo.rewards import group_normalize
 from buffer_rl.config import compose
 from buffer_rl.driver.checks import notices
 from buffer_rl.options import CORE_SECTIONS
