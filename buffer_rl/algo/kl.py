@@ -34,8 +34,7 @@ def kl_estimate(log_probs_bt: torch.Tensor, ref_log_probs_bt: torch.Tensor, esti
     - low_var_kl: k3 cut off at 10 nats, as slime writes it, and verl, whose k3 is this too. It is k3 while ``log p -
       log q`` is between -2.6 and 11; beyond, its value is 10, biased low, and its gradient 0: a token that is furthest
       from the reference is not pulled back.
-    - k1+, k3+: the value of k1 or k3 with the gradient of k2 (straight-through, as in verl): unbiased as value and as
-      loss.
+    - k1+, k3+: the value of k1 or k3 with the gradient of k2 (straight-through): unbiased as value and as loss.
 
     Raises ConfigError for another estimator.
     """

@@ -65,7 +65,8 @@ def gpg(args: Any, batch: TrainBatch) -> None:
     Chu et al. (arXiv 2504.02546), with ``F_norm = 1``: prompts whose samples are all right or all wrong have no
     gradient, and the factor ``alpha = B / (B - M)`` takes them out of the mean. ``B`` counts samples that have an
     unmasked token, ``M`` those of them whose prompt has equal rewards; a sample that fanned out counts once. The mean
-    was subtracted when the rewards were post-processed. Where no prompt has different rewards all advantages are 0.
+    was subtracted when the rewards were post-processed. Where no prompt has different rewards all advantages are 0. The
+    paper's loss is ``-A log pi``, of which ``policy_loss`` has the gradient where the ratio is 1.
 
     Raises DataError for a missing reward column, or a reward that is not finite.
     """

@@ -67,7 +67,7 @@ def test_the_test_of_a_loss_and_of_an_estimator_runs_the_linter(
     plugin.write_text(plugin.read_text().replace(line, fault + line))
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module(test.stem)
-    with pytest.raises(AssertionError, match="not failures|Finding"):
+    with pytest.raises(AssertionError, match=r"not failures|Finding"):
         getattr(module, f"test_faulty_{kind}_works")(tmp_path)
 
 
