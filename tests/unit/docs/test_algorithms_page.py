@@ -82,7 +82,7 @@ def test_every_choice_has_a_row(option: str, head: str) -> None:
 
 
 def test_every_row_names_a_test_file_that_there_is() -> None:
-    assert len(tables()) == 8
+    assert tables()
     for row in (row for rows in tables() for row in rows):
         links = re.findall(r"\]\((\.\./tests/[\w/]+/test_\w+\.py)\)", row["test"])
         assert links, row
