@@ -42,8 +42,8 @@ def choices(option: str) -> set[str]:
     return set(get_args(LossOptions.model_fields[option].annotation))
 
 
-def quoted(cell: str) -> set[str]:
-    return set(re.findall(r"`([^`]+)`", cell))
+def quoted(cell: str) -> frozenset[str]:
+    return frozenset(re.findall(r"`([^`]+)`", cell))
 
 
 def registered(kind: str, name: str) -> Any:
@@ -56,7 +56,9 @@ def test_every_estimator_has_a_row_with_its_scope_needs_and_options() -> None:
     flags = {flag_of(name) for name in AlgorithmOptions.model_fields}
     for name, algorithm in ALGORITHMS.items():
         estimator = registered("advantage", name)
-        assert (rows[name]["scope"], quoted(rows[name]["needs"])) == (scope_of(estimator), needs_of(estimator)), name
+        assert (rows[name]["scope"], quoted(rows[name]["needs"])) == (str(scope_of(estimator)), needs_of(estimator)), (
+            name
+        )
         assert quoted(rows[name]["options"]) & flags == {flag_of(option) for option in algorithm.options}, name
 
 
@@ -65,7 +67,7 @@ def test_every_loss_has_a_row_with_its_unit_and_needs() -> None:
     assert rows.keys() == LOSSES == table("verl `policy_loss.loss_mode`").keys()
     for name in LOSSES:
         loss = registered("loss", name)
-        assert (rows[name]["unit"], quoted(rows[name]["needs"])) == (unit_of(loss), needs_of(loss)), name
+        assert (rows[name]["unit"], quoted(rows[name]["needs"])) == (str(unit_of(loss)), needs_of(loss)), name
 
 
 def test_every_correction_has_a_row_with_its_unit() -> None:
