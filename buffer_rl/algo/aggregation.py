@@ -35,7 +35,7 @@ def token_weights(
     ``token-mean``: the mean over all unmasked tokens of the step (DAPO, arXiv 2503.14476, section 3.3).
     ``seq-mean-token-mean``: each sample's mean over its unmasked tokens, then the mean over samples (DeepSeekMath,
     arXiv 2402.03300, equation 3).
-    ``seq-mean-token-sum``: each sample's sum, then the mean over samples (Dr. GRPO, arXiv 2503.20783, section 3.1, up
+    ``seq-mean-token-sum``: each sample's sum, then the mean over samples (Dr. GRPO, arXiv 2503.20783, section 3.2, up
     to a constant factor).
     A sample is all its parts: one that fanned out into several rows weighs as much as one that did not, wherever its
     rows are. One that is masked entirely contributes 0 and still counts as a sample.

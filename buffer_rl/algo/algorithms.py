@@ -48,6 +48,11 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 }
 """By the registered name of the estimator; one of the user's own has the defaults."""
 
+LOSSES = frozenset(
+    {"policy_loss", "sft_loss", "gspo", "gspo_token", "cispo", "gmpo", "sapo", "decoupled_ppo", "dpo"},
+)
+"""The registered names of built-in losses."""
+
 
 def algorithm_of(estimator: str) -> Algorithm:
     """The algorithm of an estimator's name or path."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.algo.ratio import clip_range, ratio_of
+from buffer_rl.algo.losses import clip_range, ratio_of
 from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.scope import Unit, loss_unit
 
@@ -15,7 +15,7 @@ def cispo(args: Any, inputs: LossInputs) -> TokenLoss:
     token, ``[num_rows, max_response]``; ``sg``: without a gradient.
 
     PPO gives a clipped token no gradient; here the weight is clipped and the gradient stays. The paper has no lower
-    bound (``--eps-clip`` near 1) and averages over tokens (``--loss-agg-mode token-mean``). The number itself is no
+    bound (``--eps-clip 1``) and averages over tokens (``--loss-agg-mode token-mean``). The number itself is no
     estimate of anything: only its gradient is meant.
 
     Metrics, means over tokens: ``cispo_clipfrac``; ``ppo_kl`` (k1 estimate of KL(old || new)).

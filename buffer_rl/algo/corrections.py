@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from buffer_rl.algo.aggregation import per_row
-from buffer_rl.algo.ratio import ratio_of
+from buffer_rl.algo.losses import ratio_of
 from buffer_rl.scope import Unit
 from buffer_rl.token_loss import LossInputs, Metric
 
@@ -33,7 +33,8 @@ def truncated_weights(args: Any, inputs: LossInputs) -> torch.Tensor:
     """The weights ``[num_rows, max_response]`` by ``--tis-mode``, with the bounds ``--tis-clip-low`` and
     ``--tis-clip``:
 
-    - ``truncate``: ``w`` clamped to the bounds (truncated importance sampling).
+    - ``truncate``: ``w`` clamped to the bounds (truncated importance sampling, F. Yao et al., "Your Efficient RL
+      Framework Secretly Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl, which has no lower one).
     - ``token``: ``w`` where it is within the bounds, else 0 (IcePop, whose bounds are 0.5 and 5).
     - ``sequence``: each token of a row has the row's weight, the product of its tokens' ``w``; 0 outside the bounds.
     - ``geometric``: 1 where the geometric mean of the row's ``w`` is within the bounds, else 0. A gate alone: a

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from buffer_rl.algo.ratio import clipped_surrogate, ratio_of
+from buffer_rl.algo.losses import clipped_surrogate, ratio_of
 from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.scope import Unit, loss_unit
 
@@ -21,7 +21,8 @@ def decoupled_ppo(args: Any, inputs: LossInputs) -> TokenLoss:
     Log-probabilities of ``pi_behave`` are the column ``rollout_log_probs``; of ``pi_prox`` the column
     ``prox_log_probs``, or the trainer's ``old_log_probs`` where there is none. ``--use-rollout-logprobs`` makes the old
     policy the engine's, so it needs ``prox_log_probs``. ``w`` is at most ``--decoupled-behave-cap``: cut off there
-    (``--decoupled-behave-mode clamp``), or 0 above it (``mask``); a masked token stays in the divisor.
+    (``--decoupled-behave-mode clamp``), or 0 above it (``mask``); a masked token stays in the divisor. The cap is of
+    AReaL's code, not of its paper's equation 5.
 
     Metrics, means over tokens: ``pg_clipfrac``; ``ppo_kl``, from proximal to new policy; ``behave_weight`` before the
     cap; ``behave_capped``.

@@ -13,7 +13,7 @@ from buffer_rl.types import TrainBatch
 def gae(args: Any, batch: TrainBatch) -> None:
     """Advantages of response tokens from their values, with ``--gamma`` and ``--lambd``.
 
-    Schulman et al. (arXiv 1506.02438) equation 16: ``delta_t = r_t + gamma V_(t+1) - V_t`` and ``A_t = delta_t +
+    Schulman et al. (arXiv 1506.02438): ``delta_t = r_t + gamma V_(t+1) - V_t`` and ``A_t = delta_t +
     gamma lambda A_(t+1)``, with value 0 after the last unmasked token, of a truncated response as well. The next token
     is the next unmasked one. Returns are ``A_t + V_t``, the targets of the value function. The advantages are not
     normalised (in PPO they often are: ``--normalize-advantages``).

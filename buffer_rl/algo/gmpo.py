@@ -7,20 +7,22 @@ from typing import Any
 import torch
 
 from buffer_rl.algo.aggregation import row_mean
-from buffer_rl.algo.ratio import clip_range, ratio_of
+from buffer_rl.algo.losses import clip_range, ratio_of
 from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.scope import Unit, loss_unit
 
 
 @loss_unit(Unit.ROW)
 def gmpo(args: Any, inputs: LossInputs) -> TokenLoss:
-    """``-A (prod_t c_t)^(1 / length)`` for each row ``[num_rows]`` (equation 4, with the negative sign), a mean over
-    samples whatever ``--loss-agg-mode`` says; ``c_t`` is the ratio of a token, clipped on the side where its advantage
+    """``-A (prod_t c_t)^(1 / length)`` for each row ``[num_rows]``, with the negative sign, a mean over samples
+    whatever ``--loss-agg-mode`` says; ``c_t`` is the ratio of a token, clipped on the side where its advantage
     pulls, as the minimum in PPO's surrogate does.
 
     Clipping is of log-ratios, in nats: the range is ``[e^-eps_clip, e^eps_clip_high]``; the paper has 0.4 for both
-    (``--eps-clip 0.4``). GSPO clips the mean; here each token is clipped before it. The advantage of a row is the mean
-    over its tokens, of which GRPO's are all equal. Each part of a sample that fanned out is a row of its own.
+    (``--eps-clip 0.4``). Where the two differ, a negative advantage is bounded by ``e^-eps_clip`` as in verl; the
+    paper's exponent ``sgn A`` makes it ``e^-eps_clip_high``. GSPO clips the mean; here each token is clipped before it.
+    The advantage of a row is the mean over its tokens, of which GRPO's are all equal. Each part of a sample that fanned
+    out is a row of its own.
 
     Metrics: ``pg_clipfrac``, ``ppo_kl``: means over tokens.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.algo.aggregation import row_mean
-from buffer_rl.algo.ratio import clipped_surrogate, ratio_of
+from buffer_rl.algo.losses import clipped_surrogate, ratio_of
 from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.scope import Unit, loss_unit
 
@@ -37,7 +37,7 @@ def gspo_token(args: Any, inputs: LossInputs) -> TokenLoss:
     """GSPO-token (equations 13 and 14), with the negative sign: a number for each token.
 
     ``s_{i,t} = sg[s_i] pi(y_t) / sg[pi(y_t)]`` has the value of the row's ratio and the gradient of the token alone
-    (``sg``: without a gradient), so that advantages may differ within a row. With one advantage a row and
+    (``sg``: without a gradient; section 4.3), so that advantages may differ within a row. With one advantage a row and
     ``--loss-agg-mode seq-mean-token-mean``, as the paper averages, it equals ``gspo`` in value and gradient.
 
     Metrics, means over tokens: ``sequence_clipfrac``, ``ppo_kl``.

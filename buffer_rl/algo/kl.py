@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
-from buffer_rl.algo.ratio import MAX_LOG_RATIO
+from buffer_rl.algo.losses import MAX_LOG_RATIO
 from buffer_rl.errors import ConfigError
 
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+"]
@@ -31,9 +31,9 @@ def kl_estimate(log_probs_bt: torch.Tensor, ref_log_probs_bt: torch.Tensor, esti
 
     k1 is ``log p - log q``; k2 is ``(log p - log q)^2 / 2``; k3 is ``r - 1 - log r`` with ``r = q / p``.
 
-    - low_var_kl: k3 cut off at 10 nats, as slime and verl write it. It is k3 while ``log p - log q`` is between -2.6
-      and 11; beyond, its value is 10, biased low, and its gradient 0: a token that is furthest from the reference is
-      not pulled back.
+    - low_var_kl: k3 cut off at 10 nats, as slime writes it, and verl, whose k3 is this too. It is k3 while ``log p -
+      log q`` is between -2.6 and 11; beyond, its value is 10, biased low, and its gradient 0: a token that is furthest
+      from the reference is not pulled back.
     - k1+, k3+: the value of k1 or k3 with the gradient of k2 (straight-through): unbiased as value and as loss.
 
     Raises ConfigError for another estimator.

@@ -1,4 +1,5 @@
-"""Losses as formulas: a number for each response token, which the framework masks, weighs, sums and divides.
+"""Losses as formulas: a number for each response token, which the framework masks, weighs, sums and divides; and what
+other losses take from PPO: the ratio, its clip range, the clipped surrogate.
 
 Suffix legend: ``_bt`` is ``[num_rows, max_response]``; torch float32; log-probabilities and entropies in nats.
 """
@@ -7,19 +8,48 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.algo.ratio import clipped_surrogate, ratio_of
+import torch
+
 from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.scope import Unit, loss_unit
 from buffer_rl.token_loss import Metric, Reduction
 
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this many nats before ``exp`` (e^20 is about 5e8, far from overflow in float32). Where the
+clamp acts the gradient is 0; a token that far off carries no usable signal, and one infinity would lose the step."""
+
+
+def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
+    """``exp(log_ratio)``, with the log-ratio in nats clamped to ``MAX_LOG_RATIO``."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def clip_range(args: Any) -> tuple[float, float]:
+    """The lower and upper width of the clip range: ``--eps-clip`` and ``--eps-clip-high``, which is ``--eps-clip``
+    where absent (DAPO, arXiv 2503.14476, section 3.1, has two widths)."""
+    return args.eps_clip, args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
+
+
+def clipped_surrogate(args: Any, advantages: torch.Tensor, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_high))`` in the shape of ``ratio`` (PPO, arXiv 1707.06347,
+    with the negative sign), and where the clip acts.
+
+    With ``eps_clip_c`` a negative advantage costs at most ``eps_clip_c |A|`` (dual clip, arXiv 1912.09729):
+    without it the loss of a token whose ratio is large and whose advantage is negative has no bound.
+    """
+    low, high = clip_range(args)
+    free = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    values, acts = torch.maximum(free, clipped), clipped > free
+    if args.eps_clip_c is None:
+        return values, acts
+    ceiling = torch.where(advantages < 0, -advantages * args.eps_clip_c, torch.inf)
+    return torch.minimum(values, ceiling), acts | (values > ceiling)
+
 
 @loss_unit(Unit.TOKEN)
 def policy_loss(args: Any, inputs: LossInputs) -> TokenLoss:
-    """The clipped surrogate of PPO (arXiv 1707.06347, equation 7), with the negative sign.
-
-    The ratio of new to old probability is clipped to ``[1 - eps_clip, 1 + eps_clip_high]``; the bounds may differ
-    (DAPO, arXiv 2503.14476, section 3.1). With ``eps_clip_c`` the loss of a token of negative advantage is at most
-    ``eps_clip_c |A|`` (dual clip, arXiv 1912.09729).
+    """The clipped surrogate of PPO, with the ratio of new to old probability (``clipped_surrogate``).
 
     Metrics: ``pg_loss``, weighed as the loss is; ``pg_clipfrac`` and ``ppo_kl`` (k1 estimate of KL(old || new)), means
     over tokens.

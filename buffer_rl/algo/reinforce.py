@@ -45,9 +45,9 @@ def reinforce_plus_plus_baseline(args: Any, batch: TrainBatch) -> None:
 def remax(args: Any, batch: TrainBatch) -> None:
     """The sum of token rewards from each token on, minus the reward of the prompt's greedy response.
 
-    Li et al. (arXiv 2310.10505) algorithm 1, with the penalty of ``--kl-coef`` in the token rewards. The
-    column ``baseline_reward``, ``[num_rows]``, is the reward of a response sampled at temperature 0, which a function
-    of ``--custom-convert-samples-to-train-data-path`` gives. Returns are those before the subtraction.
+    Li et al. (arXiv 2310.10505), with the penalty of ``--kl-coef`` in the token rewards. The column
+    ``baseline_reward``, ``[num_rows]``, is the reward of a response sampled at temperature 0, which a function of
+    ``--custom-convert-samples-to-train-data-path`` gives. Returns are those before the subtraction.
 
     Raises DataError for a missing column, or a reward that is not finite.
     """
@@ -65,7 +65,8 @@ def gpg(args: Any, batch: TrainBatch) -> None:
     Chu et al. (arXiv 2504.02546), with ``F_norm = 1``: prompts whose samples are all right or all wrong have no
     gradient, and the factor ``alpha = B / (B - M)`` takes them out of the mean. ``B`` counts samples that have an
     unmasked token, ``M`` those of them whose prompt has equal rewards; a sample that fanned out counts once. The mean
-    was subtracted when the rewards were post-processed. Where no prompt has different rewards all advantages are 0.
+    was subtracted when the rewards were post-processed. Where no prompt has different rewards all advantages are 0. The
+    paper's loss is ``-A log pi``, of which ``policy_loss`` has the gradient where the ratio is 1.
 
     Raises DataError for a missing reward column, or a reward that is not finite.
     """

@@ -1,15 +1,17 @@
-"""From raw rewards of one prompt's samples to those that an estimator sees: shaped, then normalised."""
+"""From raw rewards of one prompt's samples to those that an estimator sees: shaped, then normalised. Numpy only:
+rollout workers normalise rewards without torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import comb
 from typing import Any
 
 import numpy as np
 
-from buffer_rl.algo.advantages import group_normalize
 from buffer_rl.algo.algorithms import Rewards, algorithm_of
-from buffer_rl.algo.pass_at_k import best_of_k
-from buffer_rl.algo.rloo import leave_one_out
+from buffer_rl.errors import RewardError
 from buffer_rl.train.roles import estimator_of
 
 
@@ -47,3 +49,84 @@ def normalized(kind: Rewards, rewards_n: np.ndarray, k: int) -> np.ndarray:
         case Rewards.PASS_AT_K:
             return best_of_k(rewards_n, k)
     return group_normalize(rewards_n, std=kind is Rewards.STANDARD)
+
+
+STD_EPS = 1e-6
+"""Added to the standard deviation, as in slime (``slime/ray/rollout.py``)."""
+
+
+def group_normalize(rewards: Sequence[float] | np.ndarray, std: bool) -> np.ndarray:
+    """One prompt's rewards minus their mean, divided by their standard deviation if ``std``.
+
+    rewards: ``[num_samples]``, the samples of **one** prompt; prompts with different numbers of samples are
+    normalised one by one. Returns ``[num_samples]`` float64 whose mean is 0.
+
+    With ``std``: DeepSeekMath (arXiv 2402.03300) section 4.1.2, ``(r - mean(r)) / std(r)``. Without: Dr. GRPO
+    (arXiv 2503.20783) section 3.2, which drops the division because it weighs a prompt by its difficulty. The
+    paper leaves the kind of deviation open; this is the sample standard deviation (divisor ``num_samples - 1``),
+    which slime and TRL take from ``torch.std``. Equal rewards, and a single one, give exactly 0.
+
+    Raises RewardError if the rewards are empty, not one-dimensional or not finite.
+    """
+    rewards_n = np.asarray(rewards, dtype=np.float64)
+    if rewards_n.ndim != 1 or rewards_n.size == 0:
+        raise RewardError(
+            f"rewards of shape {rewards_n.shape} cannot be normalised", expected="one number for each sample"
+        )
+    if not np.isfinite(rewards_n).all():
+        raise RewardError(f"rewards are not finite: {rewards_n.tolist()}", expected="finite numbers")
+    # Subtracting the first reward beforehand makes equal rewards exactly 0: the mean of three times 0.1 is not 0.1.
+    shifted_n = rewards_n - rewards_n[0]
+    centred_n: np.ndarray = shifted_n - shifted_n.mean()
+    if not std or rewards_n.size == 1:
+        return centred_n
+    deviation = float(centred_n.std(ddof=1))
+    return centred_n / (deviation + STD_EPS)
+
+
+def leave_one_out(rewards_n: np.ndarray) -> np.ndarray:
+    """Each reward minus the mean of the others: ``[num_samples]``, the samples of one prompt, float64.
+
+    Ahmadian et al. (arXiv 2402.14740), the estimator RLOO: ``r_i - sum(r_j for j != i) / (n - 1)``, which is
+    ``n / (n - 1)`` times the reward minus the mean of all. A single sample has no others and gets 0.
+
+    Raises RewardError as ``group_normalize``.
+    """
+    centred_n = group_normalize(rewards_n, std=False)
+    num_samples = len(centred_n)
+    return centred_n * (num_samples / (num_samples - 1)) if num_samples > 1 else centred_n
+
+
+def best_of_k(rewards_n: np.ndarray, k: int) -> np.ndarray:
+    """Advantages of one prompt's samples for the best reward among ``k`` of them: ``[num_samples]``, float64, mean 0.
+
+    Chen et al. (arXiv 2508.10751) section 2.4, equations 11 to 15: a group is each subset of ``k`` of the ``n`` samples
+    and its reward the largest in it. A sample's advantage is the mean reward of the subsets that contain it, minus the
+    mean of all subsets, divided by their (population) standard deviation. For rewards 0 and 1, with ``N`` wrong
+    samples, the mean is ``1 - C(N, k) / C(n, k)``, that of subsets with a given correct sample 1, and with a given
+    wrong one ``1 - C(N - 1, k - 1) / C(n - 1, k - 1)``, as in the paper; here rewards may be any numbers. ``k = 1`` is
+    GRPO with the population deviation. Where all subsets are equal, so for ``k >= n``, every advantage is 0.
+
+    Raises RewardError as ``group_normalize``.
+    """
+    shifted_n = group_normalize(rewards_n, std=False)
+    num_samples = len(shifted_n)
+    if k >= num_samples:
+        return np.zeros(num_samples)
+    order_n = np.argsort(shifted_n, kind="stable")
+    sorted_n = shifted_n[order_n]
+    # Of the subsets, the shares whose largest element is the j-th smallest; then of those with one given sample below.
+    best_n = np.array([comb(j, k - 1) / comb(num_samples, k) for j in range(num_samples)])
+    itself_n = np.array([comb(j, k - 1) / comb(num_samples - 1, k - 1) for j in range(num_samples)])
+    above_n = np.array(
+        [comb(j - 1, k - 2) / comb(num_samples - 1, k - 1) if j and k > 1 else 0.0 for j in range(num_samples)]
+    )
+    mean = float(best_n @ sorted_n)
+    variance = float(best_n @ (sorted_n - mean) ** 2)
+    if sorted_n[k - 1] == sorted_n[-1] or variance <= 0:  # the smallest and the largest best
+        return np.zeros(num_samples)
+    better_n = above_n * sorted_n
+    with_n = itself_n * sorted_n + (better_n.sum() - np.cumsum(better_n))
+    advantages_n = np.empty(num_samples)
+    advantages_n[order_n] = (with_n - mean) / np.sqrt(variance)
+    return advantages_n

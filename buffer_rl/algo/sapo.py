@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from buffer_rl.algo.ratio import ratio_of
+from buffer_rl.algo.losses import ratio_of
 from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.scope import Unit, loss_unit
 

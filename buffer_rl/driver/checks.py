@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.algo.algorithms import ALGORITHMS
+from buffer_rl.algo.algorithms import ALGORITHMS, LOSSES, Rewards
 from buffer_rl.algo.options import AlgorithmOptions
+from buffer_rl.algo.rewards import rewards_kind
 from buffer_rl.config import did_you_mean, flag_of
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.source import check_sources
@@ -135,10 +136,9 @@ def _check_top_k(args: Any) -> None:
 
 
 def _check_kl(args: Any) -> None:
-    """The built-in policy loss has no other place for the coefficient; a loss or an estimator of others may read it."""
+    """A built-in loss has no other place for the coefficient; a loss or an estimator of others may read it."""
     trains = args.num_rollout != 0 and not rollout_only(args)
-    of_others = args.custom_loss_function_path or args.custom_advantage_function_path
-    builtin = loss_of(args) == "policy_loss" and args.advantage_estimator in ALGORITHMS and not of_others
+    builtin = loss_of(args) in LOSSES and estimator_of(args)[1] in ALGORITHMS and not is_supervised(args)
     if trains and builtin and args.kl_loss_coef and not args.use_kl_loss:
         raise ConfigError(
             f"the loss has no KL penalty that {args.kl_loss_coef:g} could be the weight of",
@@ -420,8 +420,6 @@ def _is_alone_in_its_group(args: Any) -> bool:
     own = (
         args.custom_reward_post_process_path,
         args.custom_convert_samples_to_train_data_path,
-        args.custom_advantage_function_path,
-        args.custom_loss_function_path,
     )
-    built_in = args.advantage_estimator == "grpo" and loss_of(args) == "policy_loss"
-    return args.n_samples_per_prompt == 1 and built_in and not any(own)
+    built_in = loss_of(args) in LOSSES and estimator_of(args)[1] in ALGORITHMS
+    return args.n_samples_per_prompt == 1 and built_in and rewards_kind(args) is not Rewards.RAW and not any(own)

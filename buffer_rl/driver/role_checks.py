@@ -54,8 +54,9 @@ def _check_estimator(args: Any, registry: PluginRegistry) -> None:
                 expected="scope 'group' or 'row'",
                 hint="if it reads nothing beyond the rows of one prompt, declare it: @buffer_rl.scope.scoped('group')",
             )
+    declared = needs_of(estimator)
     for name in sorted(estimator_needs(args, estimator)):
-        _check_need(args, registry, name, flag, reference)
+        _check_need(args, registry, name, flag if name in declared else f"--kl-coef and {flag}", reference)
 
 
 def _check_loss(args: Any, registry: PluginRegistry) -> None:
@@ -78,7 +79,7 @@ def _converts(args: Any) -> bool:
 
 
 def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, reference: str) -> None:
-    """A field that the estimator declares as needed must be there by the time that it is called."""
+    """A field that the estimator needs must be there by the time that it is called."""
     what = f"the advantage {reference!r} needs {name!r}"
     if name not in MODEL_FIELDS:
         return  # a column that the rollout gives, or not: looked at when it comes
@@ -94,7 +95,9 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, refer
     else:
         workers, absent = "--num-actor-fwd-workers", _why_no_old_log_probs(args, registry)
         count, hint = args.num_actor_fwd_workers, "take it out of needs"
-        if args.stream_gradients or args.use_rollout_logprobs:
+        if flag.startswith("--kl-coef"):
+            hint = "--use-rollout-logprobs for those that the rollout gives, or take --kl-coef out"
+        elif args.stream_gradients or args.use_rollout_logprobs:
             hint += "; rollout_log_probs, the engine's, may serve in its place" + (
                 f"; or take {STREAM} out" if args.stream_gradients else ""
             )

@@ -127,7 +127,7 @@ class LossOptions(Section):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = option(
         "token-mean", "how token losses become one number"
     )
-    eps_clip: float = option(0.2, "lower clip range of the probability ratio", ge=0, lt=1)
+    eps_clip: float = option(0.2, "lower clip range of the probability ratio", ge=0, le=1)
     eps_clip_high: float | None = option(None, "upper clip range; --eps-clip where absent", ge=0)
     eps_clip_c: float | None = option(
         None, "dual clip: the loss of a negative advantage A is at most this times |A|; absent: no bound", gt=1

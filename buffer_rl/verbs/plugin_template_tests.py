@@ -9,7 +9,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from buffer_rl.config import compose
 from buffer_rl.contracts import LossInputs
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.testing.lint import failures
+from buffer_rl.testing.lint_estimator import lint_estimator
+from buffer_rl.testing.lint_loss import lint_loss
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import GroupUid, QueueHeader, RowId, Sample, SampleGroup, TrainBatch
 from buffer_rl.verbs.plugin_templates import (
@@ -130,6 +135,7 @@ def test_my_advantage(tmp_path):
     batch = TrainBatch(rollout_id=0, task="train_0", row_ids=row_ids, columns=columns)
     my_advantage(None, batch)
     assert batch.columns["advantages"][0].tolist() == [0.5, 0.5]
+    assert not failures(lint_estimator(my_advantage, None))
 
 
 def test_my_loss(tmp_path):
@@ -143,6 +149,7 @@ def test_my_loss(tmp_path):
     assert loss.values.tolist() == [[2.0, 6.0]]
     loss.values.sum().backward()
     assert log_probs.grad.tolist() == [[-2.0, -3.0]]
+    assert not failures(lint_loss(my_loss, compose(CORE_SECTIONS)()))
 
 
 def test_my_correction(tmp_path):

@@ -68,9 +68,6 @@ class Letters:
             self.next += 1
         return groups
 
-    def add_samples(self, groups):
-        raise NotImplementedError
-
     def save(self, path):
         with open(path, "w") as file:
             json.dump(self.next, file)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from buffer_rl.algo.corrections import truncated_weights
 from buffer_rl.algo.decoupled import decoupled_ppo
+from buffer_rl.algo.losses import policy_loss
 from buffer_rl.contracts import LossInputs
 from buffer_rl.errors import TrainError
 from harness.formulas import at_ratios, check_gradient, slope
@@ -41,6 +43,13 @@ def test_the_cap_cuts_off_or_masks(mode: str, expected: list[list[float]]) -> No
     close(loss.values, expected)
     assert loss.metrics["behave_capped"].tolist() == [[False, True, False, False]]
     assert loss.weights is None  # a masked token stays in the divisor
+
+
+def test_without_proximal_log_probs_it_is_the_truncated_correction_of_the_policy_loss() -> None:
+    options = {"eps_clip": 0.2, "decoupled_behave_cap": 3.0, "use_tis": True, "tis_clip": 3.0}
+    args, given = loss_args(**options), inputs()
+    corrected = policy_loss(args, given).values * truncated_weights(args, given)
+    assert torch.equal(decoupled_ppo(args, given).values, corrected)
 
 
 def test_its_gradient_is_that_of_the_clipped_surrogate_times_the_weight() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.algo.advantages import group_normalize
+from buffer_rl.algo.rewards import group_normalize
 from buffer_rl.errors import RewardError
 
 

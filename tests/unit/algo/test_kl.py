@@ -7,7 +7,7 @@ import torch
 
 from buffer_rl.algo.kl import KLEstimator as Estimator
 from buffer_rl.algo.kl import kl_estimate
-from buffer_rl.algo.ratio import MAX_LOG_RATIO
+from buffer_rl.algo.losses import MAX_LOG_RATIO
 from buffer_rl.errors import ConfigError
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from buffer_rl.algo.losses import policy_loss, sft_loss
-from buffer_rl.algo.ratio import MAX_LOG_RATIO
+from buffer_rl.algo.losses import MAX_LOG_RATIO, policy_loss, sft_loss
 from buffer_rl.contracts import LossInputs
 from buffer_rl.errors import TrainError
 from buffer_rl.token_loss import Metric

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from buffer_rl.algo.pass_at_k import best_of_k
+from buffer_rl.algo.rewards import best_of_k
 
 
 def by_enumeration(rewards: np.ndarray, k: int) -> np.ndarray:

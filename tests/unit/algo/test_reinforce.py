@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.algo.advantages import group_normalize
 from buffer_rl.algo.gae import gae
 from buffer_rl.algo.reinforce import gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from buffer_rl.algo.returns import whitened, whitened_tokens
+from buffer_rl.algo.rewards import group_normalize
 from buffer_rl.errors import DataError
 from buffer_rl.scope import Scope, needs_of, scope_of
 

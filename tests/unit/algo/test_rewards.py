@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.algo.algorithms import ALGORITHMS, Rewards
+from buffer_rl.algo.algorithms import ALGORITHMS, LOSSES, Rewards
 from buffer_rl.algo.options import AlgorithmOptions
 from buffer_rl.algo.rewards import normalized, overlong_penalties, rewards_kind
 
@@ -81,6 +81,7 @@ def test_long_responses_are_punished_by_how_far_they_reach_into_the_buffer() -> 
 def test_each_algorithm_is_an_entry_point_and_reads_options_that_there_are() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["buffer_rl.advantage"].keys() == ALGORITHMS.keys()
+    assert project["entry-points"]["buffer_rl.loss"].keys() == LOSSES
     for algorithm in ALGORITHMS.values():
         assert algorithm.options <= AlgorithmOptions.model_fields.keys()
-        assert algorithm.loss in project["entry-points"]["buffer_rl.loss"]
+        assert algorithm.loss in LOSSES

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from buffer_rl.algo.rloo import leave_one_out
+from buffer_rl.algo.rewards import leave_one_out
 from buffer_rl.errors import RewardError
 
 

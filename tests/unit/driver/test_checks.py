@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.algo.algorithms import LOSSES
 from buffer_rl.config import compose
 from buffer_rl.driver.checks import check_options
 from buffer_rl.driver.schedule import EarlyStop, parse_early_stop
@@ -48,12 +49,14 @@ def check(**changes: Any) -> None:
         {"early_stop": None, "eval_interval": None, "eval_prompt_data": []},
         {"save_interval": None},
         {"rollout_top_k": 1, "eval_top_k": -1},
+        {"eps_clip": 1.0, "eps_clip_high": 4.0, "loss_type": "cispo"},  # no lower bound
         {"use_kl_loss": True, "kl_loss_coef": 0.01},
         {"use_kl_loss": True, "kl_loss_coef": 0.0},
         {"kl_loss_coef": 0.01, "custom_loss_function_path": "mine:loss"},
         {"kl_loss_coef": 0.01, "custom_advantage_function_path": "mine:advantages"},
         {"kl_loss_coef": 0.01, "advantage_estimator": "registered"},
         {"kl_loss_coef": 0.01, "loss_type": "sft_loss"},
+        {"kl_loss_coef": 0.01, "loss_type": "registered"},
         {"kl_loss_coef": 0.01, "num_rollout": 0},
         {"kl_coef": 0.01, "gamma": 0.9, "advantage_estimator": "reinforce_plus_plus", "num_ref_workers": 1},
         {"kl_coef": 0.01, "lambd": 0.9, "custom_advantage_function_path": "mine:advantages"},
@@ -109,6 +112,7 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ({"kl_loss_coef": 0.01}, ["--kl-loss-coef: the loss has no KL penalty that 0.01", "add --use-kl-loss"]),
         ({"kl_loss_coef": 0.01, **TRAIN_ONLY}, ["--kl-loss-coef"]),
         ({"kl_loss_coef": 0.01, "advantage_estimator": "rloo"}, ["--kl-loss-coef"]),
+        *(({"kl_loss_coef": 0.01, "loss_type": loss}, ["--kl-loss-coef"]) for loss in sorted(LOSSES - {"sft_loss"})),
         (
             {"kl_coef": 0.01},
             ["--kl-coef: the advantage 'grpo' does not read it", "remax, gae", "add --use-kl-loss --kl-loss-coef"],

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from buffer_rl.algo.advantages import group_normalize
+from buffer_rl.algo.algorithms import ALGORITHMS, LOSSES
+from buffer_rl.algo.rewards import normalized
 from buffer_rl.config import compose
 from buffer_rl.driver.checks import notices
 from buffer_rl.options import CORE_SECTIONS
@@ -45,10 +47,15 @@ def test_what_holds_every_group_back_is_told_where_it_costs_the_overlap(flag: st
     assert texts(**{name: "mine:function"}) == []
 
 
-def test_groups_of_one_sample_are_told_where_their_advantages_are_0() -> None:
-    (text,) = texts(n_samples_per_prompt=1)
-    assert text.startswith("--n-samples-per-prompt 1: ")
-    assert group_normalize([3.0], std=False).tolist() == group_normalize([3.0], std=True).tolist() == [0.0]
+OF_THE_GROUP = ["grpo", "dr_grpo", "rloo", "pass_at_k", "gpg", "reinforce_plus_plus_baseline", "gspo", "cispo"]
+
+
+@pytest.mark.parametrize("estimator", OF_THE_GROUP)
+def test_groups_of_one_sample_are_told_where_their_advantages_are_0(estimator: str) -> None:
+    for loss in (None, *(LOSSES - {"sft_loss"})):
+        (text,) = texts(n_samples_per_prompt=1, advantage_estimator=estimator, loss_type=loss)
+        assert text.startswith("--n-samples-per-prompt 1: ")
+    assert normalized(ALGORITHMS[estimator].rewards, np.array([3.0]), k=1).tolist() == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +65,10 @@ def test_groups_of_one_sample_are_told_where_their_advantages_are_0() -> None:
         {"custom_convert_samples_to_train_data_path": "mine:columns"},
         {"custom_advantage_function_path": "mine:advantages"},
         {"advantage_estimator": "mine:advantages"},
+        {"advantage_estimator": "reinforce_plus_plus"},
+        {"advantage_estimator": "remax"},
+        {"advantage_estimator": "gae"},
+        {"disable_rewards_normalization": True},
         {"custom_loss_function_path": "mine:loss"},
         {"rollout_function_path": "mine:rollout"},
         {"loss_type": "sft_loss"},

@@ -236,6 +236,11 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
             ["--use-rollout-logprobs takes the engine's"],
         ),
         (
+            {"rollout_function_path": "quiet", "advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1},
+            "--kl-coef and --advantage-estimator",
+            ["needs 'old_log_probs', which nothing computes", "hint: --use-rollout-logprobs", "or take --kl-coef out"],
+        ),
+        (
             {"rollout_function_path": "quiet", "num_actor_fwd_workers": 1},
             "--num-actor-fwd-workers",
             ["never asks the engine, and there is one optimizer step"],

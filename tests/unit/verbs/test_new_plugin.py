@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from buffer_rl.cli import main
 from buffer_rl.kinds import KINDS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.verbs import plugin_template_tests, plugin_templates
-from buffer_rl.verbs.plugins import object_name
+from buffer_rl.verbs.plugins import object_name, write_plugin
 
 
 def test_there_is_a_skeleton_for_every_kind() -> None:
@@ -49,6 +50,25 @@ def test_every_skeleton_meets_its_contract_passes_its_test_and_is_clean(
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", "--select", "F,E,UP"]
     done = subprocess.run([*ruff, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "fault"),
+    [
+        ("loss", "    values = -inputs", "    inputs.loss_mask.zero_()\n"),
+        ("advantage", '    batch.columns["returns"]', '    batch.columns["reward"] = 2 * batch.columns["reward"]\n'),
+    ],
+)
+def test_the_test_of_a_loss_and_of_an_estimator_runs_the_linter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, line: str, fault: str
+) -> None:
+    """A fault that leaves the numbers of the test as they are: the linter finds it."""
+    plugin, test = write_plugin(kind, f"faulty_{kind}", tmp_path)
+    plugin.write_text(plugin.read_text().replace(line, fault + line))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(test.stem)
+    with pytest.raises(AssertionError, match=r"not failures|Finding"):
+        getattr(module, f"test_faulty_{kind}_works")(tmp_path)
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
