@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
+
+from pydantic import model_validator
 
 from buffer_rl.config import Section, option
+from buffer_rl.train.batch_sizes import derived_steps
 
 
 class TrainOptions(Section):
@@ -28,6 +31,18 @@ class TrainOptions(Section):
     num_epoch: int | None = option(None, "length of the run in epochs, in place of --num-rollout", ge=1)
     num_steps_per_rollout: int = option(
         1, "optimizer steps on each rollout: its groups are split, in order, into that many mini-batches", ge=1
+    )
+    global_batch_size: int | None = option(
+        None,
+        "samples an optimizer step, of whole prompt groups: --rollout-batch-size x --n-samples-per-prompt divided by "
+        "--num-steps-per-rollout, which follows from it where it is not given",
+        ge=1,
+    )
+    num_passes_per_rollout: int = option(
+        1,
+        "how often each rollout is trained on: its mini-batches one after another, so many times; optimizer steps are "
+        "--num-steps-per-rollout times this",
+        ge=1,
     )
     num_train_ranks: int = option(1, "trainer ranks; of the default backend each is a data-parallel replica", ge=1)
     num_train_threads: int = option(1, "torch threads a trainer rank", ge=1)
@@ -68,6 +83,13 @@ class TrainOptions(Section):
         gt=0,
     )
     train_timeout_s: float = option(3600.0, "deadline of one trainer call, in seconds", gt=0)
+
+    @model_validator(mode="after")
+    def _steps_follow_from_the_batch_size(self) -> Self:
+        """Where only ``--global-batch-size`` is given. What does not fit is left to the checks of a run."""
+        if "num_steps_per_rollout" not in self.model_fields_set and (steps := derived_steps(self)) is not None:
+            object.__setattr__(self, "num_steps_per_rollout", steps)  # frozen from here on
+        return self
 
 
 class OptimizerOptions(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,22 @@ def test_training_on_the_recorded_rollouts_alone_gives_the_same_parameters_and_m
     assert train_metrics(args.run_dir) == train_metrics(recorded.run_dir)
     logs = {path.name for path in (Path(args.run_dir) / "logs").iterdir()}
     assert logs == {"train_0.log"}  # no engine, no router, no rollout worker
+
+
+def test_two_passes_over_recorded_rollouts_take_twice_the_steps(
+    train: Run, make_options: MakeOptions, recorded: Any
+) -> None:
+    args = make_options(
+        load_debug_rollout_data=recorded.save_debug_rollout_data,
+        prompt_data=[],
+        custom_rm_path=None,
+        num_passes_per_rollout=2,
+        **OPTIONS,
+    )
+    assert train(args).steps == 3
+    rates = [line["train/lr"] for line in train_metrics(args.run_dir)]
+    # The last of four steps on each of three rollouts: steps 3, 7 and 11 of 12.
+    assert rates == pytest.approx([1e-2 * (1 + math.cos(math.pi * step / 12)) / 2 for step in (3, 7, 11)])
 
 
 OVER_THE_ROLLOUT = """

@@ -276,6 +276,23 @@ def test_the_trainer_computes_what_no_role_does(
 
 
 @pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({}, False),
+        ({"num_steps_per_rollout": 2}, True),
+        ({"num_passes_per_rollout": 2}, True),
+        ({"num_passes_per_rollout": 2, "loss_type": "sft_loss"}, False),
+        ({"global_batch_size": 64}, True),
+    ],
+)
+def test_old_log_probs_of_rows_that_no_engine_sampled_are_needed_for_several_optimizer_steps(
+    options: dict[str, Any], needed: bool
+) -> None:
+    args: Any = compose(CORE_SECTIONS).model_validate(options)
+    assert needs_old_log_probs(args, rollouts_use_engine=False) is needed
+
+
+@pytest.mark.parametrize(
     ("options", "scope", "estimates"),
     [
         ({}, Scope.ROW, False),
