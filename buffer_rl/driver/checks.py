@@ -14,7 +14,7 @@ from buffer_rl.driver.schedule import Schedule, parse_early_stop, rollout_only, 
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
-from buffer_rl.train.batch_sizes import check_batch_sizes, optimizer_steps
+from buffer_rl.train.batch_sizes import optimizer_steps
 from buffer_rl.train.roles import estimator_of, is_supervised, loss_of, uses_reference
 from buffer_rl.weights.tensor import require_local_engines
 
@@ -218,7 +218,6 @@ def _check_optimizer(args: Any) -> None:
             where="--num-steps-per-rollout and --rollout-batch-size",
             expected="at least one group for each step",
         )
-    check_batch_sizes(args)
     if args.lr_decay_style == "constant":
         return
     if args.min_lr > args.lr:

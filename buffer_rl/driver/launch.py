@@ -43,7 +43,7 @@ from buffer_rl.resolution.calls import construct
 from buffer_rl.rollout.data_source import start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
-from buffer_rl.train.batch_sizes import optimizer_steps
+from buffer_rl.train.batch_sizes import optimizer_steps, with_steps
 from buffer_rl.train.group import start_train_group
 from buffer_rl.train.roles import ACTOR, checkpoint_folder, estimator_of, estimator_scope, is_supervised
 from buffer_rl.train.worker import start_roles
@@ -65,7 +65,7 @@ def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping
     the run, after all of its processes have stopped.
     """
     run_dir = Path(args.run_dir)
-    args = with_engine_key(args)
+    args = with_engine_key(with_steps(args))
     with ExitStack() as stack:
         stack.enter_context(termination_as_exception())
         stack.enter_context(folder_lock(run_dir))

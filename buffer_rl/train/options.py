@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
-
-from pydantic import model_validator
+from typing import ClassVar, Literal
 
 from buffer_rl.config import Section, option
-from buffer_rl.train.batch_sizes import derived_steps
 
 
 class TrainOptions(Section):
@@ -83,13 +80,6 @@ class TrainOptions(Section):
         gt=0,
     )
     train_timeout_s: float = option(3600.0, "deadline of one trainer call, in seconds", gt=0)
-
-    @model_validator(mode="after")
-    def _steps_follow_from_the_batch_size(self) -> Self:
-        """Where only ``--global-batch-size`` is given. What does not fit is left to the checks of a run."""
-        if "num_steps_per_rollout" not in self.model_fields_set and (steps := derived_steps(self)) is not None:
-            object.__setattr__(self, "num_steps_per_rollout", steps)  # frozen from here on
-        return self
 
 
 class OptimizerOptions(Section):

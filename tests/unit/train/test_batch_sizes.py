@@ -1,4 +1,4 @@
-"""32 x 8 = 256 samples a rollout by default; 6 x 4 = 24 below."""
+"""6 x 4 = 24 samples a rollout."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import Options, compose, dump_args, load_args
+from buffer_rl.config import compose, dump_args, load_args
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.train.batch_sizes import check_batch_sizes, optimizer_steps
+from buffer_rl.train.batch_sizes import optimizer_steps, with_steps
 
 
 def options(**given: Any) -> Any:
@@ -18,34 +18,30 @@ def options(**given: Any) -> Any:
 
 @pytest.mark.parametrize(("size", "steps"), [(24, 1), (12, 2), (8, 3), (4, 6), (None, 1)])
 def test_the_number_of_steps_follows_from_the_samples_of_one(size: int | None, steps: int) -> None:
-    args = options(global_batch_size=size)
-    check_batch_sizes(args)
+    args = with_steps(options(global_batch_size=size))
     assert args.num_steps_per_rollout == optimizer_steps(args) == steps
     assert args.global_batch_size == size
 
 
-def test_what_follows_is_the_same_in_another_process() -> None:
-    args: Any = load_args(dump_args(options(global_batch_size=8)))
-    check_batch_sizes(args)
+def test_what_follows_stays_where_it_is_derived_again_and_in_another_process() -> None:
+    args: Any = with_steps(load_args(dump_args(with_steps(options(global_batch_size=8)))))
     assert (args.num_steps_per_rollout, args.global_batch_size) == (3, 8)
 
 
-def test_both_may_be_given_where_they_agree() -> None:
-    args = options(global_batch_size=8, num_steps_per_rollout=3)
-    check_batch_sizes(args)
-    assert optimizer_steps(args) == 3
+def test_both_may_be_given_where_they_agree_and_steps_alone_need_not_divide_the_groups() -> None:
+    assert optimizer_steps(with_steps(options(global_batch_size=8, num_steps_per_rollout=3))) == 3
+    assert optimizer_steps(with_steps(options(num_steps_per_rollout=4))) == 4
 
 
 def test_passes_multiply_the_steps_and_not_the_samples_of_one() -> None:
-    args = options(global_batch_size=8, num_passes_per_rollout=4)
-    check_batch_sizes(args)
+    args = with_steps(options(global_batch_size=8, num_passes_per_rollout=4))
     assert (args.num_steps_per_rollout, optimizer_steps(args)) == (3, 12)
 
 
 @pytest.mark.parametrize("size", [6, 16, 48, 1, 20])  # 6 divides 24, but is no number of whole groups
 def test_a_size_that_does_not_fit_is_refused_with_those_that_do(size: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_batch_sizes(options(global_batch_size=size))
+        with_steps(options(global_batch_size=size))
     assert caught.value.where == "--global-batch-size"
     assert caught.value.expected == "one of 4, 8, 12, 24"
 
@@ -60,11 +56,5 @@ def test_a_size_that_does_not_fit_is_refused_with_those_that_do(size: int) -> No
 )
 def test_two_numbers_that_contradict_each_other_are_refused_with_those_that_would_do(steps: int, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_batch_sizes(options(global_batch_size=8, num_steps_per_rollout=steps))
+        with_steps(options(global_batch_size=8, num_steps_per_rollout=steps))
     assert caught.value.expected == expected
-
-
-def test_the_trainers_options_alone_have_no_rollout_to_divide() -> None:
-    made: Any = compose(["buffer_rl.train.options:TrainOptions"])(global_batch_size=8)
-    assert isinstance(made, Options)
-    assert made.num_steps_per_rollout == 1
