@@ -155,9 +155,9 @@ class _Conversation:
         text, spans = self.render(self.before(answers[0])), {}
         question, header = self.render([ANY_QUESTION]), self.render([ANY_QUESTION], answering=True)
         numbers = range(answers[0], len(self.messages))
-        for answer, run in groupby(numbers, key=lambda number: number if number in answers else None):
+        for answer, run in groupby(numbers, key=lambda number: number if number in answers else -1):
             piece = self.render([ANY_QUESTION, *(self.messages[number] for number in run)])
-            if not piece.startswith(question if answer is None else header) or not header.startswith(question):
+            if not piece.startswith(question if answer < 0 else header) or not header.startswith(question):
                 raise self.unstable("renders a question otherwise once other messages follow it")
             if answer in self.trained:
                 offset = len(text) - len(question)
