@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from buffer_rl.config import Section, option
 
@@ -45,6 +45,13 @@ class DataOptions(Section):
     apply_chat_template: bool = option(False, "render prompts with the tokenizer's chat template")
     apply_chat_template_kwargs: dict[str, Any] | None = option(
         None, 'what the chat template receives besides messages and tools, for example {"enable_thinking": false}'
+    )
+    loss_mask_type: Literal["auto", "qwen", "qwen3", "distill_qwen"] = option(
+        "auto",
+        "how supervised fine-tuning finds the assistant's tokens in a conversation: by the template's {% generation %} "
+        "marks, without them as 'qwen' (auto), as what each answer appends to the text before it (qwen), with each "
+        "message rendered by itself, so that every answer keeps its thinking (qwen3), or the last answer alone, as it "
+        "is written (distill_qwen)",
     )
     rollout_shuffle: bool = option(True, "shuffle the rows in each epoch")
     rollout_seed: int = option(42, "seed of the epoch order and of sampling")

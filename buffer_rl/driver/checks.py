@@ -15,6 +15,7 @@ from buffer_rl.driver.schedule import Schedule, parse_early_stop, rollout_only, 
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
+from buffer_rl.train.batch_sizes import optimizer_steps
 from buffer_rl.train.options import CriticOptions
 from buffer_rl.train.roles import estimator_of, is_supervised, loss_of, uses_critic, uses_reference
 from buffer_rl.weights.tensor import require_local_engines
@@ -349,12 +350,13 @@ def check_role_options(args: Any) -> None:
             where=STREAM,
             hint="add --schedule pipelined",
         )
-    if args.num_steps_per_rollout > 1:
+    if (steps := optimizer_steps(args)) > 1:
+        several = "--num-steps-per-rollout" if args.num_steps_per_rollout > 1 else "--num-passes-per-rollout"
         raise ConfigError(
-            f"{args.num_steps_per_rollout} optimizer steps a rollout: which groups belong to the first is known only "
-            "at the end",
-            where=f"{STREAM} and --num-steps-per-rollout",
-            expected="--num-steps-per-rollout 1",
+            f"{steps} optimizer steps a rollout: the first could start only at the end, with the groups that belong "
+            "to it",
+            where=f"{STREAM} and {several}",
+            expected=f"{several} 1",
         )
     for what, flag, reference in whole_rollout_functions(args):
         if reference is not None:

@@ -43,6 +43,7 @@ from buffer_rl.resolution.calls import construct
 from buffer_rl.rollout.data_source import start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
+from buffer_rl.train.batch_sizes import optimizer_steps, with_steps
 from buffer_rl.train.group import start_train_group
 from buffer_rl.train.roles import ACTOR, checkpoint_folder, estimator_of, estimator_scope, is_supervised
 from buffer_rl.train.worker import start_roles
@@ -64,7 +65,7 @@ def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping
     the run, after all of its processes have stopped.
     """
     run_dir = Path(args.run_dir)
-    args = with_engine_key(args)
+    args = with_engine_key(with_steps(args))
     with ExitStack() as stack:
         stack.enter_context(termination_as_exception())
         stack.enter_context(folder_lock(run_dir))
@@ -224,7 +225,7 @@ class _Run:
         """The options with the length of the learning rate's decay, which may depend on that of the data."""
         if self.args.lr_decay_iters is not None:
             return self.args
-        steps = self.num_rollouts * self.args.num_steps_per_rollout
+        steps = self.num_rollouts * optimizer_steps(self.args)
         return self.args.model_copy(update={"lr_decay_iters": max(1, steps)})
 
     def _plan(self) -> RunPlan:

@@ -11,6 +11,7 @@ from typing import Any
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.scope import Scope
+from buffer_rl.train.batch_sizes import optimizer_steps
 from buffer_rl.train.roles import (
     ACTOR,
     ADVANTAGE_FIELDS,
@@ -179,7 +180,7 @@ def needs_old_log_probs(args: Any, rollouts_use_engine: bool) -> bool:
     the old ones."""
     if args.stream_gradients or args.use_rollout_logprobs:
         return False
-    return rollouts_use_engine or (args.num_steps_per_rollout > 1 and not is_supervised(args))
+    return rollouts_use_engine or (optimizer_steps(args) > 1 and not is_supervised(args))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Rollouts: generation, scoring, filtering, evaluation; where user code runs.
 
 default         the default rollout function: leases, generates, scores and filters groups until enough are kept
-sft             the rollout function of supervised fine-tuning: the response is the row's label
+sft             the rollout function of supervised fine-tuning: the answers are those of the data
+loss_masks      conversations of the data: token ids, and which of them are trained on
 evaluate        evaluation on held-out prompts, and its metrics
 production      generates and scores one group; task groups and the deadline of a rollout
 generate        the built-in generate function: seeds, requests to the engine, continued responses

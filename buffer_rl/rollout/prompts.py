@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from buffer_rl.errors import ConfigError, DataError, RolloutError
@@ -99,6 +99,29 @@ class PromptEncoder:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any,
+        *,
+        where: str,
+        add_generation_prompt: bool = True,
+        **more: Any,
+    ) -> Any:
+        """The text that the chat template makes of ``messages``, or what ``more`` asks transformers for in its place.
+
+        Raises DataError, naming ``where``, if there is no template or if it refuses the messages."""
+        self._require_template("the prompt is a list of chat messages", where)
+        asked = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **more, **self._template_kwargs}
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tools=tools or None, **asked)
+        except Exception as error:  # fault boundary: templates raise whatever Jinja and their authors raise
+            raise DataError(
+                f"the chat template refuses the prompt: {type(error).__name__}: {error}",
+                where=where,
+                expected="messages of the form {'role': ..., 'content': ...} in an order that the template accepts",
+            ) from error
+
     def _encode(self, prompt: Prompt, tools: Any, *, where: str) -> list[int]:
         tokens = self.encode_text(self._render(prompt, tools, where=where))
         if not tokens:
@@ -108,27 +131,19 @@ class PromptEncoder:
     def _render(self, prompt: Prompt, tools: Any, *, where: str) -> str:
         if isinstance(prompt, str) and not self._apply_chat_template:
             return prompt
+        if isinstance(prompt, str):
+            self._require_template("--apply-chat-template is set", where)
+            prompt = [{"role": "user", "content": prompt}]
+        text: str = self.render(prompt, tools, where=where)
+        return text
+
+    def _require_template(self, asked: str, where: str) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
-            asked = (
-                "--apply-chat-template is set" if isinstance(prompt, str) else "the prompt is a list of chat messages"
-            )
             raise DataError(
                 f"{asked}, but the tokenizer has no chat template",
                 where=where,
                 expected="a tokenizer with a chat template, or prompts that are plain text",
             )
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **self._template_kwargs
-            )
-        except Exception as error:  # fault boundary: templates raise whatever Jinja and their authors raise
-            raise DataError(
-                f"the chat template refuses the prompt: {type(error).__name__}: {error}",
-                where=where,
-                expected="messages of the form {'role': ..., 'content': ...} in an order that the template accepts",
-            ) from error
-        return text
 
 
 def _where(sample: Sample) -> str:

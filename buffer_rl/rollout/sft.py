@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as a rollout function: the response is the row's label, without an engine."""
+"""Supervised fine-tuning as a rollout function: the answers are those of the data, without an engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import DataError, RolloutError
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
+from buffer_rl.rollout.loss_masks import encode_conversation, is_conversation
 from buffer_rl.rollout.production import run_all, within_deadline
 from buffer_rl.rollout.prompts import TOO_LONG
 from buffer_rl.rollout.stats import RolloutStats
@@ -15,10 +16,12 @@ from buffer_rl.types import RolloutOutput, Sample, SampleGroup, Status
 
 
 class SFTRollout:
-    """Turns prompts and labels into training rows. Use it with ``--loss-type sft_loss``.
+    """Turns rows into training rows. Use it with ``--loss-type sft_loss``.
 
-    tokens = prompt + answer + end token, where prompt and answer are encoded separately; the loss mask is 1 on
-    the answer and the end token; the reward is 0. An evaluation generates with the engine, as usual.
+    A row with a label: tokens = prompt + label + end token, where prompt and label are encoded separately; the loss
+    mask is 1 on the label and the end token. A row without one, whose prompt is a conversation: its tokens, with a
+    loss mask of 1 on the assistant's (``buffer_rl.rollout.loss_masks``); the response begins with the first of them.
+    The reward is 0. An evaluation generates with the engine, as usual.
     """
 
     uses_engine = False
@@ -46,44 +49,61 @@ class SFTRollout:
         )
 
 
-def fill_from_label(context: RolloutContext, sample: Sample) -> None:
-    """Make the sample's label its response, as described at ``SFTRollout``."""
-    if not isinstance(sample.label, str) or not sample.label:
+def fill(context: RolloutContext, sample: Sample) -> bool:
+    """Make a training row of the sample, as described at ``SFTRollout``; False, with nothing changed, where it has more
+    than ``--rollout-max-prompt-len`` tokens before the first that is trained on."""
+    limit = context.args.rollout_max_prompt_len
+    if is_conversation(sample):
+        tokens, mask = encode_conversation(context.prompts, sample, context.args.loss_mask_type)
+        start = mask.index(1)
+        if limit is not None and start > limit:
+            return False
+        response = context.tokenizer.decode(tokens[start:])
+    else:
+        if context.prompts.too_long(sample, limit):
+            return False
+        prompt_ids, answer_ids = context.prompts.encode(sample), _answer(context, sample)
+        tokens, start, response = prompt_ids + answer_ids, len(prompt_ids), sample.label
+        mask = [0] * start + [1] * len(answer_ids)
+    longest = context.args.rollout_max_context_len
+    if longest is not None and len(tokens) > longest:
         raise DataError(
-            f"the label is {sample.label!r}",
+            f"prompt and answer have {len(tokens)} tokens",
             where=f"row {sample.row_id}",
-            expected="the answer as text that is not empty, in the field that --label-key names",
+            expected=f"at most --rollout-max-context-len {longest}",
         )
-    end_token = context.tokenizer.eos_token_id
-    if end_token is None:
-        raise RolloutError("the tokenizer has no end token", where="--hf-checkpoint", expected="eos_token in it")
-    prompt_ids = context.prompts.encode(sample)
-    answer_ids = [*context.prompts.encode_text(sample.label), end_token]
-    limit = context.args.rollout_max_context_len
-    if limit is not None and len(prompt_ids) + len(answer_ids) > limit:
-        raise DataError(
-            f"prompt and answer have {len(prompt_ids) + len(answer_ids)} tokens",
-            where=f"row {sample.row_id}",
-            expected=f"at most --rollout-max-context-len {limit}",
-        )
-    sample.tokens = prompt_ids + answer_ids
-    sample.response = sample.label
-    sample.response_length = len(answer_ids)
-    sample.loss_mask = [1] * len(answer_ids)
+    sample.tokens = tokens
+    sample.response = response
+    sample.response_length = len(tokens) - start
+    sample.loss_mask = mask[start:]
     sample.rollout_log_probs = None
     sample.weight_versions = []
     sample.reward = 0.0
     sample.status = Status.COMPLETED
+    return True
+
+
+def _answer(context: RolloutContext, sample: Sample) -> list[int]:
+    """The label and the end token."""
+    if not isinstance(sample.label, str) or not sample.label:
+        raise DataError(
+            f"the label is {sample.label!r}",
+            where=f"row {sample.row_id}",
+            expected="the answer as text that is not empty, in the field that --label-key names; or a prompt of chat "
+            "messages that holds the answers, and no label",
+        )
+    end_token = context.tokenizer.eos_token_id
+    if end_token is None:
+        raise RolloutError("the tokenizer has no end token", where="--hf-checkpoint", expected="eos_token in it")
+    return [*context.prompts.encode_text(sample.label), end_token]
 
 
 async def _produce_all(context: RolloutContext, buffer: RolloutBuffer, stats: RolloutStats) -> None:
     async def produce_one(group: SampleGroup) -> None:
-        while context.prompts.too_long(group[0], context.args.rollout_max_prompt_len):
+        while not all(fill(context, sample) for sample in group):
             await buffer.areject(group, TOO_LONG)
             stats.drops[TOO_LONG] += 1
             (group,) = await _lease(context, buffer, stats, 1)
-        for sample in group:
-            fill_from_label(context, sample)
         await buffer.afinish(group)
         stats.count_kept(group, [0.0] * len(group))
 

@@ -5,6 +5,7 @@ collate        rows in micro-batches, as padded tensors
 forward        log-probabilities and entropies under a model
 objective      loss and advantage estimator of a run; gradients before the step's totals are known
 optimizer      AdamW, learning rate, reduction and sums of gradients
+batch_sizes    how many optimizer steps a rollout has, and of how many samples
 steps          optimizer steps on a rollout; steps that are not finite
 stream         rows of a rollout that still runs: the torch dataset, the stages of roles
 model          loading, exporting and writing models

@@ -198,11 +198,12 @@ class TrainRank:
         return report
 
     def train(self) -> StepReport:
-        """Advantages, forward and backward, and one optimizer step on each mini-batch of the fetched rows."""
-        batches = self._fetched()
+        """Advantages, forward and backward, and the optimizer steps on the mini-batches of the fetched rows."""
+        batches, passes = self._fetched(), self._args.num_passes_per_rollout
         if self._calls_objective:
             require_old_log_probs(self._args, batches)
-        report = train_steps(self._trainer, self._objective if self._calls_objective else None, batches, self._guard)
+        objective = self._objective if self._calls_objective else None
+        report = train_steps(self._trainer, objective, batches, self._guard, passes)
         self._batches = []
         return report
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from buffer_rl.errors import CheckpointError, ConfigError, NonFiniteError
+from buffer_rl.train.batch_sizes import optimizer_steps
 
 
 def learning_rate(args: Any, step: int) -> float:
@@ -47,7 +48,7 @@ def decay_steps(args: Any) -> int:
             where="--lr-decay-iters",
             hint="add --lr-decay-iters N or --num-rollout N",
         )
-    return int(args.num_rollout) * int(args.num_steps_per_rollout)
+    return int(args.num_rollout) * optimizer_steps(args)
 
 
 class Optimizer:

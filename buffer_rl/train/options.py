@@ -29,6 +29,18 @@ class TrainOptions(Section):
     num_steps_per_rollout: int = option(
         1, "optimizer steps on each rollout: its groups are split, in order, into that many mini-batches", ge=1
     )
+    global_batch_size: int | None = option(
+        None,
+        "samples an optimizer step, of whole prompt groups: --rollout-batch-size x --n-samples-per-prompt divided by "
+        "--num-steps-per-rollout, which follows from it where it is not given",
+        ge=1,
+    )
+    num_passes_per_rollout: int = option(
+        1,
+        "how often each rollout is trained on: its mini-batches one after another, so many times; optimizer steps are "
+        "--num-steps-per-rollout times this",
+        ge=1,
+    )
     num_train_ranks: int = option(1, "trainer ranks; of the default backend each is a data-parallel replica", ge=1)
     num_train_threads: int = option(1, "torch threads a trainer rank", ge=1)
     train_device: Literal["auto", "cpu", "cuda"] = option("auto", "where the trainer runs")

@@ -1,4 +1,4 @@
-"""One rank's optimizer steps on a rollout: one for each mini-batch, without those that are not finite."""
+"""One rank's optimizer steps on a rollout: one for each mini-batch and pass, without those that are not finite."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ class StepReport:
 
 
 def train_steps(
-    trainer: Trainer, objective: Objective | None, batches: Sequence[TrainBatch], guard: NonFiniteGuard
+    trainer: Trainer, objective: Objective | None, batches: Sequence[TrainBatch], guard: NonFiniteGuard, passes: int = 1
 ) -> StepReport:
     """Forward and backward, and one optimizer step on each of ``batches``, one after another, each a rank's share of a
-    mini-batch. Advantages that no role, converter or earlier call has set are computed first.
+    mini-batch; all of it ``passes`` times. Advantages that no role, converter or earlier call has set are computed
+    before a mini-batch's first step, and kept.
 
     objective: None on a rank that does not call it, whose rows may lack what it reads."""
     report = StepReport()
-    for part, batch in enumerate(batches):
+    for part, batch in enumerate([*batches] * passes):
         if objective is not None:
             objective.compute_advantages(batch)
         take_step(trainer, trainer.accumulate(batch), guard, report, lambda batch=batch: batch, part)  # type: ignore[misc]
@@ -78,7 +79,7 @@ def take_step(
             trainer.zero_grad()
             raise NonFiniteError(
                 f"the loss is not finite: {loss} divided by {divisor}",
-                where=f"mini-batch {part}",
+                where=f"optimizer step {part} of its rollout",
                 expected="finite numbers",
                 hint="look at the loss metrics of this step and at its rewards; a lower --lr often helps",
             )
@@ -99,7 +100,7 @@ def take_step(
 def require_old_log_probs(args: Any, batches: Sequence[TrainBatch]) -> None:
     """Raises TrainError where rows of several steps have no old log-probabilities: from the second step on, the ratio
     of new to old probability would be taken to be 1, and nothing would be clipped."""
-    if len(batches) == 1 or is_supervised(args) or args.use_rollout_logprobs:
+    if len(batches) * args.num_passes_per_rollout == 1 or is_supervised(args) or args.use_rollout_logprobs:
         return
     for step, batch in enumerate(batches):
         if "old_log_probs" not in batch.columns:
@@ -135,7 +136,7 @@ class NonFiniteGuard:
     ) -> dict[str, float] | None:
         """The metrics of ``optimizer_step()``; None where it is left out.
 
-        rows: this rank's share of the step. part: number of the mini-batch in its rollout. Raises TrainError, after
+        rows: this rank's share of the step. part: number of the step in its rollout. Raises TrainError, after
         the rows were written, if there are too many such steps in a row."""
         try:
             metrics = optimizer_step()

@@ -34,6 +34,7 @@ from buffer_rl.resolution.calls import returned
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.scoring import check_row_choice, unmarked_reward
 from buffer_rl.scope import is_for_rows
+from buffer_rl.train.batch_sizes import with_steps
 from buffer_rl.verbs.preflight import (
     check_checkpoint,
     check_devices,
@@ -80,7 +81,10 @@ def run(namespace: argparse.Namespace) -> int:
     resolved = resolve(
         compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_path=namespace.config
     )
-    args: Any = resolved.args
+    args: Any = with_steps(resolved.args)
+    if args is not resolved.args:
+        derived = {"num_steps_per_rollout": resolved.origins["global_batch_size"]}
+        resolved = Resolved(args=args, origins={**resolved.origins, **derived})
     check_options(args)
     for text in notices(args):
         print(f"buffer-rl: notice: {text}", file=sys.stderr)

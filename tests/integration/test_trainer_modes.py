@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,21 @@ def test_training_on_the_recorded_rollouts_alone_gives_the_same_parameters_and_m
     assert train_metrics(args.run_dir) == train_metrics(recorded.run_dir)
     logs = {path.name for path in (Path(args.run_dir) / "logs").iterdir()}
     assert logs == {"train_0.log"}  # no engine, no router, no rollout worker
+
+
+def test_passes_and_the_steps_of_a_batch_size_multiply(train: Run, make_options: MakeOptions, recorded: Any) -> None:
+    args = make_options(
+        load_debug_rollout_data=recorded.save_debug_rollout_data,
+        prompt_data=[],
+        custom_rm_path=None,
+        num_passes_per_rollout=2,
+        global_batch_size=4,  # of 3 groups of 4 samples
+        **{name: value for name, value in OPTIONS.items() if name != "num_steps_per_rollout"},
+    )
+    assert train(args).steps == 3
+    rates = [line["train/lr"] for line in train_metrics(args.run_dir)]
+    # The last of six steps on each of three rollouts: steps 5, 11 and 17 of 18.
+    assert rates == pytest.approx([1e-2 * (1 + math.cos(math.pi * step / 18)) / 2 for step in (5, 11, 17)])
 
 
 OVER_THE_ROLLOUT = """

@@ -84,8 +84,9 @@ def test_every_choice_has_a_row(option: str, head: str) -> None:
 
 
 def test_every_row_names_a_test_file_that_there_is() -> None:
-    assert tables()
-    for row in (row for rows in tables() for row in rows):
+    of_names = [rows for rows in tables() if rows[0].keys() & {"name", "`--tis-mode`"}]
+    assert len(of_names) >= 8
+    for row in (row for rows in of_names for row in rows):
         links = re.findall(r"\]\((\.\./tests/[\w/]+/test_\w+\.py)\)", row["test"])
         assert links, row
         assert all((PAGE.parent / link).is_file() for link in links), row

@@ -99,6 +99,7 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ({"num_advantage_workers": 1, "loss_type": "sft_loss"}, ["--num-advantage-workers: ", "has no advantages"]),
         ({"stream_gradients": True}, ["--stream-gradients: --schedule lockstep", "add --schedule pipelined"]),
         ({**STREAM, "num_steps_per_rollout": 2}, ["--stream-gradients and --num-steps-per-rollout: 2 optimizer steps"]),
+        ({**STREAM, "num_passes_per_rollout": 3}, ["--stream-gradients and --num-passes-per-rollout: 3 optimizer"]),
         (
             {**STREAM, "rollout_sample_filter_path": "mine:filter"},
             ["--stream-gradients and --rollout-sample-filter-path: a sample filter sees the whole rollout"],

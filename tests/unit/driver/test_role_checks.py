@@ -15,6 +15,7 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, declared_scope, scope_of
+from buffer_rl.train.batch_sizes import with_steps
 
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
 
@@ -298,6 +299,23 @@ def test_the_trainer_computes_what_no_role_does(
     plan = role_plan(args, rollouts_use_engine=True, scope=Scope.ROW)
     assert (plan.dedicated_roles, plan.passes) == (own, tuple(("train", model) for model in models))
     assert needs_old_log_probs(args, True) == ("actor" in models or "actor_fwd" in own)
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({}, False),
+        ({"num_steps_per_rollout": 2}, True),
+        ({"num_passes_per_rollout": 2}, True),
+        ({"num_passes_per_rollout": 2, "loss_type": "sft_loss"}, False),
+        ({"global_batch_size": 64}, True),
+    ],
+)
+def test_old_log_probs_of_rows_that_no_engine_sampled_are_needed_for_several_optimizer_steps(
+    options: dict[str, Any], needed: bool
+) -> None:
+    args: Any = with_steps(compose(CORE_SECTIONS).model_validate(options))
+    assert needs_old_log_probs(args, rollouts_use_engine=False) is needed
 
 
 @pytest.mark.parametrize(

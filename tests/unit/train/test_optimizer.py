@@ -19,6 +19,7 @@ def _args(**overrides: Any) -> SimpleNamespace:
         "min_lr": 0.0,
         "num_rollout": None,
         "num_steps_per_rollout": 1,
+        "num_passes_per_rollout": 1,
         "weight_decay": 0.0,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
@@ -65,6 +66,8 @@ def test_after_the_warm_up_the_rate_falls_to_its_minimum_linearly_or_along_a_cos
 def test_the_decay_takes_all_steps_of_the_run_where_nothing_else_is_said() -> None:
     args = _args(lr=1.0, lr_decay_style="linear", num_rollout=5, num_steps_per_rollout=2)
     assert [learning_rate(args, step) for step in (0, 5, 9, 10)] == pytest.approx([1.0, 0.5, 0.1, 0.0])
+    twice = _args(lr=1.0, lr_decay_style="linear", num_rollout=5, num_passes_per_rollout=2)
+    assert [learning_rate(twice, step) for step in (0, 5, 9, 10)] == pytest.approx([1.0, 0.5, 0.1, 0.0])
     with pytest.raises(ConfigError, match="--lr-decay-iters"):
         learning_rate(_args(lr_decay_style="linear"), 0)
 

@@ -54,6 +54,58 @@ def test_steps_equal_those_taken_by_hand_and_metrics_are_their_means(
     assert min(gaps[1:]) > 0  # the old log-probabilities are those from before the first step
 
 
+def test_two_passes_equal_a_loop_over_the_mini_batches_written_twice(
+    make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch], tmp_path: Path
+) -> None:
+    args: Any = make_args(num_steps_per_rollout=3, num_passes_per_rollout=2, lr_decay_style="linear", num_rollout=1)
+    together, by_hand = (make_trainer(args) for _ in range(2))
+    batches = _mini_batches(make_batch())
+    for batch in batches:
+        batch.columns["old_log_probs"] = together.log_probs("actor", batch)
+    parts, guard = [batch.select(range(4)) for batch in batches], NonFiniteGuard(tmp_path, 0, 1)
+    require_old_log_probs(args, parts)
+    metrics = StepReport.metrics_of([train_steps(together, together._objective, parts, guard, passes=2)])
+
+    found = [step(by_hand, batch) for _ in range(2) for batch in batches]
+    for name, tensor in _weights(together).items():
+        assert torch.equal(tensor, _weights(by_hand)[name]), name
+    assert metrics["loss"] == pytest.approx(np.mean([metrics["loss"] for metrics in found]))
+    assert metrics["lr"] == pytest.approx(1e-2 * (1 - 5 / 6))  # the last of six steps
+    assert abs(found[3]["ppo_kl"]) > 0  # the second pass starts from the weights that the first left
+
+
+def test_advantages_are_computed_once_for_all_passes(
+    make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch], tmp_path: Path
+) -> None:
+    (tmp_path / "counting.py").write_text(COUNTING)
+    args: Any = make_args(custom_advantage_function_path=f"{tmp_path / 'counting.py'}:numbered")
+    trainer, batches = make_trainer(args), _mini_batches(make_batch())
+    train_steps(trainer, trainer._objective, batches, NonFiniteGuard(tmp_path, 0, 1), passes=3)
+    assert [batch.columns["advantages"][-1][0] for batch in batches] == [1, 2, 3]
+
+
+COUNTING = """
+import itertools
+
+import numpy as np
+
+CALLS = itertools.count(1)
+
+
+def numbered(args, batch):
+    number = next(CALLS)
+    columns = [np.full(length, number, dtype=np.float32) for length in batch.columns["response_length"]]
+    batch.columns["advantages"] = batch.columns["returns"] = columns
+"""
+
+
+def test_a_later_pass_needs_old_log_probs_too(
+    make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch]
+) -> None:
+    with pytest.raises(TrainError, match="mini-batch 0 of 1 has no old log-probabilities"):
+        require_old_log_probs(make_args(num_passes_per_rollout=2), [make_batch()])
+
+
 def test_several_steps_need_old_log_probs_unless_nothing_reads_them(
     make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch]
 ) -> None:

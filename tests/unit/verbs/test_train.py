@@ -66,6 +66,19 @@ def test_a_dry_run_prints_options_with_their_origins_plugins_and_data(
     assert [(file["use"], file["num_rows"]) for file in shown["data"]] == [("train", 2), ("eval/dev", 1)]
 
 
+def test_steps_that_follow_from_the_batch_size_are_shown_with_its_origin(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--rollout-batch-size", "6", "--n-samples-per-prompt", "4", "--global-batch-size")
+    assert train("--json", "--rm-type", "f1", *sizes, "8") == 0
+    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert shown["options"]["num_steps_per_rollout"] == {"value": 3, "source": "flag", "where": "--global-batch-size"}
+    assert train("--json", "--rm-type", "f1", *sizes, "8", "--num-steps-per-rollout", "3") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["options"]["num_steps_per_rollout"]["where"] == "--num-steps-per-rollout"
+    assert "one of 4, 8, 12, 24" in refusal(capsys, "--rm-type", "f1", *sizes, "9")
+
+
 def test_a_dry_run_for_people_shows_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--custom-rm-path", "./my_reward.py:score") == 0
     lines = capsys.readouterr().out.splitlines()
