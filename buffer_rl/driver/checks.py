@@ -14,7 +14,7 @@ from buffer_rl.driver.schedule import Schedule, parse_early_stop, rollout_only, 
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
-from buffer_rl.train.roles import estimator_of, is_supervised, loss_of, uses_reference
+from buffer_rl.train.roles import estimator_of, frozen_models, is_supervised, loss_of, worker_counts
 from buffer_rl.weights.tensor import require_local_engines
 
 
@@ -33,6 +33,7 @@ def check_options(args: Any) -> None:
     _check_top_k(args)
     _check_kl(args)
     _check_algorithm(args)
+    _check_distillation(args)
     _check_reward_shaping(args)
 
     _check_correction(args)
@@ -97,10 +98,12 @@ def _check_partial_rollout(args: Any) -> None:
 
 
 def _check_reward(args: Any) -> None:
-    """A rollout function of the user's own may score for itself; the built-in ones cannot."""
+    """A rollout function of the user's own may score for itself; the built-in ones cannot. With a teacher a sample that
+    nothing scores has the reward 0, but an evaluation of such samples would say nothing."""
     own_rollout = not is_built_in_rollout(args)
     scores = any((args.rm_type, args.custom_rm_path, args.custom_group_rm_path))
-    if not scores and not own_rollout and not is_supervised(args):
+    distils = args.use_opd and all(s.rm_type for s in eval_sets_of(args))
+    if not scores and not own_rollout and not is_supervised(args) and not distils:
         raise ConfigError(
             "nothing scores the samples",
             where="--rm-type and --custom-rm-path",
@@ -165,6 +168,31 @@ def _check_algorithm(args: Any) -> None:
             f"the best of {args.pass_at_k} is the same for all of {args.n_samples_per_prompt} samples: no gradient",
             where="--pass-at-k",
             expected="less than --n-samples-per-prompt",
+        )
+
+
+def _check_distillation(args: Any) -> None:
+    """A teacher that nothing reads, or none."""
+    if not args.use_opd:
+        given = {"--opd-teacher-load": args.opd_teacher_load, "--opd-kl-coef": args.opd_kl_coef != 1}
+        if flag := next((flag for flag, value in given.items() if value), ""):
+            raise ConfigError("nothing is distilled", where=flag, hint="add --use-opd, or take it out")
+        return
+    if loss_of(args) in ("sft_loss", "dpo"):
+        what = f"{loss_of(args)} reads no advantages, which the teacher is a part of"
+        raise ConfigError(what, where="--use-opd", hint="take it out, or take another loss")
+    own = (
+        args.custom_generate_function_path,
+        args.custom_rm_path,
+        args.custom_group_rm_path,
+        args.custom_reward_post_process_path,
+        args.custom_convert_samples_to_train_data_path,
+    )
+    if not args.opd_teacher_load and is_built_in_rollout(args) and not train_only(args) and not any(own):
+        raise ConfigError(
+            "there is no teacher",
+            where="--use-opd",
+            hint="add --opd-teacher-load PATH, or a function of your own that sets teacher_log_probs of each sample",
         )
 
 
@@ -301,12 +329,16 @@ STREAM = "--stream-gradients"
 
 def check_role_options(args: Any) -> None:
     """Raises ConfigError for roles without work, and for gradients that cannot be streamed, as far as options tell."""
-    if args.num_ref_workers and not uses_reference(args):
-        raise ConfigError(
-            "no reference log-probabilities are needed",
-            where="--num-ref-workers",
-            hint="add --use-kl-loss, or take it out",
-        )
+    for model, what, hint in (
+        ("ref", "reference", "add --use-kl-loss"),
+        ("teacher", "teacher's", "add --use-opd --opd-teacher-load PATH"),
+    ):
+        if worker_counts(args)[model] and model not in frozen_models(args):
+            raise ConfigError(
+                f"no {what} log-probabilities are needed",
+                where=flag_of(f"num_{model}_workers"),
+                hint=f"{hint}, or take it out",
+            )
     if args.num_advantage_workers and is_supervised(args):
         raise ConfigError("the supervised loss has no advantages", where="--num-advantage-workers", hint="take it out")
     if not args.stream_gradients:
@@ -392,4 +424,4 @@ def _is_alone_in_its_group(args: Any) -> bool:
         args.custom_loss_function_path,
     )
     built_in = args.advantage_estimator == "grpo" and loss_of(args) == "policy_loss"
-    return args.n_samples_per_prompt == 1 and built_in and not any(own)
+    return args.n_samples_per_prompt == 1 and built_in and not args.use_opd and not any(own)

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from buffer_rl.config import flag_of
 from buffer_rl.driver.checks import STREAM
 from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of, unit_of
 from buffer_rl.train.roles import (
-    LOG_PROB_FIELDS,
+    FIELD_OF_MODEL,
+    MODEL_OF_ROLE,
     estimator_needs,
     estimator_of,
+    frozen_models,
     is_supervised,
     loss_of,
     uses_reference,
+    worker_counts,
 )
 
 
@@ -79,17 +83,16 @@ def _converts(args: Any) -> bool:
 def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, reference: str) -> None:
     """A field that the estimator declares as needed must be there by the time that it is called."""
     what = f"the advantage {reference!r} needs {name!r}"
-    if name not in LOG_PROB_FIELDS:
+    model = next((model for model, field in FIELD_OF_MODEL.items() if field == name), None)
+    if model is None or (model == "teacher" and model not in frozen_models(args)):
         return  # a column that the rollout gives, or not: looked at when it comes
-    if name == "ref_log_probs":
-        workers, absent = (
-            "--num-ref-workers",
-            "" if uses_reference(args) else "without --use-kl-loss there is no reference",
-        )
-        count, hint = args.num_ref_workers, "add --use-kl-loss (with --kl-loss-coef 0 for no KL term in the loss)"
-    else:
-        workers, absent = "--num-actor-fwd-workers", _why_no_old_log_probs(args, registry)
-        count, hint = args.num_actor_fwd_workers, "take it out of needs"
+    role = next(role for role, computed in MODEL_OF_ROLE.items() if computed == model)
+    absent, hint = "", ""
+    if model == "ref":
+        absent = "" if uses_reference(args) else "without --use-kl-loss there is no reference"
+        hint = "add --use-kl-loss (with --kl-loss-coef 0 for no KL term in the loss)"
+    elif model == "actor":
+        absent, hint = _why_no_old_log_probs(args, registry), "take it out of needs"
         if args.stream_gradients or args.use_rollout_logprobs:
             hint += "; rollout_log_probs, the engine's, may serve in its place" + (
                 f"; or take {STREAM} out" if args.stream_gradients else ""
@@ -98,7 +101,8 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, refer
         if _converts(args):
             return
         raise ConfigError(f"{what}, which nothing computes: {absent}", where=flag, hint=hint)
-    if count or not args.num_advantage_workers:
+    workers = flag_of(f"num_{role}_workers")
+    if worker_counts(args)[role] or not args.num_advantage_workers:
         return
     if args.stream_gradients:
         raise ConfigError(

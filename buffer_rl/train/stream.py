@@ -38,7 +38,7 @@ ROLLOUT_GRACE_S = 120.0
 """A rollout ends within ``--rollout-timeout-s`` and twice the grace that a user's rollout function has (30 s)."""
 
 LogProbs = Callable[[str, TrainBatch], list[np.ndarray] | None]
-"""``(model, batch) -> rows`` with the model ``ref`` or ``actor``; see ``Trainer.log_probs``."""
+"""``(model, batch) -> rows`` with a model of ``FIELD_OF_MODEL``; see ``Trainer.log_probs``."""
 
 
 def read_deals(
