@@ -58,7 +58,9 @@ def _check_estimator(args: Any, registry: PluginRegistry) -> None:
                 hint="if it reads nothing beyond the rows of one prompt, declare it: @buffer_rl.scope.scoped('group')",
             )
     for name in sorted(estimator_needs(args, estimator)):
-        _check_need(args, registry, name, flag, reference)
+        distils = args.use_opd and name not in needs_of(estimator)
+        who = ("--use-opd", "distillation") if distils else (flag, f"the advantage {reference!r}")
+        _check_need(args, registry, name, *who)
 
 
 def _check_loss(args: Any, registry: PluginRegistry) -> None:
@@ -80,9 +82,9 @@ def _converts(args: Any) -> bool:
     return args.custom_convert_samples_to_train_data_path is not None
 
 
-def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, reference: str) -> None:
-    """A field that the estimator declares as needed must be there by the time that it is called."""
-    what = f"the advantage {reference!r} needs {name!r}"
+def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, who: str) -> None:
+    """A field that the estimator declares as needed, or distillation needs, must be there when it is called."""
+    what = f"{who} needs {name!r}"
     model = next((model for model, field in FIELD_OF_MODEL.items() if field == name), None)
     if model is None or (model == "teacher" and model not in frozen_models(args)):
         return  # a column that the rollout gives, or not: looked at when it comes

@@ -18,6 +18,8 @@ from buffer_rl.scope import Scope, declared_scope, scope_of
 
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
 
+OPD: dict[str, Any] = {"use_opd": True, "opd_teacher_load": "teacher"}
+
 PLUGINS = """
 from buffer_rl.scope import loss_unit, scoped
 
@@ -132,6 +134,13 @@ def test_an_estimator_gets_all_that_it_declares(mine: str) -> None:
         {**ref, "custom_convert_samples_to_train_data_path": f"{mine}over_a_group"},
         {**old, **pipelined, "num_advantage_workers": 1},
         {**old, "num_advantage_workers": 1, "num_actor_fwd_workers": 1},
+        OPD,
+        {**OPD, **STREAM},
+        {**OPD, **pipelined, "num_advantage_workers": 1},
+        {**OPD, **STREAM, "num_advantage_workers": 1, "num_teacher_workers": 1},
+        {**OPD, "num_advantage_workers": 1, "num_teacher_workers": 1, "num_actor_fwd_workers": 1},
+        {**OPD, "rollout_function_path": f"{mine}quiet"},
+        {"use_opd": True, **STREAM, "num_advantage_workers": 1},  # the rollout gives the teacher's
     ):
         check(**options)
 
@@ -204,6 +213,16 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
             {"num_advantage_workers": 1, "custom_advantage_function_path": "reads_old"},
             "--num-advantage-workers and --custom-advantage-function-path",
             ["the trainer computes after the advantages under --schedule lockstep", "add --num-actor-fwd-workers 1 or"],
+        ),
+        (
+            {**OPD, **STREAM, "num_advantage_workers": 1},
+            "--num-advantage-workers and --use-opd",
+            ["'teacher_log_probs', which the trainer computes, which waits", "add --num-teacher-workers 1, or"],
+        ),
+        (
+            {**OPD, "num_advantage_workers": 1, "num_actor_fwd_workers": 1},
+            "--num-advantage-workers and --use-opd",
+            ["'teacher_log_probs', which the trainer computes after the advantages under --schedule lockstep"],
         ),
         (
             {**STREAM, "num_actor_fwd_workers": 1},
