@@ -199,7 +199,12 @@ def _with_a_token(sample: Sample) -> Sample:
     if not sample.remove_sample or sample.response_length != 0:
         return sample
     tokens = [*(sample.tokens or [0]), 0]
-    without = {"loss_mask": None, "rollout_log_probs": None, "teacher_log_probs": None, "weight_versions": []}
+    without: dict[str, Any] = {
+        "loss_mask": None,
+        "rollout_log_probs": None,
+        "teacher_log_probs": None,
+        "weight_versions": [],
+    }
     return replace(sample, tokens=tokens, response_length=1, **without)
 
 
