@@ -217,8 +217,8 @@ class AdvantageEstimator(Protocol):
 
     ``buffer_rl.scope.scoped`` says which rows it reads, and which columns. batch: rows of whole prompts for scope
     ``group``; any rows, perhaps some of a prompt, for scope ``row``; all rows of the rollout where nothing is declared.
-    One with a scope of ``row`` or ``group`` gets ``ref_log_probs`` and ``old_log_probs`` only if it declares that it
-    needs them.
+    One with a scope of ``row`` or ``group`` gets ``ref_log_probs``, ``teacher_log_probs`` and ``old_log_probs`` only if
+    it declares that it needs them.
     """
 
     def __call__(self, args: Any, batch: TrainBatch) -> None: ...
@@ -317,9 +317,9 @@ class Trainer(Protocol):
         ...
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
-        """Log-probabilities of the response tokens under ``model`` ("actor" or "ref"): per row ``[response_length]``
-        float32, in nats; None on ranks that do not have them. A backend for a critic has ``values(batch)`` beside it,
-        the same of the value model before each response token (see ``Objective.critic``)."""
+        """Log-probabilities of the response tokens under ``model`` ("actor", "ref" or "teacher"): per row
+        ``[response_length]`` float32, in nats; None on ranks that do not have them. A backend for a critic has
+        ``values(batch)`` beside it, the same of the value model before each token (see ``Objective.critic``)."""
         ...
 
     def accumulate(self, batch: TrainBatch) -> Sums:

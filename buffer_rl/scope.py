@@ -34,8 +34,8 @@ def scoped(scope: Scope | str, *, needs: Iterable[str] = ()) -> Callable[[F], F]
     scope ``rollout``, and one that declares nothing, is called once with all rows of a rollout, before ranks and
     optimizer steps share them.
 
-    needs: columns that an advantage estimator reads. It is called when they are there. Of ``ref_log_probs`` and
-    ``old_log_probs`` it sees only those that are named.
+    needs: columns that an advantage estimator reads. It is called when they are there. Of ``ref_log_probs``,
+    ``teacher_log_probs`` and ``old_log_probs`` it sees only those that are named.
     """
     return _marked(scope=Scope(scope), needs=_names(needs))
 

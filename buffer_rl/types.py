@@ -86,6 +86,7 @@ class Sample:
 
     tokens: prompt and response token ids, ``[prompt_length + response_length]``.
     rollout_log_probs: the engine's log-probability of each response token, ``[response_length]``, in nats.
+    teacher_log_probs: the same under a teacher (``--use-opd``), where a function of the user's asks it.
     loss_mask: 1 for each response token that is trained on, ``[response_length]``; None means all of them.
     reward: a finite number, or a mapping of names to numbers with the one to train on under ``--reward-key``.
     remove_sample: set by a sample filter: keep the row, but with a loss mask of zeros.
@@ -106,6 +107,7 @@ class Sample:
     loss_mask: list[int] | None = None
     weight_versions: list[VersionSpan] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
+    teacher_log_probs: list[float] | None = None
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     remove_sample: bool = False
@@ -289,7 +291,7 @@ class TrainBatch:
         ``response_length`` ``[num_rows]`` int32;
         ``loss_mask`` list of ``[response_length]`` float32;
         ``reward`` ``[num_rows]`` float32 after post-processing, ``raw_reward`` before it;
-        ``rollout_log_probs``, ``ref_log_probs``, ``old_log_probs``, ``advantages``, ``returns``
+        ``rollout_log_probs``, ``ref_log_probs``, ``teacher_log_probs``, ``old_log_probs``, ``advantages``, ``returns``
         lists of ``[response_length]`` float32, where they exist;
         ``sample_total_tokens`` and ``sample_parts`` ``[num_rows]`` float32, unmasked response tokens of the row's
         sample over all its parts, and how many these are, written by the Buffer.

@@ -7,6 +7,7 @@ rewards      rewards of a prompt's samples: shaped, then normalised as the algor
 returns      token rewards, discounted returns, normalisation over a rollout
 reinforce    the estimators reinforce_plus_plus, reinforce_plus_plus_baseline, remax and gpg
 gae          the estimator gae, for runs with values
+distillation the teacher's part of advantages
 aggregation  from token losses to one number
 kl           KL estimators
 losses       probability ratios, clip range, the clipped surrogate; policy loss (PPO), supervised loss (torch)

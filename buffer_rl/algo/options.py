@@ -21,6 +21,10 @@ class AlgorithmOptions(Section):
         ge=0,
     )
     pass_at_k: int = option(4, "samples of which the best counts (pass_at_k)", ge=1)
+    use_opd: bool = option(
+        False, "on-policy distillation: subtract the log-ratio to a teacher model from each token's advantage"
+    )
+    opd_kl_coef: float = option(1.0, "weight of this log-ratio", ge=0)
     normalize_advantages: bool = option(
         False, "shift and scale advantages to mean 0 and standard deviation 1 over the unmasked tokens of a rollout"
     )

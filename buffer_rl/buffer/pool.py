@@ -18,7 +18,9 @@ from buffer_rl.buffer.readers import ReadRequest as ReadRequest
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId
 
-DERIVED_FIELDS = frozenset({"ref_log_probs", "old_log_probs", "prox_log_probs", "advantages", "returns"})
+DERIVED_FIELDS = frozenset(
+    {"ref_log_probs", "teacher_log_probs", "old_log_probs", "prox_log_probs", "advantages", "returns"}
+)
 """Fields that roles fill in, not the rollout."""
 
 

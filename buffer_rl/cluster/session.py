@@ -16,10 +16,11 @@ from typing import Any, cast
 import ray
 
 from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray
+from buffer_rl.config import flag_of
 from buffer_rl.errors import ConfigError, WorkerError
 from buffer_rl.resolution.shipping import CodeBundle, use_shipped_code
 from buffer_rl.train.options import TrainOptions
-from buffer_rl.train.roles import uses_critic
+from buffer_rl.train.roles import MODEL_OF_ROLE, uses_critic, worker_counts
 
 WORKING_DIRECTORY = "BUFFER_RL_WORKING_DIRECTORY"
 SETUP_HOOK = "buffer_rl.cluster.session.enter_working_directory"
@@ -125,18 +126,18 @@ def num_trainer_ranks(args: TrainOptions) -> int:
 
 
 def role_gpus(args: TrainOptions) -> float:
-    """Accelerators of each worker of ``ref`` and ``actor_fwd``, beside those of the trainer ranks.
+    """Accelerators of each worker of a role that has a model, beside those of the trainer ranks.
 
     Raises ConfigError if the cluster has too few: the workers would wait for them until a deadline passes."""
     num_gpus = train_gpus(args)
     trainers = num_trainer_ranks(args)
-    wanted = trainers + args.num_ref_workers + args.num_actor_fwd_workers
+    wanted = trainers + sum(worker_counts(args)[role] for role in MODEL_OF_ROLE)
     found = int(cast(Any, ray).cluster_resources().get("GPU", 0))
     if num_gpus and wanted > trainers and found < wanted:
         raise ConfigError(
             f"{trainers} trainer ranks and {wanted - trainers} workers of roles need an "
             f"accelerator each, and there are {found}",
-            where="--num-ref-workers and --num-actor-fwd-workers",
+            where=", ".join(flag_of(f"num_{role}_workers") for role in MODEL_OF_ROLE),
             hint="lower them (the trainer then does that work), or add --train-device cpu",
         )
     return num_gpus

@@ -17,7 +17,15 @@ from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
 from buffer_rl.train.batch_sizes import optimizer_steps
 from buffer_rl.train.options import CriticOptions
-from buffer_rl.train.roles import estimator_of, is_supervised, loss_of, uses_critic, uses_reference
+from buffer_rl.train.roles import (
+    estimator_of,
+    frozen_models,
+    frozen_models_of_trainer,
+    is_supervised,
+    loss_of,
+    uses_critic,
+    worker_counts,
+)
 from buffer_rl.weights.tensor import require_local_engines
 
 
@@ -37,6 +45,7 @@ def check_options(args: Any) -> None:
     _check_kl(args)
     _check_algorithm(args)
     _check_critic(args)
+    _check_distillation(args)
     _check_reward_shaping(args)
 
     _check_correction(args)
@@ -101,10 +110,12 @@ def _check_partial_rollout(args: Any) -> None:
 
 
 def _check_reward(args: Any) -> None:
-    """A rollout function of the user's own may score for itself; the built-in ones cannot."""
+    """A rollout function of the user's own may score for itself; the built-in ones cannot. With a teacher a sample that
+    nothing scores has the reward 0, but an evaluation of such samples would say nothing."""
     own_rollout = not is_built_in_rollout(args)
     scores = any((args.rm_type, args.custom_rm_path, args.custom_group_rm_path))
-    if not scores and not own_rollout and not is_supervised(args):
+    distils = args.use_opd and all(s.rm_type for s in eval_sets_of(args))
+    if not scores and not own_rollout and not is_supervised(args) and not distils:
         raise ConfigError(
             "nothing scores the samples",
             where="--rm-type and --custom-rm-path",
@@ -186,6 +197,31 @@ def _check_critic(args: Any) -> None:
         why = "the supervised loss has no critic" if is_supervised(args) else "there is no critic"
         hint = "take it out" if is_supervised(args) else "add --advantage-estimator ppo, or --use-critic"
         raise ConfigError(why, where=flag_of(given[0]), hint=hint)
+
+
+def _check_distillation(args: Any) -> None:
+    """A teacher that nothing reads, or none."""
+    if not args.use_opd:
+        given = {"--opd-teacher-load": args.opd_teacher_load, "--opd-kl-coef": args.opd_kl_coef != 1}
+        if flag := next((flag for flag, value in given.items() if value), ""):
+            raise ConfigError("nothing is distilled", where=flag, hint="add --use-opd, or take it out")
+        return
+    if loss_of(args) in ("sft_loss", "dpo"):
+        what = f"{loss_of(args)} reads no advantages, which the teacher is a part of"
+        raise ConfigError(what, where="--use-opd", hint="take it out, or take another loss")
+    own = (
+        args.custom_generate_function_path,
+        args.custom_rm_path,
+        args.custom_group_rm_path,
+        args.custom_reward_post_process_path,
+        args.custom_convert_samples_to_train_data_path,
+    )
+    if not args.opd_teacher_load and is_built_in_rollout(args) and not train_only(args) and not any(own):
+        raise ConfigError(
+            "there is no teacher",
+            where="--use-opd",
+            hint="add --opd-teacher-load PATH, or a function of your own that sets teacher_log_probs of each sample",
+        )
 
 
 def _check_reward_shaping(args: Any) -> None:
@@ -321,12 +357,16 @@ STREAM = "--stream-gradients"
 
 def check_role_options(args: Any) -> None:
     """Raises ConfigError for roles without work, and for gradients that cannot be streamed, as far as options tell."""
-    if args.num_ref_workers and not uses_reference(args):
-        raise ConfigError(
-            "no reference log-probabilities are needed",
-            where="--num-ref-workers",
-            hint="add --use-kl-loss, or take it out",
-        )
+    for model, what, hint in (
+        ("ref", "reference", "add --use-kl-loss"),
+        ("teacher", "teacher's", "add --use-opd --opd-teacher-load PATH"),
+    ):
+        if worker_counts(args)[model] and model not in frozen_models(args):
+            raise ConfigError(
+                f"no {what} log-probabilities are needed",
+                where=flag_of(f"num_{model}_workers"),
+                hint=f"{hint}, or take it out",
+            )
     if args.num_advantage_workers and is_supervised(args):
         raise ConfigError("the supervised loss has no advantages", where="--num-advantage-workers", hint="take it out")
     if not args.stream_gradients:
@@ -337,13 +377,14 @@ def check_role_options(args: Any) -> None:
             where=f"{STREAM} and --num-advantage-workers",
             hint="take one of them out",
         )
-    if args.kl_coef and uses_critic(args) and not args.num_ref_workers:
-        raise ConfigError(
-            "the critic needs the reference log-probabilities of each group, which the policy's trainer computes too "
-            "late",
-            where=f"{STREAM} and --kl-coef",
-            hint="add --num-ref-workers 1",
-        )
+    for option, model in (("kl_coef", "ref"), ("use_opd", "teacher")):
+        if getattr(args, option) and uses_critic(args) and model in frozen_models_of_trainer(args):
+            raise ConfigError(
+                f"the critic needs log-probabilities of the model {model!r} for each group, which the policy's trainer "
+                "computes too late",
+                where=f"{STREAM} and {flag_of(option)}",
+                hint=f"add --num-{model}-workers 1",
+            )
     if not Schedule.named(args.schedule).streams:
         raise ConfigError(
             f"--schedule {args.schedule} starts training after the last group",
@@ -424,4 +465,5 @@ def _is_alone_in_its_group(args: Any) -> bool:
         args.custom_convert_samples_to_train_data_path,
     )
     built_in = loss_of(args) in LOSSES and estimator_of(args)[1] in ALGORITHMS
-    return args.n_samples_per_prompt == 1 and built_in and rewards_kind(args) is not Rewards.RAW and not any(own)
+    by_group = rewards_kind(args) is not Rewards.RAW and not args.use_opd
+    return args.n_samples_per_prompt == 1 and built_in and by_group and not any(own)

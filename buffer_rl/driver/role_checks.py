@@ -9,19 +9,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from buffer_rl.config import flag_of
 from buffer_rl.driver.checks import STREAM
 from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of, unit_of
 from buffer_rl.train.roles import (
-    MODEL_FIELDS,
+    CRITIC,
+    FIELD_OF_MODEL,
+    MODEL_OF_ROLE,
     estimator_needs,
     estimator_of,
+    frozen_models,
     is_supervised,
     loss_of,
     uses_critic,
     uses_reference,
+    worker_counts,
 )
 
 
@@ -56,7 +61,11 @@ def _check_estimator(args: Any, registry: PluginRegistry) -> None:
             )
     declared = needs_of(estimator)
     for name in sorted(estimator_needs(args, estimator)):
-        _check_need(args, registry, name, flag if name in declared else f"--kl-coef and {flag}", reference)
+        who = f"the advantage {reference!r}"
+        if name not in declared:
+            by_teacher = args.use_opd and (not args.kl_coef or name == "teacher_log_probs")
+            who, flag = ("distillation", "--use-opd") if by_teacher else (who, f"--kl-coef and {flag}")
+        _check_need(args, registry, name, flag, who)
 
 
 def _check_loss(args: Any, registry: PluginRegistry) -> None:
@@ -78,23 +87,22 @@ def _converts(args: Any) -> bool:
     return args.custom_convert_samples_to_train_data_path is not None
 
 
-def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, reference: str) -> None:
-    """A field that the estimator needs must be there by the time that it is called."""
-    what = f"the advantage {reference!r} needs {name!r}"
-    if name not in MODEL_FIELDS:
+def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, who: str) -> None:
+    """A field that the estimator declares as needed, or that an option needs, must be there when it is called."""
+    what = f"{who} needs {name!r}"
+    model = next((model for model, field in FIELD_OF_MODEL.items() if field == name), None)
+    if model is None or (model == "teacher" and model not in frozen_models(args)):
         return  # a column that the rollout gives, or not: looked at when it comes
-    if name == "ref_log_probs":
-        workers, absent = (
-            "--num-ref-workers",
-            "" if uses_reference(args) else "without --use-kl-loss there is no reference",
-        )
-        count, hint = args.num_ref_workers, "add --use-kl-loss (with --kl-loss-coef 0 for no KL term in the loss)"
-    elif name == "values":
-        workers, count, absent = "", 0, "" if uses_critic(args) else "there is no critic"
+    role = next((role for role, computed in MODEL_OF_ROLE.items() if computed == model), None)
+    absent, hint = "", ""
+    if model == "ref":
+        absent = "" if uses_reference(args) else "without --use-kl-loss there is no reference"
+        hint = "add --use-kl-loss (with --kl-loss-coef 0 for no KL term in the loss)"
+    elif model == CRITIC:
+        absent = "" if uses_critic(args) else "there is no critic"
         hint = "add --use-critic, or a function of --custom-convert-samples-to-train-data-path that gives them"
-    else:
-        workers, absent = "--num-actor-fwd-workers", _why_no_old_log_probs(args, registry)
-        count, hint = args.num_actor_fwd_workers, "take it out of needs"
+    elif model == "actor":
+        absent, hint = _why_no_old_log_probs(args, registry), "take it out of needs"
         if flag.startswith("--kl-coef"):
             hint = "--use-rollout-logprobs for those that the rollout gives, or take --kl-coef out"
         elif args.stream_gradients or args.use_rollout_logprobs:
@@ -105,16 +113,16 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, refer
         if _converts(args):
             return
         raise ConfigError(f"{what}, which nothing computes: {absent}", where=flag, hint=hint)
-    if count or not args.num_advantage_workers:
+    if not args.num_advantage_workers or (role and worker_counts(args)[role]):
         return
+    own = f"{flag_of(f'num_{role}_workers')} 1 or " if role else ""
     if args.stream_gradients:
         raise ConfigError(
             f"{what}, which the trainer computes, which waits for the advantages",
             where=f"--num-advantage-workers and {flag}",
-            hint=f"add {workers} 1, or take --num-advantage-workers out",
+            hint=f"add {flag_of(f'num_{role}_workers')} 1, or take --num-advantage-workers out",
         )
     if not Schedule.named(args.schedule).streams:
-        own = f"{workers} 1 or " if workers else ""
         raise ConfigError(
             f"{what}, which the trainer computes after the advantages under --schedule {args.schedule}",
             where=f"--num-advantage-workers and {flag}",

@@ -18,9 +18,9 @@ from buffer_rl.train.roles import (
     CRITIC,
     FIELD_OF_MODEL,
     FIELDS_OF_ROLE,
+    frozen_models_of_trainer,
     is_supervised,
     uses_critic,
-    uses_reference,
     worker_counts,
 )
 
@@ -152,9 +152,7 @@ class RolePlan:
 def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope) -> RolePlan:
     """The roles that the options ask for, and what is left to the trainer. scope: of the advantage estimator."""
     dedicated = tuple(role for role, count in worker_counts(args).items() if count)
-    models = []
-    if uses_reference(args) and "ref" not in dedicated:
-        models.append("ref")
+    models = frozen_models_of_trainer(args)
     if needs_old_log_probs(args, rollouts_use_engine) and "actor_fwd" not in dedicated:
         models.append("actor")
     critic = (CRITIC,) if uses_critic(args) else ()
@@ -174,13 +172,15 @@ def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope) -> RolePlan:
 
 def needs_old_log_probs(args: Any, rollouts_use_engine: bool) -> bool:
     """Whether the loss takes a ratio to log-probabilities that the trainer computed: for rows that an engine sampled,
-    whose rounding differs, and for several steps on a rollout; not for the supervised loss, which has no ratio.
+    whose rounding differs, for several steps on a rollout, and for distillation; not for the supervised loss, which has
+    no ratio.
 
     With streamed gradients each group has one forward pass, by the weights that sampled it: its log-probabilities are
     the old ones."""
     if args.stream_gradients or args.use_rollout_logprobs:
         return False
-    return rollouts_use_engine or (optimizer_steps(args) > 1 and not is_supervised(args))
+    several = optimizer_steps(args) > 1 and not is_supervised(args)
+    return rollouts_use_engine or args.use_opd or several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ _CHARTS = (
 )
 # The trainer's passes for log-probabilities are inside the phase ``train``; the rollout worker's own times
 # (generate, reward) overlap each other and are no phases.
-_INSIDE_TRAIN = ("ref_log_probs", "old_log_probs")
+_INSIDE_TRAIN = ("ref_log_probs", "teacher_log_probs", "old_log_probs")
 _PHASES = ("rollout", *_INSIDE_TRAIN, "train", "save", "publish")
 
 

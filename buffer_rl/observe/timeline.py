@@ -19,7 +19,7 @@ from buffer_rl.errors import DataError
 from buffer_rl.observe.run_folder import set_aside
 
 TRACE_FILE = "trace.json"
-ROLES = ("rollout", "ref", "actor_fwd", "advantages", "critic", "train", "publish", "save")
+ROLES = ("rollout", "ref", "teacher", "actor_fwd", "advantages", "critic", "train", "publish", "save")
 """The order in which roles are shown; others come after them."""
 SAME_CLOCK_S = 0.05
 """Processes of one machine share the monotonic clock; what they measure differs by how long a look at two clocks takes.

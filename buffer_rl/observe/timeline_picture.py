@@ -15,6 +15,7 @@ _LANE, _GAP = 22, 8
 _LABELS = {
     "rollout": "generation",
     "ref": "reference log-probabilities",
+    "teacher": "teacher's log-probabilities",
     "actor_fwd": "old log-probabilities",
     "train_log_probs": "log-probabilities by the trainer",
     "values": "values by the critic",
@@ -25,10 +26,11 @@ _LABELS = {
     "advantages": "advantages",
     "save": "checkpoint",
 }
-_SAME = {"ref_log_probs": "ref", "old_log_probs": "actor_fwd"}
+_SAME = {"ref_log_probs": "ref", "teacher_log_probs": "teacher", "old_log_probs": "actor_fwd"}
 _COLOURS = {
     "rollout": 0,
     "ref": 1,
+    "teacher": 1,
     "actor_fwd": 2,
     "train_log_probs": 2,
     "values": 2,

@@ -97,8 +97,9 @@ class GroupConverter:
             return row_ids, columns
         columns["tokens"] = [_tokens(s) for s in samples]
         columns["reward"] = reward.astype(np.float32)
-        if any(s.rollout_log_probs is not None for s in samples):
-            columns["rollout_log_probs"] = [_log_probs(s) for s in samples]
+        for name in ("rollout_log_probs", "teacher_log_probs"):
+            if any(getattr(s, name) is not None for s in samples):
+                columns[name] = [_log_probs(s, name) for s in samples]
         return row_ids, columns
 
     def _raw_rewards(self, samples: Sequence[Sample]) -> np.ndarray:
@@ -198,7 +199,13 @@ def _with_a_token(sample: Sample) -> Sample:
     if not sample.remove_sample or sample.response_length != 0:
         return sample
     tokens = [*(sample.tokens or [0]), 0]
-    return replace(sample, tokens=tokens, response_length=1, loss_mask=None, rollout_log_probs=None, weight_versions=[])
+    without: dict[str, Any] = {
+        "loss_mask": None,
+        "rollout_log_probs": None,
+        "teacher_log_probs": None,
+        "weight_versions": [],
+    }
+    return replace(sample, tokens=tokens, response_length=1, **without)
 
 
 def _spread(values: np.ndarray, places: list[int], length: int, fill: float) -> np.ndarray:
@@ -239,15 +246,16 @@ def _loss_mask(sample: Sample) -> np.ndarray:
     return mask
 
 
-def _log_probs(sample: Sample) -> np.ndarray:
-    if sample.rollout_log_probs is None and sample.remove_sample:
+def _log_probs(sample: Sample, name: str) -> np.ndarray:
+    given: list[float] | None = getattr(sample, name)
+    if given is None and sample.remove_sample:
         return np.zeros(sample.response_length, dtype=np.float32)
-    if sample.rollout_log_probs is None:
-        raise _unusable(sample, "it has no rollout_log_probs, but others of its group have", "all or none")
-    log_probs = _per_token(sample, sample.rollout_log_probs, "rollout_log_probs")
+    if given is None:
+        raise _unusable(sample, f"it has no {name}, but others of its group have", "all or none")
+    log_probs = _per_token(sample, given, name)
     if not np.isfinite(log_probs).all():
         at = int(np.flatnonzero(~np.isfinite(log_probs))[0])
-        raise _unusable(sample, f"rollout_log_probs[{at}] is {log_probs[at]}", "finite numbers")
+        raise _unusable(sample, f"{name}[{at}] is {log_probs[at]}", "finite numbers")
     return log_probs
 
 

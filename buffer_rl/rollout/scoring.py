@@ -61,7 +61,7 @@ class Scorer:
     evaluation set's own configuration chose it, else ``--rm-type``. Synchronous functions run in processes that are
     killed at ``--rm-timeout-s``, so what they change on the sample is not seen here: they answer with their return
     value. Asynchronous ones run on the event loop under the same deadline. A sample that already has a reward keeps it,
-    after the same check.
+    after the same check. With ``--use-opd`` one that nothing scores has the reward 0.
     """
 
     def __init__(self, args: Any, registry: PluginRegistry) -> None:
@@ -84,6 +84,8 @@ class Scorer:
         by_target: dict[RewardTarget, list[Sample]] = {}
         failures: dict[int, RewardFailure] = {}
         for sample in samples:
+            if sample.reward is None and self._args.use_opd and not self._scores(sample):
+                sample.reward = 0.0  # the teacher is all that there is to learn from
             if sample.reward is not None:
                 self._set_reward(sample, "set by the generate function", Outcome(value=sample.reward), failures)
             else:
@@ -125,6 +127,9 @@ class Scorer:
                 dump_args(self._args), num_workers=self._args.rm_workers, timeout_s=self._args.rm_timeout_s
             )
         return self._pool
+
+    def _scores(self, sample: Sample) -> bool:
+        return bool(self._args.custom_rm_path or self._args.rm_type or sample.metadata.get("rm_type"))
 
     def _target(self, sample: Sample, of_set: str) -> RewardTarget:
         if self._args.custom_rm_path:

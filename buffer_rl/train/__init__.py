@@ -14,6 +14,6 @@ state          files of a rank in a checkpoint
 torch_trainer  the default trainer backend
 logprob_gate   comparison of the engine's log-probabilities with the trainer's
 group          ranks as Ray actors, and where they meet
-worker         processes of the roles ref, actor_fwd and advantages
+worker         processes of the roles ref, teacher, actor_fwd and advantages
 options        flags
 """

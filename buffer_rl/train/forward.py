@@ -128,7 +128,8 @@ def batch_outputs(
 ) -> list[np.ndarray]:
     """Log-probabilities in nats at the temperature of the objective, or a critic's values: per row
     ``[response_length]`` float32, in the micro-batches of the objective. Reads ``max_tokens_per_gpu`` and
-    ``deterministic``."""
+    ``deterministic``. Raises TrainError for a token that the model does not know."""
+    _require_vocabulary(model, batch)
     rows: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(batch)
     for indices in row_blocks(args, batch, objective.unit):
         micro = collate(batch.select(indices), device)
@@ -140,3 +141,18 @@ def batch_outputs(
         for index, row in zip(indices, split_rows(outputs_bt, micro.response_lengths), strict=True):
             rows[index] = row
     return rows
+
+
+def _require_vocabulary(model: PreTrainedModel, batch: TrainBatch) -> None:
+    """The vocabulary of a reference or a teacher may be smaller than that of the model that sampled."""
+    if not isinstance(model, PreTrainedModel):
+        return
+    size = int(model.config.get_text_config(decoder=True).vocab_size)
+    for row_id, tokens in zip(batch.row_ids, batch.columns.get("tokens", ()), strict=True):
+        if (largest := int(np.max(tokens, initial=0))) >= size:
+            raise TrainError(
+                f"the token {largest} is not in the vocabulary of {model.config._name_or_path or type(model).__name__}",
+                where=str(row_id),
+                expected=f"token ids below {size}",
+                hint="--ref-load and --opd-teacher-load take models of the vocabulary of --hf-checkpoint",
+            )

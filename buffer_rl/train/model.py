@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
+from buffer_rl.config import flag_of
 from buffer_rl.contracts import ModelConverter
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.plugins import PluginRegistry
@@ -45,12 +46,12 @@ def seed_all(seed: int) -> None:
 
 
 def initial_folder(args: Any, model: str) -> tuple[str | None, str]:
-    """The folder of weights that ``model`` ("actor", "ref" or "critic") starts with, and the flag that names it."""
-    if model == "ref" and args.ref_load:
-        return args.ref_load, "--ref-load"
-    if model == CRITIC and args.critic_load:
-        return args.critic_load, "--critic-load"
-    return args.hf_checkpoint, "--hf-checkpoint"
+    """The folder of weights that ``model`` ("actor", "ref", "teacher" or "critic") starts with, and the flag that names
+    it."""
+    option = {"ref": "ref_load", "teacher": "opd_teacher_load", CRITIC: "critic_load"}.get(model, "hf_checkpoint")
+    if not getattr(args, option):
+        option = "hf_checkpoint"
+    return getattr(args, option), flag_of(option)
 
 
 def pick_device(requested: str) -> torch.device:

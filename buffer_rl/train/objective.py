@@ -11,11 +11,12 @@ import torch
 
 from buffer_rl.algo.aggregation import mask_out, metric_totals, per_row, row_mean, row_weights, token_weights
 from buffer_rl.algo.corrections import correction_unit, mismatch_metrics, truncated_weights
+from buffer_rl.algo.distillation import REVERSE_KL, distil
 from buffer_rl.algo.kl import kl_estimate
 from buffer_rl.algo.returns import masks_of, whitened_tokens
 from buffer_rl.algo.value import value_loss
 from buffer_rl.contracts import AdvantageEstimator, Correction, LossInputs, PolicyLoss, TokenLoss
-from buffer_rl.errors import PluginError
+from buffer_rl.errors import DataError, PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place, returned, short_repr
 from buffer_rl.scope import Scope, Unit, needs_of, unit_of
@@ -109,18 +110,22 @@ class Objective:
     def compute_advantages(self, batch: TrainBatch) -> None:
         """Have the estimator set the columns ``advantages`` and ``returns``: a row's response tokens each, float32.
         Advantages that the rows have already, from a role or the user's converter, are kept, as returns too where these
-        are absent.
+        are absent. With ``--use-opd`` the log-ratio to the teacher is subtracted from those of the estimator.
 
         An estimator that may be called before the rollout's end sees only the log-probabilities that it declares as
         needed: which others are there depends on the schedule. The supervised loss has no advantages: nothing is done.
 
         Raises PluginError if it raises, returns something, needs a column that is not there, replaces another one than
-        these two, or leaves one of them out or of another shape.
+        these two, or leaves one of them out or of another shape; DataError where ``--use-opd`` meets advantages of a
+        converter.
         """
         if self.supervised or not batch.row_ids:
             return
         if "advantages" in batch.columns:
             batch.columns.setdefault("returns", batch.columns["advantages"])
+            if self._args.use_opd and REVERSE_KL not in batch.columns:
+                what = "the rows have advantages of their own, which --use-opd does not change"
+                raise DataError(what, where=batch.task, expected="advantages of an estimator")
             return
         kind, name = "advantage", self._estimator_name
         self._require(kind, name, self.needs, batch)
@@ -145,6 +150,8 @@ class Objective:
                 hint = f"it did not set the column {column}"
                 raise returned(kind, name, answer, expected, at=batch.task, hint=hint)
             batch.columns[column] = self._checked_column(batch, column, expected)
+        if self._args.use_opd:
+            distil(self._args, batch)
         if self._args.normalize_advantages:
             batch.columns["advantages"] = whitened_tokens(batch.columns["advantages"], masks_of(batch))
 
@@ -215,6 +222,8 @@ class Objective:
         if not self.supervised and (rollout := inputs.get("rollout_log_probs")) is not None:
             ours = inputs.log_probs if self._args.use_rollout_logprobs else inputs.old_log_probs
             metrics.setdefault("train_rollout_logprob_abs_diff", (ours - rollout).abs())
+        if (reverse_kl := inputs.get(REVERSE_KL)) is not None:
+            metrics[REVERSE_KL] = reverse_kl
         return metrics
 
     def _checked_correction(self, inputs: LossInputs) -> torch.Tensor:

@@ -15,6 +15,9 @@ class TrainOptions(Section):
     train_backend: str = option("torch", "trainer backend", kind="trainer")
     hf_checkpoint: str | None = option(None, "the initial model and tokenizer: a Hugging Face folder", metavar="PATH")
     ref_load: str | None = option(None, "the reference model; --hf-checkpoint where absent", metavar="PATH")
+    opd_teacher_load: str | None = option(
+        None, "the teacher of --use-opd, of the model's vocabulary: a Hugging Face folder", metavar="PATH"
+    )
     trust_remote_code: bool = option(
         False, "run the Python files of the model folder, where its architecture is not one of transformers'"
     )
@@ -47,6 +50,9 @@ class TrainOptions(Section):
     max_tokens_per_gpu: int = option(16384, "token budget of one micro-batch, padding included", ge=1)
     num_ref_workers: int = option(
         0, "processes that compute reference log-probabilities of finished groups; 0: the trainer does", ge=0
+    )
+    num_teacher_workers: int = option(
+        0, "processes that compute the teacher's log-probabilities of finished groups; 0: the trainer does", ge=0
     )
     num_actor_fwd_workers: int = option(
         0, "processes that compute old log-probabilities of finished groups; 0: the trainer does", ge=0

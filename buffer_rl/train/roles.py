@@ -16,17 +16,23 @@ SAMPLED_FIELDS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
 ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
 """Fields that an advantage estimator sets."""
 
-FIELD_OF_MODEL = {"ref": "ref_log_probs", "actor": "old_log_probs", "critic": "values"}
+FIELD_OF_MODEL = {
+    "ref": "ref_log_probs",
+    "teacher": "teacher_log_probs",
+    "actor": "old_log_probs",
+    "critic": "values",
+}
 """The field that holds the log-probabilities under the trainer's model of that name, or a critic's values."""
 
 MODEL_FIELDS = tuple(FIELD_OF_MODEL.values())
 """Fields that others than the rollout compute and that an estimator may need (see ``buffer_rl.scope.scoped``)."""
 
-MODEL_OF_ROLE = {"ref": "ref", "actor_fwd": "actor"}
+MODEL_OF_ROLE = {"ref": "ref", "teacher": "teacher", "actor_fwd": "actor"}
 """The model of each role with processes of its own that has one."""
 
 FIELDS_OF_ROLE = {
     "ref": ("ref_log_probs",),
+    "teacher": ("teacher_log_probs",),
     "actor_fwd": ("old_log_probs",),
     "advantages": ("advantages", "returns"),
 }
@@ -62,6 +68,7 @@ def worker_counts(args: Any) -> dict[str, int]:
     """Processes of each role; 0 where the trainer does its work."""
     return {
         "ref": args.num_ref_workers,
+        "teacher": args.num_teacher_workers,
         "actor_fwd": args.num_actor_fwd_workers,
         "advantages": args.num_advantage_workers,
     }
@@ -90,19 +97,34 @@ def uses_reference(args: Any) -> bool:
     return bool(args.use_kl_loss or args.kl_coef)
 
 
+def frozen_models(args: Any) -> list[str]:
+    """Models beside the actor whose log-probabilities the run computes; each is a role where it has processes."""
+    used = {"ref": uses_reference(args), "teacher": args.use_opd and args.opd_teacher_load is not None}
+    return [model for model, is_used in used.items() if is_used]
+
+
+def frozen_models_of_trainer(args: Any) -> list[str]:
+    """Those of ``frozen_models`` that have no processes of their own."""
+    return [model for model in frozen_models(args) if not worker_counts(args)[model]]
+
+
 def estimator_scope(args: Any, estimator: object) -> Scope:
     """The scope of a run's advantages: the estimator's, and of a whole rollout where they are normalised over it."""
     return Scope.ROLLOUT if args.normalize_advantages else scope_of(estimator)
 
 
 def estimator_needs(args: Any, estimator: object) -> frozenset[str]:
-    """The columns that a run's estimator needs: those that it declares, and for a KL penalty in the token rewards the
-    log-probabilities under the reference and under the policy that sampled."""
-    if not args.kl_coef or "kl_coef" not in algorithm_of(estimator_of(args)[1]).options:
-        return needs_of(estimator)
-    return needs_of(estimator) | {"ref_log_probs", policy_field(args)}
+    """The columns that a run's estimator needs: those that it declares, and for a KL penalty in the token rewards or
+    for distillation the log-probabilities under the reference or the teacher, and under the policy that sampled."""
+    needs = needs_of(estimator)
+    if args.kl_coef and "kl_coef" in algorithm_of(estimator_of(args)[1]).options:
+        needs |= {"ref_log_probs", policy_field(args)}
+    if args.use_opd:
+        needs |= {"teacher_log_probs", policy_field(args)}
+    return needs
 
 
 def policy_field(args: Any) -> str:
-    """The column of log-probabilities under the policy that sampled the tokens, for the KL penalty in the reward."""
+    """The column of log-probabilities under the policy that sampled the tokens, for the KL penalty in the reward and
+    for distillation."""
     return "rollout_log_probs" if args.use_rollout_logprobs or args.stream_gradients else "old_log_probs"

@@ -38,7 +38,7 @@ ROLLOUT_GRACE_S = 120.0
 """A rollout ends within ``--rollout-timeout-s`` and twice the grace that a user's rollout function has (30 s)."""
 
 LogProbs = Callable[[str, TrainBatch], list[np.ndarray] | None]
-"""``(model, batch) -> rows`` with the model ``ref`` or ``actor``; see ``Trainer.log_probs``."""
+"""``(model, batch) -> rows`` with a model of ``FIELD_OF_MODEL``; see ``Trainer.log_probs``."""
 
 
 def read_deals(
@@ -225,11 +225,13 @@ def gradient_stage(
     produces = ADVANTAGE_FIELDS | {FIELD_OF_MODEL[CRITIC]} if objective.critic else frozenset()
 
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
+        before = set(batch.columns)
         computed = {FIELD_OF_MODEL[model]: outputs(batch) for model, outputs in models.items()}
         if None not in computed.values():  # else the rank does not call the objective
             batch.columns.update(cast(dict[str, Column], computed))
             objective.compute_advantages(batch)
         accumulated(trainer.accumulate(batch))
-        return {name: batch.columns[name] for name in sorted(produces & batch.columns.keys()) if writes}
+        added = sorted(batch.columns.keys() - before) if produces and writes else []
+        return {name: batch.columns[name] for name in added}
 
     return Stage(name=role, needs=SAMPLED_FIELDS | external_fields, produces=produces, compute=compute, is_final=True)

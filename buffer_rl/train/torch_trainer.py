@@ -29,7 +29,7 @@ from buffer_rl.train.model import (
     with_value_head,
 )
 from buffer_rl.train.optimizer import Optimizer
-from buffer_rl.train.roles import CRITIC, uses_reference
+from buffer_rl.train.roles import CRITIC, MODEL_OF_ROLE, frozen_models_of_trainer
 from buffer_rl.train.state import load_state, save_state
 from buffer_rl.types import TrainBatch
 
@@ -55,14 +55,14 @@ class TorchTrainer:
         self._tokenizer = load_tokenizer(
             args.hf_checkpoint, "--hf-checkpoint", trust_remote_code=args.trust_remote_code
         )
-        self._ref: PreTrainedModel | None = None
-        if uses_reference(args) and not args.num_ref_workers and not objective.critic:
-            self._ref = self._load_ref()
+        frozen = [] if objective.critic else frozen_models_of_trainer(args)
+        self._frozen = {name: self._load_frozen(name) for name in frozen}
         self._optimizer = Optimizer(args, self._actor, world_size)
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray]:
-        """Log-probabilities of the response tokens under ``model``: "actor", or "ref", which is loaded when it is
-        first needed. Per row ``[response_length]`` float32, in nats, at the sampling temperature."""
+        """Log-probabilities of the response tokens under ``model``: "actor", or "ref" or "teacher", which are
+        loaded when they are first needed. Per row ``[response_length]`` float32, in nats, at the sampling
+        temperature."""
         return batch_outputs(self._args, self._model(model), batch, self._device, self._objective)
 
     def values(self, batch: TrainBatch) -> list[np.ndarray]:
@@ -125,11 +125,12 @@ class TorchTrainer:
     def _model(self, name: str) -> PreTrainedModel:
         if name == "actor":
             return self._actor
-        if name == "ref":
-            if self._ref is None:
-                self._ref = self._load_ref()
-            return self._ref
-        raise TrainError(f"there is no model {name!r}", where="log_probs", expected="actor or ref")
+        if name not in MODEL_OF_ROLE.values():
+            expected = ", ".join(MODEL_OF_ROLE.values())
+            raise TrainError(f"there is no model {name!r}", where="log_probs", expected=expected)
+        if name not in self._frozen:
+            self._frozen[name] = self._load_frozen(name)
+        return self._frozen[name]
 
-    def _load_ref(self) -> PreTrainedModel:
-        return self._models.build(*initial_folder(self._args, "ref")).requires_grad_(False)
+    def _load_frozen(self, name: str) -> PreTrainedModel:
+        return self._models.build(*initial_folder(self._args, name)).requires_grad_(False)

@@ -1,5 +1,5 @@
-"""A role with processes of its own that adds fields to the rows of running rollouts: the reference model, the actor's
-forward pass, the advantages.
+"""A role with processes of its own that adds fields to the rows of running rollouts: the reference model, the
+teacher, the actor's forward pass, the advantages.
 
 Who waits for whom: a worker waits for rows that are ready (a deadline each) and for nothing else; the driver waits for
 all workers of a role when the step needs their fields. A worker holds no state that cannot be computed again: one that
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RoleWorker:
-    """One process of the role ``ref``, ``actor_fwd`` or ``advantages``."""
+    """One process of a role of ``buffer_rl.train.roles.FIELDS_OF_ROLE``."""
 
     def __init__(self, args_text: str, buffer: Any, role: str, index: int, num_workers: int, log_path: str) -> None:
         redirect_output(log_path)

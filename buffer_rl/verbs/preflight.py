@@ -22,6 +22,7 @@ from buffer_rl.remote import file_system, is_remote, local_path
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.types import Prompt, SampleGroup
 
+MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load")
 MAX_REPORTED = 10
 TEMPLATE_BYTES = 1024  # more than what a chat template adds to a message; templates with tools are longer
 
@@ -29,13 +30,14 @@ TEMPLATE_BYTES = 1024  # more than what a chat template adds to a message; templ
 def check_folders(args: Any) -> None:
     """Raises ConfigError for a model folder that cannot be loaded, a folder that cannot be written to, or checkpoints
     of another run in ``--save``; CheckpointError for a checkpoint that is not there."""
-    for name in ("hf_checkpoint", "ref_load"):
+    for name in MODEL_FOLDERS:
         folder = getattr(args, name)
         if folder is not None:
             read_config(flag_of(name), folder)
             if args.custom_model_provider_path is None:
                 check_weights(flag_of(name), folder)
     check_tokenizer(flag_of("hf_checkpoint"), args.hf_checkpoint)
+    _check_teacher(args)
     first_step = read_manifest(args.load).step if args.load is not None else 0
     if is_remote(args.run_dir):
         raise ConfigError(
@@ -62,7 +64,7 @@ def check_row_lengths(args: Any) -> None:
     limits = [args.rollout_max_context_len, None if prompt is None else prompt + args.rollout_max_response_len]
     if _starts_embedded(args):
         limits.append(args.engine_context_length)
-    for name in ("hf_checkpoint", "ref_load"):
+    for name in MODEL_FOLDERS:
         if (folder := getattr(args, name)) is None:
             continue
         config = read_config(flag_of(name), folder)
@@ -264,6 +266,22 @@ def check_tokenizer(flag: str, folder: str) -> None:
             where=flag,
             expected="tokenizer.json or another tokenizer file beside config.json",
             hint="AutoTokenizer.from_pretrained(ORIGIN).save_pretrained(FOLDER) writes it",
+        )
+
+
+def _check_teacher(args: Any) -> None:
+    """Raises ConfigError for a teacher whose tokenizer gives a token another id; one without a tokenizer is taken."""
+    folder = args.opd_teacher_load
+    if folder is None or not any(path for pattern in TOKENIZER_FILES for path in Path(folder).glob(pattern)):
+        return
+    trust = args.trust_remote_code
+    own, of_teacher = (load_tokenizer(f, trust_remote_code=trust).get_vocab() for f in (args.hf_checkpoint, folder))
+    other = [token for token, number in own.items() if of_teacher.get(token, number) != number]
+    if other:
+        raise ConfigError(
+            f"{len(other)} tokens have other ids than in --hf-checkpoint, such as {other[0]!r}",
+            where=f"--opd-teacher-load {folder}",
+            expected="a teacher with the tokenizer of the model, whose tokens it scores",
         )
 
 

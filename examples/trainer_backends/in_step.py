@@ -29,6 +29,7 @@ from buffer_rl.train.model import (
     weight_buckets,
 )
 from buffer_rl.train.optimizer import Optimizer
+from buffer_rl.train.roles import frozen_models_of_trainer
 from buffer_rl.train.state import load_state, save_state
 from buffer_rl.types import TrainBatch
 
@@ -44,8 +45,8 @@ class InStepTrainer:
         self._factory = ModelFactory(args, PluginRegistry.from_flags(args.plugin), self._device)
         self._actor = self._load("actor")
         self._models = {"actor": self._actor}
-        if args.use_kl_loss and not args.num_ref_workers:
-            self._models["ref"] = self._load("ref").requires_grad_(False)
+        for name in frozen_models_of_trainer(args):
+            self._models[name] = self._load(name).requires_grad_(False)
         self._tokenizer = load_tokenizer(args.hf_checkpoint, "--hf-checkpoint")
         self._optimizer = Optimizer(args, self._actor, world_size)
 

@@ -26,6 +26,7 @@ from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import batch_outputs, response_log_probs
 from buffer_rl.train.model import initial_folder, load_model, load_tokenizer, pick_device, unique_state, weight_buckets
 from buffer_rl.train.optimizer import learning_rate
+from buffer_rl.train.roles import frozen_models_of_trainer
 from buffer_rl.types import TrainBatch
 
 SPLIT = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
@@ -92,8 +93,8 @@ class TensorParallelTrainer:
         self._device = pick_device(args.train_device)
         self._tokenizer = load_tokenizer(args.hf_checkpoint, "--hf-checkpoint")
         self._models = {"actor": self._load("actor")}
-        if args.use_kl_loss and not args.num_ref_workers:
-            self._models["ref"] = self._load("ref").requires_grad_(False)
+        for name in frozen_models_of_trainer(args):
+            self._models[name] = self._load(name).requires_grad_(False)
         self._actor = self._models["actor"]
         self._named = dict(self._actor.named_parameters())
         matrices = [weight for weight in self._named.values() if weight.ndim > 1]

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.observe.timeline import read_trace
+from buffer_rl.testing.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -174,6 +175,20 @@ def test_without_kl_and_with_dropped_groups_too(run: Run, folder: Path, tmp_path
         assert dropped(other) == dropped(first)
     assert overlapping(pipelined, "train_log_probs") > 0
     assert overlapping(streamed, "train") > 0
+
+
+@pytest.mark.slow
+def test_a_teacher_without_a_reward_draws_every_schedule_to_the_same_parameters(run: Run, folder: Path) -> None:
+    teacher = make_tiny_model(folder / "teacher", init_scale=0.5)
+    options = {"use_opd": True, "opd_teacher_load": teacher, "custom_rm_path": None, "use_rollout_logprobs": True}
+    lockstep = run("distilled", **options)
+    assert has_trained(lockstep, folder)
+    divergences = [r["train/opd_reverse_kl"] for r in read_metrics(lockstep) if "train/opd_reverse_kl" in r]
+    assert len(divergences) == 5
+    assert min(divergences) > 0
+    roles = {"num_teacher_workers": 1, "num_advantage_workers": 1}
+    streamed = run("distilled_streamed", **options, **STREAMED, **roles)
+    assert equal(lockstep, streamed)
 
 
 KILLED = """

@@ -205,6 +205,7 @@ def test_responses_survive_the_way_through_json_exactly() -> None:
     done = responded(0, Status.COMPLETED, (1, 3), reward={"a": 0.1, "b": [1]}, loss_mask=[1, 0, 1])
     aborted = responded(1, Status.ABORTED, (1, 2), (2, 1), train_metadata={"k": b"\x00"}, remove_sample=True)
     aborted.rollout_log_probs = [-1 / 3, -1e-300, -0.0]
+    aborted.teacher_log_probs = [-1 / 7, -2e-300, 0.0]
     group = group_of(done, aborted, Sample(uid=UID, sample_index=2, prompt="p"))
     group.incarnation = ""
     assert group_from_json(orjson.loads(orjson.dumps(group_to_json(group)))) == group

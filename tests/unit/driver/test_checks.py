@@ -26,6 +26,14 @@ GOOD: dict[str, Any] = {
 RECORDED = "rows_{rollout_id}.safetensors"
 TRAIN_ONLY: dict[str, Any] = {"load_debug_rollout_data": RECORDED, "early_stop": None}
 ROLLOUT_ONLY: dict[str, Any] = {"debug_rollout_only": True, "save": None, "save_interval": None}
+TEACHER_ALONE: dict[str, Any] = {
+    "use_opd": True,
+    "opd_teacher_load": "teacher",
+    "rm_type": None,
+    "eval_prompt_data": [],
+    "eval_interval": None,
+    "early_stop": None,
+}
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
 
 
@@ -67,6 +75,9 @@ def check(**changes: Any) -> None:
         {"advantage_estimator": "pass_at_k", "pass_at_k": 4, "n_samples_per_prompt": 5, "normalize_advantages": True},
         {"overlong_buffer_len": 8, "rollout_max_response_len": 8, "disable_rewards_normalization": True},
         {"kl_loss_coef": 0.01, **ROLLOUT_ONLY},
+        {"use_opd": True, "opd_teacher_load": "teacher", "num_teacher_workers": 1, "opd_kl_coef": 0.5},
+        TEACHER_ALONE,
+        {"use_opd": True, "custom_rm_path": "mine:asks_the_teacher"},
         {**STREAM, "num_ref_workers": 2, "use_kl_loss": True, "num_advantage_workers": 1},
         {**STREAM, "rollout_batch_size": 2, "over_sampling_batch_size": 4},
         {**STREAM, "partial_rollout": True, "mask_offpolicy_in_partial_rollout": True},
@@ -96,6 +107,12 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ({"rollout_batch_size": 4, "over_sampling_batch_size": 3}, ["3 groups in flight", "at least 4"]),
         ({"mask_offpolicy_in_partial_rollout": True}, ["no older tokens to mask", "add --partial-rollout"]),
         ({"num_ref_workers": 1}, ["--num-ref-workers: no reference log-probabilities", "add --use-kl-loss"]),
+        ({"num_teacher_workers": 1}, ["--num-teacher-workers: no teacher's log-probabilities"]),
+        ({"use_opd": True, "rm_type": None, "opd_teacher_load": "teacher"}, ["--rm-type"]),  # of an evaluation
+        ({"use_opd": True}, ["--use-opd: there is no teacher", "sets teacher_log_probs"]),
+        ({"use_opd": True, "opd_teacher_load": "teacher", "loss_type": "dpo"}, ["--use-opd: dpo reads no advantages"]),
+        ({"opd_teacher_load": "teacher"}, ["--opd-teacher-load: nothing is distilled", "add --use-opd"]),
+        ({"opd_kl_coef": 0.5}, ["--opd-kl-coef: nothing is distilled"]),
         ({"num_advantage_workers": 1, "loss_type": "sft_loss"}, ["--num-advantage-workers: ", "has no advantages"]),
         ({"stream_gradients": True}, ["--stream-gradients: --schedule lockstep", "add --schedule pipelined"]),
         ({**STREAM, "num_steps_per_rollout": 2}, ["--stream-gradients and --num-steps-per-rollout: 2 optimizer steps"]),
@@ -130,7 +147,10 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ),
         (
             {**STREAM, "advantage_estimator": "ppo", "kl_coef": 0.1},
-            ["--stream-gradients and --kl-coef: the critic needs the reference", "--num-ref-workers 1"],
+            [
+                "--stream-gradients and --kl-coef: the critic needs log-probabilities of the model 'ref'",
+                "--num-ref-workers 1",
+            ],
         ),
         ({"gamma": 0.9, "advantage_estimator": "remax"}, ["--gamma", "reinforce_plus_plus, gae", "take it out"]),
         (

@@ -19,6 +19,8 @@ from buffer_rl.train.batch_sizes import with_steps
 
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
 
+OPD: dict[str, Any] = {"use_opd": True, "opd_teacher_load": "teacher"}
+
 PLUGINS = """
 from buffer_rl.scope import loss_unit, scoped
 
@@ -140,6 +142,13 @@ def test_an_estimator_gets_all_that_it_declares(mine: str) -> None:
         {**values, **pipelined, "num_advantage_workers": 1},
         {**values, **STREAM},
         {**old, "num_advantage_workers": 1, "num_actor_fwd_workers": 1},
+        OPD,
+        {**OPD, **STREAM},
+        {**OPD, **pipelined, "num_advantage_workers": 1},
+        {**OPD, **STREAM, "num_advantage_workers": 1, "num_teacher_workers": 1},
+        {**OPD, "num_advantage_workers": 1, "num_teacher_workers": 1, "num_actor_fwd_workers": 1},
+        {**OPD, "rollout_function_path": f"{mine}quiet"},
+        {"use_opd": True, **STREAM, "num_advantage_workers": 1},  # the rollout gives the teacher's
     ):
         check(**options)
 
@@ -225,6 +234,16 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
                 "the trainer computes after the advantages under --schedule lockstep",
                 "add --schedule pipelined, or take",
             ],
+        ),
+        (
+            {**OPD, **STREAM, "num_advantage_workers": 1},
+            "--num-advantage-workers and --use-opd",
+            ["'teacher_log_probs', which the trainer computes, which waits", "add --num-teacher-workers 1, or"],
+        ),
+        (
+            {**OPD, "num_advantage_workers": 1, "num_actor_fwd_workers": 1},
+            "--num-advantage-workers and --use-opd",
+            ["'teacher_log_probs', which the trainer computes after the advantages under --schedule lockstep"],
         ),
         (
             {**STREAM, "num_actor_fwd_workers": 1},

@@ -118,6 +118,17 @@ def test_log_probs_and_versions_may_be_absent_from_a_whole_group(kit: Any) -> No
     assert columns["weight_version"].tolist() == [-1, -1]
 
 
+def test_the_teachers_log_probs_of_samples_become_a_column(kit: Any) -> None:
+    group = scored(kit, [0.0, 1.0])
+    assert "teacher_log_probs" not in encode(kit, group)[1]
+    group[0].teacher_log_probs = [-1.0, -2.0, -0.5]
+    with pytest.raises(RolloutError, match="it has no teacher_log_probs, but others of its group have"):
+        encode(kit, group)
+    group[1].remove_sample = True
+    _, columns = encode(kit, group)
+    assert [row.tolist() for row in columns["teacher_log_probs"]] == [[-1.0, -2.0, -0.5], [0.0, 0.0, 0.0]]
+
+
 def test_the_reward_key_chooses_from_a_mapping(kit: Any) -> None:
     group = scored(kit, [0.0, 0.0])
     group[0].reward, group[1].reward = {"a": 1.0, "b": 9.0}, {"a": 3.0, "b": 9.0}

@@ -128,6 +128,14 @@ async def test_a_reward_that_the_generate_function_set_is_kept_and_checked(kit: 
     assert (failure.kind, group[1].reward) == (FailureKind.INVALID, None)
 
 
+async def test_with_a_teacher_what_nothing_scores_has_the_reward_0(kit: Any) -> None:
+    group = kit.make_group(0)
+    group[0].reward = 0.75
+    async with kit.opened(use_opd=True) as context:
+        assert await context.scorer.score(group.samples) == []
+    assert [sample.reward for sample in group][:2] == [0.75, 0.0]
+
+
 async def test_without_a_reward_function_there_is_one_clear_error(kit: Any) -> None:
     async with kit.opened() as context:
         with pytest.raises(ConfigError, match="--custom-rm-path"):

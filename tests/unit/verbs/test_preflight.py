@@ -13,7 +13,7 @@ from buffer_rl.checkpoint import write_checkpoint
 from buffer_rl.config import compose
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.tiny import make_char_tokenizer
+from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
 from buffer_rl.verbs.preflight import (
     check_checkpoint,
     check_devices,
@@ -101,6 +101,20 @@ def test_the_reference_model_is_looked_at_under_its_own_flag(model: Path, tmp_pa
     (tmp_path / "ref").mkdir()
     with pytest.raises(ConfigError, match="--ref-load"):
         check_folders(options(model, ref_load=str(tmp_path / "ref")))
+
+
+def test_a_teacher_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    student, same, larger, other = (
+        Path(make_tiny_model(tmp_path / name, characters=characters))
+        for name, characters in (("student", "abc"), ("same", "abc"), ("larger", "abcd"), ("other", "bac"))
+    )
+    for teacher in (same, larger):
+        check_folders(options(student, use_opd=True, opd_teacher_load=str(teacher)))
+    with pytest.raises(ConfigError, match=r"--opd-teacher-load .*other: 2 tokens have other ids .* such as '[ab]'"):
+        check_folders(options(student, use_opd=True, opd_teacher_load=str(other)))
+    for file in other.glob("tokenizer*"):
+        file.unlink()
+    check_folders(options(student, use_opd=True, opd_teacher_load=str(other)))
 
 
 def test_saves_may_be_urls_and_the_run_folder_may_not(model: Path) -> None:
