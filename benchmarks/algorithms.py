@@ -87,7 +87,7 @@ RECIPES: Mapping[str, Recipe] = {
         options={"advantage_estimator": "cispo", "eps_clip": 0.99},
     ),
     "decoupled_ppo": Recipe(
-        title="decoupled PPO, truncated importance sampling",
+        title="decoupled PPO with TIS",
         options={
             # Its weight from the engine's policy to the proximal one, cut off at the cap, is truncated importance
             # sampling: --use-tis would apply it twice, and is refused with this loss.

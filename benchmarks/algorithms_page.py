@@ -27,6 +27,7 @@ SMOOTHING_STEPS = 9
 BEGIN, END = "<!-- written by benchmarks/algorithms.py -->", "<!-- end of what benchmarks/algorithms.py writes -->"
 _PANEL, _COLUMNS, _GAP = (308, 190), 3, 14
 _GREY = 7
+_CLIPPED = ("train/pg_clipfrac", "train/sequence_clipfrac", "train/cispo_clipfrac")
 _HEADINGS = (
     "algorithm",
     "before",
@@ -44,7 +45,8 @@ _HEADINGS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """One run. before, after: mean reward on the held-out prompts. error: standard error of the gain. clipped: share of
-    tokens, mean of the rollouts. rewards: mean of each rollout over its groups, with those that the filter dropped."""
+    tokens (of responses, where they have one ratio), mean of the rollouts. rewards: mean of each rollout over its
+    groups, with those that the filter dropped."""
 
     title: str
     options: str
@@ -81,7 +83,7 @@ def measure(run_dir: Path, steps: int, *, title: str, options: str, seconds: flo
     samples = [record for record in read_jsonl(run_dir / SAMPLES_FILE) if record["kind"] == "eval"]
     before, after = prompt_scores(samples, 0), prompt_scores(samples, steps)
     records = read_metrics(run_dir)
-    clipped = [record["train/pg_clipfrac"] for record in records if record.get("train/pg_clipfrac") is not None]
+    clipped = [record[name] for record in records for name in _CLIPPED if record.get(name) is not None]
     return Outcome(
         title=title,
         options=options,
@@ -181,6 +183,8 @@ def draw(outcomes: Sequence[Outcome]) -> str:
         left, top = _GAP + column * (width + _GAP), 30 + row * (height + 44)
         place = f'<svg x="{left}" y="{top + 8}" width="{width}" height="{height}" '
         parts.append(f'<text x="{left + 8}" y="{top}" class="heading">{escape(outcome.title)}</text>')
+        scores = f"held-out {outcome.before:.2f} to {outcome.after:.2f}"
+        parts.append(f'<text x="{left + width - 12}" y="{top}" text-anchor="end">{scores}</text>')
         parts.append(chart.replace("<svg ", place, 1))
     rows = math.ceil(len(outcomes) / _COLUMNS)
     note = f"Lines: reward in training, mean of {SMOOTHING_STEPS} rollouts; grey: the others. Dots: held-out words."
