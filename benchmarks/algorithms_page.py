@@ -183,11 +183,11 @@ def draw(outcomes: Sequence[Outcome]) -> str:
         left, top = _GAP + column * (width + _GAP), 30 + row * (height + 44)
         place = f'<svg x="{left}" y="{top + 8}" width="{width}" height="{height}" '
         parts.append(f'<text x="{left + 8}" y="{top}" class="heading">{escape(outcome.title)}</text>')
-        scores = f"held-out {outcome.before:.2f} to {outcome.after:.2f}"
+        scores = f"{outcome.before:.2f} → {outcome.after:.2f}"
         parts.append(f'<text x="{left + width - 12}" y="{top}" text-anchor="end">{scores}</text>')
         parts.append(chart.replace("<svg ", place, 1))
     rows = math.ceil(len(outcomes) / _COLUMNS)
-    note = f"Lines: reward in training, mean of {SMOOTHING_STEPS} rollouts; grey: the others. Dots: held-out words."
+    note = f"Lines: reward in training, mean of {SMOOTHING_STEPS} rollouts; grey: the others. Dots and numbers: held-out words."
     bottom = 30 + rows * (height + 44)
     parts.append(f'<text x="{_GAP + 8}" y="{bottom}">{note}</text>')
     label = "Reward in training over rollouts, a panel an algorithm"
