@@ -187,7 +187,7 @@ def draw(outcomes: Sequence[Outcome]) -> str:
         parts.append(f'<text x="{left + width - 12}" y="{top}" text-anchor="end">{scores}</text>')
         parts.append(chart.replace("<svg ", place, 1))
     rows = math.ceil(len(outcomes) / _COLUMNS)
-    note = f"Lines: reward in training, mean of {SMOOTHING_STEPS} rollouts; grey: the others. Dots and numbers: held-out words."
+    note = f"Lines: training reward, mean of {SMOOTHING_STEPS} steps; grey: the others. Dots, numbers: held-out words."
     bottom = 30 + rows * (height + 44)
     parts.append(f'<text x="{_GAP + 8}" y="{bottom}">{note}</text>')
     label = "Reward in training over rollouts, a panel an algorithm"
