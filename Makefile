@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart test test-all campaign test-times golden golden-record bench bench-schedules lint format format-check types imports unused-names wheel ci clean
+.PHONY: help env quickstart test test-all campaign test-times golden golden-record bench bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
@@ -22,6 +22,7 @@ help:
 	@echo "make format       reformat and apply ruff's safe fixes"
 	@echo "make bench        step time by phase, and the engine against transformers"
 	@echo "make bench-schedules  step time under each schedule"
+	@echo "make bench-algorithms  whether each algorithm learns (half an hour); writes table and picture in docs/"
 	@echo "make wheel        build the distribution into dist/"
 	@echo "make ci           what continuous integration runs"
 	@echo "make clean        remove the environment and everything that was built"
@@ -70,6 +71,9 @@ bench: $(VENV)/.stamp-dev
 bench-schedules: $(VENV)/.stamp-dev
 	$(BIN)/python benchmarks/schedules.py
 	$(BIN)/python benchmarks/schedule_step.py
+
+bench-algorithms: $(VENV)/.stamp-examples
+	$(BIN)/python benchmarks/algorithms.py --write $(ARGS)
 
 lint: format-check types imports unused-names
 

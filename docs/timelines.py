@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from buffer_rl.observe.report import TEMPLATES
+from buffer_rl.observe.svg_chart import picture_file
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.observe.timeline_picture import WIDTH, headline, names_shown, step_lanes
 from buffer_rl.observe.timeline_stats import Spans, spans_within, step_stats
@@ -57,22 +57,8 @@ def render() -> str:
         parts.append(f'<text x="14" y="{top + 17}">{headline(stats)}</text>')
         parts.append(f'<g transform="translate(0,{top + 26})">{"".join(lanes)}</g>')
         top += height + 66
-    height = top - 20
-    rule = "svg .heading{fill:var(--fg);font-weight:600;font-size:13px}.page{fill:var(--bg)}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'role="img" aria-label="One step under each schedule, on one time scale">\n'
-        f'<style>{_style()}\n{rule}</style>\n<rect class="page" width="{WIDTH}" height="{height}"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
-
-
-def _style() -> str:
-    """The colours of the report's style and its rules for what is inside a picture."""
-    style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
-    rules = [line for line in style.splitlines() if line.startswith(("svg text{", "svg ."))]
-    return "\n" + style[style.index(":root") : style.index("*{box-sizing")] + "\n".join(rules)
+    label = "One step under each schedule, on one time scale"
+    return picture_file(parts, label=label, width=WIDTH, height=top - 20)
 
 
 def _as_finished(name: str, cost: float) -> list[WorkSpan]:

@@ -24,12 +24,11 @@ from buffer_rl.observe.metrics import DROP_PREFIX, read_metrics
 from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.run_folder import SAMPLES_FILE, RunFacts, read_facts, read_jsonl
 from buffer_rl.observe.summary import REPORT_FILE, eval_gains, run_files
-from buffer_rl.observe.svg_chart import COLOURS, Line, format_number, line_chart, stacked_bars
+from buffer_rl.observe.svg_chart import COLOURS, TEMPLATES, Line, format_number, line_chart, stacked_bars
 from buffer_rl.observe.timeline import read_trace
 from buffer_rl.observe.timeline_picture import chosen_steps, format_seconds, headline, names_shown, step_picture
 from buffer_rl.observe.timeline_stats import Spans, StepStats, overlap_of, spans_within, step_stats, step_windows
 
-TEMPLATES = Path(__file__).with_name("templates")
 MAX_STEPS = 12  # rollouts of a kind whose samples are shown, spread evenly, the first and the last one among them
 MAX_PER_STEP = 16
 MAX_CHARACTERS = 4000  # of one cell; the file has the rest

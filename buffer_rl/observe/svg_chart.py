@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
+from pathlib import Path
 
+TEMPLATES = Path(__file__).with_name("templates")
 COLOURS = 8
 MAX_POINTS = 400  # points of a line, and bars of a stack; more are averaged, so that a long run's page stays small
 MAX_BARS = 80
@@ -124,6 +126,21 @@ def stacked_bars(
                 )
             base += value
     return _svg(frame, label, parts)
+
+
+def picture_file(parts: Sequence[str], *, label: str, width: int, height: int) -> str:
+    """A file of its own, of SVG elements that use the classes of this module, and ``heading`` for a bold text.
+
+    It has the colours of the report's style, light and dark, and its rules for what is inside a picture."""
+    style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
+    rules = [line for line in style.splitlines() if line.startswith(("svg text{", "svg ."))]
+    rules.append("svg .heading{fill:var(--fg);font-weight:600;font-size:13px}.page{fill:var(--bg)}")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(label)}">\n'
+        f"<style>\n{style[style.index(':root') : style.index('*{box-sizing')]}" + "\n".join(rules) + "</style>\n"
+        f'<rect class="page" width="{width}" height="{height}"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
 
 
 def thinned(line: Line) -> Line:
