@@ -37,6 +37,10 @@ ACTOR = "train"
 """The trained role whose weights are published, by the name that the driver calls it with."""
 
 
+REFERENCE_FOLDER = "ref"
+"""The folder of the reference model's weights in a checkpoint, once ``--ref-update-interval`` has changed them."""
+
+
 def checkpoint_folder(role: str) -> str:
     """The folder of a trained role's ranks in a checkpoint."""
     return "trainer" if role == ACTOR else role
@@ -72,6 +76,14 @@ def estimator_of(args: Any) -> tuple[str, str]:
 def uses_reference(args: Any) -> bool:
     """Whether log-probabilities under the reference model are computed: for a penalty in the loss or in the reward."""
     return bool(args.use_kl_loss or args.kl_coef)
+
+
+def adapted_option(args: Any) -> str | None:
+    """The KL coefficient that ``--kl-target`` adapts, in the token rewards or in the loss; None where both are fixed.
+    Options with both are refused."""
+    if args.kl_target is None:
+        return None
+    return "kl_coef" if args.kl_coef else "kl_loss_coef"
 
 
 def estimator_scope(args: Any, estimator: object) -> Scope:

@@ -112,6 +112,11 @@ class TorchTrainer:
         """The inverse of ``save``. Raises CheckpointError if something is missing, damaged or does not fit."""
         load_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
 
+    def load_ref(self, path: str) -> None:
+        """The reference model takes the weights in the Hugging Face folder ``path``."""
+        self._ref = None  # so that there are never two of them
+        self._ref = self._load_ref(path)
+
     def _model(self, name: str) -> PreTrainedModel:
         if name == "actor":
             return self._actor
@@ -121,5 +126,6 @@ class TorchTrainer:
             return self._ref
         raise TrainError(f"there is no model {name!r}", where="log_probs", expected="actor or ref")
 
-    def _load_ref(self) -> PreTrainedModel:
-        return self._models.build(*initial_folder(self._args, "ref")).requires_grad_(False)
+    def _load_ref(self, path: str | None = None) -> PreTrainedModel:
+        folder, flag = (path, "load_ref") if path else initial_folder(self._args, "ref")
+        return self._models.build(folder, flag).requires_grad_(False)
