@@ -9,6 +9,7 @@ reinforce    the estimators reinforce_plus_plus, reinforce_plus_plus_baseline, r
 gae          the estimator gae, for runs with values
 aggregation  from token losses to one number
 kl           KL estimators
+kl_target    the KL coefficient that follows a target, and its options
 ratio        probability ratios, clip range, the clipped surrogate
 losses       policy loss (PPO), supervised loss (torch)
 gspo, cispo, gmpo, sapo, decoupled, dpo    losses by the papers of these names

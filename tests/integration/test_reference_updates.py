@@ -83,7 +83,14 @@ def test_a_role_that_holds_the_reference_and_runs_that_are_resumed_with_either_h
 @pytest.mark.slow
 def test_the_coefficient_of_token_rewards_is_the_same_on_every_rank(run: Run) -> None:
     """One rank computes the advantages of a rollout; each has measured its own rows."""
-    rewards = {"use_kl_loss": False, "kl_loss_coef": 0.0, "kl_coef": 0.5, "advantage_estimator": "reinforce_plus_plus"}
+    rewards: dict[str, Any] = {
+        "use_kl_loss": False,
+        "kl_loss_coef": 0.0,
+        "kl_coef": 0.5,
+        "kl_target": 0.3,  # near what the second rollout has: its answer is not bounded, and tells shares apart
+        "advantage_estimator": "reinforce_plus_plus",
+    }
     one = run("rewards", **rewards)
-    assert len(set(numbers(one, "train/kl_coef"))) == STEPS
+    before, after = numbers(one, "train/kl_coef")[1:3]
+    assert 0.91 < after / before < 1.09
     assert_equal(run("rewards_on_two_ranks", **rewards, **PIPELINED, num_train_ranks=2), one)
