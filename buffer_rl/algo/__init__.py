@@ -12,6 +12,7 @@ aggregation  from token losses to one number
 kl           KL estimators
 losses       probability ratios, clip range, the clipped surrogate; policy loss (PPO), supervised loss (torch)
 value        the loss of a value model
+kl_target    the KL coefficient that follows a target, and its options
 gspo, cispo, gmpo, sapo, decoupled, dpo    losses by the papers of these names
 corrections  weights for the difference between the engine's and the trainer's log-probabilities
 """

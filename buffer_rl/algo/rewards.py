@@ -11,8 +11,39 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.algo.algorithms import Rewards, algorithm_of
-from buffer_rl.errors import RewardError
+from buffer_rl.errors import ConfigError, RewardError
 from buffer_rl.train.roles import estimator_of
+
+
+def shaped(args: Any, rewards_n: np.ndarray, lengths_n: np.ndarray) -> np.ndarray:
+    """What is normalised in place of raw rewards, ``[num_samples]`` float64: clipped to ``--reward-clip``, times
+    ``--reward-scale``, minus the penalties of long responses, which are neither clipped nor scaled."""
+    bounds = reward_bounds(args)
+    clipped_n = np.clip(rewards_n, *bounds) if bounds else rewards_n
+    penalties_n = overlong_penalties(args, lengths_n) + length_penalties(args, lengths_n)
+    shaped_n: np.ndarray = clipped_n * float(args.reward_scale) + penalties_n
+    return shaped_n
+
+
+def reward_bounds(args: Any) -> tuple[float, float] | None:
+    """The lowest and the highest reward; None where they are not clipped. Raises ConfigError for bounds without a
+    number between them."""
+    if not args.reward_clip:
+        return None
+    low, high = args.reward_clip if len(args.reward_clip) == 2 else (-args.reward_clip[0], args.reward_clip[0])
+    if low >= high:
+        expected = "one number above 0, or a lower and a higher one"
+        raise ConfigError(f"no reward is between {low:g} and {high:g}", where="--reward-clip", expected=expected)
+    return low, high
+
+
+def length_penalties(args: Any, lengths_n: np.ndarray) -> np.ndarray:
+    """What is added for lengths, ``[num_samples]`` float64: ``--length-penalty`` times -1 for a response of
+    ``--rollout-max-response-len`` tokens, in proportion for others. All response tokens count, masked ones too.
+
+    LCPO-Exact (arXiv 2503.04697) with a target of 0 tokens: ``-alpha |n_target - n|``."""
+    penalties_n: np.ndarray = lengths_n * (-float(args.length_penalty) / args.rollout_max_response_len)
+    return penalties_n
 
 
 def overlong_penalties(args: Any, lengths_n: np.ndarray) -> np.ndarray:

@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.algo.algorithms import ALGORITHMS, LOSSES, Rewards
+from buffer_rl.algo.kl_target import check_kl_target
 from buffer_rl.algo.options import AlgorithmOptions
-from buffer_rl.algo.rewards import rewards_kind
+from buffer_rl.algo.rewards import reward_bounds, rewards_kind
 from buffer_rl.config import did_you_mean, flag_of
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.source import check_sources
@@ -43,11 +44,11 @@ def check_options(args: Any) -> None:
     _check_evaluation(args)
     _check_top_k(args)
     _check_kl(args)
+    check_kl_target(args)
     _check_algorithm(args)
     _check_critic(args)
     _check_distillation(args)
     _check_reward_shaping(args)
-
     _check_correction(args)
     require_local_engines(args.weight_sync_mode, args.engine_urls)
     check_template_kwargs(args.apply_chat_template_kwargs)
@@ -225,13 +226,15 @@ def _check_distillation(args: Any) -> None:
 
 
 def _check_reward_shaping(args: Any) -> None:
+    reward_bounds(args)
     if args.overlong_buffer_len > args.rollout_max_response_len:
         raise ConfigError(
             f"a buffer of {args.overlong_buffer_len} of at most {args.rollout_max_response_len} tokens",
             where="--overlong-buffer-len",
             expected="at most --rollout-max-response-len",
         )
-    given = {"--overlong-buffer-len": args.overlong_buffer_len}
+    given = {"--overlong-buffer-len": args.overlong_buffer_len, "--length-penalty": args.length_penalty}
+    given |= {"--reward-clip": args.reward_clip, "--reward-scale": args.reward_scale != 1}
     given |= {"--disable-rewards-normalization": args.disable_rewards_normalization}
     path = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
     if path and (flag := next((flag for flag, value in given.items() if value), "")):

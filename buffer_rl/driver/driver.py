@@ -4,8 +4,8 @@ Who waits for whom: the driver waits for rollouts and for the trainer, each with
 for engines and for the Buffer; trainer ranks wait for the Buffer and for each other; the publisher waits for the
 trainer and for the engines. Only the Buffer's slots wait for the driver, until ``release`` frees them.
 
-Order of one step: train → commit → save → publish → release → evaluate. A checkpoint therefore never holds
-weights whose groups still count as untrained.
+Order of one step: train → commit → update the reference → save → publish → release → evaluate. A checkpoint
+therefore never holds weights whose groups still count as untrained.
 
 A Buffer that died is replaced, and reads from its ledger which groups are trained. Payloads of the step are lost with
 it: before the optimizer step the rollout is produced again, with the same groups; after it the commit needs only the
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 class Driver:
-    """Runs a plan. ``runtime`` has the roles buffer, rollout, train, publish, save and record, as the plan needs them.
+    """Runs a plan. ``runtime`` has the roles buffer, rollout, train, reference, publish, save and record, as the plan
+    needs them.
 
     ``save.save(step)`` writes one checkpoint: weights, optimizer, Buffer and random states after ``step`` optimizer
     steps. ``record.save(rollout_id)`` keeps the rows of a rollout that is closed and not trained on yet.
@@ -93,6 +94,7 @@ class Driver:
         metrics |= self._train_and_commit(rollout_id, step)
         self._version = self._result.steps = step
         del self._tickets[rollout_id]
+        self._update_reference(step)
         if self._saves_at(step):
             self._save(step)
         if self._plan.publish_each_step or self._evaluates_at(step):
@@ -218,6 +220,13 @@ class Driver:
             self._on_trained("discard", roles=[role for role in plan.trained if role not in steps])
             answers = self._on_trained(method, roles=steps)
             return {name: value for metrics in answers for name, value in metrics.items()}
+
+    def _update_reference(self, step: int) -> None:
+        """Before the checkpoint, which holds the reference, and before the next rollout, which may be streamed."""
+        interval = self._plan.ref_update_interval
+        if interval is not None and step % interval == 0:
+            with self._timed("ref_update"):
+                self._call("reference", "update", step, timeout_s=self._plan.publish_timeout_s)
 
     def _publish(self) -> None:
         if self._published == self._version or not self._plan.roles.trained:

@@ -45,9 +45,17 @@ from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
 from buffer_rl.train.batch_sizes import optimizer_steps, with_steps
 from buffer_rl.train.group import start_train_group
-from buffer_rl.train.roles import ACTOR, checkpoint_folder, estimator_of, estimator_scope, is_supervised
+from buffer_rl.train.roles import (
+    ACTOR,
+    REFERENCE_FOLDER,
+    checkpoint_folder,
+    estimator_of,
+    estimator_scope,
+    is_supervised,
+    uses_reference,
+)
 from buffer_rl.train.worker import start_roles
-from buffer_rl.weights.publish import Publisher, RolePublisher
+from buffer_rl.weights.publish import Publisher, ReferenceUpdates, RolePublisher
 from buffer_rl.weights.tensor import require_local_trainer
 
 if TYPE_CHECKING:
@@ -140,6 +148,7 @@ class _Run:
         for group in self.roles.values():
             stack.callback(group.stop)
         self.rollout = None if train_only(args) else self._start_rollout(args, args_text, actor, logs)
+        self.reference = self._reference_updates()
         self._wait_ready()
 
     def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> WorkerGroup:
@@ -177,10 +186,14 @@ class _Run:
         publisher = self._publisher()
         if publisher is not None:
             targets["publish"] = self.publishing = self._local("publish", publisher)
+        if self.reference is not None:
+            targets["reference"] = self._local("reference", self.reference)
         plan = self._plan()
         if plan.saves:
             facts = self.provenance.facts()
-            checkpoints = RunCheckpoints(args, buffer=self.buffer, trained=self.trained, provenance=facts)
+            checkpoints = RunCheckpoints(
+                args, buffer=self.buffer, trained=self.trained, reference=self.reference, provenance=facts
+            )
             targets["save"] = self.saving = self._local("save", checkpoints)
         if args.save_debug_rollout_data:
             recorder = RolloutRecorder(args.save_debug_rollout_data, self.buffer)
@@ -212,6 +225,20 @@ class _Run:
             return RolePublisher(publisher, source, self.roles["actor_fwd"], self.run_dir / "weights_actor_fwd")
         return publisher
 
+    def _reference_updates(self) -> ReferenceUpdates | None:
+        """What updates the reference model, which the trainer or a role has; None without one."""
+        args, train = self.args, self.train
+        if train is None or not uses_reference(args):
+            return None
+
+        def load(path: str, version: int) -> None:
+            if "ref" in self.roles:
+                self.roles["ref"].update_weights_from_disk(path, version)
+            else:
+                train.call("load_ref", path, timeout_s=args.train_timeout_s)
+
+        return ReferenceUpdates(_TrainExport(train, args.train_timeout_s), load, self.run_dir / "weights_ref")
+
     def _num_rollouts(self) -> int:
         args = self.args
         if args.num_rollout is not None:
@@ -238,6 +265,7 @@ class _Run:
             publish_at_start=self.checkpoint is not None or engines_may_differ(args),
             compare_log_probs=asks_engine and not is_supervised(args) and args.max_logprob_diff is not None,
             publish_each_step=(asks_engine or "actor_fwd" in self.roles) and self.train is not None,
+            ref_update_interval=args.ref_update_interval if self.train is not None else None,
             roles=self.role_plan,
             evaluate=self.evaluates,
             eval_interval=args.eval_interval,
@@ -261,6 +289,8 @@ class _Run:
             require_local_trainer(self.args.weight_sync_mode, master)
             trained.call("setup", master, port, timeout_s=limit)
             if self.checkpoint is not None:
+                if role == ACTOR and self.reference is not None:  # first, as building a model may draw random numbers
+                    self.reference.restore(self.checkpoint.folder / REFERENCE_FOLDER, self.checkpoint.step)
                 trained.call("load", str(self.checkpoint.folder / checkpoint_folder(role)), timeout_s=limit)
         if self.checkpoint is not None and self.trained and self.num_rollouts > 0:
             # A run that only evaluates may have other data, or none.

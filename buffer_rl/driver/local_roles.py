@@ -17,18 +17,20 @@ from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.errors import BufferRLError, DataError, DeadlineError
 from buffer_rl.redaction import mask_secrets
 from buffer_rl.remote import is_remote, local_path
-from buffer_rl.train.roles import ACTOR, checkpoint_folder
+from buffer_rl.train.roles import ACTOR, REFERENCE_FOLDER, checkpoint_folder
 from buffer_rl.types import RolloutReport, Ticket, sample_means
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
+    from buffer_rl.weights.publish import ReferenceUpdates
 
 
 class RunCheckpoints:
     """Writes ``args.save/step_NNNNNN`` (see ``buffer_rl.checkpoint``); for a URL by way of ``args.run_dir``.
 
     ``trainer/`` holds each rank's weights, optimizer and random state (another trained role has a folder of its name),
-    ``hf/`` the actor's weights for everybody else, ``buffer.json`` the queue, ``ledger.sqlite`` the ledger and the
+    ``hf/`` the actor's weights for everybody else, ``ref/`` those of a reference model that was updated,
+    ``buffer.json`` the queue, ``ledger.sqlite`` the ledger and the
     position in the data. The manifest's facts are the
     options, without secrets, and ``provenance``: what code and data the run is made of.
     """
@@ -39,12 +41,14 @@ class RunCheckpoints:
         *,
         buffer: BufferClient,
         trained: Mapping[str, WorkerGroup],
+        reference: ReferenceUpdates | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
         self._args = args
         self._provenance = dict(provenance or {})
         self._buffer = buffer
         self._trained = dict(trained)
+        self._reference = reference
         self._deadline = 0.0
 
     def save(self, step: int) -> None:
@@ -67,6 +71,8 @@ class RunCheckpoints:
                 ranks.mkdir()
                 group.call("save", str(ranks), timeout_s=self._left())
             self._trained[ACTOR].call("save_hf", str((folder / "hf").absolute()), timeout_s=self._left())
+            if self._reference is not None:
+                self._reference.save(folder / REFERENCE_FOLDER)
             self._buffer.save(str(folder.absolute()))
         except DeadlineError:
             raise

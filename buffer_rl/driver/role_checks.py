@@ -40,6 +40,7 @@ def check_roles(args: Any, registry: PluginRegistry) -> None:
         _check_estimator(args, registry)
     if not rollout_only(args):
         _check_loss(args, registry)
+        _check_reference_updates(args, registry)
 
 
 def _check_estimator(args: Any, registry: PluginRegistry) -> None:
@@ -79,6 +80,23 @@ def _check_loss(args: Any, registry: PluginRegistry) -> None:
             f"the loss {reference!r} needs 'ref_log_probs', and without --use-kl-loss there is no reference",
             where=flag,
             hint="add --use-kl-loss (with --kl-loss-coef 0 for no KL penalty)",
+        )
+
+
+def _check_reference_updates(args: Any, registry: PluginRegistry) -> None:
+    """A trainer that holds the reference model must be able to load it again. (A factory's product is not known.)"""
+    if args.ref_update_interval is None:
+        return
+    if not uses_reference(args):
+        raise ConfigError("there is no reference model", where="--ref-update-interval", hint="add --use-kl-loss")
+    if args.num_ref_workers:
+        return
+    trainer = registry.resolve("trainer", args.train_backend)
+    if isinstance(trainer, type) and not hasattr(trainer, "load_ref"):
+        raise ConfigError(
+            f"the trainer {args.train_backend!r} cannot update its reference model: it has no method load_ref",
+            where="--ref-update-interval and --train-backend",
+            hint="add --num-ref-workers 1, or the method (see buffer_rl.contracts.Trainer)",
         )
 
 

@@ -190,6 +190,7 @@ class RunPlan:
     first_rollout: 0, or the step of the checkpoint that the run continues from.
     publish_each_step: false where rollouts never ask the engine; weights are then published for evaluations only.
     compare_log_probs: whether engine and trainer are compared before the first optimizer step.
+    ref_update_interval: the reference model takes the actor's weights after every so many rollouts.
     roles: the roles that add fields to each rollout's groups, and those that are trained. Without the latter nothing is
     published, and every rollout comes from the initial weights.
     saves: whether checkpoints are written. records: whether each rollout's rows are kept, for debugging.
@@ -202,6 +203,7 @@ class RunPlan:
     publish_at_start: bool = False
     publish_each_step: bool = True
     compare_log_probs: bool = False
+    ref_update_interval: int | None = None
     roles: RolePlan = field(default_factory=RolePlan)
     evaluate: bool = False
     eval_interval: int | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.algo.rewards import normalized, overlong_penalties, rewards_kind
+from buffer_rl.algo.rewards import normalized, rewards_kind, shaped
 from buffer_rl.contracts import RewardPostProcess, SamplesToTrainData
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.plugins import PluginRegistry
@@ -130,12 +130,11 @@ class GroupConverter:
         return raw_rewards, rewards
 
     def _normalised(self, samples: Sequence[Sample], raw: np.ndarray) -> np.ndarray:
-        """Minus the penalty of long responses, and normalised as the algorithm says, over ``sample_index``: a sample
-        that fanned out counts once, with the mean of its parts, and every part gets its sample's value, of raw rewards
-        as well."""
-        shaped = raw + overlong_penalties(self._args, np.asarray([s.response_length for s in samples]))
+        """Shaped, and normalised as the algorithm says, over ``sample_index``: a sample that fanned out counts once,
+        with the mean of its parts, and every part gets its sample's value, of raw rewards as well."""
+        shaped_rewards = shaped(self._args, raw, np.asarray([s.response_length for s in samples]))
         _, place = np.unique([s.sample_index for s in samples], return_inverse=True)
-        per_sample = np.bincount(place, weights=shaped) / np.bincount(place)
+        per_sample = np.bincount(place, weights=shaped_rewards) / np.bincount(place)
         normalised: np.ndarray = normalized(rewards_kind(self._args), per_sample, self._args.pass_at_k)[place]
         return normalised
 

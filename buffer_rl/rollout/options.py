@@ -144,6 +144,16 @@ class RewardOptions(Section):
         ge=0,
     )
     overlong_penalty_factor: float = option(1.0, "penalty of a response of --rollout-max-response-len tokens", ge=0)
+    length_penalty: float = option(
+        0.0,
+        "subtract this from the reward of a response of --rollout-max-response-len tokens, and in proportion from that "
+        "of others, before it is normalised",
+        ge=0,
+    )
+    reward_clip: list[float] = option(
+        [], "clip rewards to -C and C, or to two bounds, before they are scaled and normalised", max_length=2
+    )
+    reward_scale: float = option(1.0, "multiply rewards by this before they are normalised", gt=0)
 
 
 class EvalOptions(Section):

@@ -12,6 +12,7 @@ model          loading, exporting and writing models
 converter      base class of model converters; reading a folder tensor by tensor
 state          files of a rank in a checkpoint
 torch_trainer  the default trainer backend
+kl_control     the KL coefficient of a run with --kl-target, in a rank
 logprob_gate   comparison of the engine's log-probabilities with the trainer's
 group          ranks as Ray actors, and where they meet
 worker         processes of the roles ref, teacher, actor_fwd and advantages

@@ -28,6 +28,7 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct, returned
 from buffer_rl.scope import Unit
 from buffer_rl.token_loss import Sums
+from buffer_rl.train.kl_control import KLControl
 from buffer_rl.train.logprob_gate import LogProbGap, compare_log_probs
 from buffer_rl.train.model import prepare_torch, seed_all
 from buffer_rl.train.objective import Objective
@@ -87,6 +88,7 @@ class TrainRank:
             )
         registry = PluginRegistry.from_flags(self._args.plugin)
         self._objective = Objective(self._args, registry, self._role)
+        self._kl = KLControl(self._args, self._objective)
         prepare_torch(self._args, self._args.seed + self._rank)
         self._built = build_trainer(self._args, registry, self._rank, self._world_size, self._objective)
         place = self._built.topology
@@ -195,6 +197,7 @@ class TrainRank:
         """The optimizer step on the gradients that ``stream`` accumulated, over all ranks."""
         report = StepReport()
         take_step(self._trainer, self._sums, self._guard, report, lambda: self._share(self._streamed), 0)
+        self._kl.adapt(report)
         return report
 
     def train(self) -> StepReport:
@@ -205,6 +208,7 @@ class TrainRank:
         objective = self._objective if self._calls_objective else None
         report = train_steps(self._trainer, objective, batches, self._guard, passes)
         self._batches = []
+        self._kl.adapt(report)
         return report
 
     def discard(self) -> None:
@@ -234,10 +238,17 @@ class TrainRank:
     def save(self, path: str) -> None:
         """Write everything that a resume needs."""
         self._trainer.save(path)
+        if self._rank == 0:
+            self._kl.save(path)
 
     def load(self, path: str) -> None:
         """The inverse of ``save``."""
         self._trainer.load(path)
+        self._kl.load(path)
+
+    def load_ref(self, path: str) -> None:
+        """Have the trainer's reference model take the weights in the Hugging Face folder ``path``."""
+        cast(Any, self._trainer).load_ref(path)
 
     def _outputs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
         return cast(Any, self._trainer).values(batch) if model == CRITIC else self._trainer.log_probs(model, batch)

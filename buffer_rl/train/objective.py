@@ -26,15 +26,20 @@ from buffer_rl.train.roles import (
     ACTOR,
     CRITIC,
     MODEL_FIELDS,
+    adapted_option,
     estimator_needs,
     estimator_of,
     estimator_scope,
     is_supervised,
     loss_of,
+    policy_field,
 )
 from buffer_rl.types import TrainBatch
 
-OWN_METRICS = frozenset({"loss", "kl_loss", "grad_norm", "lr"})
+MEASURED_KL = "ref_kl"
+"""The metric that ``--kl-target`` is compared with: the mean over unmasked tokens of the penalty's own estimate."""
+
+OWN_METRICS = frozenset({"loss", "kl_loss", "grad_norm", "lr", "kl_coef", MEASURED_KL})
 """Names of metrics that a loss cannot give."""
 
 
@@ -67,6 +72,17 @@ class Objective:
         self.scope = estimator_scope(args, self._estimator)
         self.needs = estimator_needs(args, self._estimator)
         self._hidden = frozenset(MODEL_FIELDS) - self.needs if self.scope is not Scope.ROLLOUT else frozenset()
+        self._adapted = adapted_option(args)
+
+    @property
+    def kl_coef(self) -> float | None:
+        """The coefficient that ``--kl-target`` adapts; None where it is fixed. Estimator and loss see the newest one in
+        their ``args``."""
+        return None if self._adapted is None else float(getattr(self._args, self._adapted))
+
+    @kl_coef.setter
+    def kl_coef(self, value: float) -> None:
+        self._args = self._args.model_copy(update={self._adapted: value})
 
     def __call__(
         self,
@@ -224,7 +240,15 @@ class Objective:
             metrics.setdefault("train_rollout_logprob_abs_diff", (ours - rollout).abs())
         if (reverse_kl := inputs.get(REVERSE_KL)) is not None:
             metrics[REVERSE_KL] = reverse_kl
+        if self._adapted is not None:
+            metrics[MEASURED_KL] = self._measured_kl(inputs)
         return metrics
+
+    def _measured_kl(self, inputs: LossInputs) -> torch.Tensor:
+        """The estimate, a number for each token, that the adapted coefficient is multiplied by."""
+        if self._adapted == "kl_loss_coef":
+            return kl_estimate(inputs.log_probs, inputs.ref_log_probs, self._args.kl_loss_type)
+        return kl_estimate(inputs[policy_field(self._args)], inputs.ref_log_probs, "k1")
 
     def _checked_correction(self, inputs: LossInputs) -> torch.Tensor:
         """What the values are multiplied by ``[num_rows, max_response]``; a number for each row takes the mean."""

@@ -18,6 +18,9 @@ class TrainOptions(Section):
     opd_teacher_load: str | None = option(
         None, "the teacher of --use-opd, of the model's vocabulary: a Hugging Face folder", metavar="PATH"
     )
+    ref_update_interval: int | None = option(
+        None, "the reference model takes the actor's weights every this many rollouts; absent: never", ge=1
+    )
     trust_remote_code: bool = option(
         False, "run the Python files of the model folder, where its architecture is not one of transformers'"
     )
@@ -175,5 +178,14 @@ class LossOptions(Section):
     kl_loss_coef: float = option(0.0, "weight of the KL penalty", ge=0)
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+"] = option(
         "k3", "estimator of the KL penalty; k1+ and k3+ have the gradient of k2"
+    )
+    kl_target: float | None = option(
+        None,
+        "after each rollout, raise or lower --kl-coef or --kl-loss-coef towards this KL divergence from the reference, "
+        "in nats a token; absent: it is fixed",
+        gt=0,
+    )
+    kl_horizon: float = option(
+        10000, "--kl-target: so many samples above the target raise the coefficient by 20%, at most", gt=0
     )
     entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)

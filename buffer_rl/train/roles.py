@@ -46,6 +46,10 @@ CRITIC = "critic"
 """The trained role that has the value model, of that name too."""
 
 
+REFERENCE_FOLDER = "ref"
+"""The folder of the reference model's weights in a checkpoint, once ``--ref-update-interval`` has changed them."""
+
+
 def checkpoint_folder(role: str) -> str:
     """The folder of a trained role's ranks in a checkpoint."""
     return "trainer" if role == ACTOR else role
@@ -57,11 +61,12 @@ def uses_critic(args: Any) -> bool:
 
 
 def role_args(args: Any, role: str) -> Any:
-    """The options as a trained role sees them: the critic's learning rate is its own."""
+    """The options as a trained role sees them: the critic's learning rate is its own, and it measures no KL divergence
+    that a coefficient could follow."""
     if role != CRITIC:
         return args
     lr = args.lr if args.critic_lr is None else args.critic_lr
-    return args.model_copy(update={"lr": lr, "lr_warmup_iters": args.critic_lr_warmup_iters})
+    return args.model_copy(update={"lr": lr, "lr_warmup_iters": args.critic_lr_warmup_iters, "kl_target": None})
 
 
 def worker_counts(args: Any) -> dict[str, int]:
@@ -106,6 +111,14 @@ def frozen_models(args: Any) -> list[str]:
 def frozen_models_of_trainer(args: Any) -> list[str]:
     """Those of ``frozen_models`` that have no processes of their own."""
     return [model for model in frozen_models(args) if not worker_counts(args)[model]]
+
+
+def adapted_option(args: Any) -> str | None:
+    """The KL coefficient that ``--kl-target`` adapts, in the token rewards or in the loss; None where both are fixed.
+    Options with both are refused."""
+    if args.kl_target is None:
+        return None
+    return "kl_coef" if args.kl_coef else "kl_loss_coef"
 
 
 def estimator_scope(args: Any, estimator: object) -> Scope:

@@ -24,11 +24,12 @@ from buffer_rl.types import TrainBatch
 @dataclass(slots=True, kw_only=True)
 class StepReport:
     """One rank's account of its optimizer steps: its own sums of each that was taken, and metrics that are alike on
-    every rank. non_finite: steps that the run has left out so far."""
+    every rank. non_finite: steps that the run has left out so far. kl_coef: that of the steps, where it is adapted."""
 
     sums: list[Sums] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     non_finite: int = 0
+    kl_coef: float | None = None
 
     @staticmethod
     def metrics_of(reports: Sequence[StepReport]) -> dict[str, float]:
@@ -43,6 +44,8 @@ class StepReport:
             found["lr"] = metrics[-1]["lr"]
         if reports[0].non_finite:
             found["non_finite_steps"] = float(reports[0].non_finite)
+        if reports[0].kl_coef is not None:
+            found["kl_coef"] = reports[0].kl_coef
         return found
 
 

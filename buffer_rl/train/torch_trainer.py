@@ -122,6 +122,11 @@ class TorchTrainer:
         """The inverse of ``save``. Raises CheckpointError if something is missing, damaged or does not fit."""
         load_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
 
+    def load_ref(self, path: str) -> None:
+        """The reference model takes the weights in the Hugging Face folder ``path``."""
+        self._frozen.pop("ref", None)  # so that there are never two of them
+        self._frozen["ref"] = self._load_frozen("ref", path)
+
     def _model(self, name: str) -> PreTrainedModel:
         if name == "actor":
             return self._actor
@@ -132,5 +137,6 @@ class TorchTrainer:
             self._frozen[name] = self._load_frozen(name)
         return self._frozen[name]
 
-    def _load_frozen(self, name: str) -> PreTrainedModel:
-        return self._models.build(*initial_folder(self._args, name)).requires_grad_(False)
+    def _load_frozen(self, name: str, path: str | None = None) -> PreTrainedModel:
+        folder, flag = (path, f"load_{name}") if path else initial_folder(self._args, name)
+        return self._models.build(folder, flag).requires_grad_(False)

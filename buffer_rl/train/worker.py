@@ -53,7 +53,7 @@ class RoleWorker:
         """Answers once the model is loaded."""
 
     def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Take the weights in the folder ``path``; for ``actor_fwd``."""
+        """Take the weights in the folder ``path``; for ``actor_fwd`` and, where it is updated, ``ref``."""
         self._load(path, "update_weights_from_disk")
         self._version = str(version)
 

@@ -4,7 +4,8 @@ Who waits for whom: the publisher waits for the trainer (to write) and for every
 deadline). Whatever fails, the engines continue, so that none stays paused. A failed attempt is repeated from ``pause``
 on with what was prepared once; every step may be repeated. After the last attempt the transport frees what it prepared.
 
-The role ``actor_fwd`` reads each version from a folder of its own, whatever way the engines take theirs.
+The role ``actor_fwd`` reads each version from a folder of its own, whatever way the engines take theirs. So does the
+reference model the versions that ``--ref-update-interval`` gives it.
 """
 
 from __future__ import annotations
@@ -149,12 +150,47 @@ class RolePublisher:
         """Have the engines and the role take ``version``. Returns the seconds of each part."""
         times = {} if self._engines is None else self._engines.publish(version)
         started = time.monotonic()
-        target = self._folder / f"v{version:06d}"
-        shutil.rmtree(target, ignore_errors=True)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._source.save_hf(str(target))
-        self._reader.update_weights_from_disk(str(target), version)
-        for older in self._folder.glob("v*"):
-            if older != target:
-                shutil.rmtree(older, ignore_errors=True)
+        _pass_on(self._source, version, self._folder, self._reader.update_weights_from_disk)
         return times | {"role_time": time.monotonic() - started}
+
+
+class ReferenceUpdates:
+    """Has the reference model take the actor's weights, and keeps what it has for checkpoints.
+
+    load: has every process with the reference model take a folder's weights, of a version. folder: where versions are
+    written; the newest stays there.
+    """
+
+    def __init__(self, source: WeightSource, load: Callable[[str, int], None], folder: Path) -> None:
+        self._source = source
+        self._load = load
+        self._folder = folder.absolute()
+        self._newest: Path | None = None
+
+    def update(self, version: int) -> None:
+        """The reference is the actor of ``version``, the newest, from now on."""
+        self._newest = _pass_on(self._source, version, self._folder, self._load)
+
+    def save(self, folder: Path) -> None:
+        """Copy the reference to ``folder``; nothing while it is the initial one."""
+        if self._newest is not None:
+            shutil.copytree(self._newest, folder)
+
+    def restore(self, folder: Path, version: int) -> None:
+        """The inverse of ``save``. ``folder`` stays as it is until the next update."""
+        if folder.is_dir():
+            self._load(str(folder.absolute()), version)
+            self._newest = folder
+
+
+def _pass_on(source: WeightSource, version: int, folder: Path, load: Callable[[str, int], None]) -> Path:
+    """Write a version into a folder of its own in ``folder``, load it, and remove older ones. Returns its folder."""
+    target = folder / f"v{version:06d}"
+    shutil.rmtree(target, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    source.save_hf(str(target))
+    load(str(target), version)
+    for older in folder.glob("v*"):
+        if older != target:
+            shutil.rmtree(older, ignore_errors=True)
+    return target

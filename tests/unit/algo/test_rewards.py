@@ -10,7 +10,7 @@ import pytest
 
 from buffer_rl.algo.algorithms import ALGORITHMS, LOSSES, Rewards
 from buffer_rl.algo.options import AlgorithmOptions
-from buffer_rl.algo.rewards import normalized, overlong_penalties, rewards_kind
+from buffer_rl.algo.rewards import normalized, overlong_penalties, rewards_kind, shaped
 
 UNEVEN = ([1.0, 2.0, 3.0, 4.0], [10.0, 12.0], [5.0, 6.0, 7.0])
 GROUP_RELATIVE = [Rewards.CENTRED, Rewards.STANDARD, Rewards.LEAVE_ONE_OUT, Rewards.PASS_AT_K]
@@ -85,3 +85,21 @@ def test_each_algorithm_is_an_entry_point_and_reads_options_that_there_are() -> 
     for algorithm in ALGORITHMS.values():
         assert algorithm.options <= AlgorithmOptions.model_fields.keys()
         assert algorithm.loss in LOSSES
+
+
+def test_rewards_are_clipped_then_scaled_and_penalties_of_length_are_neither() -> None:
+    off = {"overlong_buffer_len": 0, "overlong_penalty_factor": 1.0, "length_penalty": 0.0, "reward_clip": []}
+    args = SimpleNamespace(rollout_max_response_len=10, reward_scale=1.0, **off)
+    rewards, lengths = np.array([-3.0, 0.1, 8.0]), np.array([10, 5, 14])
+    assert shaped(args, rewards, lengths).tolist() == rewards.tolist()
+    args.reward_clip = [2.0]
+    assert shaped(args, rewards, lengths).tolist() == [-2, 0.1, 2]
+    args.reward_clip = [0.0, 6.0]
+    args.reward_scale = 0.5
+    assert shaped(args, rewards, lengths).tolist() == [0, 0.05, 3]
+    # 0.2 for each of 10 tokens
+    args.length_penalty = 2.0
+    np.testing.assert_allclose(shaped(args, rewards, lengths), [0 - 2, 0.05 - 1, 3 - 2.8], rtol=1e-12)
+    # and of the last 5 tokens below 10: all, none, all
+    args.overlong_buffer_len = 5
+    np.testing.assert_allclose(shaped(args, rewards, lengths), [0 - 2 - 1, 0.05 - 1, 3 - 2.8 - 1], rtol=1e-12)

@@ -12,6 +12,7 @@ from buffer_rl.config import compose
 from buffer_rl.driver.local_roles import RunCheckpoints
 from buffer_rl.errors import BufferRLError, DeadlineError, TrainError
 from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.weights.publish import ReferenceUpdates
 
 
 class Ranks:
@@ -58,6 +59,17 @@ def test_each_trained_role_has_a_folder_and_the_actor_gives_the_model(tmp_path: 
     opened = open_checkpoint(tmp_path)
     names = sorted(str(path.relative_to(opened.folder)) for path in opened.folder.rglob("*") if path.is_file())
     assert names == ["buffer.json", "critic/save", "hf/save_hf", "manifest.json", "trainer/save"]
+
+
+def test_a_reference_that_was_updated_has_a_folder(tmp_path: Path) -> None:
+    args: Any = compose(CORE_SECTIONS)(save=str(tmp_path / "saves"), save_timeout_s=17.0)
+    (tmp_path / "weights").mkdir()
+    ranks, source = Ranks(), cast(Any, type("Source", (), {"save_hf": lambda _, path: Path(path).mkdir()})())
+    reference = ReferenceUpdates(source, lambda path, version: Path(path, "weights").touch(), tmp_path / "weights")
+    reference.update(3)
+    trained = cast(Any, {"train": ranks})
+    RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), trained=trained, reference=reference).save(4)
+    assert (open_checkpoint(tmp_path / "saves").folder / "ref" / "weights").is_file()
 
 
 def test_what_a_rank_raises_names_the_folder_whose_disk_may_be_full(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ GOOD: dict[str, Any] = {
     "save": "checkpoints",
     "save_interval": 1,
 }
+KL_IN_REWARDS: dict[str, Any] = {"kl_coef": 0.01, "advantage_estimator": "remax"}
 RECORDED = "rows_{rollout_id}.safetensors"
 TRAIN_ONLY: dict[str, Any] = {"load_debug_rollout_data": RECORDED, "early_stop": None}
 ROLLOUT_ONLY: dict[str, Any] = {"debug_rollout_only": True, "save": None, "save_interval": None}
@@ -74,6 +75,11 @@ def check(**changes: Any) -> None:
         {**STREAM, "advantage_estimator": "ppo", "kl_coef": 0.1, "num_ref_workers": 1},
         {"advantage_estimator": "pass_at_k", "pass_at_k": 4, "n_samples_per_prompt": 5, "normalize_advantages": True},
         {"overlong_buffer_len": 8, "rollout_max_response_len": 8, "disable_rewards_normalization": True},
+        {"length_penalty": 0.5, "reward_clip": [2.0], "reward_scale": 0.1},
+        {"reward_clip": [-3.0, -1.0]},
+        {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_target": 0.1, "num_advantage_workers": 1},
+        {**KL_IN_REWARDS, "kl_target": 0.1, "use_kl_loss": True},
+        {**KL_IN_REWARDS, "kl_target": 0.1, "kl_horizon": 7.0, "rollout_batch_size": 3, "n_samples_per_prompt": 11},
         {"kl_loss_coef": 0.01, **ROLLOUT_ONLY},
         {"use_opd": True, "opd_teacher_load": "teacher", "num_teacher_workers": 1, "opd_kl_coef": 0.5},
         TEACHER_ALONE,
@@ -161,6 +167,41 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         (
             {"overlong_buffer_len": 9, "custom_reward_post_process_path": "mine:fn"},
             ["--overlong-buffer-len: mine:fn makes the rewards to train on"],
+        ),
+        ({"reward_clip": [-2.0]}, ["--reward-clip: no reward is between 2 and -2", "one number above 0"]),
+        ({"reward_clip": [1.0, 1.0]}, ["--reward-clip: no reward is between 1 and 1"]),
+        *(
+            (
+                {**shaping, "custom_convert_samples_to_train_data_path": "mine:fn"},
+                [f"{flag}: mine:fn makes the rewards"],
+            )
+            for flag, shaping in (
+                ("--reward-clip", {"reward_clip": [1.0]}),
+                ("--reward-scale", {"reward_scale": 0.5}),
+                ("--length-penalty", {"length_penalty": 0.5}),
+            )
+        ),
+        (
+            {**STREAM, **KL_IN_REWARDS, "advantage_estimator": "ppo", "num_ref_workers": 1, "kl_target": 0.1},
+            ["--kl-target and --stream-gradients: only the policy's trainer knows"],
+        ),
+        ({"kl_target": 0.1}, ["--kl-target: there is no KL coefficient", "add --use-kl-loss --kl-loss-coef C"]),
+        ({"kl_target": 0.1, "use_kl_loss": True}, ["--kl-target: there is no KL coefficient"]),
+        (
+            {"kl_target": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.1, "loss_type": "sft_loss"},
+            ["--kl-target: there is no KL coefficient"],
+        ),
+        (
+            {**KL_IN_REWARDS, "kl_target": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.1},
+            ["--kl-target, --kl-coef and --kl-loss-coef: there are two KL coefficients"],
+        ),
+        (
+            {**KL_IN_REWARDS, "kl_target": 0.1, "num_advantage_workers": 1},
+            ["--kl-target and --num-advantage-workers: only the trainer", "take --num-advantage-workers out"],
+        ),
+        (
+            {**KL_IN_REWARDS, "kl_target": 0.1, "kl_horizon": 6.0, "rollout_batch_size": 3, "n_samples_per_prompt": 11},
+            ["--kl-horizon: the KL coefficient would be multiplied by -0.1", "more than 6.6"],
         ),
         ({"partial_rollout": True}, ["--partial-rollout: ", "older weights", "--mask-offpolicy-in-partial-rollout"]),
     ],

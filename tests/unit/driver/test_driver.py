@@ -140,7 +140,7 @@ class World:
         return Driver(plan, self.runtime, self.recorder)
 
     def calls(self) -> list[str]:
-        shown = {"commit", "publish", "release", "train", "run"}
+        shown = {"commit", "publish", "release", "train", "run", "update"}
         return [span.method for span in self.runtime.spans if span.method in shown]
 
 
@@ -170,6 +170,34 @@ def test_a_checkpoint_holds_its_groups_as_trained_and_is_written_before_the_publ
     assert [entry.state for entry in saved.values()] == ["trained"] * 4
     assert world.saves.saved[2]["queue"] == []
     assert world.saves.saved[2]["version"] == 1  # version 2 is not published yet
+
+
+class FakeReference:
+    """Notes what was saved by the time that it is updated."""
+
+    def __init__(self, saves: Saves) -> None:
+        self._saves = saves
+        self.updates: list[tuple[int, list[int]]] = []
+
+    def update(self, version: int) -> None:
+        self.updates.append((version, sorted(self._saves.saved)))
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.PIPELINED])
+def test_the_reference_is_updated_after_the_step_and_before_the_checkpoint_and_the_next_rollout(
+    tmp_path: Path, mode: Mode
+) -> None:
+    world = World(tmp_path)
+    world.roles["reference"] = reference = FakeReference(world.saves)
+    plan = replace(PLAN, num_rollouts=4, evaluate=False, save_interval=1, ref_update_interval=2)
+    world.driver(replace(plan, schedule=Schedule(mode=mode))).run()
+    assert reference.updates == [(2, [1]), (4, [1, 2, 3])]
+    step, last = (
+        ["run", "train", "commit", "publish", "release"],
+        ["run", "train", "commit", "update", "publish", "release"],
+    )
+    assert world.calls() == ["release", *step, *last, *step, *last]
+    assert ["perf/ref_update_time" in metrics for metrics in world.recorder.metrics] == [False, True, False, True]
 
 
 def test_in_lockstep_a_rollout_starts_when_the_version_before_it_is_published(tmp_path: Path) -> None:

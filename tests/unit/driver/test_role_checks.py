@@ -17,6 +17,7 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, declared_scope, scope_of
 from buffer_rl.train.batch_sizes import with_steps
 
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
 
 OPD: dict[str, Any] = {"use_opd": True, "opd_teacher_load": "teacher"}
@@ -106,6 +107,17 @@ def test_everything_built_in_can_be_streamed(mine: str) -> None:
         {"num_actor_fwd_workers": 1, "rollout_function_path": f"{mine}quiet", "num_steps_per_rollout": 2},
     ):
         check(**options)
+
+
+def test_a_trainer_that_holds_the_reference_must_be_able_to_load_it_again(mine: str) -> None:
+    kl = {"use_kl_loss": True, "ref_update_interval": 2}
+    in_step = {"train_backend": f"{EXAMPLES / 'trainer_backends' / 'in_step.py'}:InStepTrainer"}
+    check(**kl)
+    check(**kl, **in_step, num_ref_workers=1)
+    with pytest.raises(ConfigError, match=r"--ref-update-interval and --train-backend: .*no method load_ref"):
+        check(**kl, **in_step)
+    with pytest.raises(ConfigError, match=r"--ref-update-interval: there is no reference model"):
+        check(ref_update_interval=2)
 
 
 def test_what_declares_scope_group_can_be_streamed_and_any_loss(mine: str) -> None:

@@ -101,6 +101,16 @@ def test_long_responses_are_punished_before_the_normalisation(kit: Any) -> None:
     assert columns["reward"].tolist() == [0.125, -0.125]  # 3 tokens, one beyond 4 - 2: 1 - 0.5 * 1 / 2 = 0.75
 
 
+def test_rewards_are_shaped_before_the_normalisation_and_shown_raw(kit: Any) -> None:
+    options = {"reward_clip": [1.0], "reward_scale": 4.0, "length_penalty": 1.0, "rollout_max_response_len": 6}
+    group = scored(kit, [3.0, -5.0])
+    group[0].tokens, group[0].response_length, group[0].rollout_log_probs = [5, 6, 7], 1, [-0.5]
+    _, columns = encode(kit, group, grpo_std_normalization=False, **options)
+    assert columns["raw_reward"].tolist() == [3, -5]
+    # 4 - 1 / 6 and -4 - 3 / 6: their mean is -1 / 3
+    np.testing.assert_allclose(columns["reward"], [4 - 1 / 6 + 1 / 3, -4 - 1 / 2 + 1 / 3], rtol=1e-6)
+
+
 def test_a_removed_sample_keeps_its_row_with_a_mask_of_zeros(kit: Any) -> None:
     group = scored(kit, [0.0, 1.0])
     group[0].remove_sample = True

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from buffer_rl.buffer.readers import balanced_partition
+from buffer_rl.train.kl_control import KLControl
 from buffer_rl.train.steps import NonFiniteGuard, train_steps
 from harness.trainers import make_trainer
 
@@ -23,8 +24,9 @@ def main(job_file: str, rank: int, world_size: int, out_file: str) -> None:
     guard = NonFiniteGuard(Path(out_file).with_suffix(""), rank, 10)
     shares = [batch.select(balanced_partition(batch.lengths, world_size)[rank]) for batch in batches]
     report = train_steps(trainer, trainer._objective, shares, guard)
+    KLControl(args, trainer._objective).adapt(report)
     weights = {name: tensor.clone() for bucket in trainer.export() for name, tensor in bucket.items()}
-    Path(out_file).write_bytes(pickle.dumps((report, weights)))
+    Path(out_file).write_bytes(pickle.dumps((report, weights, trainer._objective.kl_coef)))
 
 
 if __name__ == "__main__":

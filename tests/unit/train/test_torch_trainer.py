@@ -149,6 +149,22 @@ def test_the_reference_stays_while_the_actor_moves(make_args: MakeArgs, make_bat
         trainer.log_probs("critic", batch)
 
 
+def test_the_reference_takes_the_weights_of_the_actors_folder_to_the_last_bit(
+    make_args: MakeArgs, make_batch: MakeBatch, tmp_path: Path
+) -> None:
+    trainer, batch = make_trainer(make_args(use_kl_loss=True)), make_batch()
+    initial = trainer.log_probs("ref", batch)
+    batch.columns["ref_log_probs"] = initial
+    step(trainer, batch)
+    trainer.save_hf(str(tmp_path / "hf"))
+    trainer.load_ref(str(tmp_path / "hf"))
+    moved = trainer.log_probs("ref", batch)
+    assert all(np.array_equal(a, b) for a, b in zip(moved, trainer.log_probs("actor", batch), strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(moved, initial, strict=True))
+    step(trainer, batch)
+    assert all(np.array_equal(a, b) for a, b in zip(moved, trainer.log_probs("ref", batch), strict=True))
+
+
 def test_the_supervised_loss_equals_that_of_transformers(
     make_args: MakeArgs, make_batch: MakeBatch, model_path: str
 ) -> None:

@@ -28,7 +28,10 @@ def infinite(args, inputs):
 """
 
 
-def _run(world_size: int, job_file: Path, folder: Path) -> list[tuple[StepReport, dict[str, torch.Tensor]]]:
+def _run(
+    world_size: int, job_file: Path, folder: Path
+) -> list[tuple[StepReport, dict[str, torch.Tensor], float | None]]:
+    """Of each rank: its report, its weights, and the KL coefficient of the next rollout."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -63,11 +66,20 @@ def test_two_ranks_equal_one_rank(
     batches[2].columns["reward"][3] = np.float32(3e38)
     job_file = tmp_path / "job"
     # A large epsilon: Adam's first steps blow rounding errors of tiny gradients up to the size of the learning rate.
-    args = make_args(train_timeout_s=60.0, max_tokens_per_gpu=40, adam_eps=1e-2)
+    kl = {"use_kl_loss": True, "kl_loss_coef": 1e-3, "kl_target": 0.1, "kl_horizon": 1000.0, "max_non_finite_steps": 9}
+    args = make_args(train_timeout_s=60.0, max_tokens_per_gpu=40, adam_eps=1e-2, **kl)
+    for batch in batches:
+        near = [row + np.float32(0.1) for row in make_trainer(args).log_probs("actor", batch)]
+        batch.columns["ref_log_probs"] = near
     job_file.write_bytes(pickle.dumps((args, batches)))
-    ((one, weights),) = _run(1, job_file, tmp_path)
-    (first, first_weights), (second, second_weights) = _run(2, job_file, tmp_path)
+    ((one, weights, coefficient),) = _run(1, job_file, tmp_path)
+    (first, first_weights, first_coefficient), (second, second_weights, second_coefficient) = _run(
+        2, job_file, tmp_path
+    )
 
+    assert coefficient not in (None, 1e-3)
+    assert first_coefficient == second_coefficient == pytest.approx(coefficient, rel=1e-7)
+    assert StepReport.metrics_of([one])["ref_kl"] > 0
     assert one.non_finite == first.non_finite == second.non_finite == 1
     assert first.metrics == second.metrics
     for name, tensor in weights.items():
@@ -88,7 +100,7 @@ def test_a_loss_that_is_infinite_on_one_rank_alone_leaves_both_ranks_as_they_wer
     args = make_args(train_timeout_s=60.0, custom_loss_function_path=f"{losses}:infinite", grpo_std_normalization=False)
     initial = make_trainer(args)
     job_file.write_bytes(pickle.dumps((args, [batch])))
-    for report, weights in _run(2, job_file, tmp_path):
+    for report, weights, _ in _run(2, job_file, tmp_path):
         assert report.non_finite == 1
         for bucket in initial.export():
             for name, tensor in bucket.items():

@@ -12,7 +12,7 @@ from buffer_rl.errors import EngineError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakeEngines
 from buffer_rl.weights.disk import DiskTransport
-from buffer_rl.weights.publish import Publisher
+from buffer_rl.weights.publish import Publisher, ReferenceUpdates
 
 
 class Writer:
@@ -132,3 +132,40 @@ def test_engines_that_serve_different_weights_are_an_error_where_they_are_compar
     with pytest.raises(EngineError, match="serve different weights as version 2"):
         publisher(tmp_path, engines, compare=True).publish(2)
     assert not engines.paused
+
+
+class Reference:
+    """Reads what it is given, as a process with the reference model does."""
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[str, int]] = []
+
+    def load(self, path: str, version: int) -> None:
+        self.loads.append(((Path(path) / "model.safetensors").read_text(), version))
+
+
+def test_the_reference_takes_the_newest_weights_and_a_checkpoint_those_that_it_has(tmp_path: Path) -> None:
+    reference, folder = Reference(), tmp_path / "weights_ref"
+    updates = ReferenceUpdates(Writer(), reference.load, folder)
+    updates.save(tmp_path / "initial")
+    assert not (tmp_path / "initial").exists()
+    updates.update(2)
+    updates.update(4)
+    assert reference.loads == [("1", 2), ("2", 4)]
+    assert [path.name for path in folder.iterdir()] == ["v000004"]
+    updates.save(tmp_path / "checkpoint" / "ref")
+    assert (tmp_path / "checkpoint" / "ref" / "model.safetensors").read_text() == "2"
+
+
+def test_a_resumed_reference_is_that_of_the_checkpoint_and_saved_again(tmp_path: Path) -> None:
+    reference, saved = Reference(), tmp_path / "saved"
+    updates = ReferenceUpdates(Writer(), reference.load, tmp_path / "weights_ref")
+    updates.restore(saved, 5)
+    assert reference.loads == []
+    Writer().save_hf(str(saved))
+    updates.restore(saved, 5)
+    assert reference.loads == [("1", 5)]
+    updates.save(tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").read_text() == "1"
+    updates.update(6)
+    assert saved.exists()  # the checkpoint is another run's as well
