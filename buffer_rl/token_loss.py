@@ -140,6 +140,7 @@ HINTS = {
     "returns": "an advantage estimator must run before the loss",
     "ref_log_probs": "the reference model's log-probabilities must be computed before the loss: add --use-kl-loss "
     "(with --kl-loss-coef 0 for no KL penalty)",
+    "baseline_reward": "the default rollout function gives it where no converter of samples of yours makes the columns",
     "rollout_log_probs": "the generate function must keep the engine's log-probabilities",
 }
 
