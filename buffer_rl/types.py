@@ -90,6 +90,7 @@ class Sample:
     loss_mask: 1 for each response token that is trained on, ``[response_length]``; None means all of them.
     reward: a finite number, or a mapping of names to numbers with the one to train on under ``--reward-key``.
     remove_sample: set by a sample filter: keep the row, but with a loss mask of zeros.
+    train_metadata: what training needs beside: ``baseline_reward``, the reward of a greedy response, for ReMax.
     """
 
     uid: GroupUid | None = None
@@ -291,6 +292,7 @@ class TrainBatch:
         ``response_length`` ``[num_rows]`` int32;
         ``loss_mask`` list of ``[response_length]`` float32;
         ``reward`` ``[num_rows]`` float32 after post-processing, ``raw_reward`` before it;
+        ``baseline_reward`` ``[num_rows]`` float32, the reward of a greedy response, where the estimator needs it;
         ``rollout_log_probs``, ``ref_log_probs``, ``teacher_log_probs``, ``old_log_probs``, ``advantages``, ``returns``
         lists of ``[response_length]`` float32, where they exist;
         ``sample_total_tokens`` and ``sample_parts`` ``[num_rows]`` float32, unmasked response tokens of the row's

@@ -45,9 +45,9 @@ def reinforce_plus_plus_baseline(args: Any, batch: TrainBatch) -> None:
 def remax(args: Any, batch: TrainBatch) -> None:
     """The sum of token rewards from each token on, minus the reward of the prompt's greedy response.
 
-    Li et al. (arXiv 2310.10505), with the penalty of ``--kl-coef`` in the token rewards. The column
-    ``baseline_reward``, ``[num_rows]``, is the reward of a response sampled at temperature 0, which a function of
-    ``--custom-convert-samples-to-train-data-path`` gives. Returns are those before the subtraction.
+    Li et al. (arXiv 2310.10505), with the penalty of ``--kl-coef`` in the token rewards. The
+    column ``baseline_reward``, ``[num_rows]``, is the reward of a response to the prompt at temperature 0
+    (``buffer_rl.rollout.baseline``). Returns are those before the subtraction.
 
     Raises DataError for a missing column, or a reward that is not finite.
     """

@@ -12,6 +12,7 @@ scoring         chooses each sample's reward function and computes the reward wi
 reward_process  processes that compute synchronous rewards and can be killed
 failures        kinds and domains of failed attempts
 failure_policy  requeue, quarantine or the end of the run after a failed attempt
+baseline        the reward of a greedy response to each prompt, where an estimator needs it
 user_rollout    calls a user's rollout function and reads its answer, slime's evaluation answers too
 user_functions  calls the user's filters and log functions
 conversion      one finished group to columns

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import RolloutError
+from buffer_rl.rollout.baseline import needs_baseline
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.rollout.scoring import Scorer
 from buffer_rl.rollout.user_functions import resolve_function
@@ -48,6 +49,7 @@ class RolloutContext:
 
     engine is None where a run needs none (supervised fine-tuning). ``generate`` and the filters are the
     user's functions, resolved once; None stands for the built-in generate function and for no filter.
+    baseline: whether each group needs the reward of a greedy response (``buffer_rl.rollout.baseline``).
     run_dir: where reports go; None writes none.
     """
 
@@ -62,6 +64,7 @@ class RolloutContext:
     dynamic_filter: Callable[..., Any] | None = None
     sample_filter: Callable[..., Any] | None = None
     all_samples_process: Callable[..., Any] | None = None
+    baseline: bool = False
     run_dir: Path | None = None
     _closed: bool = field(default=False, init=False)
 
@@ -95,6 +98,7 @@ class RolloutContext:
             all_samples_process=resolve_function(
                 registry, "all_samples_process", args.rollout_all_samples_process_path
             ),
+            baseline=needs_baseline(args, registry),
             run_dir=run_dir,
         )
 

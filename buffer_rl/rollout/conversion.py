@@ -13,6 +13,7 @@ from buffer_rl.contracts import RewardPostProcess, SamplesToTrainData
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place, returned, short_repr, traceback_tail
+from buffer_rl.rollout.baseline import BASELINE, baseline_of, needs_baseline
 from buffer_rl.rollout.user_functions import resolve_function
 from buffer_rl.types import Column, RowId, Sample, SampleGroup
 
@@ -29,7 +30,7 @@ class GroupConverter:
     ``remove_sample``); ``raw_reward`` ``[num_rows]`` float32; ``reward`` ``[num_rows]`` float32, normalised within
     the group as the algorithm says; ``rollout_log_probs`` list of ``[response_length]`` float32, absent if no sample
     has them; ``truncated`` ``[num_rows]`` bool; ``weight_version`` ``[num_rows]`` int32, the oldest of the row, -1 if
-    none.
+    none; with ``baseline``, ``baseline_reward`` ``[num_rows]`` float32, of the samples' ``train_metadata``.
     A removed sample may have neither response nor reward: its row then has one masked token, the ``reward`` 0, and as
     ``raw_reward`` the mean of the others, which are normalised without it.
     An evaluation group has the same columns, except that ``tokens`` and ``rollout_log_probs`` are left out and
@@ -42,8 +43,10 @@ class GroupConverter:
         *,
         post_process: RewardPostProcess | None = None,
         to_train_data: SamplesToTrainData | None = None,
+        baseline: bool = False,
     ) -> None:
         self._args = args
+        self._baseline = baseline
         self._post_process = post_process
         self._to_train_data = to_train_data
 
@@ -57,6 +60,7 @@ class GroupConverter:
             to_train_data=resolve_function(
                 registry, "samples_to_train_data", args.custom_convert_samples_to_train_data_path
             ),
+            baseline=needs_baseline(args, registry),
         )
 
     def encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
@@ -100,6 +104,8 @@ class GroupConverter:
         for name in ("rollout_log_probs", "teacher_log_probs"):
             if any(getattr(s, name) is not None for s in samples):
                 columns[name] = [_log_probs(s, name) for s in samples]
+        if self._baseline:
+            columns[BASELINE] = np.asarray([baseline_of(s) for s in samples], dtype=np.float32)
         return row_ids, columns
 
     def _raw_rewards(self, samples: Sequence[Sample]) -> np.ndarray:

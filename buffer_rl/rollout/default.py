@@ -29,6 +29,7 @@ from typing import Any
 from buffer_rl.buffer.partial import check_spans, check_versions, is_complete
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.rollout.baseline import baseline_of, greedy_group, set_baseline
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.failure_policy import FailurePolicy
@@ -162,15 +163,17 @@ class _Run:
         else:
             await self.buffer.afinish(group, encoded)
         self.stats.count_kept(group, rewards_of(self._args, group))
+        if self.context.baseline:
+            self.stats.baselines.append(baseline_of(group[0]))
 
     async def _attempt(self, slot: _Slot, group: SampleGroup) -> str | AttemptFailure:
         """Generate, score and filter the group. Returns an empty text if it is kept, else the reason or the failure."""
+        greedy = [greedy_group(group)] if self.context.baseline else []
         slot.phase = _Phase.GENERATING
         try:
             if self.context.prompts.too_long(group[0], self._args.rollout_max_prompt_len):
                 return TOO_LONG
-            await generate_group(self.context, self.buffer.ticket, group, self._params, self.stats, self._requests)
-            check_spans(group)
+            await run_all(self._generate(each) for each in (group, *greedy))
         except BufferRLError as error:
             if not self._requests.stopped:  # else the rollout does not need the answer any more
                 if (failure := failure_of(error)) is None:
@@ -181,11 +184,12 @@ class _Run:
         if self._requests.stopped:
             return ""
         try:
-            check_versions(self.buffer.ticket, group)
+            for each in (group, *greedy):
+                check_versions(self.buffer.ticket, each)
         except RolloutError as error:  # an engine that missed an update: its tokens may not be trained on
             return AttemptFailure(domain=Domain.INFRA, reason=STALE_WEIGHTS, error=error)
         slot.phase = _Phase.SCORING
-        result = await self._score_and_filter(group)
+        result = await self._score_and_filter(group, greedy)
         slot.phase = _Phase.OTHER
         if result or self._requests.stopped:
             return result
@@ -196,6 +200,11 @@ class _Run:
         self._failures.succeeded(group)
         return ""
 
+    async def _generate(self, group: SampleGroup) -> None:
+        params = self._params | group.sampling_params
+        await generate_group(self.context, self.buffer.ticket, group, params, self.stats, self._requests)
+        check_spans(group)
+
     def _encode(self, group: SampleGroup) -> Any:
         """The rows of a group that is kept; None where functions that see the whole rollout may still change it."""
         if not self._finishes_at_end:
@@ -204,10 +213,12 @@ class _Run:
         self.buffer.encode(replace(group, samples=copied))  # the user's code in it may change samples, too
         return None
 
-    async def _score_and_filter(self, group: SampleGroup) -> str | AttemptFailure:
-        """Score and filter the generated group. Returns an empty text if it is kept, else the reason or the failure."""
-        if failures := await score_group(self.context, group, self.stats):
-            return AttemptFailure.of_reward(failures[0])
+    async def _score_and_filter(self, group: SampleGroup, greedy: list[SampleGroup]) -> str | AttemptFailure:
+        """Score the generated group, and the ``greedy`` response to its prompt if there is one, and filter the group.
+        Returns an empty text if it is kept, else the reason or the failure."""
+        for failures in await run_all(score_group(self.context, each, self.stats) for each in (group, *greedy)):
+            if failures:
+                return AttemptFailure.of_reward(failures[0])
         for status, reason in ((Status.ABORTED, "aborted"), (Status.FAILED, "generate_failed")):
             if any(sample.status is status and not sample.remove_sample for sample in group):
                 return reason
@@ -215,6 +226,9 @@ class _Run:
         scored = [sample for sample in group if sample.reward is not None]
         if not scored:
             return "aborted"
+        for each in greedy:
+            if reason := set_baseline(self._args, group, each):
+                return reason
         judged = group if len(scored) == len(group) else replace(group, samples=scored)
         reference = self._args.dynamic_sampling_filter_path
         decision = await apply_filter(self.context.dynamic_filter, reference, self._args, judged)

@@ -57,6 +57,7 @@ class RolloutStats:
     dropped.
     num_aborted_groups, num_surplus_groups: groups of an over-sampled rollout that were not needed, and were requeued
     in mid-generation or fully generated. failures: failed attempts at groups, by domain (``infra``, ``data``).
+    baselines: of the kept groups, ``[num_kept]``, where there are any.
     """
 
     has_filter: bool = False
@@ -66,6 +67,7 @@ class RolloutStats:
     longest: int = 0
     truncated: list[float] = field(default_factory=list)
     num_kept: int = 0
+    baselines: list[float] = field(default_factory=list)
     num_zero_std: int = 0
     generated_tokens: int = 0
     num_aborted_groups: int = 0
@@ -124,6 +126,8 @@ class RolloutStats:
             values |= {"raw_reward": float(np.mean(rewards)), "raw_reward_std": float(np.std(rewards))}
             if self.has_filter:
                 values["raw_reward_all"] = float(np.mean(sorted([*rewards, *self.filtered_rewards])))
+        if self.baselines:
+            values["baseline_reward"] = float(np.mean(sorted(self.baselines)))
         if self.response_lengths:
             values |= {
                 "response_len/mean": float(np.mean(sorted(self.response_lengths))),

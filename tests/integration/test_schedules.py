@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from buffer_rl.buffer.row_file import read_rollout
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.observe.timeline import read_trace
 from buffer_rl.testing.tiny import make_tiny_model
@@ -137,6 +138,12 @@ def dropped(run_dir: Path) -> float:
     return sum(value for record in records for name, value in record.items() if name.startswith("rollout/drop_"))
 
 
+def sampled_at_first(run_dir: Path) -> list[tuple[str, int, str]]:
+    """Prompt, sample and response of what was shown of the first rollout, whose weights all runs have."""
+    shown = map(json.loads, (run_dir / "samples.jsonl").read_text().splitlines())
+    return [(s["uid"], s["sample_index"], s["response"]) for s in shown if s["rollout_id"] == 0]
+
+
 def overlapping(run_dir: Path, name: str) -> int:
     """Rollouts that were still generating when work ``name`` on one of their groups had begun."""
     spans = read_trace(run_dir)
@@ -189,6 +196,42 @@ def test_a_teacher_without_a_reward_draws_every_schedule_to_the_same_parameters(
     roles = {"num_teacher_workers": 1, "num_advantage_workers": 1}
     streamed = run("distilled_streamed", **options, **STREAMED, **roles)
     assert equal(lockstep, streamed)
+
+
+ANY_REWARD = """
+import zlib
+
+
+def score(args, sample):
+    return float(zlib.crc32(f"{sample.label} {sample.response}".encode()) % 4)
+"""
+
+
+@pytest.mark.slow
+def test_remax_has_one_baseline_a_prompt_and_ends_alike_in_every_schedule(
+    run: Run, lockstep: Path, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "any.py").write_text(ANY_REWARD)
+    options = {"advantage_estimator": "remax", "custom_rm_path": f"{tmp_path / 'any.py'}:score"}
+    first = run("remax", **options, save_debug_rollout_data=str(tmp_path / "{rollout_id}"))
+    assert has_trained(first, folder)
+    assert equal(first, run("remax_pipelined", **options, **PIPELINED, num_advantage_workers=1, num_train_ranks=2))
+    assert equal(first, run("remax_streamed", **options, **STREAMED))
+    logged = [record["rollout/baseline_reward"] for record in read_metrics(first) if "rollout/raw_reward" in record]
+    seen = set()
+    for rollout_id, metric in enumerate(logged):
+        batch = read_rollout(tmp_path / str(rollout_id))
+        baselines = np.asarray(batch.columns["baseline_reward"])
+        of_prompt = {row.uid: baselines[i] for i, row in enumerate(batch.row_ids)}
+        assert [of_prompt[row.uid] for row in batch.row_ids] == baselines.tolist()
+        assert {row.sample_index for row in batch.row_ids} == set(range(len(batch.row_ids) // len(of_prompt)))
+        assert metric == np.mean(list(of_prompt.values()))
+        seen |= set(baselines.tolist())
+    assert len(logged) == 5
+    assert len(seen) > 1  # or nothing would be seen of the baselines
+    shown = [sampled_at_first(run_dir) for run_dir in (first, lockstep)]
+    assert len(shown[0]) > 0
+    assert shown[0] == shown[1]  # a run without greedy responses
 
 
 KILLED = """

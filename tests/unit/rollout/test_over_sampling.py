@@ -144,6 +144,35 @@ async def test_a_dropped_group_is_replaced_while_the_rest_goes_on(kit: Any, monk
     assert (output.metrics["surplus_groups"], output.metrics["aborted_groups"]) == (1.0, 0.0)
 
 
+async def test_the_greedy_response_of_a_requeued_group_is_generated_again_by_the_weights_of_the_step(
+    kit: Any, tmp_path: Path
+) -> None:
+    bench = Bench(
+        kit,
+        tmp_path,
+        over_sampling_batch_size=3,
+        partial_rollout=True,
+        max_staleness=1,
+        advantage_estimator="remax",
+        custom_rm_path=kit.user("length_async"),
+    )
+
+    def greedy_of_row_0(body: dict[str, Any]) -> bool:
+        return row_of(body) == 0 and body["sampling_params"]["temperature"] == 0
+
+    with FakeEngine(positions, latency=lambda body: FOREVER if greedy_of_row_0(body) else 0.0) as engine:
+        assert await bench.roll(0, engine) == [1, 2]
+        bench.train(0)
+        engine.version, engine.latency = 1, None
+        engine.respond = lambda input_ids, seed: [5, 5, 5]
+        first = len(engine.log.requests)
+        assert 0 in await bench.roll(1, engine)
+    again = [body for body in engine.log.requests[first:] if row_of(body) == 0]
+    assert [(sample_of(body), body["sampling_params"]["temperature"]) for body in again] == [(2, 0.0)]
+    assert [sample.reward for sample in bench.finished[0]] == [END - PROMPT] * 2  # from the first rollout
+    assert [sample.train_metadata for sample in bench.finished[0]] == [{"baseline_reward": 3.0}] * 2
+
+
 async def test_a_response_in_two_pieces_has_the_tokens_log_probs_and_versions_of_both(kit: Any, tmp_path: Path) -> None:
     bench = Bench(
         kit,

@@ -14,6 +14,7 @@ import numpy as np
 
 from buffer_rl.rollout.generate import generate
 from buffer_rl.rollout.turns import add_observation, generate_turn
+from buffer_rl.scope import scoped
 from buffer_rl.types import FilterDecision, Sample, SampleGroup, Status
 
 _SEEN: set[Any] = set()
@@ -362,3 +363,44 @@ async def notes_evaluation(args: Any, sample: Sample, sampling_params: Any, eval
 async def passes_keywords_on(args: Any, sample: Sample, sampling_params: Any, **kwargs: Any) -> Sample:
     sample.metadata["evaluation"] = "not received"
     return await generate(args, sample, sampling_params, **kwargs)
+
+
+async def length_async(args: Any, sample: Sample) -> float:
+    """The number of response tokens; behaves as the label ``greedy_raises`` says."""
+    if sample.label == "greedy_raises" and sample.sample_index == 2:
+        raise KeyError("no such answer")
+    return float(sample.response_length)
+
+
+async def size_of_group(args: Any, group: SampleGroup) -> list[float]:
+    return [float(len(group))] * len(group)
+
+
+async def greedy_as_label_says(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    """A response of one token; one at temperature 0 gets the status of the label, or has parts of 1 and 2 tokens."""
+    greedy = sampling_params["temperature"] == 0
+    lengths = (1, 2) if greedy and sample.label == "parts" else (1,)
+    parts = [copy.copy(sample) for _ in lengths]
+    for part, length in zip(parts, lengths, strict=True):
+        part.tokens, part.response_length, part.rollout_log_probs = [5] * (length + 1), length, [-1.0] * length
+        part.status = sample.label if greedy and sample.label in set(Status) else Status.COMPLETED
+        part.train_metadata = {"mine": 7}
+    return parts
+
+
+def two_with_a_baseline(args: Any, group: SampleGroup) -> FilterDecision:
+    """Keeps groups of two samples whose baseline is more than 3."""
+    baselines = [sample.train_metadata["baseline_reward"] for sample in group]
+    return FilterDecision(keep=len(group) == 2 and min(baselines) > 3, reason="low_baseline")
+
+
+@scoped("row", needs=("baseline_reward",))
+def minus_baseline(args: Any, batch: Any) -> None:
+    rewards = batch.columns["reward"] - batch.columns["baseline_reward"]
+    pairs = zip(rewards, batch.columns["response_length"], strict=True)
+    batch.columns["advantages"] = [np.full(length, reward, dtype=np.float32) for reward, length in pairs]
+    batch.columns["returns"] = batch.columns["advantages"]
+
+
+def last_token_with_baseline(args, samples):
+    return {**last_token_only(args, samples), "baseline_reward": [0.5 for _ in samples]}

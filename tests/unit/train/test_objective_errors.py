@@ -170,6 +170,9 @@ def test_an_estimator_needs_the_columns_that_it_declares() -> None:
         with pytest.raises(PluginError, match=f"it needs the column '{absent}'"):
             objective_of(custom_advantage_function_path=mine).compute_advantages(rows)
         rows.columns[absent] = given
+    with pytest.raises(PluginError, match="it needs the column 'baseline_reward'") as caught:
+        objective_of(advantage_estimator="remax").compute_advantages(rows)
+    assert "the default rollout function gives it" in caught.value.hint
 
 
 def test_an_estimator_that_replaces_a_column_is_refused_as_only_some_schedules_would_see_it() -> None:
