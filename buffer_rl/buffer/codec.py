@@ -27,6 +27,7 @@ _RESPONSE_FIELDS = (
     "reward",
     "loss_mask",
     "rollout_log_probs",
+    "rollout_kept_tokens",
     "remove_sample",
     "train_metadata",
 )
@@ -55,7 +56,7 @@ def _sample_to_json(sample: Sample) -> dict[str, Any]:
 
 def _sample_from_json(uid: GroupUid, fields: Mapping[str, Any]) -> Sample:
     names = (*_PROMPT_FIELDS, *_RESPONSE_FIELDS) if "status" in fields else _PROMPT_FIELDS
-    sample = Sample(uid=uid, **{name: _unpack(fields[name]) for name in names})
+    sample = Sample(uid=uid, **{name: _unpack(fields[name]) for name in names if name in fields})
     if "status" in fields:
         sample.status = Status(fields["status"])
         sample.weight_versions = [VersionSpan(*span) for span in fields["weight_versions"]]
