@@ -208,3 +208,22 @@ def test_min_p_cuts_after_the_temperature_and_draws_from_the_rest_in_proportion(
 def test_a_parameter_of_sglang_that_would_change_the_distribution_is_refused_and_never_ignored(name):
     with pytest.raises(SamplingError, match=f"{name!r} is not supported by the embedded engine"):
         SamplingParams.parse({name: {"5": 1.0} if name == "logit_bias" else "x" if name == "ebnf" else 0.5})
+
+
+def test_returned_kept_tokens_are_those_drawn_from_and_log_probs_are_renormalised_over_them():
+    rows = np.log(np.array([[0.05, 0.5, 0.15, 0.3]] * 5, dtype=np.float64)).astype(np.float32)
+    params = [
+        SamplingParams(top_p=0.7),  # 0.5 and 0.3: the smallest set with a mass of 0.7
+        SamplingParams(min_p=0.25),  # at least 0.125
+        SamplingParams(),
+        SamplingParams(temperature=0.0, top_k=2),  # greedy: nothing is cut off
+        SamplingParams(temperature=0.5, top_k=2, top_p=0.99),  # squares: 0.25 and 0.09
+    ]
+    u = np.full(5, 0.9)
+    tokens, log_probs, kept = draw(padded(rows), params, u, return_kept=True)
+    assert tokens == [3, 3, 3, 1, 3]
+    assert [np.frombuffer(ids, dtype=np.int32).tolist() for ids in kept] == [[1, 3], [1, 2, 3], [], [], [1, 3]]
+    expected = [0.3 / 0.8, 0.3 / 0.95, 0.3, 0.5, 0.09 / 0.34]
+    assert log_probs == pytest.approx([math.log(p) for p in expected], abs=1e-6)
+    assert draw(padded(rows), params, u)[0] == tokens
+    assert draw(padded(rows), params, u)[2] == [b""] * 5
