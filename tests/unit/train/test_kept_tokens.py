@@ -100,6 +100,7 @@ def test_gradients_equal_finite_differences() -> None:
         ([2, 2], [0, 1, 0, 1]),  # the second set lacks token 3
         ([0, 2], [1, 3, 1]),
         ([1, 2], [1, 3, 3]),
+        ([2, 2], [1, 1, 0, 1]),  # the first set has its token twice, the second not at all
     ],
 )
 def test_kept_tokens_of_another_response_are_an_error_that_names_the_row(counts: list[int], ids: list[int]) -> None:
