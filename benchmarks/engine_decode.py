@@ -121,6 +121,7 @@ def run_http(folder: str, items: list[Item], batch: int) -> float:
         engine_start_timeout_s=300.0,
         generate_timeout_s=600.0,
         deterministic=False,
+        replay_kept_tokens=False,
     )
 
     async def generate(fleet: EngineFleet) -> None:

@@ -87,6 +87,9 @@ class Sample:
     tokens: prompt and response token ids, ``[prompt_length + response_length]``.
     rollout_log_probs: the engine's log-probability of each response token, ``[response_length]``, in nats.
     teacher_log_probs: the same under a teacher (``--use-opd``), where a function of the user's asks it.
+    rollout_kept_tokens: for each response token the ids of the tokens that top-k, top-p and min-p left to draw it from,
+    as bytes of int32, ``[response_length]``; empty for the whole vocabulary, as where the token was not sampled. Of
+    ``--replay-kept-tokens``, under which ``rollout_log_probs`` are renormalised over them.
     loss_mask: 1 for each response token that is trained on, ``[response_length]``; None means all of them.
     reward: a finite number, or a mapping of names to numbers with the one to train on under ``--reward-key``.
     remove_sample: set by a sample filter: keep the row, but with a loss mask of zeros.
@@ -109,6 +112,7 @@ class Sample:
     weight_versions: list[VersionSpan] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     teacher_log_probs: list[float] | None = None
+    rollout_kept_tokens: list[bytes] | None = None
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     remove_sample: bool = False
@@ -295,6 +299,8 @@ class TrainBatch:
         ``baseline_reward`` ``[num_rows]`` float32, the reward of a greedy response, where the estimator needs it;
         ``rollout_log_probs``, ``ref_log_probs``, ``teacher_log_probs``, ``old_log_probs``, ``advantages``, ``returns``
         lists of ``[response_length]`` float32, where they exist;
+        ``kept_counts`` list of ``[response_length]`` int32 and ``kept_tokens`` list of ``[sum of its counts]`` int32,
+        under ``--replay-kept-tokens``: see ``Sample.rollout_kept_tokens``;
         ``sample_total_tokens`` and ``sample_parts`` ``[num_rows]`` float32, unmasked response tokens of the row's
         sample over all its parts, and how many these are, written by the Buffer.
     """

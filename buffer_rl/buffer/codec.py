@@ -28,6 +28,7 @@ _RESPONSE_FIELDS = (
     "loss_mask",
     "rollout_log_probs",
     "teacher_log_probs",
+    "rollout_kept_tokens",
     "remove_sample",
     "train_metadata",
 )

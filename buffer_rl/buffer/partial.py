@@ -177,7 +177,7 @@ def _is_sound(sample: Sample) -> bool:
     length = sample.response_length
     if not 0 < length < len(sample.tokens) or len(sample.rollout_log_probs or ()) != length:
         return False
-    if sample.loss_mask is not None and len(sample.loss_mask) != length:
+    if any(values is not None and len(values) != length for values in (sample.loss_mask, sample.rollout_kept_tokens)):
         return False
     return tile(sample.weight_versions, length) and all(math.isfinite(v) for v in sample.rollout_log_probs or ())
 

@@ -43,6 +43,7 @@ def check_options(args: Any) -> None:
         _check_reward(args)
     _check_evaluation(args)
     _check_top_k(args)
+    _check_replay(args)
     _check_kl(args)
     check_kl_target(args)
     _check_algorithm(args)
@@ -146,6 +147,25 @@ def _check_top_k(args: Any) -> None:
     given |= {f"--eval-config {args.eval_config}, the set {s.name!r}": s.top_k for s in eval_sets_of(args)}
     if zero := [where for where, top_k in given.items() if top_k == 0]:
         raise ConfigError("top_k is 0", where=zero[0], expected="-1 for all tokens, or at least 1", hint="write -1")
+
+
+_TRUNCATING = (("rollout_top_p", 1.0), ("rollout_top_k", -1), ("rollout_min_p", 0.0))
+
+
+def _truncating(args: Any) -> list[tuple[str, float]]:
+    """The options that cut off a part of the distribution that training samples come from, and their values."""
+    cut = [(name, getattr(args, name)) for name, neutral in _TRUNCATING if getattr(args, name) != neutral]
+    return cut if args.rollout_temperature > 0 and not is_supervised(args) else []
+
+
+def _check_replay(args: Any) -> None:
+    if args.replay_kept_tokens and not _truncating(args):
+        raise ConfigError(
+            "no tokens are cut off when training samples are drawn",
+            where="--replay-kept-tokens",
+            expected="--rollout-top-p, --rollout-top-k or --rollout-min-p, and a temperature above 0",
+            hint="take it out",
+        )
 
 
 def _check_kl(args: Any) -> None:
@@ -419,9 +439,6 @@ def whole_rollout_functions(args: Any) -> list[tuple[str, str, str | None]]:
     ]
 
 
-_TRUNCATING = (("rollout_top_p", 1.0), ("rollout_top_k", -1), ("rollout_min_p", 0.0))
-
-
 def notices(args: Any) -> list[str]:
     """One text for each thing to know; a run starts all the same.
 
@@ -429,13 +446,14 @@ def notices(args: Any) -> list[str]:
     """
     found = []
     trains = args.num_rollout != 0 and not rollout_only(args) and not is_supervised(args)
-    cut = [(name, getattr(args, name)) for name, neutral in _TRUNCATING if getattr(args, name) != neutral]
-    if trains and cut and args.rollout_temperature > 0:
+    cut = _truncating(args)
+    if trains and cut and not args.replay_kept_tokens:
         given = ", ".join(f"{flag_of(name)} {value}" for name, value in cut)
         found.append(
             f"{given}: training samples come from a part of the distribution, but log-probabilities, the engine's and "
             "the trainer's, are of the whole; nothing corrects for it, so gradients are biased towards the tokens that "
-            "are kept (the same flags with --eval- touch evaluations only)"
+            "are kept (--replay-kept-tokens, with the embedded engine, renormalises both over these tokens; the same "
+            "flags with --eval- touch evaluations only)"
         )
     built_in = is_built_in_rollout(args)
     if trains and built_in and not train_only(args) and _is_alone_in_its_group(args):

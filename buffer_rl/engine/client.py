@@ -8,14 +8,17 @@ be left of the first try.
 from __future__ import annotations
 
 import asyncio
+import binascii
 import contextlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
 import aiohttp
+import numpy as np
 import orjson
 
 from buffer_rl.engine.control import CONTROL_TIMEOUT_S, EngineFanOut, HttpSession, decode_json, status_error
@@ -30,7 +33,8 @@ class GenerateResult:
     """One answer. ``log_probs[i]``, in nats, belongs to ``output_ids[i]``; finish_reason: stop, length or abort.
 
     matched: the token id or the string that stopped it, if any. cached_tokens: prompt tokens that another request
-    had computed. spans: which weight version sampled which tokens; they tile ``output_ids``.
+    had computed. spans: which weight version sampled which tokens; they tile ``output_ids``. kept: see
+    ``Sample.rollout_kept_tokens``; None where the engine does not return them.
     """
 
     output_ids: list[int]
@@ -40,6 +44,7 @@ class GenerateResult:
     spans: list[VersionSpan]
     matched: int | str | None = None
     cached_tokens: int = 0
+    kept: list[bytes] | None = None
 
     @property
     def status(self) -> Status:
@@ -68,6 +73,7 @@ def parse_answer(answer: Any, url: str) -> GenerateResult:
             ],
             matched=reason.get("matched"),
             cached_tokens=int(meta.get("cached_tokens", 0)),
+            kept=_kept(meta),
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise EngineError(
@@ -90,6 +96,14 @@ def parse_answer(answer: Any, url: str) -> GenerateResult:
             f"unknown finish reason {result.finish_reason!r}", where=url, expected=f"one of {', '.join(_STATUS)}"
         )
     return result
+
+
+def _kept(meta: Any) -> list[bytes] | None:
+    if meta.get("top_p_token_ids") is None:
+        return None
+    raw = binascii.a2b_base64(meta["top_p_token_ids"])
+    offsets = np.frombuffer(binascii.a2b_base64(meta["top_p_token_offsets"]), dtype="<i4").tolist()
+    return [raw[4 * start : 4 * end] for start, end in pairwise(offsets)]
 
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"

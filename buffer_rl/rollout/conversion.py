@@ -30,7 +30,9 @@ class GroupConverter:
     ``remove_sample``); ``raw_reward`` ``[num_rows]`` float32; ``reward`` ``[num_rows]`` float32, normalised within
     the group as the algorithm says; ``rollout_log_probs`` list of ``[response_length]`` float32, absent if no sample
     has them; ``truncated`` ``[num_rows]`` bool; ``weight_version`` ``[num_rows]`` int32, the oldest of the row, -1 if
-    none; with ``baseline``, ``baseline_reward`` ``[num_rows]`` float32, of the samples' ``train_metadata``.
+    none; with ``baseline``, ``baseline_reward`` ``[num_rows]`` float32, of the samples' ``train_metadata``; under
+    ``--replay-kept-tokens``, and after a conversion of the user's too, ``kept_tokens`` and ``kept_counts`` (see
+    ``TrainBatch``).
     A removed sample may have neither response nor reward: its row then has one masked token, the ``reward`` 0, and as
     ``raw_reward`` the mean of the others, which are normalised without it.
     An evaluation group has the same columns, except that ``tokens`` and ``rollout_log_probs`` are left out and
@@ -80,7 +82,7 @@ class GroupConverter:
             kind, path = "samples_to_train_data", self._args.custom_convert_samples_to_train_data_path
             at = f"group {group.uid}"
             answer: object = call(kind, path, self._to_train_data, self._args, samples, at=at, error_class=RolloutError)
-            return row_ids, checked_columns(answer, samples, place(kind, path, at))
+            return row_ids, self._kept_columns(samples) | checked_columns(answer, samples, place(kind, path, at))
         scored = samples if evaluation else [s for s in samples if s.reward is not None or not s.remove_sample]
         if not scored:
             raise RolloutError("no sample of it has a reward", where=f"group {group.uid}", expected="at least one")
@@ -106,7 +108,16 @@ class GroupConverter:
                 columns[name] = [_log_probs(s, name) for s in samples]
         if self._baseline:
             columns[BASELINE] = np.asarray([baseline_of(s) for s in samples], dtype=np.float32)
-        return row_ids, columns
+        return row_ids, columns | self._kept_columns(samples)
+
+    def _kept_columns(self, samples: Sequence[Sample]) -> dict[str, Column]:
+        if not self._args.replay_kept_tokens:
+            return {}
+        rows = [_kept(self._args, sample) for sample in samples]
+        return {
+            "kept_tokens": [np.frombuffer(b"".join(row), dtype=np.int32) for row in rows],
+            "kept_counts": [np.array([len(ids) // 4 for ids in row], dtype=np.int32) for row in rows],
+        }
 
     def _raw_rewards(self, samples: Sequence[Sample]) -> np.ndarray:
         rewards = np.empty(len(samples), dtype=np.float64)
@@ -262,6 +273,24 @@ def _log_probs(sample: Sample, name: str) -> np.ndarray:
         at = int(np.flatnonzero(~np.isfinite(log_probs))[0])
         raise _unusable(sample, f"{name}[{at}] is {log_probs[at]}", "finite numbers")
     return log_probs
+
+
+def _kept(args: Any, sample: Sample) -> list[bytes]:
+    kept = sample.rollout_kept_tokens
+    if kept is None and sample.remove_sample:
+        return [b""] * sample.response_length
+    if kept is None:
+        raise _unusable(
+            sample,
+            f"--replay-kept-tokens: it has no rollout_kept_tokens, of the engine {args.rollout_engine!r}"
+            + (f" at {args.router_url}" if args.router_url else ""),
+            "top_p_token_ids and top_p_token_offsets in the answers of /generate, as of the embedded engine (of one of "
+            "your own, with its --return-kept-tokens), kept by the generate function",
+        )
+    if len(kept) != sample.response_length:
+        expected = f"{sample.response_length}, one for each response token"
+        raise _unusable(sample, f"rollout_kept_tokens has {len(kept)} entries", expected)
+    return kept
 
 
 def _per_token(sample: Sample, values: Sequence[float], name: str) -> np.ndarray:

@@ -187,6 +187,8 @@ def _fill(sample: Sample, prompt_ids: list[int], before: PartialResponse, result
     sample.response = result.text
     sample.response_length = start + len(output_ids)
     sample.rollout_log_probs = before.log_probs + list(result.log_probs)
+    kept = getattr(result, "kept", None)
+    sample.rollout_kept_tokens = None if kept is None else before.kept + kept
     sample.weight_versions = before.spans + spans
     sample.loss_mask = None if before.loss_mask is None else before.loss_mask + [1] * len(output_ids)
     sample.status = STATUS_OF[result.finish_reason]
@@ -202,6 +204,7 @@ def _fix_end(tokenizer: Any, sample: Sample, start: int, params: dict[str, Any],
         sample.response_length = end
         sample.rollout_log_probs = (sample.rollout_log_probs or [])[:end]
         sample.loss_mask = None if sample.loss_mask is None else sample.loss_mask[:end]
+        sample.rollout_kept_tokens = sample.rollout_kept_tokens and sample.rollout_kept_tokens[:end]
         sample.weight_versions = [
             VersionSpan(span.version, span.start, min(span.end, end))
             for span in sample.weight_versions
@@ -219,6 +222,7 @@ class PartialResponse:
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+    kept: list[bytes] = field(default_factory=list)
     loss_mask: list[int] | None = None
 
     def __len__(self) -> int:
@@ -234,6 +238,7 @@ def partial_response(args: Any, sample: Sample) -> PartialResponse:
         ids=list(sample.tokens[-length:]),
         log_probs=list(sample.rollout_log_probs or ()),
         spans=list(sample.weight_versions),
+        kept=list(sample.rollout_kept_tokens or ()),
         loss_mask=None if sample.loss_mask is None else list(sample.loss_mask),
     )
 

@@ -38,6 +38,11 @@ class RolloutOptions(Section):
     rollout_min_p: float = option(
         0.0, "keep tokens of at least this fraction of the most probable one's probability", ge=0, le=1
     )
+    replay_kept_tokens: bool = option(
+        False,
+        "the engine returns which tokens --rollout-top-p, -top-k and -min-p kept, and every log-probability is "
+        "renormalised over them: samples and log-probabilities are then of the same distribution",
+    )
     rollout_max_prompt_len: int | None = option(
         None, "training prompts of more tokens than this are rejected as prompt_too_long, and replaced", ge=1
     )

@@ -19,10 +19,11 @@ from buffer_rl.types import Sample, Status
 async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> str:
     """Have the engine continue the sample's tokens (the prompt, on the first turn), and return the new text.
 
-    Appends to tokens, response, rollout_log_probs, loss_mask (1) and weight_versions, and sets status: ``completed`` if
-    the model ended the turn, also by a stop string; ``truncated`` where there is no room; ``aborted`` where the rollout
-    does not need the sample any more (``--over-sampling-batch-size``): end there. ``max_new_tokens`` bounds
-    the whole response, all turns and observations together, and so does ``--rollout-max-context-len`` with the prompt.
+    Appends to tokens, response, rollout_log_probs, rollout_kept_tokens, loss_mask (1) and weight_versions, and sets
+    status: ``completed`` if the model ended the turn, also by a stop string; ``truncated`` where there is no room;
+    ``aborted`` where the rollout does not need the sample any more (``--over-sampling-batch-size``): end there.
+    ``max_new_tokens`` bounds the whole response, all turns and observations together, and so does
+    ``--rollout-max-context-len`` with the prompt.
     Raises RolloutError if a prompt alone fills the context, EngineError if the engine refuses or its answer breaks the
     protocol.
     """
@@ -38,23 +39,26 @@ async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, An
     answer = await answer_for(sample, sample.tokens, {**sampling_params, "max_new_tokens": room})
     start = sample.response_length
     sample.weight_versions += [replace(s, start=s.start + start, end=s.end + start) for s in answer.spans]
-    _append(sample, list(answer.output_ids), list(answer.log_probs), answer.text, mask=1)
+    _append(sample, list(answer.output_ids), list(answer.log_probs), answer.text, getattr(answer, "kept", None), mask=1)
     sample.status = STATUS_OF[answer.finish_reason]
     return answer.text
 
 
 def add_observation(sample: Sample, text: str) -> None:
-    """Append what a tool or an environment says: its tokens, with loss_mask 0 and log-probability 0."""
+    """Append what a tool or an environment says: its tokens, with loss_mask 0, log-probability 0 and no kept tokens."""
     tokens = current_context().prompts.encode_text(text)
-    _append(sample, tokens, [0.0] * len(tokens), text, mask=0)
+    _append(sample, tokens, [0.0] * len(tokens), text, [b""] * len(tokens), mask=0)
 
 
 def _begin(sample: Sample, prompt_ids: list[int]) -> None:
     sample.tokens, sample.response = prompt_ids, ""
     sample.rollout_log_probs, sample.loss_mask, sample.weight_versions = [], [], []
+    sample.rollout_kept_tokens = []
 
 
-def _append(sample: Sample, tokens: list[int], log_probs: list[float], text: str, *, mask: int) -> None:
+def _append(
+    sample: Sample, tokens: list[int], log_probs: list[float], text: str, kept: list[bytes] | None, *, mask: int
+) -> None:
     if sample.rollout_log_probs is None or sample.loss_mask is None:
         raise RolloutError(
             "an observation comes after a turn", where=f"row {sample.row_id}", expected="generate_turn first"
@@ -62,5 +66,7 @@ def _append(sample: Sample, tokens: list[int], log_probs: list[float], text: str
     sample.tokens = [*sample.tokens, *tokens]
     sample.rollout_log_probs = [*sample.rollout_log_probs, *log_probs]
     sample.loss_mask = [*sample.loss_mask, *[mask] * len(tokens)]
+    before = sample.rollout_kept_tokens
+    sample.rollout_kept_tokens = None if before is None or kept is None else [*before, *kept]
     sample.response += text
     sample.response_length += len(tokens)

@@ -26,6 +26,8 @@ class MicroBatch:
     predictor_n: int64, for each response token the position in the flattened ``tokens_bl`` of the token before it,
         whose logits predict it. target_n: int64, the response tokens.
     response_lengths: tokens of each row's response.
+    kept: of ``--replay-kept-tokens``: for each response token how many tokens it was drawn from, 0 for the whole
+        vocabulary, and the ids of these, one response token after another; int64. Empty where nothing is replayed.
     """
 
     tokens_bl: torch.Tensor
@@ -33,12 +35,14 @@ class MicroBatch:
     predictor_n: torch.Tensor
     target_n: torch.Tensor
     response_lengths: list[int]
+    kept: tuple[torch.Tensor, ...] = ()
 
 
 def collate(batch: TrainBatch, device: torch.device) -> MicroBatch:
     """The rows of ``batch`` as one micro-batch on ``device``.
 
-    Raises DataError for a row whose response has no token before it, or is longer than the row.
+    Raises DataError for a row whose response has no token before it, or is longer than the row, and for kept tokens
+    that do not belong to its response.
     """
     lengths_b = np.asarray(batch.lengths, dtype=np.int64)
     response_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
@@ -66,7 +70,31 @@ def collate(batch: TrainBatch, device: torch.device) -> MicroBatch:
         predictor_n=torch.from_numpy(predictor_n).to(device),
         target_n=torch.from_numpy(target_n).to(device),
         response_lengths=response_b.tolist(),
+        kept=tuple(torch.from_numpy(array).to(device) for array in _kept(batch, target_n)),
     )
+
+
+def _kept(batch: TrainBatch, target_n: np.ndarray) -> list[np.ndarray]:
+    """The columns ``kept_counts`` and ``kept_tokens`` of all rows, int64, where the batch has them."""
+    columns = batch.columns
+    if "kept_counts" not in columns or not len(batch):
+        return []
+    start = 0
+    for row_id, length, counts, ids in zip(
+        batch.row_ids, *(columns[name] for name in ("response_length", "kept_counts", "kept_tokens")), strict=True
+    ):
+        target_t = target_n[start : start + length]
+        start += length
+        fits = len(counts) == length and counts.sum() == len(ids)
+        drawn = np.repeat(np.arange(length), counts)[ids == np.repeat(target_t, counts)] if fits else None
+        if drawn is None or not np.array_equal(drawn, np.flatnonzero(counts)):
+            raise DataError(
+                "its kept tokens are not those that its response was drawn from",
+                where=str(row_id),
+                expected="in kept_counts a number for each response token, 0 for the whole vocabulary, and in "
+                "kept_tokens so many different ids, the response token among them",
+            )
+    return [np.concatenate(columns[name]).astype(np.int64) for name in ("kept_counts", "kept_tokens")]
 
 
 def response_mask(batch: TrainBatch, like_bt: torch.Tensor) -> torch.Tensor:

@@ -34,17 +34,29 @@ def response_log_probs(
     """``(log_probs_bt, entropy_bt)`` in nats, float32, 0 on padding; both differentiable in the model's weights.
 
     temperature: the logits are divided by it, so that the probabilities are those that the engine sampled from.
-    The entropy is 0 without ``with_entropy``.
+    The entropy is 0 without ``with_entropy``. Where ``micro`` has kept tokens, both are of the distribution
+    renormalised over these.
     """
     logits_nv = _response_logits(model, micro).float()
     if temperature != 1.0:
         logits_nv = logits_nv / temperature
+    if micro.kept:
+        logits_nv = _only_kept(logits_nv, *micro.kept)
     all_log_probs_nv = torch.log_softmax(logits_nv, dim=-1)
     log_probs_n = all_log_probs_nv.gather(-1, micro.target_n[:, None]).squeeze(-1)
     entropy_n = torch.zeros_like(log_probs_n)
     if with_entropy:
         entropy_n = _Entropy.apply(all_log_probs_nv)  # type: ignore[no-untyped-call]
     return _pad(log_probs_n, micro), _pad(entropy_n, micro)
+
+
+def _only_kept(logits_nv: torch.Tensor, counts_n: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """The logits, -inf for the tokens that top-k, top-p and min-p cut off when the engine sampled (see
+    ``MicroBatch``)."""
+    cut_nv = (counts_n > 0)[:, None].expand(logits_nv.shape).clone()
+    rows = torch.repeat_interleave(torch.arange(len(counts_n), device=counts_n.device), counts_n)
+    cut_nv[rows, kept] = False
+    return logits_nv.masked_fill(cut_nv, float("-inf"))
 
 
 def response_values(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:

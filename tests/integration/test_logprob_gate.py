@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ class ConfirmsWithoutWriting:
     def cleanup(self, prepared):
         pass
 """
+
+
+def train_metrics(run_dir: str) -> list[dict[str, Any]]:
+    """What every step of a run logged of its training."""
+    lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "train"]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +69,34 @@ def test_engines_of_others_get_the_run_s_weights_before_the_first_rollout(
     args = make_options(num_rollout=1, eval_prompt_data=[], eval_interval=None, progress="plain", **others[1])
     assert train(args).steps == 1
     assert "engine and trainer agree" in capfd.readouterr().out
+
+
+def test_of_truncated_samples_engine_and_trainer_agree_where_the_kept_tokens_are_replayed(
+    train: Callable[[Any], Any], make_options: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recorded = str(tmp_path / "{rollout_id}.safetensors")
+    options = {
+        "rollout_top_p": 0.7,
+        "replay_kept_tokens": True,
+        "max_logprob_diff": 1e-5,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "num_steps_per_rollout": 3,
+        "num_rollout": 2,
+        "eval_prompt_data": [],
+        "eval_interval": None,
+        "progress": "plain",
+        "save_debug_rollout_data": recorded,
+    }
+    args = make_options(**options)
+    assert train(args).steps == 2
+    assert "engine and trainer agree" in capfd.readouterr().out
+    metrics = train_metrics(args.run_dir)
+    assert max(line["train/train_rollout_logprob_abs_diff"] for line in metrics) < 1e-5
+    alone = {"load_debug_rollout_data": recorded, "save_debug_rollout_data": None, "prompt_data": []}
+    args = make_options(**options | alone | {"run_dir": str(tmp_path / "again"), "custom_rm_path": None})
+    assert train(args).steps == 2
+    assert train_metrics(args.run_dir) == metrics
 
 
 def test_engines_that_confirm_weights_without_taking_them_end_the_run_in_its_first_step(

@@ -61,6 +61,8 @@ def launch(args: Any, index: int, log_path: str) -> EmbeddedEngine:
             command += ["--context-length", str(args.engine_context_length)]
         if args.deterministic:
             command.append("--deterministic")
+        if args.replay_kept_tokens:
+            command.append("--return-kept-tokens")
         if args.trust_remote_code:
             command.append("--trust-remote-code")
         process = ChildProcess(

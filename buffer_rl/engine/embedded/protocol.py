@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from buffer_rl.engine.embedded.sampling import SamplingError, SamplingParams, is_neutral, sample_seed
 from buffer_rl.engine.embedded.scheduler import Request
@@ -104,8 +108,13 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
     )
 
 
-def answer(request: Request, codec: TextCodec, version: str, return_logprob: bool) -> dict[str, Any]:
-    """The JSON object of one finished request; ``version`` is that of the weights now."""
+def answer(
+    request: Request, codec: TextCodec, version: str, return_logprob: bool, return_kept: bool = False
+) -> dict[str, Any]:
+    """The JSON object of one finished request; ``version`` is that of the weights now.
+
+    return_kept: with the tokens that each token was drawn from, under the names of slime's SGLang: ``top_p_token_ids``,
+    all one after another, and ``top_p_token_offsets``, where each begins and the last ends; base64 of int32."""
     meta: dict[str, Any] = {
         "id": request.rid,
         "finish_reason": request.finish_reason,
@@ -122,6 +131,10 @@ def answer(request: Request, codec: TextCodec, version: str, return_logprob: boo
         meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = [(log_prob, token, None) for log_prob, token in pairs]
         meta["output_token_logprobs_length"] = len(request.output_ids)
+    if return_kept:
+        offsets = np.array([0, *accumulate(len(ids) // 4 for ids in request.kept)], dtype="<i4")
+        meta["top_p_token_ids"] = b64encode(b"".join(request.kept)).decode()
+        meta["top_p_token_offsets"] = b64encode(offsets.tobytes()).decode()
     return {"text": codec.output_text(request), "output_ids": request.output_ids, "meta_info": meta}
 
 

@@ -94,9 +94,9 @@ class _Generate:
         failure = reply.exception() or call.failure
         if failure:
             return await _send(send, 500, {"error": {"message": str(failure)}})
-        version = self.service.scheduler.version
+        version, kept = self.service.scheduler.version, self.service.scheduler.return_kept
         pairs = zip(call.requests, call.return_logprob, strict=True)
-        answers = [answer(request, self.service.codec, version, flag) for request, flag in pairs]
+        answers = [answer(request, self.service.codec, version, flag, kept) for request, flag in pairs]
         await _send(send, 200, answers if call.as_list else answers[0])
         return None
 

@@ -5,9 +5,9 @@ whatever else is in the batch. The token is found by inverting the cumulative di
 (blocks of 128 entries, then inside one), which is far cheaper than ``multinomial`` for large vocabularies.
 
 The reported log-probability is ``log_softmax(logits / temperature)`` of the drawn token: it comes from the very
-logits that were drawn from, over the whole vocabulary. top-k, top-p and min-p do **not** renormalise it. Greedy
-requests (temperature 0) report ``log_softmax(logits)``. A trainer that divides its logits by the same temperature
-computes the same quantity.
+logits that were drawn from, over the whole vocabulary. top-k, top-p and min-p do **not** renormalise it, except where
+the kept tokens are returned with it. Greedy requests (temperature 0) report ``log_softmax(logits)``. A trainer that
+divides its logits by the same temperature computes the same quantity.
 """
 
 from __future__ import annotations
@@ -193,10 +193,14 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 @torch.inference_mode()
-def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray) -> tuple[list[int], list[float]]:
+def draw(
+    logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray, *, return_kept: bool = False
+) -> tuple[list[int], list[float], list[bytes]]:
     """Draw one token a row. logits: ``[R, V]`` float32 with V a multiple of 128; uniform: ``[R]`` float64.
 
-    Returns token ids and log-probabilities in nats (see the module's text for what they are the probability of).
+    Returns token ids, log-probabilities in nats (see the module's text for what they are the probability of), and the
+    ids of the tokens that were drawn from, int32 and ascending; none where nothing is cut off, and without
+    ``return_kept``. With it, log-probabilities are renormalised over these tokens.
     """
     num_rows = logits.shape[0]
     if any(p.temperature != 1.0 and not p.greedy for p in params):
@@ -207,11 +211,16 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.nda
     blocks = weights.sum(dim=-1, dtype=torch.float64)
     total = blocks.sum(dim=-1, keepdim=True)
     cut = [i for i, p in enumerate(params) if p.truncated]
+    kept_ids = [b""] * num_rows
     if cut:
         rows = torch.tensor(cut, device=logits.device)
         kept = truncate(weights[rows].flatten(1), [params[i] for i in cut], total[rows])
         weights[rows] = kept.view(len(cut), -1, VOCAB_BLOCK)
         blocks[rows] = weights[rows].sum(dim=-1, dtype=torch.float64)
+        if return_kept:
+            total[rows] = blocks[rows].sum(dim=-1, keepdim=True)
+            for i, row in zip(cut, kept, strict=True):
+                kept_ids[i] = row.nonzero()[:, 0].cpu().numpy().astype("<i4").tobytes()
     u = torch.from_numpy(uniform).to(logits.device)[:, None]
     chosen = _invert(weights, blocks, u)
     if any(p.greedy for p in params):
@@ -219,7 +228,7 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.nda
         chosen = torch.where(greedy, best[:, 0], chosen)
     picked = logits.gather(1, chosen[:, None]).double()
     log_probs = (picked - top.double() - total.log())[:, 0]
-    return chosen.tolist(), log_probs.tolist()
+    return chosen.tolist(), log_probs.tolist(), kept_ids
 
 
 def _invert(weights: torch.Tensor, blocks: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

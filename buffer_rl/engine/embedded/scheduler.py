@@ -22,7 +22,7 @@ from buffer_rl.engine.embedded.sampling import SamplingParams, draw, uniforms
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """prompt and the tokens drawn so far; ``log_probs[i]`` belongs to ``output_ids[i]``.
+    """prompt and the tokens drawn so far; ``log_probs[i]`` and ``kept[i]`` (see ``draw``) belong to ``output_ids[i]``.
 
     version_marks: (version, number of tokens drawn before it): the weights that later tokens come from.
     tag: whatever the caller wants to find the request by; the engine never looks at it.
@@ -35,6 +35,7 @@ class Request:
     tag: Any = None
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    kept: list[bytes] = field(default_factory=list)
     version_marks: list[tuple[str, int]] = field(default_factory=list)
     finish_reason: dict[str, Any] | None = None
     cached_tokens: int = 0
@@ -96,6 +97,7 @@ class Scheduler:
 
     stop_string: called for requests with stop strings after each token; returns the one that was found.
     version: the name of the weights that tokens are drawn from now; set it with ``weights_changed``.
+    return_kept: see ``draw``.
     """
 
     def __init__(
@@ -107,8 +109,10 @@ class Scheduler:
         stop_string: StopCheck | None = None,
         version: str = "0",
         prefix_cache_tokens: int = 65536,
+        return_kept: bool = False,
     ) -> None:
         self.decoder = decoder
+        self.return_kept = return_kept
         self.max_running_requests = max_running_requests
         self.eos_token_ids = frozenset(eos_token_ids)
         self.version = version
@@ -259,13 +263,14 @@ class Scheduler:
             for i in held:
                 stops = self.eos_token_ids | batch[i].params.stop_token_ids
                 logits[i, sorted(t for t in stops if t < self.decoder.vocab_size)] = float("-inf")
-        tokens, log_probs = draw(logits, [r.params for r in batch], uniform)
+        drawn = draw(logits, [r.params for r in batch], uniform, return_kept=self.return_kept)
         finished = []
-        for request, token, log_prob in zip(batch, tokens, log_probs, strict=True):
+        for request, token, log_prob, kept in zip(batch, *drawn, strict=True):
             reason: dict[str, object] | None
             if math.isfinite(log_prob):
                 request.output_ids.append(token)
                 request.log_probs.append(log_prob)
+                request.kept.append(kept)
                 request.row.token = token
                 reason = self._finish_reason(request, token)
             else:

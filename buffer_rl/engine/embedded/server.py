@@ -39,6 +39,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--deterministic", action="store_true", help="a request's answer does not depend on who shares the batch"
     )
+    parser.add_argument(
+        "--return-kept-tokens",
+        action="store_true",
+        help="answers have the tokens that top-k, top-p and min-p kept; log-probabilities are renormalised over them",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python files of the model folder")
     parser.add_argument("--log-level", default="warning")
     return parser
@@ -78,6 +83,7 @@ def _build_service(args: argparse.Namespace) -> EngineService:
         load_tokenizer(args.model_path, trust_remote_code=args.trust_remote_code),
         max_running_requests=args.max_running_requests,
         weight_version=args.weight_version,
+        return_kept=args.return_kept_tokens,
     )
 
 

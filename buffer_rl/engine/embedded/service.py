@@ -40,6 +40,7 @@ class EngineService:
         *,
         max_running_requests: int,
         weight_version: str,
+        return_kept: bool = False,
     ) -> None:
         self.model = model
         self.model_path = model.options.model_path
@@ -53,6 +54,7 @@ class EngineService:
             eos_token_ids=eos,
             stop_string=self.codec.stop_string,
             version=weight_version,
+            return_kept=return_kept,
         )
         self.limits = Limits(
             vocab_size=model.decoder.vocab_size,

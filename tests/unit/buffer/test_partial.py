@@ -83,6 +83,7 @@ def test_all_parts_of_a_done_sample_are_kept_and_those_of_an_unfinished_one_star
         {"weight_versions": [VersionSpan(1, 0, 1)]},
         {"weight_versions": [VersionSpan(1, 1, 2)]},
         {"loss_mask": [1]},
+        {"rollout_kept_tokens": [b""]},
         {"tokens": [10, 11]},
     ],
 )
@@ -204,6 +205,7 @@ def test_version_spans_of_another_type_are_named() -> None:
 def test_responses_survive_the_way_through_json_exactly() -> None:
     done = responded(0, Status.COMPLETED, (1, 3), reward={"a": 0.1, "b": [1]}, loss_mask=[1, 0, 1])
     aborted = responded(1, Status.ABORTED, (1, 2), (2, 1), train_metadata={"k": b"\x00"}, remove_sample=True)
+    aborted.rollout_kept_tokens = [b"", b"\x05\0\0\0\xff\x01\0\0", b""]
     aborted.rollout_log_probs = [-1 / 3, -1e-300, -0.0]
     aborted.teacher_log_probs = [-1 / 7, -2e-300, 0.0]
     group = group_of(done, aborted, Sample(uid=UID, sample_index=2, prompt="p"))

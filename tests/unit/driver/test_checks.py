@@ -60,6 +60,7 @@ def check(**changes: Any) -> None:
         {"rollout_top_k": 1, "eval_top_k": -1},
         {"eps_clip": 1.0, "eps_clip_high": 4.0, "loss_type": "cispo"},  # no lower bound
         {"use_kl_loss": True, "kl_loss_coef": 0.01},
+        {"replay_kept_tokens": True, "rollout_top_p": 0.9},
         {"use_kl_loss": True, "kl_loss_coef": 0.0},
         {"kl_loss_coef": 0.01, "custom_loss_function_path": "mine:loss"},
         {"kl_loss_coef": 0.01, "custom_advantage_function_path": "mine:advantages"},
@@ -132,6 +133,11 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
             ["--stream-gradients and --rollout-all-samples-process-path: this function sees the whole rollout"],
         ),
         ({"rollout_top_k": 0}, ["--rollout-top-k: top_k is 0", "-1 for all tokens", "hint: write -1"]),
+        ({"replay_kept_tokens": True}, ["--replay-kept-tokens: no tokens are cut off", "--rollout-top-p"]),
+        (
+            {"replay_kept_tokens": True, "rollout_min_p": 0.1, "rollout_temperature": 0.0},
+            ["--replay-kept-tokens: no tokens are cut off", "a temperature above 0"],
+        ),
         ({"eval_top_k": 0}, ["--eval-top-k: top_k is 0"]),
         ({"kl_loss_coef": 0.01}, ["--kl-loss-coef: the loss has no KL penalty that 0.01", "add --use-kl-loss"]),
         ({"kl_loss_coef": 0.01, **TRAIN_ONLY}, ["--kl-loss-coef"]),

@@ -20,6 +20,7 @@ def test_truncated_sampling_in_training_is_told_once_with_the_flags_that_do_it()
     (text,) = texts(rollout_top_p=0.9, rollout_min_p=0.1)
     assert text.startswith("--rollout-top-p 0.9, --rollout-min-p 0.1: ")
     assert "biased" in text
+    assert "--replay-kept-tokens" in text
     (text,) = texts(rollout_top_k=20)
     assert text.startswith("--rollout-top-k 20: ")
 
@@ -32,6 +33,7 @@ def test_truncated_sampling_in_training_is_told_once_with_the_flags_that_do_it()
         {"rollout_top_p": 0.9, "loss_type": "sft_loss"},
         {"rollout_top_p": 0.9, "debug_rollout_only": True},
         {"rollout_top_p": 0.9, "num_rollout": 0},
+        {"rollout_top_p": 0.9, "replay_kept_tokens": True},
     ],
 )
 def test_nothing_is_told_where_no_gradient_is_touched(options: dict[str, Any]) -> None:

@@ -57,6 +57,7 @@ def engine_args(model_folder: Callable[..., str]) -> Callable[..., Any]:
             "update_weights_timeout_s": 60.0,
             "generate_timeout_s": 60.0,
             "deterministic": True,
+            "replay_kept_tokens": False,
         }
         return SimpleNamespace(**{**args, **changes})
 

@@ -65,7 +65,7 @@ def test_a_uniform_number_falls_on_the_token_whose_interval_holds_it():
     # Tokens 0 to 3 have probability 0.1, 0.2, 0.3, 0.4, so their intervals end at 0.1, 0.3, 0.6 and 1.
     logits = padded(np.log(np.array([[0.1, 0.2, 0.3, 0.4]] * 8, dtype=np.float64)).astype(np.float32))
     u = np.array([0.0, 0.0999, 0.1001, 0.2999, 0.3001, 0.5999, 0.6001, np.nextafter(1.0, 0.0)])
-    tokens, log_probs = draw(logits, [SamplingParams()] * 8, u)
+    tokens, log_probs, _ = draw(logits, [SamplingParams()] * 8, u)
     assert tokens == [0, 0, 1, 1, 2, 2, 3, 3]
     assert log_probs == pytest.approx([math.log(p) for p in (0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4)], abs=1e-6)
 
@@ -75,7 +75,7 @@ def test_a_token_without_probability_is_never_drawn():
     rows[0, [7, 130]] = 0.0
     rows[1, [0, 255]] = 0.0
     for u in (0.0, 0.4999, 0.5, 0.5001, np.nextafter(1.0, 0.0)):
-        tokens, _ = draw(torch.from_numpy(rows), [SamplingParams()] * 2, np.full(2, u))
+        tokens, _, _ = draw(torch.from_numpy(rows), [SamplingParams()] * 2, np.full(2, u))
         assert tokens == ([7, 0] if u < 0.5 else [130, 255])
 
 
@@ -85,7 +85,7 @@ def test_drawn_frequencies_follow_the_distribution():
     temperature, draws = 0.8, 20_000
     expected = np.exp(logits[0].astype(np.float64) / temperature)
     expected /= expected.sum()
-    tokens, _ = draw(
+    tokens, _, _ = draw(
         padded(logits).expand(draws, -1),
         [SamplingParams(temperature=temperature)] * draws,
         uniforms([9] * draws, range(draws)),
@@ -99,14 +99,14 @@ def test_reported_log_prob_is_of_the_scaled_distribution_and_not_renormalised():
     rows = np.log(np.array([[0.5, 0.3, 0.2]], dtype=np.float64)).astype(np.float32)
     squared = np.array([0.25, 0.09, 0.04]) / 0.38  # temperature 1/2 squares the probabilities
     params = SamplingParams(temperature=0.5, top_k=1)
-    tokens, log_probs = draw(padded(rows), [params], np.array([0.9]))
+    tokens, log_probs, _ = draw(padded(rows), [params], np.array([0.9]))
     assert tokens == [0]
     assert log_probs == pytest.approx([math.log(squared[0])], abs=1e-6)
 
 
 def test_greedy_takes_the_best_token_and_reports_the_unscaled_log_prob():
     rows = np.log(np.array([[0.2, 0.5, 0.3]] * 2, dtype=np.float64)).astype(np.float32)
-    tokens, log_probs = draw(
+    tokens, log_probs, _ = draw(
         padded(rows), [SamplingParams(temperature=0.0), SamplingParams(temperature=2.0)], np.array([0.999, 0.0])
     )
     assert tokens == [1, 0]
@@ -199,7 +199,7 @@ def test_min_p_cuts_after_the_temperature_and_draws_from_the_rest_in_proportion(
     params = SamplingParams.parse({"temperature": temperature, "min_p": 0.25})
     inside = [0.0, *(end - 1e-4 for end in edge), *(end + 1e-4 for end in edge[:-1]), 1 - 1e-12]
     for u in inside:
-        (token,), (log_prob,) = draw(logits, [params], np.array([u]))
+        (token,), (log_prob,), _ = draw(logits, [params], np.array([u]))
         assert token == sum(u >= end for end in edge)
         assert log_prob == pytest.approx(math.log(scaled[token]), abs=1e-6)  # of the whole distribution
 
@@ -208,3 +208,22 @@ def test_min_p_cuts_after_the_temperature_and_draws_from_the_rest_in_proportion(
 def test_a_parameter_of_sglang_that_would_change_the_distribution_is_refused_and_never_ignored(name):
     with pytest.raises(SamplingError, match=f"{name!r} is not supported by the embedded engine"):
         SamplingParams.parse({name: {"5": 1.0} if name == "logit_bias" else "x" if name == "ebnf" else 0.5})
+
+
+def test_returned_kept_tokens_are_those_drawn_from_and_log_probs_are_renormalised_over_them():
+    rows = np.log(np.array([[0.05, 0.5, 0.15, 0.3]] * 5, dtype=np.float64)).astype(np.float32)
+    params = [
+        SamplingParams(top_p=0.7),  # 0.5 and 0.3: the smallest set with a mass of 0.7
+        SamplingParams(min_p=0.25),  # at least 0.125
+        SamplingParams(),
+        SamplingParams(temperature=0.0, top_k=2),  # greedy: nothing is cut off
+        SamplingParams(temperature=0.5, top_k=2, top_p=0.99),  # squares: 0.25 and 0.09
+    ]
+    u = np.full(5, 0.9)
+    tokens, log_probs, kept = draw(padded(rows), params, u, return_kept=True)
+    assert tokens == [3, 3, 3, 1, 3]
+    assert [np.frombuffer(ids, dtype=np.int32).tolist() for ids in kept] == [[1, 3], [1, 2, 3], [], [], [1, 3]]
+    expected = [0.3 / 0.8, 0.3 / 0.95, 0.3, 0.5, 0.09 / 0.34]
+    assert log_probs == pytest.approx([math.log(p) for p in expected], abs=1e-6)
+    assert draw(padded(rows), params, u)[0] == tokens
+    assert draw(padded(rows), params, u)[2] == [b""] * 5
