@@ -22,7 +22,7 @@ from buffer_rl.remote import file_system, is_remote, local_path
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.types import Prompt, SampleGroup
 
-MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load")
+MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
 MAX_REPORTED = 10
 TEMPLATE_BYTES = 1024  # more than what a chat template adds to a message; templates with tools are longer
 

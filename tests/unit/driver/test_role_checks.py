@@ -118,6 +118,9 @@ def test_a_trainer_that_holds_the_reference_must_be_able_to_load_it_again(mine: 
         check(**kl, **in_step)
     with pytest.raises(ConfigError, match=r"--ref-update-interval: there is no reference model"):
         check(ref_update_interval=2)
+    check(advantage_estimator="ppo")
+    with pytest.raises(ConfigError, match=r"--advantage-estimator and --train-backend: .*has no value model"):
+        check(advantage_estimator="ppo", **in_step)
 
 
 def test_what_declares_scope_group_can_be_streamed_and_any_loss(mine: str) -> None:
