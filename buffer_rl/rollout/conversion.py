@@ -219,6 +219,7 @@ def _with_a_token(sample: Sample) -> Sample:
         "loss_mask": None,
         "rollout_log_probs": None,
         "teacher_log_probs": None,
+        "rollout_kept_tokens": None,
         "weight_versions": [],
     }
     return replace(sample, tokens=tokens, response_length=1, **without)

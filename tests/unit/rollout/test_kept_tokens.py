@@ -61,6 +61,9 @@ def test_a_sample_without_them_is_an_error_that_names_the_engine_and_a_removed_o
     assert str(group[1].row_id) in caught.value.where
     group[1].remove_sample = True
     assert [row.tolist() for row in encode(kit, group, **REPLAY)["kept_counts"]] == [[1, 1], [0, 0]]
+    # given up before its first token
+    group[1].tokens, group[1].response_length, group[1].rollout_kept_tokens = [5], 0, []
+    assert [row.tolist() for row in encode(kit, group, **REPLAY)["kept_counts"]] == [[1, 1], [0]]
     group[0].rollout_kept_tokens = sets([6])
     with pytest.raises(RolloutError, match="rollout_kept_tokens has 1 entries"):
         encode(kit, group, **REPLAY)
