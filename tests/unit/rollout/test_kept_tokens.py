@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from buffer_rl.errors import RolloutError
+from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.generate import generate, sampling_params_for
 from buffer_rl.rollout.turns import add_observation, generate_turn
@@ -52,6 +53,14 @@ def test_the_columns_are_numbers_of_kept_tokens_and_their_ids_one_after_another(
     assert {row.dtype for name in ("kept_counts", "kept_tokens") for row in columns[name]} == {np.dtype(np.int32)}
     assert not encode(kit, group).keys() & {"kept_counts", "kept_tokens"}
     assert not encode(kit, group, evaluation=True, **REPLAY).keys() & {"kept_counts", "kept_tokens"}
+
+
+def test_they_are_beside_the_columns_of_the_users_conversion(kit: Any) -> None:
+    args = kit.make_args(**REPLAY, custom_convert_samples_to_train_data_path=kit.user("last_token_only"))
+    group = scored(kit, sets([6, 9], [7]))
+    columns = GroupConverter.from_args(args, PluginRegistry()).encode(group, False)[1]
+    assert [columns[name][0].tolist() for name in ("kept_counts", "kept_tokens")] == [[2, 1], [6, 9, 7]]
+    assert columns["note"] == ["x"]
 
 
 def test_a_sample_without_them_is_an_error_that_names_the_engine_and_a_removed_one_has_none(kit: Any) -> None:
