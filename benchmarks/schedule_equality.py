@@ -65,6 +65,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "rloo": {"advantage_estimator": "rloo"},
     "pass_at_k": {"advantage_estimator": "pass_at_k", "pass_at_k": 2},
     "gpg": {"advantage_estimator": "gpg"},
+    "remax": {"advantage_estimator": "remax"},
     "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1},
     "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
     "ppo": {"advantage_estimator": "ppo", "lambd": 0.9, "num_critic_only_steps": 1},

@@ -27,14 +27,15 @@ def shaped(args: Any, rewards_n: np.ndarray, lengths_n: np.ndarray) -> np.ndarra
 
 def reward_bounds(args: Any) -> tuple[float, float] | None:
     """The lowest and the highest reward; None where they are not clipped. Raises ConfigError for bounds without a
-    number between them."""
+    number between them, and for more than two."""
     if not args.reward_clip:
         return None
-    low, high = args.reward_clip if len(args.reward_clip) == 2 else (-args.reward_clip[0], args.reward_clip[0])
-    if low >= high:
+    bounds = [-args.reward_clip[0], *args.reward_clip] if len(args.reward_clip) == 1 else args.reward_clip
+    if len(bounds) != 2 or bounds[0] >= bounds[1]:
+        shown = " and ".join(f"{bound:g}" for bound in bounds)
         expected = "one number above 0, or a lower and a higher one"
-        raise ConfigError(f"no reward is between {low:g} and {high:g}", where="--reward-clip", expected=expected)
-    return low, high
+        raise ConfigError(f"no reward is between {shown}", where="--reward-clip", expected=expected)
+    return bounds[0], bounds[1]
 
 
 def length_penalties(args: Any, lengths_n: np.ndarray) -> np.ndarray:

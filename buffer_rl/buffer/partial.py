@@ -26,20 +26,23 @@ class RequeueRule:
 
     keep_tokens: with their responses so far; else as prompts. mask_older: on the next lease, tokens of weights
     before that rollout's get a loss mask of 0, so that every trained token is of exactly the version that trains.
-    reward_key: which entry of a mapping is the reward that buffer filters see.
+    reward_key: which entry of a mapping is the reward that buffer filters see. replays: the run replays kept tokens.
     """
 
     keep_tokens: bool = False
     mask_older: bool = False
     reward_key: str | None = None
+    replays: bool = False
 
     @classmethod
     def from_args(cls, args: Any) -> RequeueRule:
-        """From ``--partial-rollout``, ``--mask-offpolicy-in-partial-rollout`` and ``--reward-key``."""
+        """From ``--partial-rollout``, ``--mask-offpolicy-in-partial-rollout``, ``--reward-key`` and
+        ``--replay-kept-tokens``."""
         return cls(
             keep_tokens=args.partial_rollout,
             mask_older=args.mask_offpolicy_in_partial_rollout,
             reward_key=args.reward_key,
+            replays=args.replay_kept_tokens,
         )
 
     def on_requeue(self, group: SampleGroup | None, prompts: SampleGroup) -> SampleGroup:
@@ -73,9 +76,11 @@ class RequeueRule:
 
     def on_restore(self, group: SampleGroup, version: int) -> SampleGroup:
         """The saved ``group`` in a run that continues from ``version``: later version numbers will be used again,
-        for other weights, so tokens with one are dropped."""
+        for other weights, so tokens with one are dropped; and so are those of a run that replayed kept tokens in one
+        that does not, or the other way round, whose log-probabilities are of another distribution."""
         newer = any(span.version > version for sample in group for span in sample.weight_versions)
-        return group.as_prompts() if newer or not self.keep_tokens else group
+        other = any(s.response_length and (s.rollout_kept_tokens is not None) != self.replays for s in group)
+        return group.as_prompts() if newer or other or not self.keep_tokens else group
 
     def reward(self, group: SampleGroup) -> float | None:
         """Mean reward of the samples that have one; a sample of several parts counts once."""

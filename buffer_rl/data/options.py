@@ -50,7 +50,7 @@ class DataOptions(Section):
         "auto",
         "how supervised fine-tuning finds the assistant's tokens in a conversation: by the template's {% generation %} "
         "marks, without them as 'qwen' (auto), as what each answer appends to the text before it (qwen), with each "
-        "message rendered by itself, so that every answer keeps its thinking (qwen3), or the last answer alone, as it "
+        "answer rendered by itself, so that every answer keeps its thinking (qwen3), or the last answer alone, as it "
         "is written (distill_qwen)",
     )
     rollout_shuffle: bool = option(True, "shuffle the rows in each epoch")

@@ -179,7 +179,8 @@ class _Run:
         if self.rollout is not None:
             targets["rollout"] = self.rollout
         else:
-            recorded = RecordedRollouts(args.load_debug_rollout_data or "", self.buffer)
+            template, replays = args.load_debug_rollout_data or "", args.replay_kept_tokens
+            recorded = RecordedRollouts(template, self.buffer, replays=replays)
             targets["rollout"] = self._local("rollout", recorded)
         targets.update(self.trained)
         targets.update(self.roles)

@@ -104,11 +104,13 @@ class RolloutRecorder:
 
 
 class RecordedRollouts:
-    """The rollout role of a run that only trains: each rollout's rows come from its file."""
+    """The rollout role of a run that only trains: each rollout's rows come from its file. replays: they must have the
+    kept tokens of ``--replay-kept-tokens``."""
 
-    def __init__(self, template: str, buffer: BufferClient) -> None:
+    def __init__(self, template: str, buffer: BufferClient, *, replays: bool = False) -> None:
         self._template = template
         self._buffer = buffer
+        self._replays = replays
 
     def run(self, ticket: Ticket) -> tuple[RolloutReport, dict[str, float], list[dict[str, Any]]]:
         """Fill the ticket's rollout. Raises DataError, or BufferStateError if its groups do not fit."""
@@ -116,6 +118,9 @@ class RecordedRollouts:
         batch = read_rollout(path)
         if batch.rollout_id != ticket.rollout_id:
             raise DataError(f"these are the rows of rollout {batch.rollout_id}", where=str(path), expected=ticket.task)
+        if self._replays and "kept_counts" not in batch.columns:
+            what = "--replay-kept-tokens: these rows were recorded without it, and have no kept tokens"
+            raise DataError(what, where=str(path), hint="take it out")
         self._buffer.import_groups(ticket, batch.row_ids, batch.columns)
         metrics = {}
         if "raw_reward" in batch.columns and len(batch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from buffer_rl.types import Column, RowId, Sample, SampleGroup
 REQUIRED_COLUMNS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
 NO_VERSION = -1  # rows that no engine sampled, such as those of supervised fine-tuning
 INT32_MAX = int(np.iinfo(np.int32).max)
+Values = TypeVar("Values", bound=Sized)
 
 
 class GroupConverter:
@@ -219,6 +220,7 @@ def _with_a_token(sample: Sample) -> Sample:
         "loss_mask": None,
         "rollout_log_probs": None,
         "teacher_log_probs": None,
+        "rollout_kept_tokens": None,
         "weight_versions": [],
     }
     return replace(sample, tokens=tokens, response_length=1, **without)
@@ -287,17 +289,18 @@ def _kept(args: Any, sample: Sample) -> list[bytes]:
             "top_p_token_ids and top_p_token_offsets in the answers of /generate, as of the embedded engine (of one of "
             "your own, with its --return-kept-tokens), kept by the generate function",
         )
-    if len(kept) != sample.response_length:
-        expected = f"{sample.response_length}, one for each response token"
-        raise _unusable(sample, f"rollout_kept_tokens has {len(kept)} entries", expected)
-    return kept
+    return _one_each(sample, kept, "rollout_kept_tokens")
 
 
 def _per_token(sample: Sample, values: Sequence[float], name: str) -> np.ndarray:
+    return _array(sample, _one_each(sample, values, name), name, lambda v: np.asarray(v, dtype=np.float32))
+
+
+def _one_each(sample: Sample, values: Values, name: str) -> Values:
     if len(values) != sample.response_length:
         expected = f"{sample.response_length}, one for each response token"
         raise _unusable(sample, f"{name} has {len(values)} entries", expected)
-    return _array(sample, values, name, lambda v: np.asarray(v, dtype=np.float32))
+    return values
 
 
 def _array(

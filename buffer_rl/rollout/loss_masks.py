@@ -145,7 +145,7 @@ class _Conversation:
                 raise self.unstable(f"begins message {number} otherwise than it asks for an answer")
             if not text.startswith(answered):
                 raise self.unstable(f"renders message {number} otherwise once others follow it")
-            spans[number] = (len(header), self.end_of(answered, len(header)))
+            spans[number] = (len(header), self.end_of(answered))
         return text, spans
 
     def one_by_one(self) -> tuple[str, Spans]:
@@ -161,7 +161,7 @@ class _Conversation:
                 raise self.unstable("renders a question otherwise once other messages follow it")
             if answer in self.trained:
                 offset = len(text) - len(question)
-                spans[answer] = (offset + len(header), offset + self.end_of(piece, len(header)))
+                spans[answer] = (offset + len(header), offset + self.end_of(piece))
             text += piece[len(question) :]
         return text, spans
 
@@ -191,12 +191,12 @@ class _Conversation:
             )
         return self.messages[:number]
 
-    def end_of(self, text: str, start: int) -> int:
-        """The end of an answer from ``start`` to the end of ``text``, without white space after an end token."""
+    def end_of(self, text: str) -> int:
+        """The end of the answer that ``text`` ends with, without white space after an end token."""
         tokenizer = self.prompts.tokenizer
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         shorter = text.rstrip()
-        return len(shorter) if len(shorter) > start and shorter.endswith(tuple(special)) else len(text)
+        return len(shorter) if shorter.endswith(tuple(special)) else len(text)
 
     def unstable(self, what: str) -> DataError:
         """The error of a template whose text for a part of the conversation is no part of the whole text."""

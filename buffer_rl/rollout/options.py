@@ -156,7 +156,7 @@ class RewardOptions(Section):
         ge=0,
     )
     reward_clip: list[float] = option(
-        [], "clip rewards to -C and C, or to two bounds, before they are scaled and normalised", max_length=2
+        [], "clip rewards to -C and C, or to two bounds, before they are scaled and normalised"
     )
     reward_scale: float = option(1.0, "multiply rewards by this before they are normalised", gt=0)
 

@@ -160,8 +160,9 @@ def _require_vocabulary(model: PreTrainedModel, batch: TrainBatch) -> None:
     if not isinstance(model, PreTrainedModel):
         return
     size = int(model.config.get_text_config(decoder=True).vocab_size)
-    for row_id, tokens in zip(batch.row_ids, batch.columns.get("tokens", ()), strict=True):
-        if (largest := int(np.max(tokens, initial=0))) >= size:
+    given = [batch.columns[name] for name in ("tokens", "kept_tokens") if name in batch.columns]
+    for row_id, *arrays in zip(batch.row_ids, *given, strict=True):
+        if (largest := max((int(np.max(ids, initial=0)) for ids in arrays), default=0)) >= size:
             raise TrainError(
                 f"the token {largest} is not in the vocabulary of {model.config._name_or_path or type(model).__name__}",
                 where=str(row_id),

@@ -220,6 +220,15 @@ def test_after_a_resume_tokens_of_versions_to_come_are_worth_nothing() -> None:
     assert RequeueRule().on_restore(group, version=2) == prompts(1)
 
 
+def test_tokens_of_a_run_that_replayed_kept_tokens_go_on_in_such_a_run_alone() -> None:
+    group = group_of(responded(0, Status.ABORTED, (1, 2)), Sample(uid=UID, sample_index=1, prompt="p"))
+    replays = RequeueRule(keep_tokens=True, replays=True)
+    assert replays.on_restore(group, version=1) == prompts(2)
+    group[0].rollout_kept_tokens = [b"", b"\x05\0\0\0"]
+    assert replays.on_restore(group, version=1) is group
+    assert KEEP.on_restore(group, version=1) == prompts(2)
+
+
 def test_the_reward_of_a_queued_group_is_the_mean_of_those_it_has() -> None:
     group = group_of(*(responded(i, Status.COMPLETED, (1, 1), reward=r) for i, r in enumerate((0.0, 1.0, None))))
     assert KEEP.reward(group) == 0.5

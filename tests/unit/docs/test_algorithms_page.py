@@ -13,7 +13,10 @@ import pytest
 from buffer_rl.algo.algorithms import ALGORITHMS, LOSSES
 from buffer_rl.algo.corrections import TOKEN_MODES
 from buffer_rl.algo.options import AlgorithmOptions
-from buffer_rl.config import flag_of
+from buffer_rl.config import compose, flag_of
+from buffer_rl.configuration.help import FlagParser, add_options, given_flags
+from buffer_rl.driver.checks import check_options
+from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.scope import needs_of, scope_of, unit_of
 from buffer_rl.train.options import LossOptions
 
@@ -60,6 +63,24 @@ def test_every_estimator_has_a_row_with_its_scope_needs_and_options() -> None:
             name
         )
         assert quoted(rows[name]["options"]) & flags == {flag_of(option) for option in algorithm.options}, name
+
+
+def test_the_flags_of_every_algorithm_can_be_typed_and_choose_every_estimator_and_loss() -> None:
+    parser = FlagParser(prog="buffer-rl")
+    add_options(parser, CORE_SECTIONS)
+    always = "--hf-checkpoint MODEL --prompt-data rows.jsonl --num-rollout 1 --rm-type exact_match "
+    chosen = {"grpo", "policy_loss"}
+    for name, row in table("algorithm", "flags").items():
+        commands = [text for text in re.findall(r"`([^`]+)`", row["flags"]) if text.startswith("--")]
+        assert commands or name == "GRPO"
+        for command in commands:
+            flags = (always + command).replace(" L", " 1").split()
+            args: Any = compose(CORE_SECTIONS)(**given_flags(parser.parse_args(flags)))
+            check_options(args)
+            chosen |= {args.advantage_estimator, args.loss_type}
+        chosen |= quoted(row["flags"])
+    assert chosen >= ALGORITHMS.keys() - {"gae", "reinforce_plus_plus_baseline"}
+    assert chosen >= LOSSES - {"gspo_token", "gspo", "cispo"}  # the estimators of the last two choose them
 
 
 def test_every_loss_has_a_row_with_its_unit_and_needs() -> None:

@@ -176,6 +176,7 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ),
         ({"reward_clip": [-2.0]}, ["--reward-clip: no reward is between 2 and -2", "one number above 0"]),
         ({"reward_clip": [1.0, 1.0]}, ["--reward-clip: no reward is between 1 and 1"]),
+        ({"reward_clip": [1.0, 2.0, 3.0]}, ["no reward is between 1 and 2 and 3", "a lower and a higher one"]),
         *(
             (
                 {**shaping, "custom_convert_samples_to_train_data_path": "mine:fn"},

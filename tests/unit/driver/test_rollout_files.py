@@ -65,7 +65,10 @@ def test_a_recorded_sample_counts_once_whatever_its_parts(tmp_path: Path) -> Non
     batch.columns["raw_reward"] = np.asarray([1.0, 0.0, 0.0], dtype=np.float32)
     template = str(tmp_path / "r{rollout_id}.safetensors")
     write_rollout(rollout_path(template, 0), batch)
-    report, metrics, _ = RecordedRollouts(template, cast(BufferClient, state)).run(state.generate(0))
+    ticket, buffer = state.generate(0), cast(BufferClient, state)
+    with pytest.raises(DataError, match="recorded without it, and have no kept tokens"):
+        RecordedRollouts(template, buffer, replays=True).run(ticket)
+    report, metrics, _ = RecordedRollouts(template, buffer).run(ticket)
     assert (report.num_rows, metrics) == (3, {"rollout/raw_reward": 0.5})
 
 

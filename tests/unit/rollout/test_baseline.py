@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,20 @@ async def test_what_an_engine_does_to_a_greedy_request_its_group_meets(kit: Any,
     else:
         assert [uid.row for uid in buffer.finished_uids] == [0]
         assert metrics["infra_failures"] == 1.0
+
+
+async def test_a_greedy_response_of_other_weights_than_the_steps_is_generated_again(kit: Any) -> None:
+    versions = [1, 0]  # the engine is a version ahead, then at the ticket's
+
+    def answer(input_ids: list[int], params: dict[str, Any]) -> Any:
+        return kit.answer([7], version=versions.pop(0) if params["temperature"] == 0 else 0)
+
+    ticket = replace(kit.make_ticket(1), max_staleness=0)
+    buffer = FakeBuffer([kit.make_group(0)], ticket)
+    metrics = await roll(kit, kit.ScriptedEngine(respond=answer), buffer, **REMAX)
+    assert versions == []
+    assert metrics["infra_failures"] == 1.0
+    assert [uid.row for uid in buffer.leased] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from buffer_rl.errors import RolloutError
+from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.generate import generate, sampling_params_for
 from buffer_rl.rollout.turns import add_observation, generate_turn
@@ -54,6 +55,14 @@ def test_the_columns_are_numbers_of_kept_tokens_and_their_ids_one_after_another(
     assert not encode(kit, group, evaluation=True, **REPLAY).keys() & {"kept_counts", "kept_tokens"}
 
 
+def test_they_are_beside_the_columns_of_the_users_conversion(kit: Any) -> None:
+    args = kit.make_args(**REPLAY, custom_convert_samples_to_train_data_path=kit.user("last_token_only"))
+    group = scored(kit, sets([6, 9], [7]))
+    columns = GroupConverter.from_args(args, PluginRegistry()).encode(group, False)[1]
+    assert [columns[name][0].tolist() for name in ("kept_counts", "kept_tokens")] == [[2, 1], [6, 9, 7]]
+    assert columns["note"] == ["x"]
+
+
 def test_a_sample_without_them_is_an_error_that_names_the_engine_and_a_removed_one_has_none(kit: Any) -> None:
     group = scored(kit, sets([6], [7]), None)
     with pytest.raises(RolloutError, match=r"of the engine 'other' at http://r(.|\n)*top_p_token_ids") as caught:
@@ -61,6 +70,9 @@ def test_a_sample_without_them_is_an_error_that_names_the_engine_and_a_removed_o
     assert str(group[1].row_id) in caught.value.where
     group[1].remove_sample = True
     assert [row.tolist() for row in encode(kit, group, **REPLAY)["kept_counts"]] == [[1, 1], [0, 0]]
+    # given up before its first token
+    group[1].tokens, group[1].response_length, group[1].rollout_kept_tokens = [5], 0, []
+    assert [row.tolist() for row in encode(kit, group, **REPLAY)["kept_counts"]] == [[1, 1], [0]]
     group[0].rollout_kept_tokens = sets([6])
     with pytest.raises(RolloutError, match="rollout_kept_tokens has 1 entries"):
         encode(kit, group, **REPLAY)

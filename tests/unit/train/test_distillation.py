@@ -234,6 +234,14 @@ def test_a_token_that_the_teacher_does_not_know_is_named(
     small = make_tiny_model(tmp_path, characters="abc")
     trainer = make_trainer(make_args(use_opd=True, opd_teacher_load=small))
     batch = make_batch()
+    batch.columns["tokens"] = [np.minimum(row, 5) for row in batch.columns["tokens"]]
+    trainer.log_probs("teacher", batch)
+    batch.columns["kept_counts"] = [np.zeros(n, dtype=np.int32) for n in batch.columns["response_length"]]
+    batch.columns["kept_tokens"] = [np.zeros(0, dtype=np.int32) for _ in batch.row_ids]
+    token = batch.columns["tokens"][4][-1]
+    batch.columns["kept_counts"][4][-1], batch.columns["kept_tokens"][4] = 2, np.array([token, 7], dtype=np.int32)
+    with pytest.raises(TrainError, match="the token 7 is not in the vocabulary of"):  # it could have been drawn
+        trainer.log_probs("teacher", batch)
     batch.columns["tokens"][4][0] = 6  # of ids 0 to 5
     with pytest.raises(TrainError, match=r"the token \d+ is not in the vocabulary of .*(.|\n)*ids below 6"):
-        trainer.log_probs("teacher", batch)
+        trainer.log_probs("teacher", batch.select([4]))
