@@ -103,6 +103,11 @@ def test_the_reference_model_is_looked_at_under_its_own_flag(model: Path, tmp_pa
         check_folders(options(model, ref_load=str(tmp_path / "ref")))
 
 
+def test_the_critics_initial_model_is_looked_at_under_its_own_flag(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--critic-load: .*absent.* there is no config\.json"):
+        check_folders(options(model, advantage_estimator="ppo", critic_load=str(tmp_path / "absent")))
+
+
 def test_a_teacher_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     student, same, larger, other = (
         Path(make_tiny_model(tmp_path / name, characters=characters))
@@ -200,6 +205,24 @@ def test_a_checkpoint_of_other_data_or_of_another_order_is_refused(model: Path) 
         assert f"--load {folder}" in str(caught.value)
     with pytest.raises(CheckpointError, match="--rollout-seed 42, now 43"):
         check_checkpoint(options(model, load=folder, rollout_seed=43), [source("aaa"), source("bbb")])
+
+
+def test_a_critic_does_not_go_on_from_a_checkpoint_that_has_none(model: Path) -> None:
+    folder = saved(model.parent / "saves", source("aaa"))
+    ppo = {"load": folder, "advantage_estimator": "ppo"}
+    for changes in ({}, {"load_debug_rollout_data": "{rollout_id}"}, {"data_source_path": "mine:Source"}):
+        with pytest.raises(CheckpointError, match="without a critic, and this run has one") as caught:
+            check_checkpoint(options(model, **ppo, **changes), [source("aaa")])
+        assert f"--load {folder}" in str(caught.value)
+    check_checkpoint(options(model, **ppo, num_rollout=0), [source("aaa")])  # an evaluation has no critic
+
+    def with_critic(folder: Path) -> None:
+        (folder / "critic").mkdir()
+        (folder / "critic" / "trainer.json").write_text("{}")
+
+    write_checkpoint(model.parent / "saves", 2, with_critic, {})
+    check_checkpoint(options(model, **ppo), [source("aaa")])
+    check_checkpoint(options(model, load=folder), [source("aaa")])
 
 
 def test_an_evaluation_of_a_checkpoint_needs_no_training_data(model: Path) -> None:
