@@ -159,6 +159,10 @@ class Total:
         return Total(self.reduction, combine(self.value, other.value), self.weight + other.weight)
 
 
+VALUE_MOMENTS = frozenset({"value_error", "value_error_squared", "returns", "returns_squared"})
+"""Metrics of ``buffer_rl.algo.value`` that its ``explained_variance`` is made of."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
     """Of some rows: ``loss``, the sum of weights times values, framework terms included; ``divisor`` (D), which the
@@ -200,10 +204,12 @@ class Sums:
                 found[name] = float(total.value)
         if "mismatch/chi2" in found:  # Kish's, of the importance weights of buffer_rl.algo.corrections
             found["mismatch/ess"] = found["mismatch/weight"] ** 2 / (1 + found["mismatch/chi2"])
-        if "value_error" in found:  # of buffer_rl.algo.value
+        if found.keys() >= VALUE_MOMENTS:
             error = found.pop("value_error_squared") - found["value_error"] ** 2
-            spread = found.pop("returns_squared") - found["returns"] ** 2
-            found["explained_variance"] = 1 - error / spread if spread > 0 else 0.0
+            squared = found.pop("returns_squared")
+            spread = squared - found["returns"] ** 2
+            rounding = 1e-6 * squared  # of float32 squares: what is left of equal returns
+            found["explained_variance"] = 1 - error / spread if spread > rounding else 0.0
         return found
 
 
