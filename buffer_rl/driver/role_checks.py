@@ -41,6 +41,7 @@ def check_roles(args: Any, registry: PluginRegistry) -> None:
     if not rollout_only(args):
         _check_loss(args, registry)
         _check_reference_updates(args, registry)
+        _check_critic(args, registry)
 
 
 def _check_estimator(args: Any, registry: PluginRegistry) -> None:
@@ -100,6 +101,21 @@ def _check_reference_updates(args: Any, registry: PluginRegistry) -> None:
         )
 
 
+def _check_critic(args: Any, registry: PluginRegistry) -> None:
+    """A trainer that is to train a critic must have values. (Of a factory's product it shows when it is built.)"""
+    if not uses_critic(args):
+        return
+    trainer = registry.resolve("trainer", args.train_backend)
+    if isinstance(trainer, type) and not hasattr(trainer, "values"):
+        flag, reference = estimator_of(args)
+        raise ConfigError(
+            f"the trainer {args.train_backend!r} has no value model, which the advantage {reference!r} is used with",
+            where=f"--train-backend and {'--use-critic' if args.use_critic else flag}",
+            expected="a trainer with values(batch) (see buffer_rl.contracts.Trainer)",
+            hint="an advantage estimator without a critic, such as grpo",
+        )
+
+
 def _converts(args: Any) -> bool:
     """Whether a function of the user's makes the columns, and may give any field itself."""
     return args.custom_convert_samples_to_train_data_path is not None
@@ -131,7 +147,15 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, who: 
         if _converts(args):
             return
         raise ConfigError(f"{what}, which nothing computes: {absent}", where=flag, hint=hint)
-    if not args.num_advantage_workers or (role and worker_counts(args)[role]):
+    if role and worker_counts(args)[role]:
+        return
+    if args.stream_gradients and model != CRITIC and uses_critic(args):
+        raise ConfigError(
+            f"{what} of each group, for the advantages of the critic, which has not the model {model!r}",
+            where=f"{STREAM} and {flag}",
+            hint=f"add {flag_of(f'num_{role}_workers')} 1, or take {STREAM} out",
+        )
+    if not args.num_advantage_workers:
         return
     own = f"{flag_of(f'num_{role}_workers')} 1 or " if role else ""
     if args.stream_gradients:
