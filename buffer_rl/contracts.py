@@ -110,7 +110,6 @@ class RolloutFunction(Protocol):
 
 class GenerateFunction(Protocol):
     """Fills one sample's response; may return several samples (parts) of one prompt. May be sync.
-
     One that has a parameter ``evaluation`` also receives ``evaluation=True`` or ``False``.
     A sample that it gives up, with status ``aborted`` or ``failed`` and ``remove_sample = True``, is not trained on,
     and its group stays; any other sample of these statuses costs its group.
@@ -152,7 +151,6 @@ class SampleFilter(Protocol):
 class AllSamplesProcess(Protocol):
     """Receives all groups that a rollout generated, at its end, sorted by uid: kept ones and dropped ones, not those
     that went back to the queue. What it changes on kept groups is trained on.
-
     ``data_source`` may be left out; it is the rollout's ``RolloutBuffer``.
     """
 
@@ -226,7 +224,6 @@ class AdvantageEstimator(Protocol):
 
 class PolicyLoss(Protocol):
     """Computes a number for each response token, or each row, of one micro-batch.
-
     ``buffer_rl.scope.loss_unit`` says what it must see together, and which columns it reads beside the usual ones.
     """
 
@@ -245,7 +242,6 @@ class Correction(Protocol):
 class DataSource(Protocol):
     """Returns prompt groups in a reproducible order, and never ends. Constructed as ``cls(args)`` in a process of its
     own; see docs/plugins.md for what it may return. The groups may be lists of samples, and methods may be async.
-
     ``save`` writes one file, from which ``load`` of a new object goes on; it is called after each batch. Groups that
     are given back wait in the Buffer's queue.
     """
@@ -258,7 +254,6 @@ class DataSource(Protocol):
 
 class ModelConverter(Protocol):
     """Loads a Hugging Face folder into the trainer's model and exports its weights. Constructed as ``cls(args)``.
-
     ``buffer_rl.train.converter.NameMap`` is the base class for what maps one tensor at a time.
     """
 
@@ -380,7 +375,6 @@ class WeightTransport(Protocol):
     """Moves one version of the weights from the trainer to the engines. Constructed as ``cls(args)``.
 
     ``source`` and ``engines`` are those of ``buffer_rl.weights``: what writes weights, and the control of all engines.
-
     It may also have ``discard(prepared)``, which is called in place of ``cleanup`` when a publication failed after
     ``prepare``: free what was prepared; engines may be at the older version.
     """

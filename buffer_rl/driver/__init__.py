@@ -7,6 +7,7 @@ runtime      calls on Ray actors and on objects of this process
 local_roles  roles in this process: checkpoints, files of rollouts
 launch       assembles a run from its options
 checks       options that contradict each other; notices about options
+algorithm_checks  those of estimator, loss, critic, teacher, rewards
 role_checks  the same, for what depends on imported plugins
 process      signals, and locks of folders
 provenance   versions, plugins, code and data of a run

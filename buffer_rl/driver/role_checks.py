@@ -40,8 +40,7 @@ def check_roles(args: Any, registry: PluginRegistry) -> None:
         _check_estimator(args, registry)
     if not rollout_only(args):
         _check_loss(args, registry)
-        _check_reference_updates(args, registry)
-        _check_critic(args, registry)
+        _check_trainer(args, registry)
 
 
 def _check_estimator(args: Any, registry: PluginRegistry) -> None:
@@ -84,36 +83,24 @@ def _check_loss(args: Any, registry: PluginRegistry) -> None:
         )
 
 
-def _check_reference_updates(args: Any, registry: PluginRegistry) -> None:
-    """A trainer that holds the reference model must be able to load it again. (A factory's product is not known.)"""
-    if args.ref_update_interval is None:
-        return
-    if not uses_reference(args):
+def _check_trainer(args: Any, registry: PluginRegistry) -> None:
+    """A trainer that holds the reference model must be able to load it again, and one of a critic to compute values. (A
+    factory's product is not known.)"""
+    if args.ref_update_interval is not None and not uses_reference(args):
         raise ConfigError("there is no reference model", where="--ref-update-interval", hint="add --use-kl-loss")
-    if args.num_ref_workers:
-        return
-    trainer = registry.resolve("trainer", args.train_backend)
-    if isinstance(trainer, type) and not hasattr(trainer, "load_ref"):
-        raise ConfigError(
-            f"the trainer {args.train_backend!r} cannot update its reference model: it has no method load_ref",
-            where="--ref-update-interval and --train-backend",
-            hint="add --num-ref-workers 1, or the method (see buffer_rl.contracts.Trainer)",
-        )
-
-
-def _check_critic(args: Any, registry: PluginRegistry) -> None:
-    """A trainer that is to train a critic must have values. (Of a factory's product it shows when it is built.)"""
-    if not uses_critic(args):
-        return
-    trainer = registry.resolve("trainer", args.train_backend)
-    if isinstance(trainer, type) and not hasattr(trainer, "values"):
-        flag, reference = estimator_of(args)
-        raise ConfigError(
-            f"the trainer {args.train_backend!r} has no value model, which the advantage {reference!r} is used with",
-            where=f"--train-backend and {'--use-critic' if args.use_critic else flag}",
-            expected="a trainer with values(batch) (see buffer_rl.contracts.Trainer)",
-            hint="an advantage estimator without a critic, such as grpo",
-        )
+    needed = []
+    if args.ref_update_interval is not None and not args.num_ref_workers:
+        needed.append(("load_ref", "cannot update its reference model", "--ref-update-interval", "--num-ref-workers 1"))
+    if uses_critic(args):
+        needed.append(("values", "has no value model", estimator_of(args)[0], "an estimator without a critic"))
+    for method, what, flag, other in needed:
+        trainer = registry.resolve("trainer", args.train_backend)
+        if isinstance(trainer, type) and not hasattr(trainer, method):
+            raise ConfigError(
+                f"the trainer {args.train_backend!r} {what}: it has no method {method}",
+                where=f"{flag} and --train-backend",
+                hint=f"add {other}, or the method (see buffer_rl.contracts.Trainer)",
+            )
 
 
 def _converts(args: Any) -> bool:

@@ -35,16 +35,18 @@ MAX_CHARACTERS = 4000  # of one cell; the file has the rest
 _SMOOTHING_STEPS = 9
 # Small charts: heading, and the metric of each line by the line's name.
 _CHARTS = (
-    ("Loss", {"loss": "train/loss"}),
+    ("Loss", {"loss": "train/loss", "critic": "critic/loss"}),
     ("Entropy (nats)", {"entropy": "train/entropy"}),
-    ("Gradient norm", {"gradient norm": "train/grad_norm"}),
+    ("Gradient norm", {"gradient norm": "train/grad_norm", "critic": "critic/grad_norm"}),
+    ("Variance of returns that values explain", {"explained": "critic/explained_variance"}),
+    ("KL divergence (nats a token)", {"to the reference": "train/kl_loss", "to the teacher": "train/opd_reverse_kl"}),
     ("Response length (tokens)", {"mean": "rollout/response_len/mean", "longest": "rollout/response_len/max"}),
     ("Share of truncated responses", {"truncated": "rollout/truncated_ratio"}),
     ("Tokens per second", {"tokens per second": "perf/tokens_per_s"}),
 )
 # The trainer's passes for log-probabilities are inside the phase ``train``; the rollout worker's own times
 # (generate, reward) overlap each other and are no phases.
-_INSIDE_TRAIN = ("ref_log_probs", "teacher_log_probs", "old_log_probs")
+_INSIDE_TRAIN = ("ref_log_probs", "teacher_log_probs", "old_log_probs", "values")
 _PHASES = ("rollout", *_INSIDE_TRAIN, "train", "save", "publish")
 
 
@@ -216,6 +218,7 @@ def _curves(records: Sequence[Mapping[str, Any]], steps: Mapping[int, Mapping[st
             Line(name=name, points=[(step, m[metric]) for step, m in steps.items() if metric in m], colour=number + 1)
             for number, (name, metric) in enumerate(names.items())
         ]
+        lines = [line for line in lines if line.points]
         chart = line_chart(lines, label=f"{heading} over training steps")
         legend = {line.name: line.colour for line in lines if len(lines) > 1}
         figures.append(_Figure(heading=heading, picture=chart, names=legend))

@@ -80,7 +80,8 @@ def run(namespace: argparse.Namespace) -> int:
 def _answers(args: Any, namespace: argparse.Namespace) -> list[dict[str, Any]]:
     if not args.hf_checkpoint:
         raise ConfigError("there is no model to ask", where="--hf-checkpoint", hint="add --hf-checkpoint PATH")
-    check_folders(args.model_copy(update={"ref_load": None, "opd_teacher_load": None, "load": None, "save": None}))
+    unused = ("ref_load", "opd_teacher_load", "critic_load", "load", "save")
+    check_folders(args.model_copy(update=dict.fromkeys(unused)))
     if args.data_source_path is not None:
         args = args.model_copy(update={"prompt_data": None})  # which that source reads, in its own way
         if not namespace.prompt:

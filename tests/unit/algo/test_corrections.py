@@ -11,7 +11,7 @@ import torch
 
 from buffer_rl.algo.corrections import truncated_weights
 from buffer_rl.contracts import LossInputs, TokenLoss
-from buffer_rl.driver.checks import UNCORRECTED, _check_correction
+from buffer_rl.driver.algorithm_checks import UNCORRECTED, _check_correction
 from buffer_rl.errors import ConfigError, PluginError, TrainError
 from buffer_rl.scope import Unit, loss_unit
 from buffer_rl.types import TrainBatch

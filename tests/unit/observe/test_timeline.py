@@ -151,13 +151,14 @@ def test_a_resumed_run_without_an_earlier_trace_starts_one(tmp_path: Path) -> No
 
 
 def test_roles_are_shown_in_the_order_of_the_data_and_unknown_ones_last() -> None:
-    assert in_order(["critic", "save", "train", "rollout", "ref", "a"]) == [
+    assert in_order(["judge", "save", "train", "rollout", "ref", "a", "critic"]) == [
         "rollout",
         "ref",
+        "critic",
         "train",
         "save",
         "a",
-        "critic",
+        "judge",
     ]
 
 

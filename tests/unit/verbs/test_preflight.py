@@ -97,15 +97,11 @@ def test_a_model_folder_that_will_not_load_is_refused(
     assert "--hf-checkpoint" in str(caught.value)
 
 
-def test_the_reference_model_is_looked_at_under_its_own_flag(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "ref").mkdir()
-    with pytest.raises(ConfigError, match="--ref-load"):
-        check_folders(options(model, ref_load=str(tmp_path / "ref")))
-
-
-def test_the_critics_initial_model_is_looked_at_under_its_own_flag(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--critic-load: .*absent.* there is no config\.json"):
-        check_folders(options(model, advantage_estimator="ppo", critic_load=str(tmp_path / "absent")))
+@pytest.mark.parametrize("name", ["ref_load", "opd_teacher_load", "critic_load"])
+def test_another_model_is_looked_at_under_its_own_flag(model: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}"):
+        check_folders(options(model, **{name: str(tmp_path / "other")}))
 
 
 def test_a_teacher_of_another_tokenizer_is_refused(tmp_path: Path) -> None:

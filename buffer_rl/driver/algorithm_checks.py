@@ -1,0 +1,151 @@
+"""Checks of options of an algorithm: its estimator, loss, KL penalties, critic, teacher, rewards and corrections. No
+plugin is imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from buffer_rl.algo.algorithms import ALGORITHMS, LOSSES
+from buffer_rl.algo.kl_target import check_kl_target
+from buffer_rl.algo.options import AlgorithmOptions
+from buffer_rl.algo.rewards import reward_bounds
+from buffer_rl.config import flag_of
+from buffer_rl.driver.schedule import rollout_only, train_only
+from buffer_rl.errors import ConfigError
+from buffer_rl.rollout.options import is_built_in_rollout
+from buffer_rl.train.options import CriticOptions
+from buffer_rl.train.roles import estimator_of, is_supervised, loss_of, uses_critic
+
+
+def check_algorithm(args: Any) -> None:
+    """Raises ConfigError for options that the run's algorithm does not read, or that contradict each other.
+
+    args: the flat options of a training run, with every core section."""
+    _check_kl(args)
+    check_kl_target(args)
+    _check_estimator(args)
+    _check_critic(args)
+    _check_distillation(args)
+    _check_reward_shaping(args)
+    _check_correction(args)
+
+
+def _check_kl(args: Any) -> None:
+    """A built-in loss has no other place for the coefficient; a loss or an estimator of others may read it."""
+    trains = args.num_rollout != 0 and not rollout_only(args)
+    builtin = loss_of(args) in LOSSES and estimator_of(args)[1] in ALGORITHMS and not is_supervised(args)
+    if trains and builtin and args.kl_loss_coef and not args.use_kl_loss:
+        raise ConfigError(
+            f"the loss has no KL penalty that {args.kl_loss_coef:g} could be the weight of",
+            where="--kl-loss-coef",
+            hint="add --use-kl-loss, or write --kl-loss-coef 0",
+        )
+
+
+def _check_estimator(args: Any) -> None:
+    """An option that the built-in estimator does not read would change nothing; one of the user's may read any."""
+    name = estimator_of(args)[1]
+    if name not in ALGORITHMS or is_supervised(args):
+        return
+    for option, field in AlgorithmOptions.model_fields.items():
+        value, readers = getattr(args, option), [n for n in ALGORITHMS if option in ALGORITHMS[n].options]
+        if readers and name not in readers and value != field.default:
+            in_loss = "for a KL penalty in the loss add --use-kl-loss --kl-loss-coef"
+            raise ConfigError(
+                f"the advantage {name!r} does not read it",
+                where=flag_of(option),
+                expected=f"--advantage-estimator {', '.join(readers)}",
+                hint=in_loss if option == "kl_coef" else "take it out",
+            )
+    if name == "pass_at_k" and args.pass_at_k >= args.n_samples_per_prompt:
+        raise ConfigError(
+            f"the best of {args.pass_at_k} is the same for all of {args.n_samples_per_prompt} samples: no gradient",
+            where="--pass-at-k",
+            expected="less than --n-samples-per-prompt",
+        )
+
+
+def _check_critic(args: Any) -> None:
+    """Options of a critic that is not there would change nothing; a critic whose values nothing reads, neither."""
+    if uses_critic(args):
+        flag, name = estimator_of(args)
+        if name in ALGORITHMS and name not in ("gae", "ppo"):
+            expected = "--advantage-estimator ppo, or a function of your own that reads the column 'values'"
+            raise ConfigError(
+                f"the advantage {name!r} reads no values", where=f"--use-critic and {flag}", expected=expected
+            )
+        return
+    given = [name for name, field in CriticOptions.model_fields.items() if getattr(args, name) != field.default]
+    if given:
+        why = "the supervised loss has no critic" if is_supervised(args) else "there is no critic"
+        hint = "take it out" if is_supervised(args) else "add --advantage-estimator ppo, or --use-critic"
+        raise ConfigError(why, where=flag_of(given[0]), hint=hint)
+
+
+def _check_distillation(args: Any) -> None:
+    """A teacher that nothing reads, or none."""
+    if not args.use_opd:
+        given = {"--opd-teacher-load": args.opd_teacher_load, "--opd-kl-coef": args.opd_kl_coef != 1}
+        if flag := next((flag for flag, value in given.items() if value), ""):
+            raise ConfigError("nothing is distilled", where=flag, hint="add --use-opd, or take it out")
+        return
+    if loss_of(args) in ("sft_loss", "dpo"):
+        what = f"{loss_of(args)} reads no advantages, which the teacher is a part of"
+        raise ConfigError(what, where="--use-opd", hint="take it out, or take another loss")
+    own = (
+        args.custom_generate_function_path,
+        args.custom_rm_path,
+        args.custom_group_rm_path,
+        args.custom_reward_post_process_path,
+        args.custom_convert_samples_to_train_data_path,
+    )
+    if not args.opd_teacher_load and is_built_in_rollout(args) and not train_only(args) and not any(own):
+        raise ConfigError(
+            "there is no teacher",
+            where="--use-opd",
+            hint="add --opd-teacher-load PATH, or a function of your own that sets teacher_log_probs of each sample",
+        )
+
+
+def _check_reward_shaping(args: Any) -> None:
+    reward_bounds(args)
+    if args.overlong_buffer_len > args.rollout_max_response_len:
+        raise ConfigError(
+            f"a buffer of {args.overlong_buffer_len} of at most {args.rollout_max_response_len} tokens",
+            where="--overlong-buffer-len",
+            expected="at most --rollout-max-response-len",
+        )
+    given = {"--overlong-buffer-len": args.overlong_buffer_len, "--length-penalty": args.length_penalty}
+    given |= {"--reward-clip": args.reward_clip, "--reward-scale": args.reward_scale != 1}
+    given |= {"--disable-rewards-normalization": args.disable_rewards_normalization}
+    path = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
+    if path and (flag := next((flag for flag, value in given.items() if value), "")):
+        raise ConfigError(
+            f"{path} makes the rewards to train on", where=flag, expected="rewards that the framework normalises"
+        )
+
+
+UNCORRECTED = {
+    "sft_loss": "has no ratios",
+    "decoupled_ppo": "has the weights from the engine to the trainer in itself",
+    "dpo": "compares responses with the reference, not with the policy that sampled them",
+}
+"""Losses that --use-tis has no meaning for."""
+
+
+def _check_correction(args: Any) -> None:
+    if not args.use_tis:
+        if args.custom_tis_function_path:
+            raise ConfigError("nothing is corrected", where="--custom-tis-function-path", hint="add --use-tis")
+        return
+    if args.tis_clip_low > args.tis_clip:
+        bounds = f"{args.tis_clip_low:g} and {args.tis_clip:g}"
+        raise ConfigError(f"no weight is between {bounds}", where="--tis-clip-low and --tis-clip")
+    if args.use_rollout_logprobs:
+        raise ConfigError(
+            "the ratio of the loss is to the engine's log-probabilities already: every weight would be 1",
+            where="--use-tis and --use-rollout-logprobs",
+            hint="take one of them out",
+        )
+    if why := UNCORRECTED.get(loss_of(args)):
+        raise ConfigError(f"{loss_of(args)} {why}", where="--use-tis", hint="take it out")
