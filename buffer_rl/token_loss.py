@@ -141,6 +141,7 @@ HINTS = {
     "ref_log_probs": "the reference model's log-probabilities must be computed before the loss: add --use-kl-loss "
     "(with --kl-loss-coef 0 for no KL penalty)",
     "teacher_log_probs": "add --opd-teacher-load PATH, or set it on the samples, as a generate function can",
+    "values": "add --use-critic, or a function of --custom-convert-samples-to-train-data-path that gives them",
     "baseline_reward": "the default rollout function gives it where no converter of samples of yours makes the columns",
     "rollout_log_probs": "the generate function must keep the engine's log-probabilities",
 }
