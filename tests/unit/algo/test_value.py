@@ -7,6 +7,7 @@ import torch
 
 from buffer_rl.algo.value import value_loss
 from buffer_rl.contracts import LossInputs
+from buffer_rl.errors import DataError
 from buffer_rl.testing.lint import Result
 from buffer_rl.testing.lint_loss import lint_loss
 from buffer_rl.token_loss import Reduction, Sums, Total
@@ -79,6 +80,14 @@ def test_a_critics_step_has_its_loss_and_what_its_values_explain_and_no_terms_of
             "explained_variance": 0.75,
         }
     )
+
+
+def test_advantages_of_a_converter_are_no_returns_for_a_critic() -> None:
+    rows = {"loss_mask": [[1, 1]], "advantages": [[1.0, 1.0]], "response_length": [2]}
+    objective_of().compute_advantages(alone := rows_of(**rows))
+    assert alone.columns["returns"] is alone.columns["advantages"]
+    with pytest.raises(DataError, match="no returns, which the critic is trained on"):
+        objective_of(use_critic=True).compute_advantages(rows_of(**rows))
 
 
 def test_equal_returns_leave_nothing_to_explain() -> None:
