@@ -141,6 +141,7 @@ HINTS = {
     "ref_log_probs": "the reference model's log-probabilities must be computed before the loss: add --use-kl-loss "
     "(with --kl-loss-coef 0 for no KL penalty)",
     "teacher_log_probs": "add --opd-teacher-load PATH, or set it on the samples, as a generate function can",
+    "values": "add --use-critic, or a function of --custom-convert-samples-to-train-data-path that gives them",
     "baseline_reward": "the default rollout function gives it where no converter of samples of yours makes the columns",
     "rollout_log_probs": "the generate function must keep the engine's log-probabilities",
 }
@@ -157,6 +158,10 @@ class Total:
     def __add__(self, other: Total) -> Total:
         combine: Any = {Reduction.MAX: max, Reduction.MIN: min}.get(self.reduction, operator.add)
         return Total(self.reduction, combine(self.value, other.value), self.weight + other.weight)
+
+
+VALUE_MOMENTS = frozenset({"value_error", "value_error_squared", "returns", "returns_squared"})
+"""Metrics of ``buffer_rl.algo.value`` that its ``explained_variance`` is made of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,10 +205,12 @@ class Sums:
                 found[name] = float(total.value)
         if "mismatch/chi2" in found:  # Kish's, of the importance weights of buffer_rl.algo.corrections
             found["mismatch/ess"] = found["mismatch/weight"] ** 2 / (1 + found["mismatch/chi2"])
-        if "value_error" in found:  # of buffer_rl.algo.value
+        if found.keys() >= VALUE_MOMENTS:
             error = found.pop("value_error_squared") - found["value_error"] ** 2
-            spread = found.pop("returns_squared") - found["returns"] ** 2
-            found["explained_variance"] = 1 - error / spread if spread > 0 else 0.0
+            squared = found.pop("returns_squared")
+            spread = squared - found["returns"] ** 2
+            rounding = 1e-6 * squared  # of float32 squares: what is left of equal returns
+            found["explained_variance"] = 1 - error / spread if spread > rounding else 0.0
         return found
 
 

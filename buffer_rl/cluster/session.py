@@ -121,23 +121,25 @@ def train_gpus(args: TrainOptions) -> float:
 
 
 def num_trainer_ranks(args: TrainOptions) -> int:
-    """Ranks of all trained roles: a critic has as many as the policy."""
-    return args.num_train_ranks * (1 + uses_critic(args))
+    """Ranks of all trained roles: a critic has as many as the policy. An evaluation has none."""
+    return args.num_train_ranks * (1 + (uses_critic(args) and args.num_rollout != 0))
 
 
 def role_gpus(args: TrainOptions) -> float:
     """Accelerators of each worker of a role that has a model, beside those of the trainer ranks.
 
-    Raises ConfigError if the cluster has too few: the workers would wait for them until a deadline passes."""
+    Raises ConfigError if the cluster has too few for them, or for a critic: they would wait until a deadline passes."""
     num_gpus = train_gpus(args)
     trainers = num_trainer_ranks(args)
     wanted = trainers + sum(worker_counts(args)[role] for role in MODEL_OF_ROLE)
     found = int(cast(Any, ray).cluster_resources().get("GPU", 0))
-    if num_gpus and wanted > trainers and found < wanted:
+    if num_gpus and wanted > args.num_train_ranks and found < wanted:
+        of_critic = " (half of them the critic's)" if trainers > args.num_train_ranks else ""
+        flags = [flag_of(f"num_{role}_workers") for role in MODEL_OF_ROLE]
         raise ConfigError(
-            f"{trainers} trainer ranks and {wanted - trainers} workers of roles need an "
+            f"{trainers} trainer ranks{of_critic} and {wanted - trainers} workers of roles need an "
             f"accelerator each, and there are {found}",
-            where=", ".join(flag_of(f"num_{role}_workers") for role in MODEL_OF_ROLE),
-            hint="lower them (the trainer then does that work), or add --train-device cpu",
+            where=", ".join(flags if wanted > trainers else ["--train-device", "--num-train-ranks"]),
+            hint="lower them (the trainer then does the work of roles), or add --train-device cpu",
         )
     return num_gpus

@@ -74,12 +74,30 @@ def _check_critic(args: Any) -> None:
             raise ConfigError(
                 f"the advantage {name!r} reads no values", where=f"--use-critic and {flag}", expected=expected
             )
+        _check_critic_decay(args)
         return
     given = [name for name, field in CriticOptions.model_fields.items() if getattr(args, name) != field.default]
     if given:
         why = "the supervised loss has no critic" if is_supervised(args) else "there is no critic"
         hint = "take it out" if is_supervised(args) else "add --advantage-estimator ppo, or --use-critic"
         raise ConfigError(why, where=flag_of(given[0]), hint=hint)
+
+
+def _check_critic_decay(args: Any) -> None:
+    """The critic's learning rate has the policy's end, and its own peak and warm-up."""
+    if args.lr_decay_style == "constant":
+        return
+    if args.critic_lr is not None and args.min_lr > args.critic_lr:
+        raise ConfigError(
+            f"the critic's learning rate would rise from {args.critic_lr:g} to {args.min_lr:g}",
+            where="--critic-lr and --min-lr",
+        )
+    if args.lr_decay_iters is not None and args.lr_decay_iters <= args.critic_lr_warmup_iters:
+        raise ConfigError(
+            f"the decay ends at step {args.lr_decay_iters}, the critic's warm-up at {args.critic_lr_warmup_iters}",
+            where="--lr-decay-iters and --critic-lr-warmup-iters",
+            hint="--lr-decay-iters counts the warm-up too",
+        )
 
 
 def _check_distillation(args: Any) -> None:

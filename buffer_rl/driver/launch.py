@@ -141,7 +141,7 @@ class _Run:
         self.role_plan = self._role_plan()
         self.trained: dict[str, WorkerGroup] = {}
         for role in self.role_plan.trained:
-            group = start_train_group(role, args, dump_args(self._train_args()), actor, logs, train_gpus(args))
+            group = start_train_group(role, args, dump_args(self._train_args(role)), actor, logs, train_gpus(args))
             self.trained[role] = group
             stack.callback(group.stop)
         self.roles = start_roles(args, self.role_plan.dedicated_roles, args_text, actor, logs)
@@ -229,7 +229,7 @@ class _Run:
     def _reference_updates(self) -> ReferenceUpdates | None:
         """What updates the reference model, which the trainer or a role has; None without one."""
         args, train = self.args, self.train
-        if train is None or not uses_reference(args):
+        if train is None or not uses_reference(args) or self.num_rollouts == 0:
             return None
 
         def load(path: str, version: int) -> None:
@@ -249,11 +249,12 @@ class _Run:
             self.buffer.set_source_length(self.source.call("num_rows", timeout_s=args.data_source_timeout_s))
         return args.num_epoch * self.buffer.get_num_rollout_per_epoch()
 
-    def _train_args(self) -> Args:
-        """The options with the length of the learning rate's decay, which may depend on that of the data."""
+    def _train_args(self, role: str) -> Args:
+        """The options with the length of a trained role's decay of the learning rate, which may depend on that of the
+        data."""
         if self.args.lr_decay_iters is not None:
             return self.args
-        steps = self.num_rollouts * optimizer_steps(self.args)
+        steps = self.role_plan.num_updates(role, self.num_rollouts) * optimizer_steps(self.args)
         return self.args.model_copy(update={"lr_decay_iters": max(1, steps)})
 
     def _plan(self) -> RunPlan:

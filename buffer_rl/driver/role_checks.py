@@ -134,7 +134,15 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, who: 
         if _converts(args):
             return
         raise ConfigError(f"{what}, which nothing computes: {absent}", where=flag, hint=hint)
-    if not args.num_advantage_workers or (role and worker_counts(args)[role]):
+    if role and worker_counts(args)[role]:
+        return
+    if args.stream_gradients and model != CRITIC and uses_critic(args):
+        raise ConfigError(
+            f"{what} of each group, for the advantages of the critic, which has not the model {model!r}",
+            where=f"{STREAM} and {flag}",
+            hint=f"add {flag_of(f'num_{role}_workers')} 1, or take {STREAM} out",
+        )
+    if not args.num_advantage_workers:
         return
     own = f"{flag_of(f'num_{role}_workers')} 1 or " if role else ""
     if args.stream_gradients:

@@ -144,6 +144,10 @@ class RolePlan:
         """The trained roles that take an optimizer step on a rollout."""
         return [role for role in self.trained if role == CRITIC or rollout_id >= self.critic_only_steps]
 
+    def num_updates(self, role: str, num_rollouts: int) -> int:
+        """On how many of the run's rollouts a trained role takes optimizer steps."""
+        return num_rollouts if role == CRITIC else max(0, num_rollouts - self.critic_only_steps)
+
     def models_of(self, role: str) -> list[str]:
         """The models whose fields a trained role computes."""
         return [model for owner, model in self.passes if owner == role]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from buffer_rl.observe.timeline import TraceFile, WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, step_metrics
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
+from buffer_rl.train.roles import ACTOR, CRITIC
 
 
 class RunObserver:
@@ -130,7 +132,7 @@ class Incidents:
     def __init__(self, run_dir: str) -> None:
         self._run_dir = Path(run_dir)
         self._quarantined = 0
-        self._left_out = 0
+        self._left_out = Counter[str]()
 
     def rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> list[str]:
         """The incidents of a training rollout."""
@@ -140,9 +142,13 @@ class Incidents:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """The incidents of a training step."""
-        total = int(metrics.get("train/non_finite_steps", 0))
-        fresh, self._left_out = total - self._left_out, max(total, self._left_out)
-        return [f"step {step}: loss or gradient not finite; the weights stay as they were"] if fresh > 0 else []
+        lines = []
+        for role, whose in ((ACTOR, ""), (CRITIC, "the critic's ")):
+            total, before = int(metrics.get(f"{role}/non_finite_steps", 0)), self._left_out[role]
+            if total > before:
+                self._left_out[role] = total
+                lines.append(f"step {step}: {whose}loss or gradient not finite; the weights stay as they were")
+        return lines
 
     def summary(self) -> list[str]:
         """All incidents of the run."""
@@ -150,9 +156,9 @@ class Incidents:
         if self._quarantined:
             where = self._run_dir / "quarantine.jsonl"
             lines.append(f"{_groups(self._quarantined)} of this run in quarantine: {where}")
-        if self._left_out:
+        if left_out := self._left_out.total():
             where = self._run_dir / "non_finite"
-            lines.append(f"{self._left_out} optimizer steps were not finite and were left out; their rows: {where}")
+            lines.append(f"{left_out} optimizer steps were not finite and were left out; their rows: {where}")
         return lines
 
 

@@ -167,5 +167,5 @@ def _require_vocabulary(model: PreTrainedModel, batch: TrainBatch) -> None:
                 f"the token {largest} is not in the vocabulary of {model.config._name_or_path or type(model).__name__}",
                 where=str(row_id),
                 expected=f"token ids below {size}",
-                hint="--ref-load and --opd-teacher-load take models of the vocabulary of --hf-checkpoint",
+                hint="--ref-load, --opd-teacher-load and --critic-load take models of --hf-checkpoint's vocabulary",
             )

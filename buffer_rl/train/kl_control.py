@@ -12,6 +12,7 @@ from buffer_rl.algo.kl_target import adapted_coefficient
 from buffer_rl.errors import CheckpointError
 from buffer_rl.train.objective import MEASURED_KL, Objective
 from buffer_rl.train.ranks import summed_over_ranks
+from buffer_rl.train.roles import adapted_option
 from buffer_rl.train.steps import StepReport
 
 FILE_NAME = "kl_coef.json"
@@ -43,15 +44,18 @@ class KLControl:
     def save(self, path: str) -> None:
         """Write the coefficient, where it is adapted, into the folder ``path``."""
         if self._objective.kl_coef is not None:
-            (Path(path) / FILE_NAME).write_text(json.dumps({"kl_coef": self._objective.kl_coef}))
+            saved = {"option": adapted_option(self._args), "kl_coef": self._objective.kl_coef}
+            (Path(path) / FILE_NAME).write_text(json.dumps(saved))
 
     def load(self, path: str) -> None:
-        """The inverse of ``save``. A run whose coefficient was fixed has no file: then the option's value stays.
-        Raises CheckpointError for a damaged one."""
+        """The inverse of ``save``. The option's value stays where the saved run had a fixed coefficient, and no
+        file, or adapted the other one. Raises CheckpointError for a damaged file."""
         file = Path(path) / FILE_NAME
         if self._objective.kl_coef is None or not file.exists():
             return
         try:
-            self._objective.kl_coef = float(json.loads(file.read_text())["kl_coef"])
+            saved = json.loads(file.read_text())
+            if saved["option"] == adapted_option(self._args):
+                self._objective.kl_coef = float(saved["kl_coef"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise CheckpointError(f"not readable: {error}", where=str(file)) from error

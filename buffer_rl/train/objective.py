@@ -33,6 +33,7 @@ from buffer_rl.train.roles import (
     is_supervised,
     loss_of,
     policy_field,
+    uses_critic,
 )
 from buffer_rl.types import TrainBatch
 
@@ -133,11 +134,14 @@ class Objective:
 
         Raises PluginError if it raises, returns something, needs a column that is not there, replaces another one than
         these two, or leaves one of them out or of another shape; DataError where ``--use-opd`` meets advantages of a
-        converter.
+        converter, or a critic those without returns.
         """
         if self.supervised or not batch.row_ids:
             return
         if "advantages" in batch.columns:
+            if "returns" not in batch.columns and uses_critic(self._args):
+                what = "the rows have advantages of their own and no returns, which the critic is trained on"
+                raise DataError(what, where=batch.task, expected="a column returns beside advantages")
             batch.columns.setdefault("returns", batch.columns["advantages"])
             if self._args.use_opd and REVERSE_KL not in batch.columns:
                 what = "the rows have advantages of their own, which --use-opd does not change"

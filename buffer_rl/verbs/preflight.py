@@ -20,6 +20,7 @@ from buffer_rl.model_config import length_problem, max_positions
 from buffer_rl.redaction import mask_url
 from buffer_rl.remote import file_system, is_remote, local_path
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
+from buffer_rl.train.roles import CRITIC, checkpoint_folder, uses_critic
 from buffer_rl.types import Prompt, SampleGroup
 
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
@@ -96,13 +97,24 @@ def check_devices(args: Any) -> None:
 
 
 def check_checkpoint(args: Any, data: Sequence[Mapping[str, Any]]) -> None:
-    """Raises CheckpointError if ``--load`` was written with other training data, in another order.
+    """Raises CheckpointError if ``--load`` was written without the critic that is to go on, or with other training
+    data, in another order.
 
     data: use, path and source_hash of the sources that the options name now.
     """
-    if args.load is None or train_only(args) or args.data_source_path is not None or args.num_rollout == 0:
+    if args.load is None or args.num_rollout == 0:
         return  # the last: an evaluation, which reads no training data
-    facts = read_manifest(args.load).facts
+    manifest = read_manifest(args.load)
+    if uses_critic(args) and not any(name.startswith(f"{checkpoint_folder(CRITIC)}/") for name in manifest.files):
+        raise CheckpointError(
+            "it was written by a run without a critic, and this run has one",
+            where=f"--load {mask_url(args.load)}",
+            hint="resume without it, or start again from the checkpoint's hf/ folder: --hf-checkpoint in place of "
+            "--load (--num-critic-only-steps trains the critic first)",
+        )
+    if train_only(args) or args.data_source_path is not None:
+        return
+    facts = manifest.facts
     options = facts.get("options", {})
     if "data" not in facts or options.get("data_source_path") is not None:
         return  # of an earlier version, or of a data source that says so itself

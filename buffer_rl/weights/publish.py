@@ -13,6 +13,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +151,7 @@ class RolePublisher:
         """Have the engines and the role take ``version``. Returns the seconds of each part."""
         times = {} if self._engines is None else self._engines.publish(version)
         started = time.monotonic()
-        _pass_on(self._source, version, self._folder, self._reader.update_weights_from_disk)
+        _pass_on(self._source.save_hf, version, self._folder, self._reader.update_weights_from_disk)
         return times | {"role_time": time.monotonic() - started}
 
 
@@ -169,7 +170,7 @@ class ReferenceUpdates:
 
     def update(self, version: int) -> None:
         """The reference is the actor of ``version``, the newest, from now on."""
-        self._newest = _pass_on(self._source, version, self._folder, self._load)
+        self._newest = _pass_on(self._source.save_hf, version, self._folder, self._load)
 
     def save(self, folder: Path) -> None:
         """Copy the reference to ``folder``; nothing while it is the initial one."""
@@ -177,18 +178,17 @@ class ReferenceUpdates:
             shutil.copytree(self._newest, folder)
 
     def restore(self, folder: Path, version: int) -> None:
-        """The inverse of ``save``. ``folder`` stays as it is until the next update."""
+        """The inverse of ``save``. The weights are copied: the checkpoint may be removed while the run needs them."""
         if folder.is_dir():
-            self._load(str(folder.absolute()), version)
-            self._newest = folder
+            self._newest = _pass_on(partial(shutil.copytree, folder), version, self._folder, self._load)
 
 
-def _pass_on(source: WeightSource, version: int, folder: Path, load: Callable[[str, int], None]) -> Path:
+def _pass_on(write: Callable[[str], object], version: int, folder: Path, load: Callable[[str, int], None]) -> Path:
     """Write a version into a folder of its own in ``folder``, load it, and remove older ones. Returns its folder."""
     target = folder / f"v{version:06d}"
     shutil.rmtree(target, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    source.save_hf(str(target))
+    write(str(target))
     load(str(target), version)
     for older in folder.glob("v*"):
         if older != target:

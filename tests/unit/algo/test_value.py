@@ -7,9 +7,10 @@ import torch
 
 from buffer_rl.algo.value import value_loss
 from buffer_rl.contracts import LossInputs
+from buffer_rl.errors import DataError
 from buffer_rl.testing.lint import Result
 from buffer_rl.testing.lint_loss import lint_loss
-from buffer_rl.token_loss import Sums
+from buffer_rl.token_loss import Reduction, Sums, Total
 from buffer_rl.types import TrainBatch
 from harness.losses import loss_args, objective_of, rows_of
 
@@ -81,9 +82,23 @@ def test_a_critics_step_has_its_loss_and_what_its_values_explain_and_no_terms_of
     )
 
 
+def test_advantages_of_a_converter_are_no_returns_for_a_critic() -> None:
+    rows = {"loss_mask": [[1, 1]], "advantages": [[1.0, 1.0]], "response_length": [2]}
+    objective_of().compute_advantages(alone := rows_of(**rows))
+    assert alone.columns["returns"] is alone.columns["advantages"]
+    with pytest.raises(DataError, match="no returns, which the critic is trained on"):
+        objective_of(use_critic=True).compute_advantages(rows_of(**rows))
+
+
 def test_equal_returns_leave_nothing_to_explain() -> None:
-    batch = rows_of(loss_mask=[[1, 1]], returns=[[1.0, 1.0]], values=[[0.0, 0.0]], response_length=[2])
-    assert critic_step(batch, [[0.5, 0.0]])["explained_variance"] == 0.0
+    for equal in (1.0, 0.1, -0.9, 0.0):  # the square of 0.1 in float32 is above that of its float32 in float64
+        rows = {"loss_mask": [[1, 1]], "returns": [[equal, equal]], "values": [[0.0, 0.0]], "response_length": [2]}
+        assert critic_step(rows_of(**rows), [[0.5, 0.0]])["explained_variance"] == 0.0
+
+
+def test_a_metric_of_a_name_of_its_moments_is_any_losss_own() -> None:
+    total = Total(Reduction.MEAN, value=6.0, weight=3.0)
+    assert Sums(metrics={"value_error": total}).means() == {"loss": 0.0, "value_error": 2.0}
 
 
 def test_the_linter_finds_nothing_in_it() -> None:

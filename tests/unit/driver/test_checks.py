@@ -292,6 +292,19 @@ def test_half_runs_and_decays_that_fit_are_accepted(changes: dict[str, Any]) -> 
         ({"num_steps_per_rollout": 5, "rollout_batch_size": 4}, "--num-steps-per-rollout"),
         ({"lr_decay_style": "linear", "lr": 1e-6, "min_lr": 1e-5}, "--min-lr"),
         ({"lr_decay_style": "linear", "lr_warmup_iters": 5, "lr_decay_iters": 5}, "--lr-decay-iters"),
+        (
+            {"advantage_estimator": "ppo", "lr_decay_style": "linear", "lr": 1, "min_lr": 0.1, "critic_lr": 0.01},
+            "--critic-lr and --min-lr",
+        ),
+        (
+            {
+                "advantage_estimator": "ppo",
+                "lr_decay_style": "linear",
+                "lr_decay_iters": 5,
+                "critic_lr_warmup_iters": 5,
+            },
+            "--lr-decay-iters and --critic-lr-warmup-iters",
+        ),
     ],
 )
 def test_half_runs_and_decays_that_do_not_fit_are_named(changes: dict[str, Any], named: str) -> None:

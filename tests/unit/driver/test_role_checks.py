@@ -49,6 +49,10 @@ def reads_old(args, batch): ...
 def reads_values(args, batch): ...
 
 
+@scoped("row", needs=("values", "ref_log_probs"))
+def reads_values_and_ref(args, batch): ...
+
+
 @scoped("group", needs=["rollout_log_probs"])
 def reads_rollout(args, batch): ...
 
@@ -137,6 +141,7 @@ def test_an_estimator_gets_all_that_it_declares(mine: str) -> None:
         for name in ("over_a_group", "over_a_row", "reads_ref", "reads_old", "reads_values")
     )
     values["use_critic"] = True
+    ref_too = {"custom_advantage_function_path": f"{mine}reads_values_and_ref"}
     pipelined, kl = {"schedule": "pipelined"}, {"use_kl_loss": True}
     few_groups = {"num_train_ranks": 4, "rollout_batch_size": 3}
     for options in (
@@ -156,6 +161,7 @@ def test_an_estimator_gets_all_that_it_declares(mine: str) -> None:
         {**old, **pipelined, "num_advantage_workers": 1},
         {**values, **pipelined, "num_advantage_workers": 1},
         {**values, **STREAM},
+        {**values, **STREAM, **kl, "num_ref_workers": 1, **ref_too},
         {**old, "num_advantage_workers": 1, "num_actor_fwd_workers": 1},
         OPD,
         {**OPD, **STREAM},
@@ -249,6 +255,16 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
                 "the trainer computes after the advantages under --schedule lockstep",
                 "add --schedule pipelined, or take",
             ],
+        ),
+        (
+            {
+                **STREAM,
+                "use_critic": True,
+                "use_kl_loss": True,
+                "custom_advantage_function_path": "reads_values_and_ref",
+            },
+            "--stream-gradients and --custom-advantage-function-path",
+            ["for the advantages of the critic, which has not the model 'ref'", "add --num-ref-workers 1, or"],
         ),
         (
             {**OPD, **STREAM, "num_advantage_workers": 1},
@@ -377,6 +393,7 @@ def test_a_critic_is_trained_beside_the_policy_and_computes_its_values_itself() 
     # Advantages need the values of all rows, which the policy's ranks do not have.
     assert plan.estimates
     assert [plan.steps_on(rollout_id) for rollout_id in range(3)] == [["critic"], ["critic"], ["train", "critic"]]
+    assert [plan.num_updates(role, num_rollouts) for role in plan.trained for num_rollouts in (1, 5)] == [0, 3, 1, 5]
 
 
 def test_with_streamed_gradients_the_policy_waits_for_the_critic_and_the_critic_for_no_one_but_the_reference() -> None:

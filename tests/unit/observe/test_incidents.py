@@ -20,6 +20,16 @@ def test_each_is_said_once_and_all_of_them_at_the_end(tmp_path: Path) -> None:
     ]
 
 
+def test_the_critics_are_counted_too(tmp_path: Path) -> None:
+    incidents = Incidents(str(tmp_path))
+    whose = "the critic's loss or gradient not finite; the weights stay as they were"
+    assert incidents.step(0, {"critic/non_finite_steps": 1.0}) == [f"step 0: {whose}"]
+    both = {"critic/non_finite_steps": 2.0, "train/non_finite_steps": 1.0}
+    assert len(incidents.step(1, both)) == 2
+    assert incidents.step(2, both) == []
+    assert incidents.summary()[0].startswith("3 optimizer steps were not finite")
+
+
 def test_a_step_without_the_count_says_nothing(tmp_path: Path) -> None:
     incidents = Incidents(str(tmp_path))
     assert [

@@ -110,6 +110,9 @@ def test_a_coefficient_that_was_saved_is_loaded_to_the_last_bit(tmp_path: Path) 
     assert second.kl_coef == first.kl_coef != 0.1
     control.load(str(tmp_path / "of a run with a fixed coefficient"))
     assert second.kl_coef == first.kl_coef
+    in_loss = objective_of(**IN_LOSS)
+    KLControl(in_loss._args, in_loss).load(str(tmp_path))
+    assert in_loss.kl_coef == 0.1  # what was saved is the weight of another penalty
     (tmp_path / FILE_NAME).write_text("{}")
     with pytest.raises(CheckpointError, match="kl_coef"):
         control.load(str(tmp_path))

@@ -203,6 +203,24 @@ def test_a_checkpoint_of_other_data_or_of_another_order_is_refused(model: Path) 
         check_checkpoint(options(model, load=folder, rollout_seed=43), [source("aaa"), source("bbb")])
 
 
+def test_a_critic_does_not_go_on_from_a_checkpoint_that_has_none(model: Path) -> None:
+    folder = saved(model.parent / "saves", source("aaa"))
+    ppo = {"load": folder, "advantage_estimator": "ppo"}
+    for changes in ({}, {"load_debug_rollout_data": "{rollout_id}"}, {"data_source_path": "mine:Source"}):
+        with pytest.raises(CheckpointError, match="without a critic, and this run has one") as caught:
+            check_checkpoint(options(model, **ppo, **changes), [source("aaa")])
+        assert f"--load {folder}" in str(caught.value)
+    check_checkpoint(options(model, **ppo, num_rollout=0), [source("aaa")])  # an evaluation has no critic
+
+    def with_critic(folder: Path) -> None:
+        (folder / "critic").mkdir()
+        (folder / "critic" / "trainer.json").write_text("{}")
+
+    write_checkpoint(model.parent / "saves", 2, with_critic, {})
+    check_checkpoint(options(model, **ppo), [source("aaa")])
+    check_checkpoint(options(model, load=folder), [source("aaa")])
+
+
 def test_an_evaluation_of_a_checkpoint_needs_no_training_data(model: Path) -> None:
     folder = saved(model.parent / "saves", source("aaa"))
     check_checkpoint(options(model, load=folder, num_rollout=0), [source("bbb")])

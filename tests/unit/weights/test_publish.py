@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,17 @@ def test_a_resumed_reference_is_that_of_the_checkpoint_and_saved_again(tmp_path:
     Writer().save_hf(str(saved))
     updates.restore(saved, 5)
     assert reference.loads == [("1", 5)]
+    shutil.rmtree(saved)  # older checkpoints are removed while a run goes on
     updates.save(tmp_path / "again")
     assert (tmp_path / "again" / "model.safetensors").read_text() == "1"
     updates.update(6)
-    assert saved.exists()  # the checkpoint is another run's as well
+    assert [path.name for path in (tmp_path / "weights_ref").iterdir()] == ["v000006"]
+
+
+def test_a_restored_reference_leaves_the_checkpoint_as_it_is(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    Writer().save_hf(str(saved))
+    updates = ReferenceUpdates(Writer(), Reference().load, tmp_path / "weights_ref")
+    updates.restore(saved, 5)
+    updates.update(6)
+    assert (saved / "model.safetensors").read_text() == "1"
