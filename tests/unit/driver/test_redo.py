@@ -13,7 +13,7 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
-from buffer_rl.data.source import PromptDataSource
+from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.schedule import Mode, RolePlan, RunPlan, Schedule
 from buffer_rl.errors import BufferRLError, PayloadLostError, RolloutError, TrainError
@@ -42,7 +42,9 @@ class MortalBuffer:
         self._ledger_path, self._max_staleness = folder / "ledger.sqlite", max_staleness
         path = folder / "rows.jsonl"
         path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(6)))
-        self._args: Any = compose(CORE_SECTIONS)(prompt_data=str(path), rollout_batch_size=2, n_samples_per_prompt=2)
+        self._args: Any = compose(CORE_SECTIONS)(
+            prompt_data=str(path), rollout_batch_size=2, n_samples_per_prompt=2, eval_prompt_data=[f"held={path}"]
+        )
         self._state = self._open(restarted=False)
 
     def die(self) -> None:
@@ -54,6 +56,7 @@ class MortalBuffer:
             PromptDataSource(self._args),
             ledger=Ledger(self._ledger_path, run="run", keep_selected=True),
             groups_per_step=2,
+            eval_groups=EvalSource(self._args).all_groups,
             max_staleness=self._max_staleness,
             restarted=restarted,
         )
@@ -203,13 +206,14 @@ class AheadWorld:
         failures: list[Exception],
         *,
         die: bool = False,
+        rollouts: type[Rollouts] = Rollouts,
         trainer: Train | None = None,
         roles: dict[str, Any] | None = None,
         plan: RunPlan = ONE_AHEAD,
         **seconds: float,
     ) -> None:
         self.buffer = MortalBuffer(folder, max_staleness=1)
-        self.rollouts, self.train = Rollouts(self.buffer, failures, die), trainer or Train()
+        self.rollouts, self.train = rollouts(self.buffer, failures, die), trainer or Train()
         self.recorder, publisher = Recorder(), FakePublisher()
         parts = {"buffer": self.buffer, "rollout": self.rollouts, "train": self.train, "publish": publisher}
         self.runtime = VirtualRuntime(
@@ -257,13 +261,15 @@ def test_a_rollout_that_is_lost_is_produced_again_and_the_one_that_runs_beside_i
     assert (lost.discarded, world.buffer.trained()) == (1, 6)
 
 
-def test_a_role_works_again_on_the_lost_rollout_alone(tmp_path: Path) -> None:
-    lost, role = Train("fetch", [PayloadLostError("gone", where="storage-0")]), FakeRole()
-    roles = RolePlan(dedicated_roles=("ref",))
+def test_a_role_works_again_on_the_lost_rollout_and_its_other_calls_are_still_watched(tmp_path: Path) -> None:
+    """The role's first call on rollout 1 ends with a death, after rollout 0 was found to be lost. Its replacement does
+    both calls that were under way."""
+    lost, role = Train("fetch", [PayloadLostError("gone", where="storage-0")]), FakeRole(fails=1, fails_from=1)
+    roles = RolePlan(dedicated_roles=("ref",), max_restarts=1)
     plan = replace(ONE_AHEAD, schedule=Ahead(mode=Mode.PIPELINED, max_staleness=1), roles=roles)
-    world = AheadWorld(tmp_path, [], trainer=lost, roles={"ref": role}, plan=plan)
+    world = AheadWorld(tmp_path, [], trainer=lost, roles={"ref": role}, plan=plan, stream=30.0)
     assert world.driver.run().steps == 3
-    assert role.streamed == [0, 1, 0, 2]
+    assert (role.streamed, role.restarts) == ([0, 1, 0, *(1, 0), 2], 1)
 
 
 def test_a_rollout_that_is_lost_while_another_is_trained_on_starts_again_at_once(tmp_path: Path) -> None:
@@ -300,3 +306,27 @@ def test_an_error_of_a_rollout_that_was_not_lost_ends_the_run_before_its_turn(tm
     with pytest.raises(RolloutError, match="a bug"):
         world.driver.run()
     assert (world.runtime.now(), world.recorder.notices) == (20.0, [])
+
+
+def test_a_buffer_that_died_during_an_evaluation_counts_once_for_all_that_it_held(tmp_path: Path) -> None:
+    class DyingEvaluation(Rollouts):
+        died = False
+
+        def run(self, ticket: Ticket) -> Any:
+            if ticket.evaluation and not self.died:
+                self.died = True
+                world.buffer.die()
+                raise RolloutError("in words of its own")
+            return super().run(ticket)
+
+    plan = replace(ONE_AHEAD, evaluate=True, eval_interval=1, eval_before_train=False, max_rollout_retries=1)
+    # Rollout 1 fails at 20, while the evaluation waits for it to end.
+    world = AheadWorld(tmp_path, [RolloutError("in words of its own")], rollouts=DyingEvaluation, plan=plan, train=5.0)
+    assert world.driver.run().steps == 3
+    assert [span.args[0].task for span in world.spans("run")] == [
+        *["train_0", "train_1", "eval_1", "train_1", "eval_1", "train_2", "eval_2", "eval_3"]
+    ]
+    assert [text.split(":")[0] for text in world.recorder.notices] == [
+        "train_1 is produced again (1 of 1)",
+        "eval_1 is produced again (1 of 1)",
+    ]
