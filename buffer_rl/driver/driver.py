@@ -364,7 +364,9 @@ class Driver:
         raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{task.role}.{task.method}")
 
     def _mended(self, failed: Task, error: BufferRLError) -> Task:
-        """Make good for a call that failed. Returns the one in its place, if there is one. Raises where it cannot."""
+        """Replace the role of a call that failed, or produce its rollout again. Returns the role's new call; the failed
+        one where a rollout was started again, which has other calls. Raises the error where neither can be done, and
+        for the rollout that is being prepared."""
         generating = (rollout_id for rollout_id, task in self._generating.items() if task is failed)
         rollout_id = next(generating, self._roles.rollout_of(failed))
         ticket = None if rollout_id is None else self._tickets.get(rollout_id)
