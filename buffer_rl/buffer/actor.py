@@ -83,7 +83,7 @@ class BufferActor:
             revision = self._state.revision
             self._busy_since = started = time.monotonic()
             try:
-                return self._calls.once(caller, sequence, open_from, lambda: target(*args))
+                return self._calls.once(caller, sequence, open_from, target, args)
             finally:
                 self._busy_since = None
                 self._work_s += time.monotonic() - started

@@ -8,7 +8,7 @@ its caller still waits: older answers are dropped, so that the log does not grow
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -81,8 +81,10 @@ class CallLog:
         self._answers: dict[str, dict[int, Any]] = {}
         self._open_from: dict[str, int] = {}
 
-    def once(self, caller: str, sequence: int, open_from: int, execute: Callable[[], Any]) -> Any:
-        """``execute()``, or the answer that it gave before. Answers of ``caller`` before ``open_from`` are
+    def once(
+        self, caller: str, sequence: int, open_from: int, execute: Callable[..., Any], args: Sequence[Any] = ()
+    ) -> Any:
+        """``execute(*args)``, or the answer that it gave before. Answers of ``caller`` before ``open_from`` are
         dropped.
 
         Raises BufferStateError for a call that its caller has given up.
@@ -94,5 +96,5 @@ class CallLog:
         if sequence < oldest:
             raise BufferStateError(f"{caller} no longer waits for its call {sequence}; nothing was changed")
         if sequence not in answers:
-            answers[sequence] = execute()
+            answers[sequence] = execute(*args)
         return answers[sequence]

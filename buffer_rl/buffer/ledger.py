@@ -25,6 +25,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVarTuple
 
 from buffer_rl.buffer.ledger_entry import (
     COLUMNS,
@@ -50,6 +51,8 @@ from buffer_rl.buffer.ledger_file import (
 )
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.types import GroupUid
+
+Ts = TypeVarTuple("Ts")
 
 _LIVE = "state IN ('pending', 'leased', 'finished')"  # as in the schema, or the index `live` is not used
 _TOKEN = "incarnation"  # the fact of the file that holds the fencing token
@@ -116,30 +119,33 @@ class Ledger:
             yield
             return
         with self._tables.atomic():
-            self._check_writer()
+            if self._tables.fact(_TOKEN) != self._token:
+                raise BufferStateError(
+                    "another Buffer has opened the ledger; this one is out of date", where=str(self.path)
+                )
             yield
 
     # -- transitions ---------------------------------------------------------------------------------
 
     def lease(self, uid: GroupUid, rollout_id: int) -> int:
         """pending → leased. Returns the attempt number, counted from 1."""
-        return self._change(uid, lambda entry: leased(uid, entry, rollout_id)).attempt
+        return self._change(uid, leased, rollout_id).attempt
 
     def finish(self, uid: GroupUid, attempt: int) -> None:
         """leased → finished."""
-        self._change(uid, lambda entry: finished(uid, entry, attempt))
+        self._change(uid, finished, attempt)
 
     def reject(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """leased → rejected."""
-        self._change(uid, lambda entry: dropped(uid, entry, attempt, GroupState.REJECTED, reason))
+        self._change(uid, dropped, attempt, GroupState.REJECTED, reason)
 
     def quarantine(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """leased → quarantined: the group failed too often by itself, and is not tried again."""
-        self._change(uid, lambda entry: dropped(uid, entry, attempt, GroupState.QUARANTINED, reason))
+        self._change(uid, dropped, attempt, GroupState.QUARANTINED, reason)
 
     def requeue(self, uid: GroupUid, attempt: int) -> None:
         """leased or finished → pending."""
-        self._change(uid, lambda entry: requeued(uid, entry, attempt))
+        self._change(uid, requeued, attempt)
 
     def select(self, uids: Iterable[GroupUid], rollout_id: int) -> None:
         """Mark finished groups as those that the step of ``rollout_id`` trains on, all of them or none. They stay
@@ -233,8 +239,7 @@ class Ledger:
     def _replace_by_copy(self) -> None:
         before = (self._tables.opening, self._token)
         try:
-            with self._tables.atomic():
-                self._check_writer()
+            with self.transaction():
                 for table in TABLES:
                     kept = f" WHERE key NOT IN ('run', 'restarts', '{_TOKEN}')" if table == "facts" else ""
                     self._db.execute(f"DELETE FROM {table}{kept}")
@@ -269,16 +274,12 @@ class Ledger:
     def _return_leases(self, reason: str, keep_selected: bool) -> int:
         return self._tables.return_leases(reason, keep_selected)
 
-    def _check_writer(self) -> None:
-        if self._tables.fact(_TOKEN) != self._token:
-            raise BufferStateError(
-                "another Buffer has opened the ledger; this one is out of date", where=str(self.path)
-            )
-
-    def _change(self, uid: GroupUid, rule: Callable[[LedgerEntry], LedgerEntry]) -> LedgerEntry:
+    def _change(
+        self, uid: GroupUid, rule: Callable[[GroupUid, LedgerEntry, *Ts], LedgerEntry], *args: *Ts
+    ) -> LedgerEntry:
         with self.transaction():
             admitted, before = self._tables.find(uid)
-            after = rule(before)
+            after = rule(uid, before, *args)
             self._tables.write(uid, admitted, before, after)
         return after
 

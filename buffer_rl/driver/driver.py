@@ -7,17 +7,18 @@ trainer and for the engines. Only the Buffer's slots wait for the driver, until 
 Order of one step: train → commit → update the reference → save → publish → release → evaluate. A checkpoint
 therefore never holds weights whose groups still count as untrained.
 
-A Buffer that died is replaced, and reads from its ledger which groups are trained. Payloads of the step are lost with
-it: before the optimizer step the rollout is produced again, with the same groups; after it the commit needs only the
-ledger. A rollout whose payloads were lost with a storage process is produced again too.
+A Buffer that died is replaced, and reads from its ledger which groups are trained. The payloads of every rollout are
+lost with it: before its optimizer step each is produced again, with the same groups; after it the commit needs only the
+ledger. A rollout whose payloads were lost with a storage process is produced again too, while others go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
+from buffer_rl.buffer.state import BufferState
 from buffer_rl.driver.schedule import RunPlan, RunResult
 from buffer_rl.driver.tasks import RoleCalls, Runtime, Task
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
     from buffer_rl.observe.observer import RunObserver
     from buffer_rl.types import Ticket
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 
 class Driver:
@@ -47,8 +51,10 @@ class Driver:
         self._published: int | None = None if plan.publish_at_start else plan.first_rollout
         self._next_rollout = plan.first_rollout
         self._generating: dict[int, Task] = {}
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, Ticket] = {}  # of rollouts that may still be produced again
+        self._prepares: Ticket | None = None
         self._retries = 0
+        self._counted: str | None = None  # the newest Buffer whose predecessor's death is among the retries
         self._compared = False
         self._roles = RoleCalls(plan.roles, runtime, observer)
         self._times: dict[str, float] = {}
@@ -59,7 +65,7 @@ class Driver:
     def run(self) -> RunResult:
         """Run to the end of the plan. Raises the first error of any role, named."""
         plan = self._plan
-        self._buffer("release", self._version)
+        self._buffer(BufferState.release, self._version)
         self._buffer_times()  # those of the start belong to no step
         evaluates = self._evaluates_at(self._version)
         if self._published is None and (plan.publish_each_step or evaluates):
@@ -74,14 +80,18 @@ class Driver:
     # -- one step ------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start every rollout that the schedule lets start."""
+        """Start every rollout that the schedule lets start. Where no weights are published for rollouts, they wait for
+        those that are trained."""
         plan = self._plan
-        while self._next_rollout < plan.num_rollouts and plan.schedule.may_start(self._next_rollout, self._version):
+        version = self._published if plan.publish_each_step else self._version
+        while version is not None and self._next_rollout < plan.num_rollouts:
+            if not plan.schedule.may_start(self._next_rollout, version):
+                return
             self._start_rollout(self._next_rollout)
             self._next_rollout += 1
 
     def _start_rollout(self, rollout_id: int) -> None:
-        ticket = self._tickets[rollout_id] = self._buffer("generate", rollout_id, False)
+        ticket = self._tickets[rollout_id] = self._buffer(BufferState.generate, rollout_id, False)
         self._generating[rollout_id] = self._runtime.submit("rollout", "run", ticket)
         if self._plan.schedule.streams:
             self._roles.start(rollout_id, trainer_too=True)
@@ -93,13 +103,12 @@ class Driver:
         step = rollout_id + 1
         metrics |= self._train_and_commit(rollout_id, step)
         self._version = self._result.steps = step
-        del self._tickets[rollout_id]
         self._update_reference(step)
         if self._saves_at(step):
             self._save(step)
         if self._plan.publish_each_step or self._evaluates_at(step):
             self._publish()
-        self._buffer("release", step)
+        self._buffer(BufferState.release, step)
         metrics |= self._buffer_times()
         metrics |= {f"perf/{name}_time": seconds for name, seconds in self._times.items()}
         metrics["perf/step_time"] = self._runtime.now() - started
@@ -114,6 +123,7 @@ class Driver:
     def _prepared(self, rollout_id: int) -> dict[str, float]:
         """Wait for the rollout and all fields that the optimizer step needs; a lost rollout is produced again."""
         while True:
+            self._prepares = ticket = self._tickets[rollout_id]
             try:
                 with self._timed("rollout", "rollout", rollout_id):
                     self._observer.phase("generate")
@@ -123,35 +133,48 @@ class Driver:
                         self._observer.phase("train")
                         self._prepare_update(rollout_id)
                         self._compare_log_probs(rollout_id)
-                return metrics
             except BufferRLError as error:
-                lost_tasks = [*self._generating.values(), *self._roles.forget()]
-                self._generating.clear()
-                self._require_lost(self._tickets[rollout_id], error)
-                self._reset_rollout(rollout_id, lost_tasks)
-            self._start_rollout(rollout_id)
+                self._produce_again(ticket, error)
+                continue
+            self._prepares = None
+            del self._tickets[rollout_id]
+            return metrics
 
-    def _require_lost(self, ticket: Ticket, error: BufferRLError) -> None:
-        """Raise ``error`` unless it comes from the loss of a rollout that can be produced again. Any error after
-        the Buffer was replaced may come from that: user code may wrap it."""
-        if not isinstance(error, PayloadLostError):
-            progress = self._buffer("get_progress")
-            if progress["incarnation"] == ticket.incarnation:
-                raise error
-        if self._retries >= self._plan.max_rollout_retries:
+    def _produce_again(self, ticket: Ticket, error: BufferRLError) -> None:
+        """Start the ticket's rollout again, which was lost; after the Buffer was replaced, each that it held. Those of
+        evaluations are left to the caller.
+
+        Raises ``error`` if the rollout was not lost, too many were, or the one that is being prepared is lost too,
+        which ends its waits first. Any error after the Buffer was replaced may come from that: user code may wrap it.
+        """
+        incarnation = self._buffer(BufferState.get_progress)["incarnation"]
+        replaced = ticket.incarnation != incarnation
+        lost = [t for t in self._tickets.values() if t is ticket or t.incarnation != incarnation]
+        retries = self._retries + (incarnation != self._counted if replaced else 1)
+        if not (replaced or isinstance(error, PayloadLostError)) or retries > self._plan.max_rollout_retries:
             raise error
-        self._retries += 1
-        self._observer.notice(
-            f"{ticket.task} is produced again ({self._retries} of {self._plan.max_rollout_retries}): {error}"
-        )
+        if self._prepares is not ticket and self._prepares in lost:
+            raise error
+        self._retries, self._counted = retries, incarnation if replaced else self._counted
+        for task in dict.fromkeys(t.task for t in (ticket, *lost)):
+            self._observer.notice(f"{task} is produced again ({retries} of {self._plan.max_rollout_retries}): {error}")
+        self._reset_rollouts(sorted(t.rollout_id for t in lost))
 
-    def _reset_rollout(self, rollout_id: int, lost_tasks: Sequence[Task]) -> None:
-        """Requeue the groups of a rollout, and wait until no task works on them."""
-        self._buffer("abandon", rollout_id)
-        for task in lost_tasks:
-            with suppress(BufferRLError):  # errors of a rollout that is gone
-                self._wait(task, self._plan.rollout_timeout_s)
-        self._on_trained("discard")
+    def _reset_rollouts(self, lost: Sequence[int]) -> None:
+        """Requeue the groups of rollouts, wait until no task works on them, and start them again."""
+        running = [self._generating.pop(rollout_id, None) for rollout_id in lost]
+        tasks = [*(task for task in running if task is not None), *self._roles.forget(lost)]
+        prepares = self._prepares is not None and self._prepares.rollout_id in lost
+        for rollout_id in lost:
+            del self._tickets[rollout_id]
+            self._buffer(BufferState.abandon, rollout_id)
+        for task in tasks:
+            with suppress(DeadlineError):  # errors of a rollout that is gone are not asked for
+                self._runtime.wait_any([task], self._plan.rollout_timeout_s)
+        if prepares:
+            self._on_trained("discard")
+        for rollout_id in lost:
+            self._start_rollout(rollout_id)
 
     def _finished_rollout(self, rollout_id: int) -> dict[str, float]:
         report, metrics, samples = self._wait(self._generating[rollout_id], self._plan.rollout_timeout_s)
@@ -172,11 +195,11 @@ class Driver:
 
     def _train_and_commit(self, rollout_id: int, step: int) -> dict[str, float]:
         if not self._plan.roles.trained:
-            self._buffer("commit", rollout_id, step)  # so that the Buffer drops the groups
+            self._buffer(BufferState.commit, rollout_id, step)  # so that the Buffer drops the groups
             return {}
         with self._timed("train"):
             trained = self._update(rollout_id)
-        self._buffer("commit", rollout_id, step)
+        self._buffer(BufferState.commit, rollout_id, step)
         self._observer.trained(rollout_id, step, trained)
         return trained
 
@@ -248,16 +271,16 @@ class Driver:
 
     def _evaluated(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         while True:
-            ticket = self._buffer("generate", self._version, True)
+            ticket = self._buffer(BufferState.generate, self._version, True)
             try:
                 with self._timed("evaluate", "rollout", self._version):
                     task = self._runtime.submit("rollout", "run", ticket)
                     _, metrics, samples = self._wait(task, self._plan.rollout_timeout_s)
             except BufferRLError as error:
-                self._require_lost(ticket, error)
-                self._buffer("clear", ticket.task)
+                self._produce_again(ticket, error)
+                self._buffer(BufferState.clear, ticket.task)
                 continue
-            self._buffer("clear", ticket.task)
+            self._buffer(BufferState.clear, ticket.task)
             return dict(metrics), samples
 
     def _save(self, step: int) -> None:
@@ -274,7 +297,7 @@ class Driver:
 
     def _buffer_times(self) -> dict[str, float]:
         """Seconds since the last call of this in which the Buffer changed its state, and of those in the ledger."""
-        progress, times = self._buffer("get_progress"), {}
+        progress, times = self._buffer(BufferState.get_progress), {}
         for key, name in (("work_s", "perf/buffer_time"), ("ledger_s", "perf/ledger_time")):
             if key in progress:
                 before = self._buffer_seconds.get(key, 0.0)
@@ -301,8 +324,11 @@ class Driver:
 
     # -- calls ---------------------------------------------------------------------------------------
 
-    def _buffer(self, method: str, *args: Any) -> Any:
-        return self._call("buffer", method, *args, timeout_s=self._plan.buffer_timeout_s)
+    def _buffer(self, operation: Callable[[Any, *Ts], R], *args: *Ts) -> R:
+        """The answer of an operation of the Buffer. It comes soon, so other calls that fail are seen after it."""
+        task = self._runtime.submit("buffer", operation.__name__, *args)
+        self._runtime.wait_any([task], self._plan.buffer_timeout_s)
+        return cast(R, self._runtime.result(task))
 
     def _on_trained(self, method: str, *args: Any, roles: Sequence[str] | None = None) -> list[Any]:
         """The answers of trained roles, of all where none are named, which work at the same time."""
@@ -315,26 +341,45 @@ class Driver:
 
     def _wait(self, task: Task, timeout_s: float, beside: Sequence[Task] = ()) -> Any:
         """The task's answer. A rollout, a role, or a task ``beside`` it that fails meanwhile ends the run at once, not
-        when its turn comes; a role that can be replaced is replaced, and its work goes on."""
+        when its turn comes. A role that can be replaced is replaced, and its work goes on; a rollout that is lost is
+        produced again, if it is not the one that is being prepared."""
         deadline = self._runtime.now() + timeout_s
-        ended_well: set[int] = set()
+        ended_well: set[Task] = set()
         while (left := deadline - self._runtime.now()) > 0:
             others = [*self._generating.values(), *self._roles.all_tasks(), *beside]
-            watched = [other for other in others if other is not task and id(other) not in ended_well]
+            watched = [other for other in others if other is not task and other not in ended_well]
             ended = self._runtime.wait_any([task, *watched], left)
             try:
                 answer = self._runtime.result(ended)
             except BufferRLError as error:
-                died_at = self._runtime.now()
-                successor = self._roles.replace(ended, error, self._buffer)
-                deadline += self._runtime.now() - died_at  # the task may have been answered long ago
+                failed_at = self._runtime.now()
+                successor = self._mended(ended, error)
+                deadline += self._runtime.now() - failed_at  # the task may have been answered long ago
                 if ended is task:
                     task = successor
                 continue
             if ended is task:
                 return answer
-            ended_well.add(id(ended))  # its answer is asked for again when its turn comes
+            ended_well.add(ended)  # its answer is asked for again when its turn comes
         raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{task.role}.{task.method}")
+
+    def _mended(self, failed: Task, error: BufferRLError) -> Task:
+        """Replace the role of a call that failed, or produce its rollout again. Returns the role's new call; the failed
+        one where a rollout was started again, which has other calls. Raises the error where neither can be done, and
+        for the rollout that is being prepared."""
+        generating = (rollout_id for rollout_id, task in self._generating.items() if task is failed)
+        rollout_id = next(generating, self._roles.rollout_of(failed))
+        ticket = None if rollout_id is None else self._tickets.get(rollout_id)
+        try:
+            return self._roles.replace(failed, error, self._requeue_for_readers)
+        except BufferRLError as lasting:
+            if ticket is None or ticket is self._prepares:
+                raise
+            self._produce_again(ticket, lasting)
+            return failed
+
+    def _requeue_for_readers(self, task: str, reader: str) -> None:
+        self._buffer(BufferState.requeue_for_readers, task, reader)
 
     @contextmanager
     def _timed(self, name: str, role: str | None = None, rollout_id: int = 0) -> Iterator[None]:

@@ -4,7 +4,7 @@ A runtime with processes and one with virtual time both fit, so that a schedule 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,19 +83,23 @@ class RoleCalls:
         """Every call under way."""
         return [task for calls in self._calls.values() for task in calls.values()]
 
-    def forget(self) -> list[Task]:
-        """Forget all calls under way. Returns the tasks to wait for: the calls, and one behind them on each role, whose
-        processes may not end together."""
-        ended = [*self.all_tasks(), *(self._runtime.submit(role, "ready") for role in self._plan.dedicated_roles)]
-        self._calls.clear()
-        return ended
+    def rollout_of(self, task: Task) -> int | None:
+        """The rollout that a call under way works on; None for any other task."""
+        return next((r for r, calls in self._calls.items() if task in calls.values()), None)
 
-    def replace(self, ended: Task, error: BufferRLError, buffer: Callable[..., Any]) -> Task:
+    def forget(self, rollouts: Iterable[int]) -> list[Task]:
+        """Forget the calls on rollouts. Returns the tasks to wait for: the calls, and one behind them on each role,
+        whose processes may not end together."""
+        calls = [task for rollout_id in rollouts for task in self._calls.pop(rollout_id, {}).values()]
+        return [*calls, *(self._runtime.submit(role, "ready") for role in self._plan.dedicated_roles)]
+
+    def replace(self, ended: Task, error: BufferRLError, requeue: Callable[[str, str], None]) -> Task:
         """Replace the role whose process died in the call ``ended``, and have it do again what was lost.
 
+        requeue: makes the rows of a task ready again for a role, both by name.
         Returns the new call. Raises ``error`` if the call is none of a replaceable role, if it failed otherwise than
         by a death, or if there were too many restarts."""
-        place = self._place(ended)
+        place = self.rollout_of(ended) if ended.role in self._plan.dedicated_roles else None
         if place is None or not isinstance(error, WorkerDiedError) or self._restarts >= self._plan.max_restarts:
             raise error
         role = ended.role
@@ -107,11 +111,6 @@ class RoleCalls:
         lost = [rollout_id for rollout_id, calls in self._calls.items() if calls.pop(role, None) is not None]
         self._runtime.restart(role)
         for rollout_id in lost:
-            buffer("requeue_for_readers", f"train_{rollout_id}", role)
+            requeue(f"train_{rollout_id}", role)
             self._calls[rollout_id][role] = self._runtime.submit(role, "stream", rollout_id)
         return self._calls[place][role]
-
-    def _place(self, task: Task) -> int | None:
-        if task.role not in self._plan.dedicated_roles:
-            return None
-        return next((r for r, calls in self._calls.items() if calls.get(task.role) is task), None)

@@ -13,15 +13,15 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
-from buffer_rl.data.source import PromptDataSource
+from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver
-from buffer_rl.driver.schedule import RunPlan, Schedule
+from buffer_rl.driver.schedule import Mode, RolePlan, RunPlan, Schedule
 from buffer_rl.errors import BufferRLError, PayloadLostError, RolloutError, TrainError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.fake_roles import FakePublisher, FakeRollouts, FakeTrain
-from buffer_rl.testing.virtual_runtime import VirtualRuntime
+from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
+from buffer_rl.testing.virtual_runtime import Span, VirtualRuntime
 from buffer_rl.types import Ticket
-from harness.ledger_contents import copied, count_states, go_back
+from harness.ledger_contents import count_states
 
 PLAN = RunPlan(
     num_rollouts=3,
@@ -38,24 +38,26 @@ PLAN = RunPlan(
 class MortalBuffer:
     """A Buffer that can be replaced by one that has its ledger alone."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, max_staleness: int = 0) -> None:
+        self._ledger_path, self._max_staleness = folder / "ledger.sqlite", max_staleness
         path = folder / "rows.jsonl"
         path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(6)))
-        self._args: Any = compose(CORE_SECTIONS)(prompt_data=str(path), rollout_batch_size=2, n_samples_per_prompt=2)
-        self._state = self._open(Ledger.in_memory(), restarted=False)
+        self._args: Any = compose(CORE_SECTIONS)(
+            prompt_data=str(path), rollout_batch_size=2, n_samples_per_prompt=2, eval_prompt_data=[f"held={path}"]
+        )
+        self._state = self._open(restarted=False)
 
     def die(self) -> None:
-        ledger = self._state.ledger
-        position = ledger.recall("position")
-        go_back(ledger, copied(ledger))  # another fencing token; leases are pending
-        assert position == ledger.recall("position")
-        self._state = self._open(ledger, restarted=True)
+        self._state.ledger.close()
+        self._state = self._open(restarted=True)
 
-    def _open(self, ledger: Any, restarted: bool) -> BufferState:
+    def _open(self, restarted: bool) -> BufferState:
         return BufferState(
             PromptDataSource(self._args),
-            ledger=ledger,
+            ledger=Ledger(self._ledger_path, run="run", keep_selected=True),
             groups_per_step=2,
+            eval_groups=EvalSource(self._args).all_groups,
+            max_staleness=self._max_staleness,
             restarted=restarted,
         )
 
@@ -179,3 +181,152 @@ def test_an_optimizer_step_is_never_taken_again(tmp_path: Path, error: BufferRLE
     with pytest.raises(type(error)):
         driver.run()
     assert recorder.notices == []
+
+
+class Ahead(Schedule):
+    """A schedule whose next rollout runs while a step is trained on, which the options do not offer."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+ONE_AHEAD = replace(
+    PLAN, schedule=Ahead(mode=Mode.LOCKSTEP, max_staleness=1), roles=RolePlan(passes=(("train", "actor"),))
+)
+# Rollouts run one after another: the first from 0 to 10, the second to 20.
+SECONDS = {"run": 10.0, "publish": 1.0}
+
+
+class AheadWorld:
+    """A driver whose rollouts run one ahead. seconds: how long calls take, beside ``SECONDS``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        failures: list[Exception],
+        *,
+        die: bool = False,
+        rollouts: type[Rollouts] = Rollouts,
+        trainer: Train | None = None,
+        roles: dict[str, Any] | None = None,
+        plan: RunPlan = ONE_AHEAD,
+        **seconds: float,
+    ) -> None:
+        self.buffer = MortalBuffer(folder, max_staleness=1)
+        self.rollouts, self.train = rollouts(self.buffer, failures, die), trainer or Train()
+        self.recorder, publisher = Recorder(), FakePublisher()
+        parts = {"buffer": self.buffer, "rollout": self.rollouts, "train": self.train, "publish": publisher}
+        self.runtime = VirtualRuntime(
+            parts | (roles or {}), lambda role, method, args: (SECONDS | seconds).get(method, 0.0)
+        )
+        self.driver = Driver(plan, self.runtime, self.recorder)  # type: ignore[arg-type]
+
+    def spans(self, *methods: str) -> list[Span]:
+        return [span for span in self.runtime.spans if span.method in methods]
+
+    def runs(self) -> list[tuple[int, float]]:
+        """Each rollout's id, and when it started."""
+        return [(span.args[0].rollout_id, span.start) for span in self.spans("run")]
+
+
+def test_one_ahead_a_rollout_runs_while_the_one_before_it_is_trained_on(tmp_path: Path) -> None:
+    world = AheadWorld(tmp_path, [], train=5.0)  # steps: 10 to 15, 20 to 25, 30 to 35; each publication takes 1
+    assert world.driver.run().steps == 3
+    assert world.runs() == [(0, 0.0), (1, 10.0), (2, 20.0)]
+    assert [(span.start, span.end) for span in world.spans("train", "publish")] == [
+        *[(10.0, 15.0), (15.0, 16.0), (20.0, 25.0), (25.0, 26.0)],
+        *[(30.0, 35.0), (35.0, 36.0)],
+    ]
+    assert world.buffer.trained() == 6
+
+
+def test_one_ahead_a_rollout_waits_for_the_publication_not_for_the_step(tmp_path: Path) -> None:
+    class Saves:
+        def save(self, step: int) -> None:
+            world.driver._admit()  # trained, and not published yet
+
+    plan = replace(ONE_AHEAD, saves=True, save_interval=1)
+    world = AheadWorld(tmp_path, [], roles={"save": Saves()}, plan=plan)
+    world.driver.run()
+    calls = [(span.method, getattr(span.args[0], "rollout_id", span.args[0])) for span in world.spans("run", "publish")]
+    assert calls == [("run", 0), ("run", 1), ("publish", 1), ("run", 2), ("publish", 2), ("publish", 3)]
+
+
+def test_a_rollout_that_is_lost_is_produced_again_and_the_one_that_runs_beside_it_goes_on(tmp_path: Path) -> None:
+    lost = Train("fetch", [PayloadLostError("gone", where="storage-0")])
+    world = AheadWorld(tmp_path, [], trainer=lost)
+    assert world.driver.run().steps == 3
+    assert [rollout_id for rollout_id, _ in world.runs()] == [0, 1, 0, 2]
+    assert lost.fetched == [0, 0, 1, 2]
+    assert (lost.discarded, world.buffer.trained()) == (1, 6)
+
+
+def test_a_role_works_again_on_the_lost_rollout_and_its_other_calls_are_still_watched(tmp_path: Path) -> None:
+    """The role's first call on rollout 1 ends with a death, after rollout 0 was found to be lost. Its replacement does
+    both calls that were under way."""
+    lost, role = Train("fetch", [PayloadLostError("gone", where="storage-0")]), FakeRole(fails=1, fails_from=1)
+    roles = RolePlan(dedicated_roles=("ref",), max_restarts=1)
+    plan = replace(ONE_AHEAD, schedule=Ahead(mode=Mode.PIPELINED, max_staleness=1), roles=roles)
+    world = AheadWorld(tmp_path, [], trainer=lost, roles={"ref": role}, plan=plan, stream=30.0)
+    assert world.driver.run().steps == 3
+    assert (role.streamed, role.restarts) == ([0, 1, 0, *(1, 0), 2], 1)
+
+
+def test_a_rollout_that_is_lost_while_another_is_trained_on_starts_again_at_once(tmp_path: Path) -> None:
+    world = AheadWorld(tmp_path, [PayloadLostError("gone", where="storage-0")], train=50.0)
+    assert world.driver.run().steps == 3
+    assert world.runs()[:3] == [(0, 0.0), (1, 10.0), (1, 20.0)]
+    assert next((span.start, span.end) for span in world.spans("train")) == (10.0, 60.0)
+    assert world.train.fetched == [0, 1, 2]
+    assert (world.train.discarded, world.buffer.trained()) == (0, 6)  # the trainer holds the other rollout
+
+
+def test_a_buffer_that_died_loses_all_rollouts_and_each_is_produced_again(tmp_path: Path) -> None:
+    world = AheadWorld(tmp_path, [RolloutError("in words of its own")], die=True, log_probs=50.0)
+    assert world.driver.run().steps == 3
+    assert [rollout_id for rollout_id, _ in world.runs()] == [0, 1, 0, 1, 2]
+    assert world.train.fetched == [0, 0, 1, 2]
+    assert (world.train.discarded, world.buffer.trained()) == (1, 6)
+    assert [text.split(":")[0] for text in world.recorder.notices] == [
+        "train_0 is produced again (1 of 2)",
+        "train_1 is produced again (1 of 2)",
+    ]
+
+
+def test_a_buffer_that_died_while_a_rollout_is_trained_on_loses_the_others_alone(tmp_path: Path) -> None:
+    world = AheadWorld(tmp_path, [RolloutError("in words of its own")], die=True, train=50.0)
+    assert world.driver.run().steps == 3
+    assert [rollout_id for rollout_id, _ in world.runs()] == [0, 1, 1, 2]
+    assert [span.args for span in world.spans("commit")] == [(0, 1), (1, 2), (2, 3)]
+    assert (world.train.discarded, world.buffer.trained()) == (0, 6)
+
+
+def test_an_error_of_a_rollout_that_was_not_lost_ends_the_run_before_its_turn(tmp_path: Path) -> None:
+    world = AheadWorld(tmp_path, [RolloutError("a bug")], train=50.0)
+    with pytest.raises(RolloutError, match="a bug"):
+        world.driver.run()
+    assert (world.runtime.now(), world.recorder.notices) == (20.0, [])
+
+
+def test_a_buffer_that_died_during_an_evaluation_counts_once_for_all_that_it_held(tmp_path: Path) -> None:
+    class DyingEvaluation(Rollouts):
+        died = False
+
+        def run(self, ticket: Ticket) -> Any:
+            if ticket.evaluation and not self.died:
+                self.died = True
+                world.buffer.die()
+                raise RolloutError("in words of its own")
+            return super().run(ticket)
+
+    plan = replace(ONE_AHEAD, evaluate=True, eval_interval=1, eval_before_train=False, max_rollout_retries=1)
+    # Rollout 1 fails at 20, while the evaluation waits for it to end.
+    world = AheadWorld(tmp_path, [RolloutError("in words of its own")], rollouts=DyingEvaluation, plan=plan, train=5.0)
+    assert world.driver.run().steps == 3
+    assert [span.args[0].task for span in world.spans("run")] == [
+        *["train_0", "train_1", "eval_1", "train_1", "eval_1", "train_2", "eval_2", "eval_3"]
+    ]
+    assert [text.split(":")[0] for text in world.recorder.notices] == [
+        "train_1 is produced again (1 of 1)",
+        "eval_1 is produced again (1 of 1)",
+    ]
