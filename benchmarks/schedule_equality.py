@@ -76,7 +76,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "sapo": {"loss_type": "sapo"},
     "dpo": {"loss_type": "dpo", "use_kl_loss": True},
     "decoupled_ppo": {"loss_type": "decoupled_ppo", "decoupled_behave_cap": 1.01},
-    "grpo --use-tis": {"use_tis": True, "tis_mode": "token"},
+    "use_tis": {"use_tis": True, "tis_mode": "token"},
 }
 Weights = dict[str, np.ndarray]
 WHOLE = ("loss, filter", "ranks", "lockstep", "pipelined", "with roles", "streamed gradients", "moved by", "dropped")
@@ -260,9 +260,10 @@ def recorded_runs(runs: Runs, folder: Path) -> Iterator[Row]:
         yield recorded_row(runs.initial, lockstep, found, eps)
 
 
-def algorithm_runs(runs: Runs) -> Iterator[Row]:
+def algorithm_runs(runs: Runs, names: Sequence[str]) -> Iterator[Row]:
     """The rows of the third table."""
-    for name, options in ALGORITHMS.items():
+    for name in names:
+        options = ALGORITHMS[name]
         lockstep, _ = runs.run(**options)
         faults, cells = unmoved(runs.initial, lockstep), []
         for schedule in (PIPELINED, STREAMED):
@@ -281,22 +282,25 @@ def main(argv: list[str] | None = None) -> int:
     """Print the tables. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recorded", action="store_true", help="the second table alone")
-    parser.add_argument("--algorithms", action="store_true", help="the third table alone")
+    parser.add_argument(
+        "--algorithms", nargs="*", choices=list(ALGORITHMS), help="the third table alone, of these where any are named"
+    )
     parser.add_argument("--whole", action="store_true", help="the first table alone")
     parser.add_argument("--case", type=int, nargs="+", choices=range(len(CASES)), help="only these, of: " + _CASE_NAMES)
     parser.add_argument("--steps", type=int, default=5, help="of each run")
     options = parser.parse_args(argv)
+    algorithms = options.algorithms or list(ALGORITHMS)
     cases = CASES if options.case is None else [CASES[number] for number in options.case]
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as folder, ray_session(None):
         runs = Runs(Path(folder), options.steps)
-        if not (options.recorded or options.algorithms):
+        if not (options.recorded or options.algorithms is not None):
             faults += print_table("Whole runs, with --deterministic", WHOLE, whole_runs(runs, cases))
-        if not (options.whole or options.algorithms):
+        if not (options.whole or options.algorithms is not None):
             rows = recorded_runs(runs, Path(folder))
             faults += print_table("Recorded rollouts, without --deterministic", RECORDED, rows)
         if not (options.whole or options.recorded):
-            faults += print_table("Algorithms, with --deterministic", OF_ALGORITHMS, algorithm_runs(runs))
+            faults += print_table("Algorithms, with --deterministic", OF_ALGORITHMS, algorithm_runs(runs, algorithms))
     return verdict(faults)
 
 
