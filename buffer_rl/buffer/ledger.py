@@ -121,17 +121,17 @@ class Ledger:
 
     # -- transitions ---------------------------------------------------------------------------------
 
-    def lease(self, uid: GroupUid, rollout_id: int) -> int:
-        """pending → leased. Returns the attempt number, counted from 1."""
-        return self._change(uid, lambda entry: leased(uid, entry, rollout_id)).attempt
+    def lease(self, uid: GroupUid, rollout_id: int, foreign: bool = False) -> int:
+        """pending → leased. Returns the attempt number, from 1. foreign: of no data source; its number is negative."""
+        return self._change(uid, lambda entry: leased(uid, entry, rollout_id), foreign).attempt
 
     def finish(self, uid: GroupUid, attempt: int) -> None:
         """leased → finished."""
         self._change(uid, lambda entry: finished(uid, entry, attempt))
 
-    def reject(self, uid: GroupUid, attempt: int, reason: str) -> None:
-        """leased → rejected."""
-        self._change(uid, lambda entry: dropped(uid, entry, attempt, GroupState.REJECTED, reason))
+    def reject(self, uid: GroupUid, attempt: int, reason: str, before: GroupState = GroupState.LEASED) -> None:
+        """leased → rejected; for a foreign group that its step does not need, finished → rejected."""
+        self._change(uid, lambda entry: dropped(uid, entry, attempt, GroupState.REJECTED, reason, before))
 
     def quarantine(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """leased → quarantined: the group failed too often by itself, and is not tried again."""
@@ -169,18 +169,18 @@ class Ledger:
         return self._tables.find(uid)[1]
 
     def number(self, uid: GroupUid) -> int | None:
-        """The running number of the group's first lease; None where it was never leased."""
+        """The running number of the group's first lease, negative of a foreign one; None where it was never leased."""
         return self._tables.find(uid)[0]
 
     @property
     def num_admitted(self) -> int:
-        """Number of groups that were ever leased."""
+        """Number of groups that were ever leased, without foreign ones."""
         return int(self._db.execute("SELECT coalesce(max(admitted) + 1, 0) FROM groups").fetchone()[0])
 
     def recover(self) -> list[GroupUid]:
         """The groups that were leased before and are pending, in the order of their first lease: the queue of a Buffer
-        that begins with this ledger."""
-        return self._tables.uids("state = 'pending'")
+        that begins with this ledger. Foreign ones are lost: no data source can make them again."""
+        return self._tables.uids("state = 'pending' AND admitted >= 0")
 
     def selected(self, rollout_id: int) -> list[GroupUid]:
         """The finished groups that were selected for the step of a rollout, in the order of their first lease."""
@@ -275,11 +275,11 @@ class Ledger:
                 "another Buffer has opened the ledger; this one is out of date", where=str(self.path)
             )
 
-    def _change(self, uid: GroupUid, rule: Callable[[LedgerEntry], LedgerEntry]) -> LedgerEntry:
+    def _change(self, uid: GroupUid, rule: Callable[[LedgerEntry], LedgerEntry], foreign: bool = False) -> LedgerEntry:
         with self.transaction():
             admitted, before = self._tables.find(uid)
             after = rule(before)
-            self._tables.write(uid, admitted, before, after)
+            self._tables.write(uid, admitted, before, after, foreign)
         return after
 
 
@@ -323,15 +323,18 @@ class LedgerTables:
         row = self.db.execute(query, where).fetchone()
         return (None, LedgerEntry(state=GroupState.PENDING)) if row is None else (row[0], entry_of(row[1:]))
 
-    def write(self, uid: GroupUid, admitted: int | None, before: LedgerEntry, after: LedgerEntry) -> None:
-        """Store a group's new entry, and the change in the history."""
+    def write(
+        self, uid: GroupUid, admitted: int | None, before: LedgerEntry, after: LedgerEntry, foreign: bool = False
+    ) -> None:
+        """Store a group's new entry, and the change in the history. foreign: a new group is numbered downwards."""
         facts = (after.state, after.attempt, after.rollout_id, after.reason, after.step, after.selected)
         reason = "selected" if after.selected else after.reason
         source = self.source_id(uid.source)
         if admitted is None:
+            number = "min(coalesce(min(admitted), 0), 0) - 1" if foreign else "coalesce(max(admitted) + 1, 0)"
             admitted = self.db.execute(
                 f"INSERT INTO groups (admitted, source, epoch, row, {COLUMNS}) VALUES"
-                " ((SELECT coalesce(max(admitted) + 1, 0) FROM groups), ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f" ((SELECT {number} FROM groups), ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (source, uid.epoch, uid.row, *facts),
             ).lastrowid
         else:
