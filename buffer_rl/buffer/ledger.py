@@ -129,9 +129,9 @@ class Ledger:
         """leased → finished."""
         self._change(uid, lambda entry: finished(uid, entry, attempt))
 
-    def reject(self, uid: GroupUid, attempt: int, reason: str, before: GroupState = GroupState.LEASED) -> None:
-        """leased → rejected; for a foreign group that its step does not need, finished → rejected."""
-        self._change(uid, lambda entry: dropped(uid, entry, attempt, GroupState.REJECTED, reason, before))
+    def reject(self, uid: GroupUid, attempt: int, reason: str) -> None:
+        """leased → rejected."""
+        self._change(uid, lambda entry: dropped(uid, entry, attempt, GroupState.REJECTED, reason))
 
     def quarantine(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """leased → quarantined: the group failed too often by itself, and is not tried again."""
@@ -179,7 +179,7 @@ class Ledger:
 
     def recover(self) -> list[GroupUid]:
         """The groups that were leased before and are pending, in the order of their first lease: the queue of a Buffer
-        that begins with this ledger. Foreign ones are lost: no data source can make them again."""
+        that begins with this ledger. Foreign ones are left out: no data source can make them again."""
         return self._tables.uids("state = 'pending' AND admitted >= 0")
 
     def selected(self, rollout_id: int) -> list[GroupUid]:

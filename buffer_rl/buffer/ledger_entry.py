@@ -5,8 +5,8 @@
        └────requeue──────┘  ├─reject─▶ rejected(reason)      (finished ──requeue──▶ pending as well)
                             └─quarantine─▶ quarantined(reason)
 
-A foreign group, which the rollout function made, is leased and finished in one transaction. It is pending where it was
-lost before its step, and finished ──reject──▶ rejected(surplus) where its step has enough groups.
+A foreign group, which the rollout function made, is leased and finished in one transaction. It is pending, and in no
+queue, where it was lost before its step, or where its step had enough groups.
 
 Each transition is a function from one entry to the next (``leased`` to ``trained``). It raises BufferStateError where
 the diagram has no such arrow.
@@ -76,16 +76,9 @@ def finished(uid: GroupUid, entry: LedgerEntry, attempt: int) -> LedgerEntry:
     return LedgerEntry(state=GroupState.FINISHED, attempt=attempt, rollout_id=entry.rollout_id)
 
 
-def dropped(
-    uid: GroupUid,
-    entry: LedgerEntry,
-    attempt: int,
-    state: GroupState,
-    reason: str,
-    before: GroupState = GroupState.LEASED,
-) -> LedgerEntry:
-    """The entry after ``Ledger.reject`` or ``Ledger.quarantine``, as ``state`` says; it was ``before`` until then."""
-    _check_live(uid, entry, attempt, (before,))
+def dropped(uid: GroupUid, entry: LedgerEntry, attempt: int, state: GroupState, reason: str) -> LedgerEntry:
+    """The entry after ``Ledger.reject`` or ``Ledger.quarantine``, as ``state`` says."""
+    _check_live(uid, entry, attempt, (GroupState.LEASED,))
     return LedgerEntry(state=state, attempt=attempt, rollout_id=entry.rollout_id, reason=reason)
 
 

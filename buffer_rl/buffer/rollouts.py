@@ -67,7 +67,7 @@ QUARANTINED = "quarantined"
 """What drops are counted as that are quarantined; the ledger has each one's reason."""
 UNREPORTED = "unreported"
 SURPLUS = "surplus"
-"""What foreign groups that the step does not need are counted as; those of a data source wait for the next one."""
+"""What foreign groups that the step does not need are counted as; those of a data source wait for the next step."""
 POSITION = "position"
 """The ledger's note of where the data source stands."""
 
@@ -177,19 +177,22 @@ class Rollouts:
         del rollout.leases[uid]
         rollout.drops[QUARANTINED if for_good else reason] += 1
 
-    def is_foreign(self, ticket: Ticket, uid: GroupUid) -> bool:
+    def is_foreign(self, rollout: OpenRollout, uid: GroupUid) -> bool:
         """Whether the rollout function made a group of this uid: no data source has it, nor a lease."""
-        number = self._ledger.number(uid)
-        return not (ticket.evaluation or (number is not None and number >= 0) or self._feed.has_source(uid.source))
+        if (lease := rollout.leases.get(uid)) is not None:
+            return lease.foreign
+        if rollout.ticket.evaluation or self._feed.has_source(uid.source):
+            return False
+        return (number := self._ledger.number(uid)) is None or number < 0
 
     def require_pending(self, ticket: Ticket, uids: Iterable[GroupUid]) -> None:
         """Raises BufferStateError for a group that cannot be taken over, because it was before."""
         for uid in uids:
-            if (state := (entry := self._ledger.entry(uid)).state) is not GroupState.PENDING:
+            if (state := self._ledger.entry(uid).state) is not GroupState.PENDING:
                 raise BufferStateError(
-                    f"group {uid} cannot be taken over: it is {state}{f' ({entry.reason})' if entry.reason else ''}",
+                    f"group {uid} cannot be taken over: it is {state}",
                     where=ticket.task,
-                    expected="a group that was not handed in before",
+                    expected="a group that no step has",
                     hint="a group is trained on once; one that a rollout function makes has a uid of its own, or none",
                 )
 
@@ -215,21 +218,21 @@ class Rollouts:
 
     def split_selected(self, rollout: OpenRollout, chosen: Collection[GroupUid]) -> list[GroupUid]:
         """Finished groups beyond ``chosen``, which are selected for the step, are queued again, and returned; foreign
-        ones are rejected as ``surplus``. What was leased and never mentioned again is rejected as ``unreported``."""
+        ones are not queued, and counted as ``surplus``. What was leased and never mentioned again is rejected as
+        ``unreported``."""
         kept = set(chosen)
         leases, evaluation = rollout.leases, rollout.ticket.evaluation
         unreported = [uid for uid, lease in leases.items() if not lease.finished]
         surplus = [uid for uid, lease in leases.items() if lease.finished and uid not in kept]
-        foreign = [uid for uid in surplus if leases[uid].foreign]
+        foreign = sum(leases[uid].foreign for uid in surplus)
         if not evaluation:
             with self._ledger.transaction():
                 for uid in unreported:
                     self._ledger.reject(uid, leases[uid].group.attempt, UNREPORTED)
-                for uid in foreign:
-                    self._ledger.reject(uid, leases[uid].group.attempt, SURPLUS, GroupState.FINISHED)
-                self._write_returns({uid: leases[uid].group.attempt for uid in surplus if not leases[uid].foreign})
+                self._write_returns({uid: leases[uid].group.attempt for uid in surplus})
                 self._ledger.select(chosen, rollout.ticket.rollout_id)
-        rollout.drops.update([UNREPORTED for _ in unreported] + [SURPLUS for _ in foreign])
+        counts = {UNREPORTED: len(unreported), SURPLUS: foreign}
+        rollout.drops.update({reason: count for reason, count in counts.items() if count})
         for uid in unreported:
             del leases[uid]
         for uid in surplus:

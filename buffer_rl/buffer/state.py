@@ -170,7 +170,7 @@ class BufferState(PoolCalls):
         A foreign group, whose uid no data source and no lease has, is taken over as those of ``import_groups`` are.
         sizes: needed where tokens or loss masks are in the object store."""
         rollout = self._rollouts.of(ticket)
-        foreign = self._rollouts.is_foreign(ticket, uid)
+        foreign = self._rollouts.is_foreign(rollout, uid)
         lease = None if foreign else rollout.live(uid, attempt)
         self._pools.check(uid, row_ids, columns, sizes)
         if foreign:
@@ -226,8 +226,8 @@ class BufferState(PoolCalls):
     @mutates
     def close_rollout(self, ticket: Ticket) -> RolloutReport:
         """Select the step's groups: those that a final reader got, then the oldest finished ones. Surplus goes
-        back to the queue as prompts, or is rejected as ``surplus`` where it is foreign; what was leased and never
-        mentioned again is rejected as ``unreported``."""
+        back to the queue as prompts, or is dropped where it is foreign, and counted as ``surplus``; what was leased and
+        never mentioned again is rejected as ``unreported``."""
         rollout = self._rollouts.of(ticket)
         pool = self._pools.of(ticket.task)
         chosen = self._rollouts.choose(rollout, pool.pinned())

@@ -115,7 +115,7 @@ def test_foreign_groups_count_toward_the_step_and_not_in_the_epoch(run: Run) -> 
     assert [run.state.ledger.number(uid) for uid in (groups[0].uid, THEIRS[0], THEIRS[1])] == [2, -1, None]
 
 
-def test_what_was_trained_is_held_or_was_dropped_is_refused(run: Run) -> None:
+def test_what_was_trained_or_is_held_is_refused_and_what_was_dropped_is_not(run: Run) -> None:
     ticket = run.state.generate(0)
     for uid in THEIRS[:4]:
         report(run.state, ticket, uid)
@@ -128,10 +128,9 @@ def test_what_was_trained_is_held_or_was_dropped_is_refused(run: Run) -> None:
     with pytest.raises(BufferStateError, match="my-env:0:0 cannot be taken over: it is trained") as caught:
         report(run.state, ticket, THEIRS[0])
     assert "trained on once" in caught.value.hint
-    with pytest.raises(BufferStateError, match=r"my-env:3:0 cannot be taken over: it is rejected \(surplus\)"):
-        report(run.state, ticket, THEIRS[3])
-    assert run.foreign_counts() == {"trained": 3, "rejected": 1}
-    assert run.state.close_rollout(ticket).num_groups == 0  # what was refused changed nothing
+    assert run.foreign_counts() == {"trained": 3, "pending": 1}
+    report(run.state, ticket, THEIRS[3])
+    assert run.state.close_rollout(ticket).num_groups == 1  # what was refused changed nothing
 
 
 def test_a_group_of_the_data_source_must_be_leased_and_an_evaluation_takes_no_others(run: Run) -> None:
@@ -161,7 +160,7 @@ def test_surplus_of_a_step_is_dropped_where_it_is_foreign_and_queued_where_it_is
     assert (closed.num_groups, closed.drops, closed.surplus) == (3, {"surplus": 1}, 1)
     assert {row.uid for row in run.state.get_data(0).row_ids} == {GroupUid(run.source, 0, 0), *THEIRS[:2]}
     assert [header.uid.row for header in run.state.get_headers()] == [1]
-    assert run.foreign_counts() == {"finished": 2, "rejected": 1}
+    assert run.foreign_counts() == {"finished": 2, "pending": 1}
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -261,15 +260,14 @@ def test_whatever_happens_nothing_is_trained_twice_and_the_data_keep_their_order
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[list[int], int, str]]
 ) -> None:
     run = Run(tmp_path_factory.mktemp("run"))
-    trained: set[int] = set()  # the model: foreign rows that were trained, and dropped, and the next row of the data
-    dropped: set[int] = set()
+    trained: set[int] = set()  # the model: foreign rows that were trained, and the next row of the data
     next_row, step = 0, 0
-    kept: Any = (saved_state(run.state), set(trained), set(dropped), next_row, step)
+    kept: Any = (saved_state(run.state), set(trained), next_row, step)
     for offered, count, end in events:
         ticket = run.state.generate(step)
         held: list[int] = []
         for row in offered:
-            if row in trained | dropped | set(held):
+            if row in trained | set(held):
                 with pytest.raises(BufferStateError):
                     report(run.state, ticket, THEIRS[row])
             else:
@@ -281,24 +279,22 @@ def test_whatever_happens_nothing_is_trained_twice_and_the_data_keep_their_order
             mine = {uid.row for uid in run.end_step(ticket) if uid.source == "my-env"}
             assert mine == set(held[:PER_STEP])
             trained |= mine
-            dropped |= set(held) - mine
             next_row += min(count, PER_STEP - len(mine))
             step += 1
         else:
             if end == "restart closed":
                 run.state.close_rollout(ticket)
-                dropped |= set(held[PER_STEP:])
             if end.startswith("restart"):
                 run.restart()
             run.state.abandon(step)
         if end == "checkpoint":
-            kept = (saved_state(run.state), set(trained), set(dropped), next_row, step)
+            kept = (saved_state(run.state), set(trained), next_row, step)
         if end == "go back":
-            saved, trained, dropped, next_row, step = kept[0], set(kept[1]), set(kept[2]), kept[3], kept[4]
+            saved, trained, next_row, step = kept[0], set(kept[1]), kept[2], kept[3]
             run.restart()
             load_saved(run.state, saved)
         known = {uid.row: e.state for uid, e in entries(run.state.ledger).items() if uid.source == "my-env"}
         assert {row for row, state in known.items() if state is GroupState.TRAINED} == trained
-        assert {row for row, state in known.items() if state is GroupState.REJECTED} == dropped
+        assert set(known.values()) <= {GroupState.TRAINED, GroupState.PENDING}
         run.foreign_counts()
     run.state.ledger.close()
