@@ -34,6 +34,9 @@ class RolloutBuffer(Protocol):
     evaluated), ``reject`` (it is dropped, with a reason), ``quarantine`` (it failed by itself, and is dropped for
     good), ``add_samples`` (it goes back to the queue), or it is never mentioned again, and is then rejected as
     ``unreported``.
+
+    ``finish`` also takes foreign groups, which the rollout function made and did not lease, with a uid of their own
+    (``GroupUid("my-env", row, epoch)``) or without one. A training step trains on them as on others, at most once a uid.
     """
 
     @property

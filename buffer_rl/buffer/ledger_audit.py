@@ -54,7 +54,7 @@ _RULES = (
        WHERE admitted NOT IN (SELECT admitted FROM groups)""",
     """SELECT 'source ' || source || ' has ' || num_rows || ' rows, and ' || seen || ' groups in epoch ' || epoch
        FROM (SELECT s.source, num_rows, epoch, count(*) AS seen FROM groups JOIN sources s ON s.id = groups.source
-             WHERE admitted >= 0 GROUP BY s.id, epoch)
+             GROUP BY s.id, epoch)
        WHERE num_rows IS NOT NULL AND seen > num_rows""",
 )
 
@@ -113,7 +113,7 @@ class LedgerAudit:
 
     def epochs(self) -> list[EpochCounts]:
         """The counts of every epoch that was begun, in the order in which they were, and then of the foreign groups."""
-        query = """SELECT s.source, iif(admitted < 0, NULL, epoch) AS of, iif(admitted < 0, NULL, num_rows), state,
+        query = """SELECT s.source, iif(admitted < 0, NULL, epoch) AS of, num_rows, state,
                           count(*), min(admitted) AS first
                    FROM groups JOIN sources s ON s.id = groups.source GROUP BY s.id, of, state
                    ORDER BY of IS NULL, abs(first)"""
