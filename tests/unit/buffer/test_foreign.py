@@ -230,7 +230,7 @@ def test_a_resumed_run_knows_what_was_trained_and_has_lost_what_was_not(run: Run
 
 
 def test_foreign_groups_may_have_the_engines_log_probabilities_by_themselves(run: Run) -> None:
-    unknown = {"rollout_log_probs": [np.full(1, np.nan, np.float32)] * 2}
+    unknown: dict[str, Any] = {"rollout_log_probs": [np.full(1, np.nan, np.float32)] * 2}
     ticket = run.state.generate(0)
     run.lease(ticket, 1)
     report(run.state, ticket, THEIRS[0], **unknown)
