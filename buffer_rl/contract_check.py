@@ -15,7 +15,7 @@ import numpy as np
 
 from buffer_rl.errors import RewardError, RolloutError
 from buffer_rl.resolution.calls import short_repr
-from buffer_rl.types import FilterDecision, GroupUid, RolloutOutput, Sample, SampleGroup, Status
+from buffer_rl.types import NO_UID, FilterDecision, GroupUid, RolloutOutput, Sample, SampleGroup, Status
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -88,20 +88,21 @@ def check_rollout_output(
     """The output of a rollout function; a bare list of groups is accepted, and an object with ``samples`` and
     ``metrics``.
 
-    A group may be a plain list of its samples if ``leased`` has its lease. Raises RolloutError otherwise.
+    A group may be a plain list of its samples if ``leased`` has its lease, or if none of them has a uid: it is then a
+    foreign group. Raises RolloutError otherwise.
     """
     groups, metrics = _groups_and_metrics(value, where)
     checked: list[SampleGroup] = []
     seen: set[object] = set()
     for position, entry in enumerate(groups):
-        group = as_leased_group(entry, leased or {})
+        group = as_leased_group(entry, leased or {}) or _as_foreign_group(entry)
         if group is None:
             raise RolloutError(
                 f"entry {position} of the returned groups is {short_repr(entry)}",
                 where=where,
                 expected="SampleGroup, as buffer.get_samples returned it, or the list of its samples",
             )
-        if group.uid in seen:
+        if group.uid in seen and group.uid != NO_UID:
             raise RolloutError(f"the group {group.uid} was returned twice", where=where, expected="each group once")
         seen.add(group.uid)
         check_statuses(group, where=where)
@@ -131,6 +132,13 @@ def as_leased_group(value: object, leased: Mapping[GroupUid, SampleGroup]) -> Sa
         sample.part = parts[sample.sample_index]
         parts[sample.sample_index] += 1
     return replace(lease, samples=samples)
+
+
+def _as_foreign_group(value: object) -> SampleGroup | None:
+    """A list of samples without uids, which no lease gave, as a group without one; else None."""
+    if isinstance(value, list) and value and all(isinstance(s, Sample) and s.uid is None for s in value):
+        return SampleGroup(samples=value)
+    return None
 
 
 def _groups_and_metrics(value: object, where: str) -> tuple[list[object], object]:

@@ -33,8 +33,8 @@ class RolloutBuffer(Protocol):
     A group that ``get_samples`` leased ends in one of five ways: ``finish`` (it will be trained on or
     evaluated), ``reject`` (it is dropped, with a reason), ``quarantine`` (it failed by itself, and is dropped for
     good), ``add_samples`` (it goes back to the queue), or it is never mentioned again, and is then rejected as
-    ``unreported``.
-    """
+    ``unreported``. ``finish`` also takes foreign groups, which the rollout function made, with a uid of their own (any
+    ``GroupUid`` of another source) or without one; each uid is trained on at most once."""
 
     @property
     def ticket(self) -> Ticket:

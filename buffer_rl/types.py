@@ -48,6 +48,10 @@ class GroupUid:
         return cls(source, int(row), int(epoch))
 
 
+NO_UID = GroupUid("", 0, 0)
+"""Of a group that the rollout function made without one; the framework gives it one when it is reported."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class RowId:
     """Identity of one training row: the group, which of its samples, which part of a sample that fanned out."""
@@ -158,18 +162,21 @@ class SampleGroup(Sequence[Sample]):
     """The samples of one prompt, leased together. Iterates, indexes and counts as the list of its samples.
 
     attempt and incarnation identify the lease: the Buffer refuses a report whose lease is not the live one.
+    foreign: the rollout function made the group, and did not lease it; the framework sets it. Such a group may leave
+    out its uid and those of its samples.
     data_set names the evaluation set that the group comes from; it is empty for training groups.
     sampling_params: what that set says about sampling, under the names of SGLang's protocol; it is stronger than the
     options. rm_type: the registered reward that the set's configuration, and no row, names; empty where it names none.
     """
 
-    uid: GroupUid
+    uid: GroupUid = NO_UID
     samples: list[Sample]
     attempt: int = 1
     incarnation: str = ""
     data_set: str = ""
     sampling_params: dict[str, Any] = field(default_factory=dict)
     rm_type: str = ""
+    foreign: bool = False
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...
@@ -253,7 +260,8 @@ class RolloutReport:
 
     num_groups, num_rows: what the step trains on (or what was evaluated).
     drops: rejected groups by reason; ``unreported`` counts leased groups that were never mentioned again.
-    surplus: finished groups that the step does not need; they went back to the queue as prompts.
+    surplus: finished groups that the step does not need; they went back to the queue as prompts. Foreign ones, which
+    have no place there, are among the drops.
     """
 
     ticket: Ticket

@@ -43,6 +43,10 @@ class Feed(Protocol):
         ``buffer_rl.errors`` if that cannot be done."""
         ...
 
+    def has_source(self, source: str) -> bool:
+        """Whether uids with this source may be of groups that come from here and were not leased yet."""
+        ...
+
     def resize(self, group: SampleGroup, number: int) -> SampleGroup:
         """A saved group as it is; made again, as prompts, where fresh groups have another number of samples now."""
         ...
@@ -85,6 +89,9 @@ class LocalFeed:
 
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
         return self._required().group_of(uid, number)
+
+    def has_source(self, source: str) -> bool:
+        return self._source is not None and source in self._source.source_hashes
 
     def resize(self, group: SampleGroup, number: int) -> SampleGroup:
         if self._source is None or not group.samples:  # finished elsewhere, and taken over
@@ -145,6 +152,10 @@ class DeliveredFeed:
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
         """Raises BufferStateError: only the source's process could make a group again, and it has no such request."""
         raise BufferStateError(f"the group {uid} cannot be made again", where=place("data_source", self._reference))
+
+    def has_source(self, source: str) -> bool:
+        """Whether a group in stock is of it; ``deliver`` refuses the uid of a foreign group."""
+        return any(group.uid.source == source for group in self._stock)
 
     def resize(self, group: SampleGroup, number: int) -> SampleGroup:
         """As it is: how many samples a group has is up to the source."""

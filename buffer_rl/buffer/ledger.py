@@ -127,9 +127,9 @@ class Ledger:
 
     # -- transitions ---------------------------------------------------------------------------------
 
-    def lease(self, uid: GroupUid, rollout_id: int) -> int:
-        """pending → leased. Returns the attempt number, counted from 1."""
-        return self._change(uid, leased, rollout_id).attempt
+    def lease(self, uid: GroupUid, rollout_id: int, foreign: bool = False) -> int:
+        """pending → leased. Returns the attempt number, from 1. foreign: of no data source; its number is negative."""
+        return self._change(uid, leased, rollout_id, foreign=foreign).attempt
 
     def finish(self, uid: GroupUid, attempt: int) -> None:
         """leased → finished."""
@@ -175,18 +175,18 @@ class Ledger:
         return self._tables.find(uid)[1]
 
     def number(self, uid: GroupUid) -> int | None:
-        """The running number of the group's first lease; None where it was never leased."""
+        """The running number of the group's first lease, negative of a foreign one; None where it was never leased."""
         return self._tables.find(uid)[0]
 
     @property
     def num_admitted(self) -> int:
-        """Number of groups that were ever leased."""
+        """Number of groups that were ever leased, without foreign ones."""
         return int(self._db.execute("SELECT coalesce(max(admitted) + 1, 0) FROM groups").fetchone()[0])
 
     def recover(self) -> list[GroupUid]:
         """The groups that were leased before and are pending, in the order of their first lease: the queue of a Buffer
-        that begins with this ledger."""
-        return self._tables.uids("state = 'pending'")
+        that begins with this ledger. Foreign ones are left out: no data source can make them again."""
+        return self._tables.uids("state = 'pending' AND admitted >= 0")
 
     def selected(self, rollout_id: int) -> list[GroupUid]:
         """The finished groups that were selected for the step of a rollout, in the order of their first lease."""
@@ -275,12 +275,16 @@ class Ledger:
         return self._tables.return_leases(reason, keep_selected)
 
     def _change(
-        self, uid: GroupUid, rule: Callable[[GroupUid, LedgerEntry, *Ts], LedgerEntry], *args: *Ts
+        self,
+        uid: GroupUid,
+        rule: Callable[[GroupUid, LedgerEntry, *Ts], LedgerEntry],
+        *args: *Ts,
+        foreign: bool = False,
     ) -> LedgerEntry:
         with self.transaction():
             admitted, before = self._tables.find(uid)
             after = rule(uid, before, *args)
-            self._tables.write(uid, admitted, before, after)
+            self._tables.write(uid, admitted, before, after, foreign)
         return after
 
 
@@ -324,15 +328,18 @@ class LedgerTables:
         row = self.db.execute(query, where).fetchone()
         return (None, LedgerEntry(state=GroupState.PENDING)) if row is None else (row[0], entry_of(row[1:]))
 
-    def write(self, uid: GroupUid, admitted: int | None, before: LedgerEntry, after: LedgerEntry) -> None:
-        """Store a group's new entry, and the change in the history."""
+    def write(
+        self, uid: GroupUid, admitted: int | None, before: LedgerEntry, after: LedgerEntry, foreign: bool = False
+    ) -> None:
+        """Store a group's new entry, and the change in the history. foreign: a new group is numbered downwards."""
         facts = (after.state, after.attempt, after.rollout_id, after.reason, after.step, after.selected)
         reason = "selected" if after.selected else after.reason
         source = self.source_id(uid.source)
         if admitted is None:
+            number = "min(coalesce(min(admitted), 0), 0) - 1" if foreign else "coalesce(max(admitted) + 1, 0)"
             admitted = self.db.execute(
                 f"INSERT INTO groups (admitted, source, epoch, row, {COLUMNS}) VALUES"
-                " ((SELECT coalesce(max(admitted) + 1, 0) FROM groups), ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f" ((SELECT {number} FROM groups), ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (source, uid.epoch, uid.row, *facts),
             ).lastrowid
         else:

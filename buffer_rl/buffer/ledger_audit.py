@@ -62,10 +62,13 @@ _RULES = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochCounts:
     """Groups of one epoch of one source by state. ``num_rows`` is None where the ledger does not know it: only
-    groups that were leased before are then counted as pending."""
+    groups that were leased before are then counted as pending.
+
+    ``epoch`` is None for all foreign groups of a source, which the rollout function made: those that are pending were
+    lost before their step, or not needed, and may be handed in again."""
 
     source: str
-    epoch: int
+    epoch: int | None
     num_rows: int | None
     counts: dict[GroupState, int]
 
@@ -109,10 +112,12 @@ class LedgerAudit:
             return list(self._db.execute("SELECT rollout_id, step, num_groups FROM commits ORDER BY rollout_id"))
 
     def epochs(self) -> list[EpochCounts]:
-        """The counts of every epoch that was begun, in the order in which they were."""
-        query = """SELECT s.source, epoch, num_rows, state, count(*), min(admitted) AS first
-                   FROM groups JOIN sources s ON s.id = groups.source GROUP BY s.id, epoch, state ORDER BY first"""
-        found: dict[tuple[str, int], EpochCounts] = {}
+        """The counts of every epoch that was begun, in the order in which they were, and then of the foreign groups."""
+        query = """SELECT s.source, iif(admitted < 0, NULL, epoch) AS of, num_rows, state,
+                          count(*), min(admitted) AS first
+                   FROM groups JOIN sources s ON s.id = groups.source GROUP BY s.id, of, state
+                   ORDER BY of IS NULL, abs(first)"""
+        found: dict[tuple[str, int | None], EpochCounts] = {}
         with self._reading():
             for source, epoch, num_rows, state, number, _ in self._db.execute(query):
                 empty = EpochCounts(source=source, epoch=epoch, num_rows=num_rows, counts=dict.fromkeys(GroupState, 0))

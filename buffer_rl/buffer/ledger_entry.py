@@ -5,6 +5,9 @@
        └────requeue──────┘  ├─reject─▶ rejected(reason)      (finished ──requeue──▶ pending as well)
                             └─quarantine─▶ quarantined(reason)
 
+A foreign group, which the rollout function made, is leased and finished in one transaction. It is pending, and in no
+queue, where it was lost before its step, or where its step had enough groups.
+
 Each transition is a function from one entry to the next (``leased`` to ``trained``). It raises BufferStateError where
 the diagram has no such arrow.
 """

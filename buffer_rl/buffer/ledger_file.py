@@ -33,7 +33,8 @@ APPLICATION_ID = 0x42524C47  # "BRLG": what `file` and SQLite show of a file tha
 BUSY_TIMEOUT_S = 10.0
 """How long a statement waits for another process that holds the file, such as a copy that is being made."""
 
-# admitted: the running number of the first lease, which the order of the queue goes by.
+# admitted: the running number of the first lease, which the order of the queue goes by: 0, 1, …; of foreign
+# groups, which are in no queue, -1, -2, ….
 # history.time: seconds since 1970. incarnation: how often the ledger had been opened.
 _SCHEMA = (
     "CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",

@@ -7,7 +7,7 @@ after that the whole batch can be read too (``plan``, ``share``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -296,14 +296,14 @@ class DataPool:
         start = step * size + min(step, larger)
         return uids[start : start + size + (step < larger)]
 
-    def require_equal_fields(self, uids: Sequence[GroupUid]) -> None:
-        """Raises BufferStateError if these groups have different fields from their producer. Derived fields come later
-        and one by one."""
-        ordered = sorted(uids)
+    def require_equal_fields(self, uids: Sequence[GroupUid], foreign: Collection[GroupUid] = ()) -> None:
+        """Raises BufferStateError if these groups have different fields from their producer; the ``foreign`` ones among
+        them may have ``rollout_log_probs`` by themselves. Derived fields come later and one by one."""
+        ordered = sorted(uids, key=lambda uid: (uid in foreign, uid))
         first = self._store.given(ordered[0]) - DERIVED_FIELDS if ordered else set()
         for uid in ordered[1:]:
             fields = self._store.given(uid) - DERIVED_FIELDS
-            if fields != first:
+            if fields != first and not (uid in foreign and fields == first | {"rollout_log_probs"}):
                 raise BufferStateError(
                     f"group {uid} has the fields {sorted(fields)}", where=self.task, expected=str(sorted(first))
                 )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from buffer_rl.buffer.feed import Feed
 from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.partial import RequeueRule, oldest_version
 from buffer_rl.errors import BufferRestartedError, BufferStateError
 from buffer_rl.types import GroupUid, QueueHeader, SampleGroup, Ticket
@@ -65,17 +66,24 @@ class GroupQueue:
 QUARANTINED = "quarantined"
 """What drops are counted as that are quarantined; the ledger has each one's reason."""
 UNREPORTED = "unreported"
+SURPLUS = "surplus"
+"""What foreign groups that the step does not need are counted as; those of a data source wait for the next step."""
 POSITION = "position"
 """The ledger's note of where the data source stands."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Lease:
-    """A leased or finished group. ``group`` holds the prompts alone; ``number`` is that of its admission."""
+    """A leased or finished group. ``group`` holds the prompts alone; ``number`` is that of its admission, negative
+    where the group is foreign: it has neither prompts nor a place in the queue."""
 
     group: SampleGroup
     number: int
     finished: bool = False
+
+    @property
+    def foreign(self) -> bool:
+        return self.number < 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,67 +177,90 @@ class Rollouts:
         del rollout.leases[uid]
         rollout.drops[QUARANTINED if for_good else reason] += 1
 
-    def import_groups(self, rollout: OpenRollout, uids: Sequence[GroupUid]) -> None:
-        """Lease and finish pending groups past the source and the queue; their payloads came from elsewhere."""
+    def is_foreign(self, rollout: OpenRollout, uid: GroupUid) -> bool:
+        """Whether the rollout function made a group of this uid: no data source has it, nor a lease."""
+        if (lease := rollout.leases.get(uid)) is not None:
+            return lease.foreign
+        if rollout.ticket.evaluation or self._feed.has_source(uid.source):
+            return False
+        return (number := self._ledger.number(uid)) is None or number < 0
+
+    def require_pending(self, ticket: Ticket, uids: Iterable[GroupUid]) -> None:
+        """Raises BufferStateError for a group that cannot be taken over, because it was before."""
+        for uid in uids:
+            if (state := self._ledger.entry(uid).state) is not GroupState.PENDING:
+                raise BufferStateError(
+                    f"group {uid} cannot be taken over: it is {state}",
+                    where=ticket.task,
+                    expected="a group that no step has",
+                    hint="a group is trained on once; one that a rollout function makes has a uid of its own, or none",
+                )
+
+    def import_groups(self, rollout: OpenRollout, uids: Sequence[GroupUid], foreign: bool = False) -> None:
+        """Lease and finish pending groups past the source and the queue; their payloads came from elsewhere. foreign:
+        the groups themselves did, too."""
         with self._ledger.transaction():
-            attempts = [self._ledger.lease(uid, rollout.ticket.rollout_id) for uid in uids]
+            attempts = [self._ledger.lease(uid, rollout.ticket.rollout_id, foreign) for uid in uids]
             for uid, attempt in zip(uids, attempts, strict=True):
                 self._ledger.finish(uid, attempt)
         self.queue.remove(uids)
         for uid, attempt in zip(uids, attempts, strict=True):
             group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self._ledger.fencing_token)
-            rollout.leases[uid] = Lease(group=group, number=self._admitted, finished=True)
-            self._admitted += 1
+            rollout.leases[uid] = Lease(group=group, number=-1 if foreign else self._admitted, finished=True)
+            self._admitted += not foreign
 
     def choose(self, rollout: OpenRollout, pinned: Collection[GroupUid] = ()) -> list[GroupUid]:
-        """The finished groups that the step trains on: those ``pinned``, then those leased first."""
+        """The finished groups that the step trains on: those ``pinned``, then those leased first; a foreign group was,
+        so to say, when it was handed in."""
         finished = [uid for uid, lease in rollout.leases.items() if lease.finished]
         wanted = len(finished) if rollout.ticket.evaluation else rollout.ticket.num_groups
         return sorted(finished, key=lambda uid: uid not in pinned)[:wanted]  # stable: else in the order of leases
 
     def split_selected(self, rollout: OpenRollout, chosen: Collection[GroupUid]) -> list[GroupUid]:
-        """Finished groups beyond ``chosen``, which are selected for the step, are queued again, and returned. What was
-        leased and never mentioned again is rejected as ``unreported``."""
+        """Finished groups beyond ``chosen``, which are selected for the step, are queued again, and returned; foreign
+        ones are not queued, and counted as ``surplus``. What was leased and never mentioned again is rejected as
+        ``unreported``."""
         kept = set(chosen)
         leases, evaluation = rollout.leases, rollout.ticket.evaluation
         unreported = [uid for uid, lease in leases.items() if not lease.finished]
         surplus = [uid for uid, lease in leases.items() if lease.finished and uid not in kept]
+        foreign = sum(leases[uid].foreign for uid in surplus)
         if not evaluation:
             with self._ledger.transaction():
                 for uid in unreported:
                     self._ledger.reject(uid, leases[uid].group.attempt, UNREPORTED)
                 self._write_returns({uid: leases[uid].group.attempt for uid in surplus})
                 self._ledger.select(chosen, rollout.ticket.rollout_id)
-        rollout.drops.update({UNREPORTED: len(unreported)} if unreported else {})
+        counts = {UNREPORTED: len(unreported), SURPLUS: foreign}
+        rollout.drops.update({reason: count for reason, count in counts.items() if count})
         for uid in unreported:
             del leases[uid]
         for uid in surplus:
-            lease = leases.pop(uid)
-            self.queue.put(Admitted(group=lease.group, number=lease.number))
+            self._put_back(leases.pop(uid))
         return surplus
 
     def abandon(self, leases: Mapping[GroupUid, Lease]) -> None:
-        """Queue leased or finished training groups again, as prompts."""
+        """Queue leased or finished training groups again, as prompts. Foreign ones are lost: pending, not queued."""
         self._write_returns({uid: lease.group.attempt for uid, lease in leases.items()})
         for lease in leases.values():
-            self.queue.put(Admitted(group=lease.group, number=lease.number))
+            self._put_back(lease)
 
     def lease_of(self, uid: GroupUid) -> Lease:
-        """What an earlier Buffer leased, made again from the data source."""
-        number = self._ledger.number(uid)
-        group = self._feed.group_of(uid, number or 0)
+        """What an earlier Buffer leased, made again from the data source; of a foreign group nothing can be."""
+        number = self._ledger.number(uid) or 0
+        group = SampleGroup(uid=uid, samples=[]) if number < 0 else self._feed.group_of(uid, number).as_prompts()
         attempt = self._ledger.entry(uid).attempt
-        group = replace(group.as_prompts(), attempt=attempt, incarnation=self._ledger.fencing_token)
-        return Lease(group=group, number=number or 0, finished=True)
+        group = replace(group, attempt=attempt, incarnation=self._ledger.fencing_token)
+        return Lease(group=group, number=number, finished=True)
 
     def to_save(self, untrained: Sequence[Lease]) -> list[SampleGroup]:
         """What a restored run leases first, in the order of admission: groups that are selected but ``untrained``,
-        leased or finished (all of these as prompts), and the queue."""
+        leased or finished (all of these as prompts), and the queue. Foreign groups are not among them."""
         held = [*untrained]
         for rollout in self.open.values():
             if not rollout.ticket.evaluation:
                 held.extend(rollout.leases.values())
-        entries = [Admitted(group=lease.group, number=lease.number) for lease in held]
+        entries = [Admitted(group=lease.group, number=lease.number) for lease in held if not lease.foreign]
         return [entry.group for entry in sorted([*entries, *self.queue.entries], key=lambda entry: entry.number)]
 
     def recover(self, saved: Sequence[SampleGroup] = (), version: int = 0) -> None:
@@ -257,6 +288,10 @@ class Rollouts:
             if fresh:
                 self._ledger.remember(POSITION, self._feed.position())
         return attempts
+
+    def _put_back(self, lease: Lease) -> None:
+        if not lease.foreign:
+            self.queue.put(Admitted(group=lease.group, number=lease.number))
 
     def _write_returns(self, attempts: Mapping[GroupUid, int]) -> None:
         with self._ledger.transaction():

@@ -167,13 +167,20 @@ class BufferState(PoolCalls):
     ) -> None:
         """Store a finished group's columns and end its lease. Readers of the rollout's pool get it at once.
 
+        A foreign group, whose uid no data source and no lease has, is taken over as those of ``import_groups`` are.
         sizes: needed where tokens or loss masks are in the object store."""
-        lease = self._rollouts.of(ticket).live(uid, attempt)
+        rollout = self._rollouts.of(ticket)
+        foreign = self._rollouts.is_foreign(rollout, uid)
+        lease = None if foreign else rollout.live(uid, attempt)
         self._pools.check(uid, row_ids, columns, sizes)
-        if not ticket.evaluation:
+        if foreign:
+            self._rollouts.require_pending(ticket, [uid])
+            self._rollouts.import_groups(rollout, [uid], foreign=True)
+        elif not ticket.evaluation:
             self.ledger.finish(uid, attempt)
         self._pools.add(ticket, uid, row_ids, columns, sizes)
-        lease.finished = True
+        if lease is not None:
+            lease.finished = True
 
     @mutates
     def reject(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
@@ -210,9 +217,7 @@ class BufferState(PoolCalls):
                 expected=f"a training step of at most {ticket.num_groups} groups",
                 hint=f"the rows fit --rollout-batch-size {len(rows)}",
             )
-        for uid in rows:
-            if (state := self.ledger.entry(uid).state) is not GroupState.PENDING:
-                raise BufferStateError(f"group {uid} cannot be taken over: it is {state}", where=ticket.task)
+        self._rollouts.require_pending(ticket, rows)
         for uid, indices in rows.items():
             stored = {name: take_rows(column, indices) for name, column in columns.items()}
             self._pools.add(ticket, uid, [row_ids[index] for index in indices], stored)
@@ -221,11 +226,13 @@ class BufferState(PoolCalls):
     @mutates
     def close_rollout(self, ticket: Ticket) -> RolloutReport:
         """Select the step's groups: those that a final reader got, then the oldest finished ones. Surplus goes
-        back to the queue as prompts; what was leased and never mentioned again is rejected as ``unreported``."""
+        back to the queue as prompts, or is dropped where it is foreign, and counted as ``surplus``; what was leased and
+        never mentioned again is rejected as ``unreported``."""
         rollout = self._rollouts.of(ticket)
         pool = self._pools.of(ticket.task)
         chosen = self._rollouts.choose(rollout, pool.pinned())
-        pool.require_equal_fields(chosen)
+        foreign = {uid for uid, lease in rollout.leases.items() if lease.foreign}
+        pool.require_equal_fields(chosen, foreign)
         surplus = self._rollouts.split_selected(rollout, chosen)
         num_rows = self._pools.close(ticket, chosen, surplus)
         if not ticket.evaluation:
@@ -236,13 +243,14 @@ class BufferState(PoolCalls):
             num_groups=len(chosen),
             num_rows=num_rows,
             drops=dict(sorted(rollout.drops.items())),
-            surplus=len(surplus),
+            surplus=len(set(surplus) - foreign),
         )
 
     @mutates
     def abandon(self, rollout_id: int) -> None:
         """Give up a training rollout, running or closed, that is not trained on: its payloads or its
-        workers are lost. Its leased and finished groups are pending again, as prompts, in their places in the queue.
+        workers are lost. Its leased and finished groups are pending again, as prompts, in their places in the queue;
+        foreign ones are lost, and may be handed in again.
         Without such a rollout nothing is changed.
 
         Raises BufferStateError for one that was committed."""

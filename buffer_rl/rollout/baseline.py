@@ -19,7 +19,7 @@ from buffer_rl.algo.rewards import shaped
 from buffer_rl.contract_check import check_group_rewards
 from buffer_rl.errors import RewardError, RolloutError
 from buffer_rl.scope import needs_of
-from buffer_rl.train.roles import estimator_of, is_supervised
+from buffer_rl.train.roles import estimator_needs, estimator_of, is_supervised, loss_of
 from buffer_rl.types import Sample, SampleGroup, Status
 
 if TYPE_CHECKING:
@@ -34,6 +34,21 @@ def needs_baseline(args: Any, registry: PluginRegistry) -> bool:
     if is_supervised(args) or args.custom_convert_samples_to_train_data_path:
         return False
     return BASELINE in needs_of(registry.resolve("advantage", estimator_of(args)[1]))
+
+
+def rollout_log_probs_reader(args: Any, registry: PluginRegistry) -> str:
+    """The flag by which the run's loss or advantages read the engine's log-probabilities, so that every row needs them;
+    empty where there is none. Raises PluginError."""
+    if is_supervised(args):
+        return ""
+    flag, estimator = estimator_of(args)
+    readers = {
+        "--use-rollout-logprobs": args.use_rollout_logprobs,
+        "--use-tis": args.use_tis,
+        "--loss-type decoupled_ppo": loss_of(args) == "decoupled_ppo",
+        flag: "rollout_log_probs" in estimator_needs(args, registry.resolve("advantage", estimator)),
+    }
+    return next((name for name, reads in readers.items() if reads), "")
 
 
 def greedy_group(group: SampleGroup) -> SampleGroup:

@@ -13,8 +13,9 @@ from buffer_rl.contracts import RewardPostProcess, SamplesToTrainData
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place, returned, short_repr, traceback_tail
-from buffer_rl.rollout.baseline import BASELINE, baseline_of, needs_baseline
+from buffer_rl.rollout.baseline import BASELINE, baseline_of, needs_baseline, rollout_log_probs_reader
 from buffer_rl.rollout.user_functions import resolve_function
+from buffer_rl.train.roles import is_supervised
 from buffer_rl.types import Column, RowId, Sample, SampleGroup
 
 REQUIRED_COLUMNS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
@@ -30,9 +31,10 @@ class GroupConverter:
     ``[num_rows]`` int32; ``loss_mask`` list of ``[response_length]`` float32 (zeros where a filter set
     ``remove_sample``); ``raw_reward`` ``[num_rows]`` float32; ``reward`` ``[num_rows]`` float32, normalised within
     the group as the algorithm says; ``rollout_log_probs`` list of ``[response_length]`` float32, absent if no sample
-    has them; ``truncated`` ``[num_rows]`` bool; ``weight_version`` ``[num_rows]`` int32, the oldest of the row, -1 if
-    none; with ``baseline``, ``baseline_reward`` ``[num_rows]`` float32, of the samples' ``train_metadata``; under
-    ``--replay-kept-tokens``, and after a conversion of the user's too, ``kept_tokens`` and ``kept_counts`` (see
+    has them, NaN in rows of a foreign group that lack them; ``truncated`` ``[num_rows]`` bool; ``weight_version``
+    ``[num_rows]`` int32, the oldest of the row, -1 if none; with ``baseline``, ``baseline_reward`` ``[num_rows]``
+    float32, of the samples' ``train_metadata``; under ``--replay-kept-tokens``, and after a conversion of the user's
+    too, ``kept_tokens`` and ``kept_counts`` (see
     ``TrainBatch``).
     A removed sample may have neither response nor reward: its row then has one masked token, the ``reward`` 0, and as
     ``raw_reward`` the mean of the others, which are normalised without it.
@@ -47,9 +49,12 @@ class GroupConverter:
         post_process: RewardPostProcess | None = None,
         to_train_data: SamplesToTrainData | None = None,
         baseline: bool = False,
+        log_probs_reader: str = "",
     ) -> None:
+        """log_probs_reader: the flag by which the run reads ``rollout_log_probs``; empty where it does not."""
         self._args = args
         self._baseline = baseline
+        self._log_probs_reader = log_probs_reader
         self._post_process = post_process
         self._to_train_data = to_train_data
 
@@ -64,6 +69,7 @@ class GroupConverter:
                 registry, "samples_to_train_data", args.custom_convert_samples_to_train_data_path
             ),
             baseline=needs_baseline(args, registry),
+            log_probs_reader=rollout_log_probs_reader(args, registry),
         )
 
     def encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
@@ -104,12 +110,24 @@ class GroupConverter:
             return row_ids, columns
         columns["tokens"] = [_tokens(s) for s in samples]
         columns["reward"] = reward.astype(np.float32)
-        for name in ("rollout_log_probs", "teacher_log_probs"):
+        foreign = group.foreign and not is_supervised(self._args)
+        if foreign:
+            columns["rollout_log_probs"] = [self._foreign_log_probs(s) for s in samples]
+        for name in ("teacher_log_probs",) if foreign else ("rollout_log_probs", "teacher_log_probs"):
             if any(getattr(s, name) is not None for s in samples):
                 columns[name] = [_log_probs(s, name) for s in samples]
         if self._baseline:
             columns[BASELINE] = np.asarray([baseline_of(s) for s in samples], dtype=np.float32)
         return row_ids, columns | self._kept_columns(samples)
+
+    def _foreign_log_probs(self, sample: Sample) -> np.ndarray:
+        """The engine's log-probabilities of a sample that perhaps no engine generated: NaN then."""
+        if sample.rollout_log_probs is None and not sample.remove_sample:
+            if self._log_probs_reader:
+                what = f"{self._log_probs_reader} reads rollout_log_probs, and this foreign group has none"
+                raise _unusable(sample, what, "those under the policy that sampled the tokens")
+            return np.full(sample.response_length, np.nan, dtype=np.float32)
+        return _log_probs(sample, "rollout_log_probs")
 
     def _kept_columns(self, samples: Sequence[Sample]) -> dict[str, Column]:
         if not self._args.replay_kept_tokens:

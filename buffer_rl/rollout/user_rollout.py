@@ -7,6 +7,7 @@ a sample; this mapping may stand in the field ``data`` of a record that has ``me
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from buffer_rl.rollout.evaluate import eval_metrics
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import call_user
 from buffer_rl.train.roles import is_supervised
-from buffer_rl.types import GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
+from buffer_rl.types import NO_UID, GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
 
 EXPECTED_EVALUATION = (
     "{data set: {'rewards': [a number a sample], 'truncated': [a boolean a sample], 'samples': [...]}}"
@@ -29,9 +30,14 @@ GRACE_S = 30.0
 """Added to the deadline: the built-in functions keep it themselves and report their progress; others end here."""
 
 
+FOREIGN = "foreign"
+"""The source in the uid of a group that the rollout function made without one: its row counts those of the rollout, its
+epoch is the rollout's number."""
+
+
 class LeaseRecorder:
-    """A ``RolloutBuffer`` that records its leases, so that plain lists of samples can become groups again, and checks
-    the status of each reported sample.
+    """A ``RolloutBuffer`` that records its leases, so that plain lists of samples can become groups again, marks
+    foreign groups, and checks the status of each reported sample.
 
     groups: the last lease of each uid. finished: the groups reported as finished. where: names the function in errors.
     All other calls go to ``buffer``.
@@ -42,6 +48,7 @@ class LeaseRecorder:
         self._where = where
         self.groups: dict[GroupUid, SampleGroup] = {}
         self.finished: dict[GroupUid, SampleGroup] = {}
+        self._unnamed = itertools.count()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._buffer, name)
@@ -61,17 +68,31 @@ class LeaseRecorder:
 
     def encode(self, group: SampleGroup) -> Any:
         check_statuses(group, where=self._where)
-        return self._buffer.encode(group)
+        return self._buffer.encode(self.marked(group))
 
     def finish(self, group: SampleGroup, encoded: Any = None) -> None:
         check_statuses(group, where=self._where)
-        self._buffer.finish(group, encoded)
+        self._buffer.finish(self.marked(group), encoded)
         self.finished[group.uid] = group
 
     async def afinish(self, group: SampleGroup, encoded: Any = None) -> None:
         check_statuses(group, where=self._where)
-        await self._buffer.afinish(group, encoded)
+        await self._buffer.afinish(self.marked(group), encoded)
         self.finished[group.uid] = group
+
+    def marked(self, group: SampleGroup) -> SampleGroup:
+        """The group, marked in place as foreign where this rollout did not lease it. One without a uid gets one, and so
+        do its samples, which are numbered in order where all have one number."""
+        if group.uid in self.groups:
+            return group
+        group.foreign = True
+        if group.uid == NO_UID:
+            group.uid = GroupUid(FOREIGN, next(self._unnamed), self._buffer.ticket.rollout_id)
+        same = len({(sample.sample_index, sample.part) for sample in group}) == 1
+        for number, sample in enumerate(group):
+            sample.uid = sample.uid or group.uid
+            sample.sample_index = number if same else sample.sample_index
+        return group
 
     def _record(self, groups: list[SampleGroup]) -> list[SampleGroup]:
         self.groups.update((group.uid, group) for group in groups)
@@ -107,7 +128,7 @@ async def run_user_rollout(
         if ticket.evaluation:
             answer = read_evaluation(answer, args, recorder.groups, where=where)
         output = check_rollout_output(answer, where=where, leased=recorder.groups)
-        finished = {group.uid: group for group in output.groups} | recorder.finished
+        finished = {recorder.marked(group).uid: group for group in output.groups} | recorder.finished
         output.metrics |= finished_metrics(args, ticket.evaluation, finished.values(), output.metrics)
         return output
     except BufferRLError:

@@ -94,9 +94,9 @@ def compare_log_probs(
     it, so that several prompts are among them.
 
     log_probs: the trainer's, per row ``[response_length]``, in nats; None on a rank that does not have them. Tokens
-    where these are not finite are passed over: they are for ``--max-non-finite-steps``. The gap has no tokens where
-    there is nothing to compare: no row has an unmasked token, the rows have no ``rollout_log_probs``, or this rank no
-    log-probabilities.
+    where these are not finite are passed over: they are for ``--max-non-finite-steps``. Rows of foreign groups, whose
+    ``rollout_log_probs`` are NaN, are passed over too. The gap has no tokens where there is nothing to compare: no row
+    has an unmasked token, the rows have no ``rollout_log_probs``, or this rank no log-probabilities.
 
     Raises TrainError, naming ``where``, the likely causes and the rows, if the mean gap is above
     ``args.max_logprob_diff`` or is not finite; DataError for a row whose ``rollout_log_probs`` are not one a token."""
@@ -110,6 +110,8 @@ def compare_log_probs(
     rows = []
     columns = (few.columns["loss_mask"], few.columns["rollout_log_probs"], computed)
     for row_id, mask, engine, trainer in zip(few.row_ids, *columns, strict=True):
+        if _is_unknown(engine):
+            continue
         if len(engine) != len(mask):
             raise DataError(
                 f"rollout_log_probs has {len(engine)} values for a response of {len(mask)} tokens",
@@ -130,16 +132,23 @@ def compare_log_probs(
 
 
 def _spread(batch: TrainBatch) -> list[int]:
-    """Indices of rows with unmasked tokens. Where no row has one, the first row: every rank that has rows computes log
-    probabilities, even of masked tokens, since a backend may need all ranks for that."""
+    """Indices of rows with unmasked tokens that the engine sampled. Where no row has one, the first row: every rank
+    that has rows computes log probabilities, even of masked tokens, since a backend may need all ranks for that."""
     masks = batch.columns["loss_mask"] if len(batch) else []
-    trained = [index for index in range(len(batch)) if np.any(masks[index])] or list(range(len(batch)))[:1]
+    engine = batch.columns.get("rollout_log_probs", masks)
+    trained = [i for i in range(len(batch)) if np.any(masks[i]) and not _is_unknown(engine[i])]
+    trained = trained or list(range(len(batch)))[:1]
     if len(trained) <= MAX_ROWS:
         return trained
     longest = max(trained, key=lambda index: batch.lengths[index])
     others = [index for index in trained if index != longest]
     step = len(others) / (MAX_ROWS - 1)
     return sorted([longest, *(others[int(number * step)] for number in range(MAX_ROWS - 1))])
+
+
+def _is_unknown(log_probs: np.ndarray) -> bool:
+    """Whether these are the ``rollout_log_probs`` of a row that no engine sampled (see ``GroupConverter``)."""
+    return bool(len(log_probs) and np.isnan(log_probs).all())
 
 
 def likely_causes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -39,6 +40,8 @@ from buffer_rl.types import TrainBatch
 
 MEASURED_KL = "ref_kl"
 """The metric that ``--kl-target`` is compared with: the mean over unmasked tokens of the penalty's own estimate."""
+
+LOG_PROB_GAP = "train_rollout_logprob_abs_diff"
 
 OWN_METRICS = frozenset({"loss", "kl_loss", "grad_norm", "lr", "kl_coef", MEASURED_KL})
 """Names of metrics that a loss cannot give."""
@@ -122,6 +125,9 @@ class Objective:
                 metrics[name] = Metric(term, Reduction.LOSS)
         loss_sum = mask_out(total, weights).sum()
         totals = metric_totals(metrics, weights, mask_bt, parts_b)
+        if LOG_PROB_GAP in totals and LOG_PROB_GAP not in loss.metrics:  # NaN in rows that no engine sampled
+            known_bt = (mask_bt != 0) & ~inputs["rollout_log_probs"].isnan()
+            totals[LOG_PROB_GAP] = replace(totals[LOG_PROB_GAP], weight=known_bt.sum(dtype=torch.float64))
         return loss_sum, Sums(loss=loss_sum.detach().double(), divisor=divisor, metrics=totals)
 
     def compute_advantages(self, batch: TrainBatch) -> None:
@@ -241,7 +247,7 @@ class Objective:
         metrics = {"log_probs": inputs.log_probs, "entropy": inputs.entropy, **loss.metrics}
         if not self.supervised and (rollout := inputs.get("rollout_log_probs")) is not None:
             ours = inputs.log_probs if self._args.use_rollout_logprobs else inputs.old_log_probs
-            metrics.setdefault("train_rollout_logprob_abs_diff", (ours - rollout).abs())
+            metrics.setdefault(LOG_PROB_GAP, torch.where(rollout.isnan(), 0.0, (ours - rollout).abs()))
         if (reverse_kl := inputs.get(REVERSE_KL)) is not None:
             metrics[REVERSE_KL] = reverse_kl
         if self._adapted is not None:

@@ -109,13 +109,15 @@ def _print_run(facts: dict[str, Any]) -> None:
     rows = [
         [
             row["source"],
-            str(row["epoch"]),
+            "foreign" if row["epoch"] is None else str(row["epoch"]),
             "?" if row["num_rows"] is None else str(row["num_rows"]),
             *(str(number) for number in row["counts"].values()),
         ]
         for row in facts["epochs"]
     ]
     print_table(["source", "epoch", "rows", *GroupState], rows)
+    if lost := sum(row["counts"][GroupState.PENDING] for row in facts["epochs"] if row["epoch"] is None):
+        print(f"{lost} foreign groups were lost before their step, or not needed, and not handed in again")
 
 
 def _print_group(facts: dict[str, Any]) -> None:

@@ -95,6 +95,8 @@ def test_a_bare_list_of_groups_is_an_output() -> None:
     assert checked.groups == groups
     assert checked.metrics == {"turns": 2.0}
     assert type(checked.metrics["turns"]) is float
+    foreign = [Sample(), Sample()]  # without uids: no lease gave them
+    assert check_rollout_output([foreign, foreign], where="here").groups == [SampleGroup(samples=foreign)] * 2
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,8 @@ def test_a_bare_list_of_groups_is_an_output() -> None:
         (None, "RolloutOutput"),
         ("groups", "returned 'groups'"),
         (group(0), "returned SampleGroup"),
-        ([[Sample()]], "entry 0 of the returned groups"),
+        ([list(group(0))], "entry 0 of the returned groups"),
+        ([[]], "entry 0 of the returned groups"),
         ([group(0), Sample()], "entry 1 of the returned groups"),
         ([group(2), group(2)], "data:2:0 was returned twice"),
         (RolloutOutput(metrics={"name": "text"}), "the metric 'name'"),  # type: ignore[dict-item]

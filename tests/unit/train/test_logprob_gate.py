@@ -74,6 +74,14 @@ def test_an_engine_s_log_probability_that_is_not_finite_is_above_every_limit(odd
         compare_log_probs(args_with(max_logprob_diff=1e9), batch_of([[-1.0, odd]]), trainer_of([-1.0, -1.0]), where="")
 
 
+def test_rows_that_no_engine_sampled_are_passed_over() -> None:
+    engine = [[math.nan] * 2] * MAX_ROWS + [[-1.0, -2.0]] + [[math.nan] * 9]
+    gap = compare_log_probs(args_with(), batch_of(engine), trainer_of([-1.0, -2.2]), where="")
+    assert (gap.num_tokens, gap.mean) == (2, pytest.approx(0.1))
+    gap = compare_log_probs(args_with(), batch_of(engine[:3]), trainer_of([-1.0, -2.0]), where="")
+    assert "no row of the first rollout has rollout_log_probs" in str(gap)
+
+
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_what_the_trainer_cannot_compute_is_left_to_the_step(odd: float) -> None:
     batch = batch_of([[-1.0, -1.0], [-1.0]])

@@ -76,6 +76,13 @@ def test_the_gap_between_trainer_and_engine_is_measured() -> None:
     assert "train_rollout_logprob_abs_diff" not in outcome(objective_of(), step(), LOG_PROBS).means
 
 
+def test_the_gap_is_the_mean_over_the_tokens_of_an_engine() -> None:
+    batch = step(rollout_log_probs=[[-2.1, -1.3], [math.nan, math.nan]])
+    found = outcome(objective_of(), batch, LOG_PROBS)
+    assert found.means["train_rollout_logprob_abs_diff"] == pytest.approx((0.1 + 0.3) / 2)
+    assert found.means["loss"] == outcome(objective_of(), step(), LOG_PROBS).means["loss"]
+
+
 def test_the_kl_penalty_is_added_with_its_weight() -> None:
     batch = step(old_log_probs=None, ref_log_probs=[[-1, -1], [-1, -1]])
     found = outcome(objective_of(use_kl_loss=True, kl_loss_coef=0.1), batch, [[0, 0], [0, 0]])

@@ -123,6 +123,25 @@ def test_a_group_is_found_with_its_history(run_folder: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == "group data:8:0 was never leased\n"
 
 
+def test_foreign_groups_have_a_line_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite", run="r")
+    ledger.set_num_rows("data", 3)
+    for row in range(4):
+        uid = GroupUid("my-env", row, row)
+        ledger.lease(uid, 0, foreign=True)
+        ledger.finish(uid, 1)
+    ledger.lease(GroupUid("data", 1, 0), 0)
+    ledger.requeue(GroupUid("my-env", 0, 0), 1)
+    ledger.commit([GroupUid("my-env", 2, 2)], 0, 1)
+    assert main(["ledger", str(tmp_path), "--verify"]) == 0
+    *_, data, foreign, lost, verdict = capsys.readouterr().out.splitlines()
+    assert data.split() == ["data", "0", "3", "2", "1", "0", "0", "0", "0"]
+    assert foreign.split() == ["my-env", "foreign", "?", "1", "0", "2", "1", "0", "0"]
+    assert lost == "1 foreign groups were lost before their step, or not needed, and not handed in again"
+    assert verdict == "the accounting holds"
+    assert [number for row in asked(capsys, str(tmp_path))["epochs"] for number in (row["epoch"],)] == [0, None]
+
+
 # One for each rule of the accounting: what a wrong ledger, or somebody by hand, might have written.
 TAMPERED = {
     "but its history ends with finished": "UPDATE groups SET state = 'rejected' WHERE row = 2 AND epoch = 0",
