@@ -11,7 +11,7 @@ import pytest
 
 from buffer_rl.observe.metrics import read_metrics
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(240)]
 
 STEPS = 5
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.5, "kl_target": 1e-3, "kl_horizon": 24.0, "ref_update_interval": 2}
@@ -67,7 +67,6 @@ def test_streamed_gradients_on_two_ranks_change_nothing(run: Run, lockstep: Path
     assert_equal(run("streamed", **PIPELINED, stream_gradients=True, num_train_ranks=2), lockstep)
 
 
-@pytest.mark.slow
 def test_a_role_that_holds_the_reference_and_runs_that_are_resumed_with_either_holder_change_nothing(
     run: Run, lockstep: Path
 ) -> None:
@@ -80,7 +79,6 @@ def test_a_role_that_holds_the_reference_and_runs_that_are_resumed_with_either_h
     assert_equal(run("resumed", load=str(with_role / "saves" / "step_000003")), lockstep)
 
 
-@pytest.mark.slow
 def test_the_coefficient_of_token_rewards_is_the_same_on_every_rank(run: Run) -> None:
     """One rank computes the advantages of a rollout; each has measured its own rows."""
     rewards: dict[str, Any] = {
