@@ -112,12 +112,15 @@ def _own_sigterm_handler() -> Iterator[None]:
 
 
 def train_gpus(args: TrainOptions) -> float:
-    """Accelerators of each trainer rank: one where the device allows it and the cluster has them, else none."""
+    """Accelerators of each trainer rank: one where the device allows it and the cluster has them, else none. A policy
+    and a critic of one rank each share the only one; with more ranks, two of a role could meet on it, which the
+    collectives between them do not allow."""
     if args.train_device == "cpu":
         return 0.0
-    resources: dict[str, float] = cast(Any, ray).cluster_resources()
-    has_gpus = resources.get("GPU", 0) >= num_trainer_ranks(args)
-    return 1.0 if has_gpus or args.train_device == "cuda" else 0.0
+    found, ranks = int(cast(Any, ray).cluster_resources().get("GPU", 0)), num_trainer_ranks(args)
+    if found == args.num_train_ranks == 1:
+        return 1.0 / ranks
+    return 1.0 if found >= ranks or args.train_device == "cuda" else 0.0
 
 
 def num_trainer_ranks(args: TrainOptions) -> int:
@@ -130,7 +133,7 @@ def role_gpus(args: TrainOptions) -> float:
 
     Raises ConfigError if the cluster has too few for them, or for a critic: they would wait until a deadline passes."""
     num_gpus = train_gpus(args)
-    trainers = num_trainer_ranks(args)
+    trainers = round(num_trainer_ranks(args) * (num_gpus or 1.0))
     wanted = trainers + sum(worker_counts(args)[role] for role in MODEL_OF_ROLE)
     found = int(cast(Any, ray).cluster_resources().get("GPU", 0))
     if num_gpus and wanted > args.num_train_ranks and found < wanted:
@@ -142,4 +145,4 @@ def role_gpus(args: TrainOptions) -> float:
             where=", ".join(flags if wanted > trainers else ["--train-device", "--num-train-ranks"]),
             hint="lower them (the trainer then does the work of roles), or add --train-device cpu",
         )
-    return num_gpus
+    return 1.0 if num_gpus else 0.0

@@ -127,14 +127,16 @@ def _check_distillation(args: Any) -> None:
 
 def _check_reward_shaping(args: Any) -> None:
     reward_bounds(args)
+    given = {"--overlong-buffer-len": args.overlong_buffer_len, "--length-penalty": args.length_penalty}
+    given |= {"--reward-clip": args.reward_clip, "--reward-scale": args.reward_scale != 1}
+    if is_supervised(args) and (flag := next((flag for flag, value in given.items() if value), "")):
+        raise ConfigError("the supervised loss reads no rewards", where=flag, hint="take it out")
     if args.overlong_buffer_len > args.rollout_max_response_len:
         raise ConfigError(
             f"a buffer of {args.overlong_buffer_len} of at most {args.rollout_max_response_len} tokens",
             where="--overlong-buffer-len",
             expected="at most --rollout-max-response-len",
         )
-    given = {"--overlong-buffer-len": args.overlong_buffer_len, "--length-penalty": args.length_penalty}
-    given |= {"--reward-clip": args.reward_clip, "--reward-scale": args.reward_scale != 1}
     given |= {"--disable-rewards-normalization": args.disable_rewards_normalization}
     path = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
     if path and (flag := next((flag for flag, value in given.items() if value), "")):

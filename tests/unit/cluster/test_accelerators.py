@@ -24,13 +24,17 @@ def gpus_of(monkeypatch: pytest.MonkeyPatch, found: int, **options: Any) -> tupl
 
 def test_a_critics_ranks_have_accelerators_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus_of(monkeypatch, 2, **PPO) == (1.0, 1.0)
-    assert gpus_of(monkeypatch, 1, **PPO) == (0.0, 0.0)
+    assert gpus_of(monkeypatch, 1, **PPO) == (0.5, 1.0)  # policy and critic share it
+    assert gpus_of(monkeypatch, 3, **PPO, num_train_ranks=2) == (0.0, 0.0)
+    assert gpus_of(monkeypatch, 0, **PPO) == (0.0, 0.0)
     assert gpus_of(monkeypatch, 1) == (1.0, 1.0)
 
 
 def test_a_critic_that_would_wait_for_an_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"--train-device, .*: 2 trainer ranks \(half of .*critic's\).* there are 1"):
-        gpus_of(monkeypatch, 1, **PPO, train_device="cuda")
+    with pytest.raises(ConfigError, match=r"--train-device, .*: 4 trainer ranks \(half of .*critic's\).* there are 3"):
+        gpus_of(monkeypatch, 3, **PPO, num_train_ranks=2, train_device="cuda")
+    with pytest.raises(ConfigError, match=r"1 trainer ranks and 1 workers .* there are 1"):
+        gpus_of(monkeypatch, 1, **PPO, num_ref_workers=1)
     with pytest.raises(ConfigError, match=r"--num-ref-workers, .*: 1 trainer ranks and 1 workers .* there are 1"):
         gpus_of(monkeypatch, 1, num_ref_workers=1, train_device="cuda")
 

@@ -192,6 +192,7 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
             {**STREAM, **KL_IN_REWARDS, "advantage_estimator": "ppo", "num_ref_workers": 1, "kl_target": 0.1},
             ["--kl-target and --stream-gradients: only the policy's trainer knows"],
         ),
+        ({"loss_type": "sft_loss", "length_penalty": 0.5}, ["--length-penalty: the supervised loss reads no rewards"]),
         ({"kl_target": 0.1}, ["--kl-target: there is no KL coefficient", "add --use-kl-loss --kl-loss-coef C"]),
         ({"kl_target": 0.1, "use_kl_loss": True}, ["--kl-target: there is no KL coefficient"]),
         (
