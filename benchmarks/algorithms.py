@@ -132,8 +132,9 @@ def execute(command: Sequence[str], log: Path, timeout_s: float) -> str | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt, as by the keyboard, so that the run ends its own processes; after ``GRACE_S`` kill what is left."""
-    os.killpg(process.pid, signal.SIGINT)
+    """Terminate, so that the run ends its own processes; after ``GRACE_S`` kill what is left. A run that was started in
+    the background may ignore interrupts."""
+    os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(GRACE_S)
     except subprocess.TimeoutExpired:
