@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.buffer.columns import Cell, RowSizes
-from buffer_rl.buffer.pool import ReadRequest
+from buffer_rl.buffer.pool import ReadRequest, check_group
 from buffer_rl.buffer.pools import PoolCalls, Pools
 from buffer_rl.types import GroupUid, RowId, Ticket
 
@@ -90,8 +90,8 @@ def _finish(pools: Pools, ticket: Ticket, number: int) -> None:
     cell = Cell(num_rows=GROUP_ROWS, ref=number, storage="buffer")
     sizes = RowSizes(tokens=[300 + number % 100] * GROUP_ROWS, trained=[200.0] * GROUP_ROWS)
     rows = _rows(number)
-    pools.check(rows[0].uid, rows, {"tokens": cell}, sizes)
-    pools.add(ticket, rows[0].uid, rows, {"tokens": cell}, sizes)
+    check_group(rows[0].uid, rows, {"tokens": cell}, sizes)
+    pools.of(ticket.task).add(rows[0].uid, rows, {"tokens": cell}, sizes)
 
 
 def _rows(number: int) -> list[RowId]:

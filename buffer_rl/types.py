@@ -233,11 +233,13 @@ class QueueHeader:
 class Ticket:
     """What ``Buffer.generate`` hands to the driver, and the driver to a rollout worker: one rollout to produce.
 
-    num_groups: how many groups the step trains on (for an evaluation: how many prompts there are).
+    num_groups: how many groups the step still needs (for an evaluation: how many prompts there are).
     version: the weights that the rollout starts from.
     max_staleness: S of the schedule: a trained token is of version ``version - S`` or later, with S = 0 of exactly
     ``version``. None where no weights are published, and versions say nothing.
     keeps_tokens: a group that is given back keeps what was generated of it so far.
+    worker: 1 for the first rollout worker; greater for one that goes on where another died. The Buffer refuses calls
+    of an earlier one.
     """
 
     rollout_id: int
@@ -247,6 +249,7 @@ class Ticket:
     incarnation: str
     max_staleness: int | None = 0
     keeps_tokens: bool = False
+    worker: int = 1
 
     @property
     def task(self) -> str:

@@ -1,8 +1,8 @@
 """One rollout's rows: filled group by group and field by field, read by named tasks while the rollout still runs.
 
-A pool is open while its rollout runs: finished groups are added, roles fill in derived fields, and each reading task
-gets every group in one deal, when its fields are there (``get_meta``). Closing fixes which groups the step trains on;
-after that the whole batch can be read too (``plan``, ``share``).
+While its selection is open, finished groups are added, roles fill in derived fields, and each reading task gets every
+group in one deal, when its fields are there (``get_meta``). Once it is closed, with the groups that the step trains on,
+the whole batch can be read too (``plan``, ``share``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from buffer_rl.buffer.columns import BatchPlan, ColumnStore, GroupSlice
+from buffer_rl.buffer.columns import BatchPlan, Cell, ColumnStore, GroupSlice, RowSizes
 from buffer_rl.buffer.readers import Reader, Splitting, balanced_partition
 from buffer_rl.buffer.readers import ReadRequest as ReadRequest
+from buffer_rl.buffer.selection import Selection
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import Column, GroupUid, RowId
 
@@ -52,48 +53,60 @@ class Writer:
 
 
 class DataPool:
-    """The groups of one task, in the order of their uids, and their readers.
+    """The groups of one task's selection, in the order of their uids, and their readers.
 
-    num_groups: how many groups the step trains on; a final reader never gets more.
+    num_groups: how many groups the step trains on, None for all; a final reader never gets more.
     """
 
-    def __init__(self, rollout_id: int, task: str, store: ColumnStore, num_groups: int) -> None:
+    def __init__(self, rollout_id: int, task: str, store: ColumnStore, num_groups: int | None) -> None:
         self.rollout_id = rollout_id
         self.task = task
-        self.closed = False
+        self.selection = Selection(num_groups)
         self._store = store
-        self._num_groups = num_groups
-        self._uids: dict[GroupUid, None] = {}
-        self._gone: set[GroupUid] = set()
         self._readers: dict[str, Reader] = {}
         self._assignments: dict[tuple[int, int, int, Splitting], list[list[RowId]]] = {}
 
-    @property
-    def uids(self) -> list[GroupUid]:
-        """The groups in the pool, sorted."""
-        return sorted(self._uids)
-
     # -- filling -------------------------------------------------------------------------------------
 
-    def add(self, uid: GroupUid) -> None:
-        """A finished group, whose cells the store has by now."""
-        assert not self.closed, f"{self.task} is closed"
-        self._uids[uid] = None
-        self._mark_ready(uid)
+    def add(
+        self,
+        uid: GroupUid,
+        row_ids: Sequence[RowId],
+        columns: Mapping[str, Column | Cell],
+        sizes: RowSizes | None = None,
+        order: int = 0,
+    ) -> None:
+        """A finished group with its columns, which ``check_group`` found in order. order: of its lease (see
+        ``Selection.join``). Raises BufferStateError if the group is stored already."""
+        self._store.put(uid, row_ids, columns, sizes)
+        self.selection.join(uid, order)
+        if self._readers:
+            self._mark_ready(uid)
 
-    def select(self, uids: Sequence[GroupUid]) -> None:
-        """Close the pool: the step trains on these groups; the others leave it.
+    def select(self, uids: Sequence[GroupUid]) -> list[GroupUid]:
+        """Close the selection: the step trains on these groups. The others, which are returned, leave the pool.
 
         Check them with ``require_equal_fields`` first."""
-        kept = set(uids)
-        gone = [uid for uid in self._uids if uid not in kept]
-        self._uids = dict.fromkeys(uid for uid in self._uids if uid in kept)
+        surplus = self.selection.close(uids)
         for reader in self._readers.values():
-            reader.withdraw(gone)
-        self._gone.update(gone)
-        self.closed = True
-        for uid in self._uids:
-            self._mark_ready(uid)
+            reader.withdraw(surplus)
+        for uid in surplus:
+            self._store.drop(uid)
+        if self._readers:
+            for uid in self.selection.joined:
+                self._mark_ready(uid)
+        return surplus
+
+    def drop_payloads(self) -> list[GroupUid]:
+        """Forget the groups' columns. Returns the groups."""
+        for uid in self.selection.uids:
+            self._store.drop(uid)
+        return self.selection.uids
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all groups."""
+        return sum(len(self._store.rows(uid)) for uid in self.selection.uids)
 
     def pinned(self) -> set[GroupUid]:
         """Groups that the step must train on: a final reader got them."""
@@ -110,7 +123,7 @@ class DataPool:
             return
         if len(set(row_ids)) != len(row_ids):
             raise BufferStateError("a row is named twice", where=self.task)
-        place = [None if row.uid in self._gone else (row.uid, self._position(row)) for row in row_ids]
+        place = [None if self.selection.is_withdrawn(row.uid) else (row.uid, self._position(row)) for row in row_ids]
         writes: dict[tuple[GroupUid, str], dict[int, np.ndarray]] = {}
         for name, column in columns.items():
             if len(column) != len(row_ids):
@@ -135,12 +148,12 @@ class DataPool:
         """
         request.check()
         reader = self._reader(request)
-        uids = reader.deal(request, self.closed)
+        uids = reader.deal(request, self.selection.closed)
         return RowsMeta(
             task=self.task,
-            row_ids=[row for uid in uids or () if uid in self._uids for row in self._store.rows(uid)],
+            row_ids=[row for uid in uids or () if uid in self.selection for row in self._store.rows(uid)],
             dealt=uids is not None,
-            ended=uids is None and self.closed and reader.is_done(len(self._uids)),
+            ended=uids is None and self.selection.closed and reader.is_done(len(self.selection)),
             generation=reader.generation,
             revision=revision,
         )
@@ -165,7 +178,7 @@ class DataPool:
         Raises BufferStateError for a row of another task and for a field that is not there."""
         slices: list[tuple[GroupUid, list[RowId]]] = []
         for row in row_ids:
-            if row.uid in self._gone:
+            if self.selection.is_withdrawn(row.uid):
                 continue
             self._position(row)
             if slices and slices[-1][0] == row.uid:
@@ -253,7 +266,7 @@ class DataPool:
         return [name for name in cells[0] if all(name in other for other in cells)] if cells else []
 
     def _position(self, row: RowId) -> int:
-        position = self._store.position(row) if row.uid in self._uids else None
+        position = self._store.position(row) if row.uid in self.selection else None
         if position is None:
             raise BufferStateError(f"row {row} does not belong to this task", where=self.task)
         return position
@@ -262,7 +275,7 @@ class DataPool:
         reader = self._readers.get(request.reader)
         if reader is None:
             reader = self._readers[request.reader] = Reader(request)
-            for uid in self._uids:
+            for uid in self.selection.joined:
                 self._mark_ready(uid)
         if request.kind != reader.kind:
             shown = {name: sorted(v) if isinstance(v, frozenset) else v for name, v in reader.kind.items()}
@@ -275,16 +288,17 @@ class DataPool:
 
     def _mark_ready(self, uid: GroupUid) -> None:
         there = self._store.cells(uid).keys()
+        limit = self.selection.num_groups
         for reader in self._readers.values():
-            if reader.fields <= there and (not reader.is_final or reader.num_marked < self._num_groups):
+            if reader.fields <= there and (not reader.is_final or limit is None or reader.num_marked < limit):
                 reader.mark_ready(uid, self._store.sizes(uid).tokens)
 
     def _mini_batch(self, num_steps: int, step: int) -> list[GroupUid]:
-        if not self.closed:
+        if not self.selection.closed:
             raise BufferStateError("the rollout still runs, its batch is not complete", where=self.task)
         if not 0 <= step < num_steps:
             raise BufferStateError(f"mini-batch {step} of {num_steps} does not exist", where=self.task)
-        uids = self.uids
+        uids = self.selection.uids
         if len(uids) < num_steps:
             raise BufferStateError(
                 f"{len(uids)} groups cannot be split into {num_steps} mini-batches",
@@ -307,3 +321,23 @@ class DataPool:
                 raise BufferStateError(
                     f"group {uid} has the fields {sorted(fields)}", where=self.task, expected=str(sorted(first))
                 )
+
+
+def check_group(
+    uid: GroupUid, row_ids: Sequence[RowId], columns: Mapping[str, Column | Cell], sizes: RowSizes | None
+) -> None:
+    """Raises BufferStateError for a group with rows of another prompt, a row twice, or columns that do not have a
+    value for each row."""
+    if foreign := [row for row in row_ids if row.uid != uid]:
+        raise BufferStateError(
+            f"group {uid} was reported with row {foreign[0]}",
+            expected="rows of one prompt",
+            hint="a group's samples keep the uid that they were leased with",
+        )
+    if len(set(row_ids)) != len(row_ids):
+        raise BufferStateError(f"group {uid} was reported with a row twice")
+    lengths = {name: c.num_rows if isinstance(c, Cell) else len(c) for name, c in columns.items()}
+    if sizes is not None:
+        lengths |= {"sizes": len(sizes.tokens), "trained sizes": len(sizes.trained)}
+    if not row_ids or any(length != len(row_ids) for length in lengths.values()):
+        raise BufferStateError(f"group {uid} has {len(row_ids)} rows and columns of lengths {lengths}")

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from buffer_rl.buffer.calls import mutates, reads
-from buffer_rl.buffer.columns import BatchPlan, Cell, ColumnStore, RowSizes, assemble
+from buffer_rl.buffer.columns import BatchPlan, ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.errors import BufferRestartedError, BufferStateError
@@ -42,71 +42,25 @@ class Pools:
 
     def open(self, ticket: Ticket) -> None:
         """A rollout started."""
-        store = self._stores[ticket.evaluation]
-        self._pools[ticket.task] = DataPool(ticket.rollout_id, ticket.task, store, ticket.num_groups)
+        store, wanted = self._stores[ticket.evaluation], None if ticket.evaluation else ticket.num_groups
+        self._pools[ticket.task] = DataPool(ticket.rollout_id, ticket.task, store, wanted)
         for gone in (self._cleared, self._empty):
             if ticket.task in gone:
                 gone.remove(ticket.task)
-
-    def check(
-        self, uid: GroupUid, row_ids: Sequence[RowId], columns: Mapping[str, Column | Cell], sizes: RowSizes | None
-    ) -> None:
-        """Raises BufferStateError for a group with rows of another prompt, a row twice, or columns that do not have a
-        value for each row."""
-        if foreign := [row for row in row_ids if row.uid != uid]:
-            raise BufferStateError(
-                f"group {uid} was reported with row {foreign[0]}",
-                expected="rows of one prompt",
-                hint="a group's samples keep the uid that they were leased with",
-            )
-        if len(set(row_ids)) != len(row_ids):
-            raise BufferStateError(f"group {uid} was reported with a row twice")
-        lengths = {name: c.num_rows if isinstance(c, Cell) else len(c) for name, c in columns.items()}
-        if sizes is not None:
-            lengths |= {"sizes": len(sizes.tokens), "trained sizes": len(sizes.trained)}
-        if not row_ids or any(length != len(row_ids) for length in lengths.values()):
-            raise BufferStateError(f"group {uid} has {len(row_ids)} rows and columns of lengths {lengths}")
-
-    def add(
-        self,
-        ticket: Ticket,
-        uid: GroupUid,
-        row_ids: Sequence[RowId],
-        columns: Mapping[str, Column | Cell],
-        sizes: RowSizes | None = None,
-    ) -> None:
-        """A group of the rollout is finished."""
-        self._stores[ticket.evaluation].put(uid, row_ids, columns, sizes)
-        self._pools[ticket.task].add(uid)
-        self.revision += 1
-
-    def close(self, ticket: Ticket, chosen: Sequence[GroupUid], surplus: Sequence[GroupUid]) -> int:
-        """The rollout ended: the step trains on ``chosen``; a rollout without groups leaves no pool. Returns the
-        number of rows."""
-        store = self._stores[ticket.evaluation]
-        if chosen:
-            self._pools[ticket.task].select(chosen)
-        else:
-            del self._pools[ticket.task]
-            self._cleared.append(ticket.task)
-            self._empty.append(ticket.task)
-        for uid in surplus:
-            store.drop(uid)
-        self.revision += 1
-        return sum(len(store.rows(uid)) for uid in chosen)
 
     def clear(self, task: str) -> list[GroupUid]:
         """Forget a pool and its payloads. Returns its groups."""
         pool = self._pools.pop(task)
         self._cleared.append(task)
-        for uid in pool.uids:
-            self._stores[task.startswith("eval_")].drop(uid)
+        if pool.selection.closed and not len(pool.selection):
+            self._empty.append(task)
         self.revision += 1
-        return pool.uids
+        return pool.drop_payloads()
 
-    def unreleased(self) -> list[str]:
-        """The training pools that are open, or closed and not yet cleared."""
-        return [task for task in self._pools if task.startswith("train_")]
+    def slots(self) -> dict[str, int]:
+        """The groups of the budget that each training task holds, until it is cleared: when the weights that it was
+        trained into are published."""
+        return {task: pool.selection.num_slots for task, pool in self._pools.items() if task.startswith("train_")}
 
     def is_empty(self, task: str) -> bool:
         """Whether the task was closed without a group."""

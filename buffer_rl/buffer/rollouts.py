@@ -1,16 +1,18 @@
-"""The training groups between the data source and a step: the queue, the open rollouts and their leases.
+"""The production of groups, between the data source and the steps: the queue, the tickets with their leases, and the
+finished groups.
 
 A group is admitted when it is leased for the first time, and keeps its number: a group that returns to the queue takes
-its old place, before all groups that were admitted later.
+its old place, before all groups that were admitted later. Which finished groups a step trains on is no concern of this
+module (see ``selection``).
 
 Methods that change something check everything first, so that a refused request changes nothing.
 """
 
 from __future__ import annotations
 
-import bisect
+import heapq
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from buffer_rl.buffer.feed import Feed
@@ -30,37 +32,45 @@ class Admitted:
 
 
 class GroupQueue:
-    """Iterates over the groups, the next one first."""
+    """Groups in the order of their numbers. What is leased from it and put back costs the same however many wait."""
 
     def __init__(self, groups: Iterable[SampleGroup] = ()) -> None:
-        self._entries = [Admitted(group=group, number=number) for number, group in enumerate(groups)]
+        self._entries = {group.uid: Admitted(group=group, number=number) for number, group in enumerate(groups)}
+        # May also hold groups that were taken out: those are passed over where they come first.
+        self._order = [(entry.number, uid) for uid, entry in self._entries.items()]
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[SampleGroup]:
-        return (entry.group for entry in self._entries)
-
     @property
-    def entries(self) -> Sequence[Admitted]:
-        """The groups with their numbers."""
-        return tuple(self._entries)
+    def entries(self) -> list[Admitted]:
+        """All groups with their numbers, the next one first."""
+        return sorted(self._entries.values(), key=lambda entry: entry.number)
 
     def first(self, num_groups: int, chosen: Sequence[GroupUid] | None = None) -> list[Admitted]:
         """The next groups, or those of ``chosen`` that are here, in its order; at most ``num_groups``. They stay."""
-        if chosen is None:
-            return self._entries[:num_groups]
-        by_uid = {entry.group.uid: entry for entry in self._entries}
-        return [by_uid[uid] for uid in list(dict.fromkeys(chosen))[:num_groups] if uid in by_uid]
+        if chosen is not None:
+            return [self._entries[uid] for uid in list(dict.fromkeys(chosen))[:num_groups] if uid in self._entries]
+        found: dict[GroupUid, Admitted] = {}
+        while self._order and len(found) < num_groups:
+            number, uid = heapq.heappop(self._order)
+            if (entry := self._entries.get(uid)) is not None and entry.number == number:
+                found[uid] = entry
+        for uid, entry in found.items():
+            heapq.heappush(self._order, (entry.number, uid))
+        return list(found.values())
 
-    def remove(self, uids: Collection[GroupUid]) -> None:
+    def remove(self, uids: Iterable[GroupUid]) -> None:
         """Take groups out; those that are not here are passed over."""
-        gone = set(uids)
-        self._entries = [entry for entry in self._entries if entry.group.uid not in gone]
+        for uid in uids:
+            self._entries.pop(uid, None)
+        if len(self._order) > 2 * len(self._entries) + 64:  # mostly groups that were taken out
+            self._order = [(entry.number, entry.group.uid) for entry in self.entries]  # sorted, which is a heap
 
     def put(self, entry: Admitted) -> None:
         """Put a group at the place of its number."""
-        bisect.insort(self._entries, entry, key=lambda other: other.number)
+        self._entries[entry.group.uid] = entry
+        heapq.heappush(self._order, (entry.number, entry.group.uid))
 
 
 QUARANTINED = "quarantined"
@@ -75,11 +85,11 @@ POSITION = "position"
 @dataclass(slots=True, kw_only=True)
 class Lease:
     """A leased or finished group. ``group`` holds the prompts alone; ``number`` is that of its admission, negative
-    where the group is foreign: it has neither prompts nor a place in the queue."""
+    where the group is foreign: it has neither prompts nor a place in the queue. ``order`` counts leases."""
 
     group: SampleGroup
     number: int
-    finished: bool = False
+    order: int = 0
 
     @property
     def foreign(self) -> bool:
@@ -88,7 +98,8 @@ class Lease:
 
 @dataclass(slots=True, kw_only=True)
 class OpenRollout:
-    """A rollout between ``generate`` and ``close_rollout``. ``leases`` are in the order in which they were given."""
+    """A ticket between ``generate`` and ``close_rollout``. leases: groups that are leased and not finished. waiting:
+    the prompts of an evaluation that were not leased yet."""
 
     ticket: Ticket
     leases: dict[GroupUid, Lease] = field(default_factory=dict)
@@ -98,7 +109,7 @@ class OpenRollout:
     def live(self, uid: GroupUid, attempt: int) -> Lease:
         """The lease that a report belongs to. Raises BufferStateError if it is over, or another one."""
         lease = self.leases.get(uid)
-        if lease is None or lease.finished or lease.group.attempt != attempt:
+        if lease is None or lease.group.attempt != attempt:
             raise BufferStateError(
                 f"the report on group {uid} (attempt {attempt}) is refused: it is not leased to {self.ticket.task}",
                 hint="a group is finished, rejected or given back once",
@@ -107,28 +118,36 @@ class OpenRollout:
 
 
 class Rollouts:
-    """Owner of the queue and of the leases; writes every change to the ledger."""
+    """Owner of the queue, the tickets, and the leases; writes every change to the ledger.
+
+    finished: the training groups that are finished, and not released yet.
+    """
 
     def __init__(self, feed: Feed, *, ledger: Ledger, rule: RequeueRule | None = None) -> None:
         self.queue = GroupQueue()
         self.open: dict[str, OpenRollout] = {}
+        self.finished: dict[GroupUid, Lease] = {}
         self._feed = feed
         self._ledger = ledger
         self._rule = rule or RequeueRule()
         self._admitted = 0
+        self._num_leases = 0
 
     def of(self, ticket: Ticket) -> OpenRollout:
-        """The ticket's rollout. Raises BufferStateError if it is closed, or of another Buffer."""
+        """The ticket's rollout. Raises BufferStateError if it is closed, of another Buffer, or where another worker
+        goes on with it."""
         rollout = self.open.get(ticket.task)
         if ticket.incarnation != self._ledger.fencing_token:
             raise BufferRestartedError(f"{ticket.task} was lost with an earlier Buffer", hint="it is produced again")
         if rollout is None:
             raise BufferStateError(f"the report is refused: {ticket.task} is not open", hint="it came too late")
+        if ticket.worker != rollout.ticket.worker:
+            raise BufferStateError(f"the report is refused: another worker goes on with {ticket.task}")
         return rollout
 
     def headers(self) -> list[QueueHeader]:
         """What a buffer filter sees: the queue's groups, the next one first."""
-        return [self._header(group) for group in self.queue]
+        return [self._header(entry.group) for entry in self.queue.entries]
 
     def lease(self, ticket: Ticket, num_samples: int, chosen: Sequence[GroupUid] | None) -> list[SampleGroup]:
         rollout = self.of(ticket)
@@ -168,6 +187,22 @@ class Rollouts:
             else:
                 self.queue.put(Admitted(group=self._rule.on_requeue(kept.get(uid), lease.group), number=lease.number))
 
+    def pass_on(self, ticket: Ticket, num_missing: int) -> Ticket:
+        """Requeue all leases of a ticket as prompts. Returns it for another worker, which produces ``num_missing``
+        groups."""
+        rollout = self.of(ticket)
+        self.requeue(ticket, [(uid, lease.group.attempt) for uid, lease in rollout.leases.items()])
+        rollout.ticket = replace(ticket, num_groups=num_missing, worker=ticket.worker + 1)
+        return rollout.ticket
+
+    def finish(self, rollout: OpenRollout, lease: Lease) -> None:
+        """End a live lease: its group is finished."""
+        uid = lease.group.uid
+        if not rollout.ticket.evaluation:
+            self._ledger.finish(uid, lease.group.attempt)
+            self.finished[uid] = lease
+        del rollout.leases[uid]
+
     def drop(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str, *, for_good: bool = False) -> None:
         """Drop a live lease; the reason is counted. for_good: the group is quarantined, and counted as that."""
         rollout = self.of(ticket)
@@ -179,9 +214,7 @@ class Rollouts:
 
     def is_foreign(self, rollout: OpenRollout, uid: GroupUid) -> bool:
         """Whether the rollout function made a group of this uid: no data source has it, nor a lease."""
-        if (lease := rollout.leases.get(uid)) is not None:
-            return lease.foreign
-        if rollout.ticket.evaluation or self._feed.has_source(uid.source):
+        if uid in rollout.leases or rollout.ticket.evaluation or self._feed.has_source(uid.source):
             return False
         return (number := self._ledger.number(uid)) is None or number < 0
 
@@ -196,7 +229,7 @@ class Rollouts:
                     hint="a group is trained on once; one that a rollout function makes has a uid of its own, or none",
                 )
 
-    def import_groups(self, rollout: OpenRollout, uids: Sequence[GroupUid], foreign: bool = False) -> None:
+    def import_groups(self, rollout: OpenRollout, uids: Sequence[GroupUid], foreign: bool = False) -> list[Lease]:
         """Lease and finish pending groups past the source and the queue; their payloads came from elsewhere. foreign:
         the groups themselves did, too."""
         with self._ledger.transaction():
@@ -206,44 +239,39 @@ class Rollouts:
         self.queue.remove(uids)
         for uid, attempt in zip(uids, attempts, strict=True):
             group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self._ledger.fencing_token)
-            rollout.leases[uid] = Lease(group=group, number=-1 if foreign else self._admitted, finished=True)
+            number = -1 if foreign else self._admitted
             self._admitted += not foreign
+            self.finished[uid] = Lease(group=group, number=number, order=self._count_lease())
+        return [self.finished[uid] for uid in uids]
 
-    def choose(self, rollout: OpenRollout, pinned: Collection[GroupUid] = ()) -> list[GroupUid]:
-        """The finished groups that the step trains on: those ``pinned``, then those leased first; a foreign group was,
-        so to say, when it was handed in."""
-        finished = [uid for uid, lease in rollout.leases.items() if lease.finished]
-        wanted = len(finished) if rollout.ticket.evaluation else rollout.ticket.num_groups
-        return sorted(finished, key=lambda uid: uid not in pinned)[:wanted]  # stable: else in the order of leases
-
-    def split_selected(self, rollout: OpenRollout, chosen: Collection[GroupUid]) -> list[GroupUid]:
-        """Finished groups beyond ``chosen``, which are selected for the step, are queued again, and returned; foreign
-        ones are not queued, and counted as ``surplus``. What was leased and never mentioned again is rejected as
-        ``unreported``."""
-        kept = set(chosen)
-        leases, evaluation = rollout.leases, rollout.ticket.evaluation
-        unreported = [uid for uid, lease in leases.items() if not lease.finished]
-        surplus = [uid for uid, lease in leases.items() if lease.finished and uid not in kept]
-        foreign = sum(leases[uid].foreign for uid in surplus)
-        if not evaluation:
+    def end(self, rollout: OpenRollout, chosen: Sequence[GroupUid], surplus: Sequence[GroupUid]) -> int:
+        """End a ticket, whose finished groups are ``chosen`` for the step, or ``surplus``, which is queued again as
+        prompts; foreign ones are not queued, and counted as ``surplus``. What was leased and never mentioned again is
+        rejected as ``unreported``. Returns how many were queued."""
+        leases, ticket = rollout.leases, rollout.ticket
+        returned = [] if ticket.evaluation else [self.finished[uid] for uid in surplus]
+        if not ticket.evaluation:
             with self._ledger.transaction():
-                for uid in unreported:
-                    self._ledger.reject(uid, leases[uid].group.attempt, UNREPORTED)
-                self._write_returns({uid: leases[uid].group.attempt for uid in surplus})
-                self._ledger.select(chosen, rollout.ticket.rollout_id)
-        counts = {UNREPORTED: len(unreported), SURPLUS: foreign}
+                for uid, lease in leases.items():
+                    self._ledger.reject(uid, lease.group.attempt, UNREPORTED)
+                self._write_returns({lease.group.uid: lease.group.attempt for lease in returned})
+                self._ledger.select(chosen, ticket.rollout_id)
+        counts = {UNREPORTED: len(leases), SURPLUS: sum(lease.foreign for lease in returned)}
         rollout.drops.update({reason: count for reason, count in counts.items() if count})
-        for uid in unreported:
-            del leases[uid]
-        for uid in surplus:
-            self._put_back(leases.pop(uid))
-        return surplus
+        self._put_back(returned)
+        del self.open[ticket.task]
+        return len(returned) - counts[SURPLUS]
 
-    def abandon(self, leases: Mapping[GroupUid, Lease]) -> None:
-        """Queue leased or finished training groups again, as prompts. Foreign ones are lost: pending, not queued."""
-        self._write_returns({uid: lease.group.attempt for uid, lease in leases.items()})
-        for lease in leases.values():
-            self._put_back(lease)
+    def give_up(self, rollout: OpenRollout | None, finished: Iterable[GroupUid]) -> None:
+        """Queue leased and ``finished`` training groups again, as prompts, and forget the ticket. Foreign ones are
+        lost: pending, not queued."""
+        leases = [self.finished.get(uid) or self.lease_of(uid) for uid in finished]
+        if rollout is not None:
+            leases += rollout.leases.values()
+        self._write_returns({lease.group.uid: lease.group.attempt for lease in leases})
+        self._put_back(leases)
+        if rollout is not None:
+            del self.open[rollout.ticket.task]
 
     def lease_of(self, uid: GroupUid) -> Lease:
         """What an earlier Buffer leased, made again from the data source; of a foreign group nothing can be."""
@@ -251,12 +279,13 @@ class Rollouts:
         group = SampleGroup(uid=uid, samples=[]) if number < 0 else self._feed.group_of(uid, number).as_prompts()
         attempt = self._ledger.entry(uid).attempt
         group = replace(group, attempt=attempt, incarnation=self._ledger.fencing_token)
-        return Lease(group=group, number=number, finished=True)
+        return Lease(group=group, number=number)
 
-    def to_save(self, untrained: Sequence[Lease]) -> list[SampleGroup]:
-        """What a restored run leases first, in the order of admission: groups that are selected but ``untrained``,
-        leased or finished (all of these as prompts), and the queue. Foreign groups are not among them."""
-        held = [*untrained]
+    def to_save(self) -> list[SampleGroup]:
+        """What a restored run leases first, in the order of admission: groups that are leased, or finished and not
+        trained (these as prompts), and the queue. Foreign groups are not among them."""
+        trained = GroupState.TRAINED
+        held = [lease for uid, lease in self.finished.items() if self._ledger.entry(uid).state is not trained]
         for rollout in self.open.values():
             if not rollout.ticket.evaluation:
                 held.extend(rollout.leases.values())
@@ -289,9 +318,15 @@ class Rollouts:
                 self._ledger.remember(POSITION, self._feed.position())
         return attempts
 
-    def _put_back(self, lease: Lease) -> None:
-        if not lease.foreign:
-            self.queue.put(Admitted(group=lease.group, number=lease.number))
+    def _put_back(self, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            self.finished.pop(lease.group.uid, None)
+            if not lease.foreign:
+                self.queue.put(Admitted(group=lease.group, number=lease.number))
+
+    def _count_lease(self) -> int:
+        self._num_leases += 1
+        return self._num_leases
 
     def _write_returns(self, attempts: Mapping[GroupUid, int]) -> None:
         with self._ledger.transaction():
@@ -301,7 +336,7 @@ class Rollouts:
     def _lease(self, rollout: OpenRollout, entry: Admitted, attempt: int) -> SampleGroup:
         ticket, uid = rollout.ticket, entry.group.uid
         prompts = replace(entry.group.as_prompts(), attempt=attempt, incarnation=self._ledger.fencing_token)
-        rollout.leases[uid] = Lease(group=prompts, number=entry.number)
+        rollout.leases[uid] = Lease(group=prompts, number=entry.number, order=self._count_lease())
         if oldest_version(entry.group) is None:
             return prompts.as_prompts()  # the caller may change what it got
         return self._rule.on_lease(

@@ -16,9 +16,10 @@ from buffer_rl.buffer.feed import DeliveredFeed, LocalFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
+from buffer_rl.buffer.pool import check_group
 from buffer_rl.buffer.pools import PoolCalls, Pools
 from buffer_rl.buffer.record import RunRecord
-from buffer_rl.buffer.rollouts import POSITION, GroupQueue, Lease, OpenRollout, Rollouts
+from buffer_rl.buffer.rollouts import POSITION, GroupQueue, OpenRollout, Rollouts
 from buffer_rl.data.custom import Delivery
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
@@ -38,7 +39,7 @@ FORMAT = 3
 
 
 class BufferState(PoolCalls):
-    """Owner of the queue, the leases, the pools and the ledger.
+    """Owner of the production of groups (``Rollouts``), of the selections with their pools, and of the ledger.
 
     eval_groups: makes the groups of all evaluation sets, again for each evaluation.
     groups_per_step: P, the prompt groups that one step trains on.
@@ -69,7 +70,6 @@ class BufferState(PoolCalls):
         self._record = RunRecord(ledger)
         self._rollouts = Rollouts(self._feed, ledger=ledger, rule=self._rule)
         super().__init__(Pools(restarted))
-        self._selected: dict[GroupUid, Lease] = {}
         if position := ledger.recall(POSITION):
             self._feed.seek(position)
         self._rollouts.recover()
@@ -78,8 +78,9 @@ class BufferState(PoolCalls):
 
     @mutates
     def generate(self, rollout_id: int, evaluation: bool = False) -> Ticket:
-        """Open a rollout. Raises BufferStateError if it is open, or was trained on already, or if the S + 1 rollouts
-        that the Buffer holds at most are all unreleased."""
+        """Open a ticket, and the selection that its groups join. Raises BufferStateError if it is open, or was trained
+        on already, or if the budget of (S + 1) * P groups has less than P left: those of every selection count until
+        ``release``."""
         groups = GroupQueue(group.as_prompts() for group in self._eval_groups()) if evaluation else GroupQueue()
         ticket = Ticket(
             rollout_id=rollout_id,
@@ -94,14 +95,7 @@ class BufferState(PoolCalls):
             raise BufferStateError(f"{ticket.task} was opened before")
         if not evaluation:
             self._require_untrained(rollout_id)
-        held = self._pools.unreleased()
-        if not evaluation and self._max_staleness is not None and len(held) > self._max_staleness:
-            raise BufferStateError(
-                f"{ticket.task} has no slots: {', '.join(held)} hold all of them",
-                where="generate",
-                expected=f"at most {self._max_staleness + 1} rollouts of {self._groups_per_step} groups at a time",
-                hint="train on the oldest one, commit and release it",
-            )
+            self._require_slots(ticket)
         if evaluation and not groups:
             raise BufferStateError("there is nothing to evaluate on", hint="name a set with --eval-prompt-data")
         if not evaluation:
@@ -170,17 +164,17 @@ class BufferState(PoolCalls):
         A foreign group, whose uid no data source and no lease has, is taken over as those of ``import_groups`` are.
         sizes: needed where tokens or loss masks are in the object store."""
         rollout = self._rollouts.of(ticket)
+        pool = self._pools.of(ticket.task)
         foreign = self._rollouts.is_foreign(rollout, uid)
         lease = None if foreign else rollout.live(uid, attempt)
-        self._pools.check(uid, row_ids, columns, sizes)
-        if foreign:
-            self._rollouts.require_pending(ticket, [uid])
-            self._rollouts.import_groups(rollout, [uid], foreign=True)
-        elif not ticket.evaluation:
-            self.ledger.finish(uid, attempt)
-        self._pools.add(ticket, uid, row_ids, columns, sizes)
+        check_group(uid, row_ids, columns, sizes)
         if lease is not None:
-            lease.finished = True
+            self._rollouts.finish(rollout, lease)
+        else:
+            self._rollouts.require_pending(ticket, [uid])
+            (lease,) = self._rollouts.import_groups(rollout, [uid], foreign=True)
+        pool.add(uid, row_ids, columns, sizes, lease.order)
+        self._pools.revision += 1
 
     @mutates
     def reject(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
@@ -210,6 +204,7 @@ class BufferState(PoolCalls):
         rows: dict[GroupUid, list[int]] = {}
         for index, row in enumerate(row_ids):
             rows.setdefault(row.uid, []).append(index)
+        pool = self._pools.of(ticket.task)
         if ticket.evaluation or len(rows) > ticket.num_groups:
             raise BufferStateError(
                 f"{len(rows)} groups cannot be taken over",
@@ -218,54 +213,58 @@ class BufferState(PoolCalls):
                 hint=f"the rows fit --rollout-batch-size {len(rows)}",
             )
         self._rollouts.require_pending(ticket, rows)
-        for uid, indices in rows.items():
+        for lease in self._rollouts.import_groups(rollout, list(rows)):
+            indices = rows[lease.group.uid]
             stored = {name: take_rows(column, indices) for name, column in columns.items()}
-            self._pools.add(ticket, uid, [row_ids[index] for index in indices], stored)
-        self._rollouts.import_groups(rollout, list(rows))
+            pool.add(lease.group.uid, [row_ids[index] for index in indices], stored, order=lease.order)
+        self._pools.revision += 1
 
     @mutates
     def close_rollout(self, ticket: Ticket) -> RolloutReport:
-        """Select the step's groups: those that a final reader got, then the oldest finished ones. Surplus goes
-        back to the queue as prompts, or is dropped where it is foreign, and counted as ``surplus``; what was leased and
-        never mentioned again is rejected as ``unreported``."""
+        """End the ticket, and close its selection with the groups of ``Selection.choose``. Surplus goes back to the
+        queue as prompts, or is dropped where it is foreign, and counted as ``surplus``; what was leased and never
+        mentioned again is rejected as ``unreported``."""
         rollout = self._rollouts.of(ticket)
         pool = self._pools.of(ticket.task)
-        chosen = self._rollouts.choose(rollout, pool.pinned())
-        foreign = {uid for uid, lease in rollout.leases.items() if lease.foreign}
-        pool.require_equal_fields(chosen, foreign)
-        surplus = self._rollouts.split_selected(rollout, chosen)
-        num_rows = self._pools.close(ticket, chosen, surplus)
-        if not ticket.evaluation:
-            self._selected.update((uid, rollout.leases[uid]) for uid in chosen)
-        del self._rollouts.open[ticket.task]
+        chosen, surplus = pool.selection.choose(pool.pinned())
+        finished = self._rollouts.finished
+        pool.require_equal_fields(chosen, [uid for uid in chosen if not ticket.evaluation and finished[uid].foreign])
+        num_queued = self._rollouts.end(rollout, chosen, surplus)
+        pool.select(chosen)
+        self._pools.revision += 1
+        num_rows = pool.num_rows
+        if not chosen:
+            self._pools.clear(ticket.task)
         return RolloutReport(
             ticket=ticket,
             num_groups=len(chosen),
             num_rows=num_rows,
             drops=dict(sorted(rollout.drops.items())),
-            surplus=len(set(surplus) - foreign),
+            surplus=num_queued,
         )
 
     @mutates
+    def pass_on(self, ticket: Ticket) -> Ticket:
+        """The worker of an open ticket died: its leases return to the queue, as prompts; what it finished stays.
+        Returns the ticket for the worker that goes on, of the groups that are still missing. Calls of the worker that
+        died are refused from here on."""
+        if ticket.evaluation:
+            raise BufferStateError(f"{ticket.task} cannot go on", hint="its metrics are of all groups: make it again")
+        selection = self._pools.of(ticket.task).selection
+        return self._rollouts.pass_on(ticket, max(0, self._groups_per_step - len(selection)))
+
+    @mutates
     def abandon(self, rollout_id: int) -> None:
-        """Give up a training rollout, running or closed, that is not trained on: its payloads or its
-        workers are lost. Its leased and finished groups are pending again, as prompts, in their places in the queue;
-        foreign ones are lost, and may be handed in again.
-        Without such a rollout nothing is changed.
+        """Give up a selection that is not trained on, open with its ticket or closed: its payloads are lost. Its leased
+        and finished groups are pending again, as prompts, in their places in the queue; foreign ones are lost, and may
+        be reported again. Without such a selection nothing is changed.
 
         Raises BufferStateError for one that was committed."""
         self._require_untrained(rollout_id)
         task = f"train_{rollout_id}"
         rollout = self._rollouts.open.get(task)
-        if rollout is not None:
-            leases = rollout.leases
-        else:
-            kept = self.ledger.selected(rollout_id)
-            leases = {uid: self._selected.get(uid) or self._rollouts.lease_of(uid) for uid in kept}
-        self._rollouts.abandon(leases)
-        self._rollouts.open.pop(task, None)
-        for uid in leases:
-            self._selected.pop(uid, None)
+        finished = self.ledger.selected(rollout_id) if rollout is None else self._pools.of(task).selection.joined
+        self._rollouts.give_up(rollout, finished)
         if task in self._pools:
             self._pools.clear(task)
 
@@ -284,7 +283,7 @@ class BufferState(PoolCalls):
         self._rollouts.open.pop(task, None)
         for uid in self._pools.clear(task):
             if task.startswith("train_"):
-                self._selected.pop(uid, None)
+                self._rollouts.finished.pop(uid, None)
 
     @mutates
     def commit(self, rollout_id: int, step: int) -> None:
@@ -298,10 +297,10 @@ class BufferState(PoolCalls):
         task = f"train_{rollout_id}"
         uids = [] if task in self._pools else self.ledger.selected(rollout_id)
         if not uids:
-            pool = self._pools.of(task)
-            if not pool.closed:
+            selection = self._pools.of(task).selection
+            if not selection.closed:
                 raise BufferStateError(f"rollout {rollout_id} cannot be committed: it still runs")
-            uids = pool.uids
+            uids = selection.uids
         self.ledger.commit(uids, rollout_id, step)
         self._record.commit(rollout_id, step)
 
@@ -346,12 +345,12 @@ class BufferState(PoolCalls):
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display: of the newest open rollout, and of the queue."""
         shown = next(reversed(self._rollouts.open.values()), None)
-        leases = shown.leases.values() if shown else ()
+        selection = self._pools.of(shown.ticket.task).selection if shown else None
         return {
             "task": shown.ticket.task if shown else "",
-            "wanted": shown.ticket.num_groups if shown else 0,
-            "leased": sum(not lease.finished for lease in leases),
-            "finished": sum(lease.finished for lease in leases),
+            "wanted": (selection and selection.num_groups) or (shown.ticket.num_groups if shown else 0),
+            "leased": len(shown.leases) if shown else 0,
+            "finished": 0 if selection is None else len(selection),
             "dropped": dict(shown.drops) if shown else {},
             "queued": len(self._rollouts.queue),
             "version": self._record.version,
@@ -361,13 +360,10 @@ class BufferState(PoolCalls):
     def state_dict(self) -> dict[str, Any]:
         """JSON values for a checkpoint, which has the ledger beside them. Groups that are leased or finished but not
         trained are saved as prompts, among those of the queue, in the order in which they were admitted."""
-        untrained = [
-            lease for uid, lease in self._selected.items() if self.ledger.entry(uid).state is not GroupState.TRAINED
-        ]
         return {
             "format": FORMAT,
             "version": self._record.version,
-            "queue": [group_to_json(group) for group in self._rollouts.to_save(untrained)],
+            "queue": [group_to_json(group) for group in self._rollouts.to_save()],
             "source": self._feed.state_dict(),
             "metadata": self._record.metadata,
         }
@@ -388,6 +384,19 @@ class BufferState(PoolCalls):
             self._rollouts.recover([group_from_json(group) for group in state["queue"]], self._record.version)
         except BufferStateError as error:
             raise CheckpointError(f"the Buffer's state and its ledger differ: {error.what}") from error
+
+    def _require_slots(self, ticket: Ticket) -> None:
+        """Raises BufferStateError where a ticket finds no slots: the ticket is the budget, so that ``get_samples``
+        never waits for one, and over-sampling may lease more than P."""
+        held = self._pools.slots()
+        if self._max_staleness is None or sum(held.values()) <= self._max_staleness * self._groups_per_step:
+            return
+        raise BufferStateError(
+            f"{ticket.task} has no slots: {', '.join(held)} hold all of them",
+            where="generate",
+            expected=f"at most {self._max_staleness + 1} rollouts of {self._groups_per_step} groups at a time",
+            hint="train on the oldest one, commit and release it",
+        )
 
     def _require_untrained(self, rollout_id: int) -> None:
         if rollout_id in self._record.committed:

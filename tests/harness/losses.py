@@ -81,8 +81,7 @@ def two_groups(**more: Any) -> DataPool:
             "advantages": [np.full(n, rng.normal(), dtype=np.float32) for n in lengths],
             "sample_total_tokens": np.full(len(rows), 1e9, dtype=np.float32),  # written again by the Buffer
         }
-        store.put(uid, rows, columns | {name: make(rng, lengths) for name, make in more.items()})
-        pool.add(uid)
+        pool.add(uid, rows, columns | {name: make(rng, lengths) for name, make in more.items()})
     pool.select([GroupUid("data", number, 0) for number in range(len(PARTS))])
     return pool
 
@@ -93,7 +92,7 @@ WAYS = ("one rank", "two ranks", "streamed")
 def pieces(pool: DataPool, way: str) -> Iterator[TrainBatch]:
     """The step's rows as one rank, as two ranks, or group by group."""
     if way == "streamed":
-        for uid in reversed(pool.uids):
+        for uid in reversed(pool.selection.uids):
             rows = [row for row in assemble(pool.plan()).row_ids if row.uid == uid]
             yield assemble(pool.plan_rows(rows))
         return

@@ -47,15 +47,11 @@ class Pool:
     def add(self, row: int, *tokens: int) -> GroupUid:
         uid = uid_of(row)
         columns: dict[str, Any] = {"tokens": [np.zeros(count, dtype=np.int32) for count in tokens]}
-        self.store.put(uid, [RowId(uid, index) for index in range(len(tokens))], columns)
-        self.pool.add(uid)
+        self.pool.add(uid, [RowId(uid, index) for index in range(len(tokens))], columns)
         return uid
 
     def close(self, *rows: int) -> None:
-        gone = [uid for uid in self.pool.uids if uid.row not in rows]
         self.pool.select([uid_of(row) for row in rows])
-        for uid in gone:
-            self.store.drop(uid)
 
     def ask(self, replica: int = 0, deal: int = 0, **more: Any) -> RowsMeta:
         return self.pool.get_meta(request(replica, deal, **more))
@@ -254,8 +250,8 @@ def test_a_deal_without_rows_is_an_empty_batch_and_an_end_or_a_wait_is_none() ->
     uid = uid_of(0)
     tokens = [np.zeros(5, dtype=np.int32)]
     assert calls.take(ticket.task, request(together=True))[1] is None
-    pools.add(ticket, uid, [RowId(uid, 0)], {"tokens": tokens})
-    pools.close(ticket, [uid], [])
+    pools.of(ticket.task).add(uid, [RowId(uid, 0)], {"tokens": tokens})
+    pools.of(ticket.task).select([uid])
     sizes = []
     for replica in (0, 1):
         for names in (None, ["tokens"]):
@@ -287,7 +283,7 @@ def test_whatever_the_order_of_events_all_ranks_agree_and_every_group_is_in_one_
         if rng.random() < 0.3:
             if to_add:
                 p.add(to_add.pop(), *(rng.randint(0, 9) for _ in range(rng.randint(1, 3))))
-            elif not p.pool.closed:
+            elif not p.pool.selection.closed:
                 p.close(*range(num_groups))
         who = rng.choice(list(ranks))
         deal = rng.randint(0, ranks[who])
@@ -305,7 +301,7 @@ def test_whatever_the_order_of_events_all_ranks_agree_and_every_group_is_in_one_
         else:
             assert deal == ranks[who], "a deal that was made is not there"
     everything = [row for rows in answers.values() for row in rows]
-    assert sorted(everything) == sorted(row for uid in p.pool.uids for row in p.store.rows(uid))
+    assert sorted(everything) == sorted(row for uid in p.pool.selection.uids for row in p.store.rows(uid))
     assert all(ends[replica, 0] == ends[replica, 1] for replica in range(num_replicas))
     if together:
         assert len(set(ends.values())) == 1

@@ -42,8 +42,7 @@ class Pool:
         uid = uid_of(row)
         tokens = [np.full(row + 2 + index, row, dtype=np.int32) for index in range(count)]
         columns: dict[str, Any] = {"tokens": tokens, "loss_mask": [np.ones(2, dtype=np.float32) for _ in tokens]}
-        self.plane.put(uid, rows_of(uid, count), columns)
-        self.pool.add(uid)
+        self.pool.add(uid, rows_of(uid, count), columns)
         return uid
 
     def put(self, uid: GroupUid, name: str, value: float = 0.0) -> None:
@@ -150,8 +149,9 @@ def test_groups_that_the_step_was_closed_without_leave_every_task() -> None:
     p.pool.select([kept])
     assert groups_in(p.read("old")) == []
     assert p.read("old").ended
-    assert p.pool.uids == [kept]
-    p.put(surplus, "old_log_probs")  # computed before it was known: passed over
+    assert p.pool.selection.uids == [kept]
+    late = {"old_log_probs": [np.zeros(2, dtype=np.float32)] * 2}
+    p.pool.put_fields(rows_of(surplus, 2), late)  # computed before it was known: passed over
     with pytest.raises(BufferStateError, match="does not belong to this task"):
         p.pool.put_fields([RowId(uid_of(9), 0)], {"old_log_probs": [np.zeros(1)]})
 
@@ -206,8 +206,7 @@ def test_payloads_behind_references_are_read_once_and_only_the_rows_asked_for_ar
     reference = object()
     cell = Cell(num_rows=2, ref=reference)
     masks = [np.ones(1, dtype=np.float32) for _ in column]
-    p.plane.put(uid, rows_of(uid, 2), {"tokens": cell, "loss_mask": masks}, RowSizes(tokens=[3, 5], trained=[1.0, 1.0]))
-    p.pool.add(uid)
+    p.pool.add(uid, rows_of(uid, 2), {"tokens": cell, "loss_mask": masks}, RowSizes(tokens=[3, 5], trained=[1.0, 1.0]))
     asked: list[Any] = []
 
     def resolve(cells: Any) -> Any:
@@ -248,7 +247,7 @@ def test_whatever_the_order_of_events_every_kept_row_reaches_every_task_once(
             assert [row for row in meta.row_ids if row.uid == uid] == p.plane.rows(uid), "a prompt was cut in two"
         return meta.ended
 
-    while to_add or not p.pool.closed:
+    while to_add or not p.pool.selection.closed:
         action = rng.choice(["add", "ref", "train", "put", "close"])
         if action == "add" and to_add:
             row = to_add.pop()

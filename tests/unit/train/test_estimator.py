@@ -101,8 +101,7 @@ class Rows:
                 "reward": np.array(rewards, dtype=np.float32),
                 **more,
             }
-            plane.put(uid, [RowId(uid, i) for i in range(4)], columns)
-            self._pool.add(uid)
+            self._pool.add(uid, [RowId(uid, i) for i in range(4)], columns)
         self._pool.select(uids)
 
     def get_data(

@@ -210,8 +210,10 @@ def test_a_loss_that_compares_the_rows_of_a_prompt_is_the_same_on_any_number_of_
     place: Callable[[RowId], int] = {row: index for index, row in enumerate(batch.row_ids)}.__getitem__
     pool = pool_of(batch)
     blocks = []
-    for rank in range(min(ranks, len(pool.uids))):
-        share = assemble(pool.share(rank, min(ranks, len(pool.uids)), splitting=splitting(args, objective.unit)))
+    for rank in range(min(ranks, len(pool.selection.uids))):
+        share = assemble(
+            pool.share(rank, min(ranks, len(pool.selection.uids)), splitting=splitting(args, objective.unit))
+        )
         blocks += [[place(share.row_ids[i]) for i in block] for block in row_blocks(args, share, objective.unit)]
     wanted = outcome(objective, batch, log_probs, entropy)
     require_equal(outcome(objective, batch, log_probs, entropy, blocks=blocks), wanted)
@@ -223,7 +225,6 @@ def pool_of(batch: TrainBatch) -> DataPool:
     for uid in uids:
         at = [index for index, row in enumerate(batch.row_ids) if row.uid == uid]
         columns = {name: take_rows(column, at) for name, column in batch.columns.items()}
-        store.put(uid, [batch.row_ids[index] for index in at], columns)
-        pool.add(uid)
+        pool.add(uid, [batch.row_ids[index] for index in at], columns)
     pool.select(uids)
     return pool

@@ -69,8 +69,7 @@ class Store:
             "loss_mask": [np.ones(2, dtype=np.float32)] * 2,
             "reward": np.array([row, -row], dtype=np.float32),
         }
-        self.plane.put(uid, [RowId(uid, 0), RowId(uid, 1)], columns)
-        self.pool.add(uid)
+        self.pool.add(uid, [RowId(uid, 0), RowId(uid, 1)], columns)
         return uid
 
     def take(
@@ -371,8 +370,7 @@ def of_converter(store: Store, row: int, **more: list[np.ndarray]) -> GroupUid:
         "advantages": [np.full(2, value, dtype=np.float32) for value in (5, 7)],
         **more,
     }
-    store.plane.put(uid, [RowId(uid, 0), RowId(uid, 1)], columns)
-    store.pool.add(uid)
+    store.pool.add(uid, [RowId(uid, 0), RowId(uid, 1)], columns)
     return uid
 
 
