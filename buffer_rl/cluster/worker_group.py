@@ -15,6 +15,9 @@ import ray
 
 from buffer_rl.errors import BufferRLError, DeadlineError, WorkerDiedError, WorkerError
 
+PATIENCE_S = 1.0
+"""How long a process that may be dead is asked; Ray knows of a death by the time a call has failed with it."""
+
 Combine = Callable[[str, list[Any]], Any]
 """Makes one answer of the members' answers: ``(method, answers in rank order) -> answer``."""
 
@@ -38,11 +41,11 @@ class WorkerGroup:
         self.role = role
         self.actors = list(actors)
         self.combine = combine
-        self._turns = itertools.cycle(self.actors) if one_at_a_time else None
+        self._turns = itertools.count() if one_at_a_time else None
 
     def start(self, method: str, *args: Any) -> list[Future[Any]]:
         """Call ``method`` on the members; one future each."""
-        members = self.actors if self._turns is None else [next(self._turns)]
+        members = self.actors if self._turns is None else [self.actors[next(self._turns) % len(self.actors)]]
         return [getattr(actor, method).remote(*args).future() for actor in members]
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
@@ -75,6 +78,18 @@ class WorkerGroup:
         for actor in self.actors:
             with contextlib.suppress(Exception):  # as above
                 ray.kill(actor, no_restart=True)
+
+
+def is_dead(actor: Any, method: str) -> bool:
+    """Whether an actor's process is gone. One that does not answer ``method`` at once is at work."""
+    asked = getattr(actor, method).remote()
+    try:
+        ray.get(asked, timeout=PATIENCE_S)
+    except ray.exceptions.RayActorError:
+        return True
+    except Exception:  # fault boundary: whatever it answers, it is there
+        return False
+    return False
 
 
 def name_failure(role: str, error: BaseException) -> BufferRLError:

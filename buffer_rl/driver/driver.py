@@ -7,9 +7,15 @@ trainer and for the engines. Only the Buffer's slots wait for the driver, until 
 Order of one step: train → commit → update the reference → save → publish → release → evaluate. A checkpoint
 therefore never holds weights whose groups still count as untrained.
 
-A Buffer that died is replaced, and reads from its ledger which groups are trained. The payloads of every rollout are
-lost with it: before its optimizer step each is produced again, with the same groups; after it the commit needs only the
-ledger. A rollout whose payloads were lost with a storage process is produced again too, while others go on.
+What is lost, and what goes on:
+
+- Buffer: it is replaced, and reads from its ledger which groups are trained. The payloads of every selection are lost:
+  before its optimizer step each is produced again, with the same groups; after it the commit needs only the ledger.
+- Storage process: the selection whose payloads it had is produced again, while others go on.
+- Rollout worker: its open leases. Another one goes on with its ticket; an evaluation is made again, since its metrics
+  are of all groups.
+- A role's process: what it had not written. The role is replaced, and gets those groups again.
+- A trainer rank ends the run.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.driver.schedule import RunPlan, RunResult
-from buffer_rl.driver.tasks import RoleCalls, Runtime, Task
+from buffer_rl.driver.tasks import RoleCalls, Runtime, Task, is_worker_death
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
 from buffer_rl.observe.timeline import WorkSpan, clock_origin
 from buffer_rl.train.roles import FIELD_OF_MODEL
@@ -67,7 +73,7 @@ class Driver:
         plan = self._plan
         self._buffer(BufferState.release, self._version)
         self._buffer_times()  # those of the start belong to no step
-        evaluates = self._evaluates_at(self._version)
+        evaluates = self._plan.evaluates_at(self._version)
         if self._published is None and (plan.publish_each_step or evaluates):
             self._publish()
         if evaluates:
@@ -104,9 +110,9 @@ class Driver:
         metrics |= self._train_and_commit(rollout_id, step)
         self._version = self._result.steps = step
         self._update_reference(step)
-        if self._saves_at(step):
+        if self._plan.saves_at(step, stopped_early=False):
             self._save(step)
-        if self._plan.publish_each_step or self._evaluates_at(step):
+        if self._plan.publish_each_step or self._plan.evaluates_at(step):
             self._publish()
         self._buffer(BufferState.release, step)
         metrics |= self._buffer_times()
@@ -115,15 +121,15 @@ class Driver:
         if self._times["rollout"] > 0 and "rollout/generated_tokens" in metrics:
             metrics["perf/tokens_per_s"] = metrics["rollout/generated_tokens"] / self._times["rollout"]
         self._observer.step(rollout_id, metrics)
-        if self._evaluates_at(step):
+        if self._plan.evaluates_at(step):
             self._evaluate()
-        if self._result.stopped_early and self._saves_at(step):
+        if self._result.stopped_early and self._plan.saves_at(step, stopped_early=True):
             self._save(step)
 
     def _prepared(self, rollout_id: int) -> dict[str, float]:
         """Wait for the rollout and all fields that the optimizer step needs; a lost rollout is produced again."""
         while True:
-            self._prepares = ticket = self._tickets[rollout_id]
+            self._prepares = self._tickets[rollout_id]
             try:
                 with self._timed("rollout", "rollout", rollout_id):
                     self._observer.phase("generate")
@@ -134,24 +140,29 @@ class Driver:
                         self._prepare_update(rollout_id)
                         self._compare_log_probs(rollout_id)
             except BufferRLError as error:
-                self._produce_again(ticket, error)
+                self._produce_again(self._prepares, error)
                 continue
             self._prepares = None
             del self._tickets[rollout_id]
             return metrics
 
     def _produce_again(self, ticket: Ticket, error: BufferRLError) -> None:
-        """Start the ticket's rollout again, which was lost; after the Buffer was replaced, each that it held. Those of
-        evaluations are left to the caller.
+        """Start a rollout again, whose selection or worker was lost; after the Buffer was replaced, each that it held.
+        Those of evaluations are left to the caller.
 
         Raises ``error`` if the rollout was not lost, too many were, or the one that is being prepared is lost too,
         which ends its waits first. Any error after the Buffer was replaced may come from that: user code may wrap it.
         """
         incarnation = self._buffer(BufferState.get_progress)["incarnation"]
         replaced = ticket.incarnation != incarnation
+        if worker_died := is_worker_death("rollout", error):
+            self._roles.restart("rollout", error)
         lost = [t for t in self._tickets.values() if t is ticket or t.incarnation != incarnation]
         retries = self._retries + (incarnation != self._counted if replaced else 1)
-        if not (replaced or isinstance(error, PayloadLostError)) or retries > self._plan.max_rollout_retries:
+        if (
+            not (replaced or worker_died or isinstance(error, PayloadLostError))
+            or retries > self._plan.max_rollout_retries
+        ):
             raise error
         if self._prepares is not ticket and self._prepares in lost:
             raise error
@@ -177,8 +188,9 @@ class Driver:
             self._start_rollout(rollout_id)
 
     def _finished_rollout(self, rollout_id: int) -> dict[str, float]:
-        report, metrics, samples = self._wait(self._generating[rollout_id], self._plan.rollout_timeout_s)
+        metrics, samples = self._wait(self._generating[rollout_id], self._plan.rollout_timeout_s)
         del self._generating[rollout_id]
+        report = self._buffer(BufferState.close_rollout, self._tickets[rollout_id])
         metrics = dict(metrics)
         metrics |= {f"rollout/drop_{reason}": float(count) for reason, count in report.drops.items()}
         metrics["rollout/num_groups"] = float(report.num_groups)
@@ -275,7 +287,8 @@ class Driver:
             try:
                 with self._timed("evaluate", "rollout", self._version):
                     task = self._runtime.submit("rollout", "run", ticket)
-                    _, metrics, samples = self._wait(task, self._plan.rollout_timeout_s)
+                    metrics, samples = self._wait(task, self._plan.rollout_timeout_s)
+                self._buffer(BufferState.close_rollout, ticket)
             except BufferRLError as error:
                 self._produce_again(ticket, error)
                 self._buffer(BufferState.clear, ticket.task)
@@ -304,23 +317,6 @@ class Driver:
                 self._buffer_seconds[key] = now = progress[key]
                 times[name] = now - before if now >= before else now  # a Buffer that was replaced counts from 0
         return times
-
-    # -- when ----------------------------------------------------------------------------------------
-
-    def _evaluates_at(self, step: int) -> bool:
-        plan = self._plan
-        if not plan.evaluate:
-            return False
-        if step == plan.first_rollout and step < plan.num_rollouts:  # the run that saved this step evaluated it
-            return plan.eval_before_train and step == 0
-        return step >= plan.num_rollouts or (plan.eval_interval is not None and step % plan.eval_interval == 0)
-
-    def _saves_at(self, step: int) -> bool:
-        if not self._plan.saves:
-            return False
-        interval = self._plan.save_interval
-        is_last = step == self._plan.num_rollouts or self._result.stopped_early
-        return is_last or (interval is not None and step % interval == 0)
 
     # -- calls ---------------------------------------------------------------------------------------
 
@@ -364,12 +360,14 @@ class Driver:
         raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{task.role}.{task.method}")
 
     def _mended(self, failed: Task, error: BufferRLError) -> Task:
-        """Replace the role of a call that failed, or produce its rollout again. Returns the role's new call; the failed
-        one where a rollout was started again, which has other calls. Raises the error where neither can be done, and
-        for the rollout that is being prepared."""
+        """Replace the process of a call that failed, or produce its rollout again. Returns the new call; the failed one
+        where a rollout was started again, which has other calls. Raises the error where neither can be done, and for
+        the rollout that is being prepared."""
         generating = (rollout_id for rollout_id, task in self._generating.items() if task is failed)
         rollout_id = next(generating, self._roles.rollout_of(failed))
         ticket = None if rollout_id is None else self._tickets.get(rollout_id)
+        if ticket is not None and self._plan.passes_on_tickets and is_worker_death("rollout", error):
+            return self._pass_on(ticket, error)
         try:
             return self._roles.replace(failed, error, self._requeue_for_readers)
         except BufferRLError as lasting:
@@ -377,6 +375,17 @@ class Driver:
                 raise
             self._produce_again(ticket, lasting)
             return failed
+
+    def _pass_on(self, ticket: Ticket, error: BufferRLError) -> Task:
+        """Have another rollout worker go on with the ticket of one that died. Returns its call."""
+        self._roles.restart("rollout", error)
+        passed = self._tickets[ticket.rollout_id] = self._buffer(BufferState.pass_on, ticket)
+        if self._prepares is ticket:
+            self._prepares = passed
+        kept, missing = ticket.num_groups - passed.num_groups, passed.num_groups
+        self._observer.notice(f"{ticket.task} goes on: {kept} groups stay finished, metrics are of the other {missing}")
+        task = self._generating[ticket.rollout_id] = self._runtime.submit("rollout", "run", passed)
+        return task
 
     def _requeue_for_readers(self, task: str, reader: str) -> None:
         self._buffer(BufferState.requeue_for_readers, task, reader)

@@ -166,9 +166,9 @@ class _Run:
     def _role_plan(self) -> RolePlan:
         args = self.args
         if rollout_only(args):
-            return RolePlan(trained=())
+            return RolePlan(trained=(), max_restarts=args.role_max_restarts)
         if self.num_rollouts == 0:  # no rollout has work for a role
-            return RolePlan()
+            return RolePlan(max_restarts=args.role_max_restarts)
         estimator = self.registry.resolve("advantage", estimator_of(args)[1])
         return role_plan(args, self.rollouts_use_engine, estimator_scope(args, estimator))
 
@@ -282,6 +282,7 @@ class _Run:
             save_timeout_s=args.save_timeout_s + GRACE_S,  # each call's own deadline, which says more, comes first
             buffer_timeout_s=args.buffer_timeout_s,
             max_rollout_retries=args.buffer_max_restarts,
+            passes_on_tickets=not (args.rollout_sample_filter_path or args.rollout_all_samples_process_path),
         )
 
     def _wait_ready(self) -> None:

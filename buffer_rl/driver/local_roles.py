@@ -18,7 +18,7 @@ from buffer_rl.errors import BufferRLError, DataError, DeadlineError
 from buffer_rl.redaction import mask_secrets
 from buffer_rl.remote import is_remote, local_path
 from buffer_rl.train.roles import ACTOR, REFERENCE_FOLDER, checkpoint_folder
-from buffer_rl.types import RolloutReport, Ticket, sample_means
+from buffer_rl.types import Ticket, sample_means
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
@@ -112,7 +112,7 @@ class RecordedRollouts:
         self._buffer = buffer
         self._replays = replays
 
-    def run(self, ticket: Ticket) -> tuple[RolloutReport, dict[str, float], list[dict[str, Any]]]:
+    def run(self, ticket: Ticket) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Fill the ticket's rollout. Raises DataError, or BufferStateError if its groups do not fit."""
         path = rollout_path(self._template, ticket.rollout_id)
         batch = read_rollout(path)
@@ -127,4 +127,4 @@ class RecordedRollouts:
             samples = [(row_id.uid, row_id.sample_index) for row_id in batch.row_ids]
             rewards = sample_means(samples, np.asarray(batch.columns["raw_reward"]).tolist())
             metrics["rollout/raw_reward"] = float(np.mean(rewards))
-        return self._buffer.close_rollout(ticket), metrics, []
+        return metrics, []

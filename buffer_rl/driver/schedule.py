@@ -119,7 +119,7 @@ class RolePlan:
     they add. estimates: the actor's advantage estimator is called once, with all rows of the rollout.
     critic_only_steps: rollouts at the start of the run that only the critic takes an optimizer step on.
     stream_gradients: trained roles go on to forward and backward while the rollout still runs.
-    max_restarts: how often, over the whole run, a role's dead processes are replaced.
+    max_restarts: how often, over the whole run, dead processes of these roles, or rollout workers, are replaced.
     """
 
     trained: tuple[str, ...] = (ACTOR,)
@@ -199,6 +199,8 @@ class RunPlan:
     published, and every rollout comes from the initial weights.
     saves: whether checkpoints are written. records: whether each rollout's rows are kept, for debugging.
     max_rollout_retries: how often, over the whole run, a rollout that was lost is produced again.
+    passes_on_tickets: whether a rollout worker can go on where another died; not where functions see the whole rollout,
+    which is then produced again.
     """
 
     num_rollouts: int
@@ -217,11 +219,27 @@ class RunPlan:
     records: bool = False
     early_stop: EarlyStop | None = None
     max_rollout_retries: int = 0
+    passes_on_tickets: bool = True
     rollout_timeout_s: float
     train_timeout_s: float
     publish_timeout_s: float
     save_timeout_s: float
     buffer_timeout_s: float
+
+    def evaluates_at(self, step: int) -> bool:
+        """Whether an evaluation follows ``step`` optimizer steps."""
+        if not self.evaluate:
+            return False
+        if step == self.first_rollout and step < self.num_rollouts:  # the run that saved this step evaluated it
+            return self.eval_before_train and step == 0
+        return step >= self.num_rollouts or (self.eval_interval is not None and step % self.eval_interval == 0)
+
+    def saves_at(self, step: int, *, stopped_early: bool) -> bool:
+        """Whether a checkpoint follows ``step`` optimizer steps."""
+        if not self.saves:
+            return False
+        is_last = step == self.num_rollouts or stopped_early
+        return is_last or (self.save_interval is not None and step % self.save_interval == 0)
 
 
 @dataclass(slots=True, kw_only=True)

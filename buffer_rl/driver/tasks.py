@@ -49,6 +49,11 @@ class Runtime(Protocol):
         ...
 
 
+def is_worker_death(role: str, error: BufferRLError) -> bool:
+    """Whether a process of ``role`` died, and not another one that it was calling."""
+    return isinstance(error, WorkerDiedError) and error.where.startswith(role)
+
+
 @dataclass(slots=True)
 class RoleCalls:
     """The calls on roles that are under way, by rollout."""
@@ -93,6 +98,16 @@ class RoleCalls:
         calls = [task for rollout_id in rollouts for task in self._calls.pop(rollout_id, {}).values()]
         return [*calls, *(self._runtime.submit(role, "ready") for role in self._plan.dedicated_roles)]
 
+    def restart(self, role: str, error: BufferRLError) -> None:
+        """Replace the processes of a role that died with ``error``; raises it if there were too many restarts."""
+        if self._restarts >= self._plan.max_restarts:
+            raise error
+        self._restarts += 1
+        self._observer.notice(
+            f"{role} died and is replaced ({self._restarts} of {self._plan.max_restarts}): {error.what}"
+        )
+        self._runtime.restart(role)
+
     def replace(self, ended: Task, error: BufferRLError, requeue: Callable[[str, str], None]) -> Task:
         """Replace the role whose process died in the call ``ended``, and have it do again what was lost.
 
@@ -103,13 +118,9 @@ class RoleCalls:
         if place is None or not isinstance(error, WorkerDiedError) or self._restarts >= self._plan.max_restarts:
             raise error
         role = ended.role
-        self._restarts += 1
-        self._observer.notice(
-            f"{role} died and is replaced ({self._restarts} of {self._plan.max_restarts}): {error.what}"
-        )
         # Removed first: the wait for the Buffer below looks at every call, and would find these dead again.
         lost = [rollout_id for rollout_id, calls in self._calls.items() if calls.pop(role, None) is not None]
-        self._runtime.restart(role)
+        self.restart(role, error)
         for rollout_id in lost:
             requeue(f"train_{rollout_id}", role)
             self._calls[rollout_id][role] = self._runtime.submit(role, "stream", rollout_id)

@@ -7,7 +7,7 @@ call; the driver waits for ``run``, with a deadline for the whole rollout.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,9 +16,8 @@ import ray
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.rollout_client import RolloutClient
-from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import PayloadProducer, StorageClient, StorageUnit
-from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
+from buffer_rl.cluster.worker_group import WorkerGroup, is_dead, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.observe.run_folder import sample_record
@@ -29,7 +28,7 @@ from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.data_source import SourceClient
 from buffer_rl.rollout.user_functions import LogFunctions, choose_queued, resolve_function
 from buffer_rl.rollout.user_rollout import run_user_rollout
-from buffer_rl.types import RolloutReport, Ticket
+from buffer_rl.types import RolloutOutput, Ticket
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
@@ -80,8 +79,8 @@ class RolloutWorker(PayloadProducer):
             if isinstance(self._opened.engine, EngineClient):
                 await self._opened.engine.aclose()
 
-    async def run(self, ticket: Ticket) -> tuple[RolloutReport, dict[str, float], list[dict[str, Any]]]:
-        """Produce the ticket's rollout. Returns the Buffer's report, flat metrics and some samples to show."""
+    async def run(self, ticket: Ticket) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Produce the ticket's groups. Returns flat metrics and some samples to show."""
         choose = None
         if self._buffer_filter is not None:
             path = self._args.buffer_filter_path
@@ -90,15 +89,16 @@ class RolloutWorker(PayloadProducer):
         where = place("rollout", self._reference(ticket), ticket.task)
         function = self._functions[ticket.evaluation]
         started = time.perf_counter()
-        with self._context().active():
-            output = await run_user_rollout(function, self._args, buffer, where=where)
+        output = RolloutOutput()
+        if ticket.num_groups > 0:  # else the worker before this one died when all were finished
+            with self._context().active():
+                output = await run_user_rollout(function, self._args, buffer, where=where)
         for group in output.groups:
             if group.uid not in buffer.finished:
                 await buffer.afinish(group)
         seconds = time.perf_counter() - started
-        report = await self._client.acall(BufferState.close_rollout, ticket)
         metrics = await self._log_functions.metrics(ticket, buffer.finished.values(), _named(output.metrics), seconds)
-        return report, _named(metrics), self._shown(ticket, buffer)
+        return _named(metrics), self._shown(ticket, buffer)
 
     def _context(self) -> RolloutContext:
         """The context, made on first use because it belongs to the event loop that runs the rollouts."""
@@ -121,20 +121,34 @@ class RolloutWorker(PayloadProducer):
         ]
 
 
+class RolloutWorkers(WorkerGroup):
+    """Rollout workers; a rollout goes to the next one in turn. start_member: starts the one of an index."""
+
+    def __init__(self, start_member: Callable[[int], Any], num_workers: int) -> None:
+        super().__init__("rollout", [start_member(index) for index in range(num_workers)], one_at_a_time=True)
+        self._start_member = start_member
+
+    def restart(self) -> None:
+        """Replace those that died; the others may be at work."""
+        for index, actor in enumerate(self.actors):
+            if is_dead(actor, "ready"):
+                self.actors[index] = self._start_member(index)
+
+
 def start_rollout_workers(
     args: Any, args_text: str, buffer: Any, log_dir: str, storage: Sequence[StorageUnit] = (), source: Any = None
-) -> WorkerGroup:
-    """Start ``--num-rollout-workers`` processes; a rollout goes to the next one in turn.
+) -> RolloutWorkers:
+    """Start ``--num-rollout-workers`` processes.
 
     storage: the storage processes; without them the Buffer owns large payloads.
     source: the actor of the user's data source, where there is one."""
     units = list(storage) or [StorageUnit(actor=buffer, name="buffer")]
     remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(RolloutWorker)
-    actors = [
-        remote.remote(args_text, buffer, f"{log_dir}/rollout_{index}.log", units, source)
-        for index in range(args.num_rollout_workers)
-    ]
-    return WorkerGroup("rollout", actors, one_at_a_time=True)
+
+    def start_member(index: int) -> Any:
+        return remote.remote(args_text, buffer, f"{log_dir}/rollout_{index}.log", units, source)
+
+    return RolloutWorkers(start_member, args.num_rollout_workers)
 
 
 def _construct(registry: PluginRegistry, reference: str, args: Args) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
-from buffer_rl.types import RolloutReport, SampleGroup, Ticket
+from buffer_rl.types import SampleGroup, Ticket
 
 
 class FakeRollouts:
@@ -24,16 +24,17 @@ class FakeRollouts:
         self._scores = scores
         self.tickets: list[Ticket] = []
 
-    def run(self, ticket: Ticket) -> tuple[RolloutReport, dict[str, float], list[dict[str, Any]]]:
-        """Produce the rollout."""
+    def run(self, ticket: Ticket) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Produce the rollout's groups."""
         self.tickets.append(ticket)
+        num_tokens = 0
         for group in self._state.get_samples(ticket, ticket.num_groups):
             rows = [sample.row_id for sample in group]
             self._state.finish(ticket, group.uid, group.attempt, rows, _columns(group))
-        report = self._state.close_rollout(ticket)
+            num_tokens += len(rows)
         if ticket.evaluation:
-            return report, {"eval/held": self._scores[min(ticket.version, len(self._scores) - 1)]}, []
-        return report, {"rollout/raw_reward": 1.0, "rollout/generated_tokens": float(report.num_rows)}, []
+            return {"eval/held": self._scores[min(ticket.version, len(self._scores) - 1)]}, []
+        return {"rollout/raw_reward": 1.0, "rollout/generated_tokens": float(num_tokens)}, []
 
 
 def _columns(group: SampleGroup) -> dict[str, Any]:

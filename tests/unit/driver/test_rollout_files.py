@@ -68,8 +68,8 @@ def test_a_recorded_sample_counts_once_whatever_its_parts(tmp_path: Path) -> Non
     ticket, buffer = state.generate(0), cast(BufferClient, state)
     with pytest.raises(DataError, match="recorded without it, and have no kept tokens"):
         RecordedRollouts(template, buffer, replays=True).run(ticket)
-    report, metrics, _ = RecordedRollouts(template, buffer).run(ticket)
-    assert (report.num_rows, metrics) == (3, {"rollout/raw_reward": 0.5})
+    metrics, _ = RecordedRollouts(template, buffer).run(ticket)
+    assert (state.close_rollout(ticket).num_rows, metrics) == (3, {"rollout/raw_reward": 0.5})
 
 
 def test_a_missing_damaged_or_strange_file_is_named(tmp_path: Path) -> None:
