@@ -1,5 +1,7 @@
 """What one group costs in the Buffer, in microseconds by operation, where many groups were or are in it. No Ray.
 
+Times are the processor's, which other processes on the machine disturb little; waits for the disk are not counted.
+
 Only the operations of ``BufferState`` and ``Ledger`` are called, so that the same measurement runs on another commit.
 """
 
@@ -43,7 +45,7 @@ TRAIN = ReadRequest(reader="train", fields=frozenset({"tokens", "ref_log_probs"}
 
 
 class Clock:
-    """Microseconds of one group, by operation."""
+    """Microseconds of processor time of one group, by operation."""
 
     def __init__(self) -> None:
         self._times: defaultdict[str, list[float]] = defaultdict(list)
@@ -51,9 +53,9 @@ class Clock:
     @contextmanager
     def __call__(self, operation: str, groups: int = STEP) -> Iterator[None]:
         """The block is ``operation`` for that many groups."""
-        started = time.perf_counter()
+        started = time.process_time()
         yield
-        self._times[operation].append((time.perf_counter() - started) / groups * 1e6)
+        self._times[operation].append((time.process_time() - started) / groups * 1e6)
 
     def medians(self) -> dict[str, float]:
         """Of the last ``MEASURED`` times of each operation."""
