@@ -23,7 +23,7 @@ import numpy as np
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.types import GroupUid, RowId, Sample, SampleGroup
+from buffer_rl.types import Column, GroupUid, RowId, Sample, SampleGroup
 
 STEP = 64
 """Groups of a step, and of one call where a pool has more."""
@@ -36,7 +36,7 @@ LONG_CALLS = 10
 RUN = "benchmark"
 TOKENS = [np.arange(16, dtype=np.int32)] * ROWS
 ONES = np.ones(16, dtype=np.float32)
-COLUMNS = {"tokens": TOKENS, "loss_mask": [ONES] * ROWS, "reward": np.ones(ROWS, dtype=np.float32)}
+COLUMNS: dict[str, Column] = {"tokens": TOKENS, "loss_mask": [ONES] * ROWS, "reward": np.ones(ROWS, dtype=np.float32)}
 READ = ReadRequest(reader="ref_log_probs", fields=frozenset({"tokens"}), num_rows=STEP * ROWS)
 READ_AHEAD = ReadRequest(
     reader="values", fields=frozenset({"tokens"}), num_rows=STEP * ROWS // 8, num_replicas=2, prefetch_reserve=1
