@@ -1,15 +1,17 @@
 """The Buffer: the only owner of datasets, sample groups, pools and the ledger.
 
 state           ``BufferState``, the operations of the Buffer, without Ray
-rollouts        the queue, the open rollouts and their leases
+rollouts        production: the queue, the tickets and their leases
 partial         what a group keeps when it is requeued
 feed            where fresh groups come from
 codec           groups as JSON
-pools           the pools of all rollouts
-pool            one rollout's rows, filled and read while it runs
+pools           the pools of all selections
+selection       which finished groups one step trains on
+pool            one selection's rows, filled and read while it is open
 readers         which groups a reading task gets next
 columns         how columns travel and are stored
 ledger          the durable state of every group, on SQLite
+ledger_tables   its tables, in SQL
 ledger_entry    a group's states, and the rules by which they change
 ledger_file     the ledger's file: schema, checks, copies, its place in a run
 ledger_audit    reads a ledger that may be in use; checks its accounting

@@ -20,7 +20,6 @@ worker has leased by now.
 from __future__ import annotations
 
 import sqlite3
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,11 +27,9 @@ from pathlib import Path
 from typing import TypeVarTuple
 
 from buffer_rl.buffer.ledger_entry import (
-    COLUMNS,
     GroupState,
     LedgerEntry,
     dropped,
-    entry_of,
     finished,
     is_repeat,
     leased,
@@ -47,14 +44,13 @@ from buffer_rl.buffer.ledger_file import (
     local_copy,
     open_ledger_file,
     write_backup,
-    write_failed,
 )
+from buffer_rl.buffer.ledger_tables import LedgerTables
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.types import GroupUid
 
 Ts = TypeVarTuple("Ts")
 
-_LIVE = "state IN ('pending', 'leased', 'finished')"  # as in the schema, or the index `live` is not used
 _TOKEN = "incarnation"  # the fact of the file that holds the fencing token
 
 
@@ -192,6 +188,10 @@ class Ledger:
         """The finished groups that were selected for the step of a rollout, in the order of their first lease."""
         return self._tables.uids("selected = 1 AND rollout_id = ?", rollout_id)
 
+    def selections(self) -> set[int]:
+        """The rollouts of which ``selected`` has groups."""
+        return self._tables.selections()
+
     def commits(self) -> dict[int, int]:
         """The step of each rollout that was committed."""
         return dict(self._db.execute("SELECT rollout_id, step FROM commits ORDER BY rollout_id"))
@@ -286,120 +286,3 @@ class Ledger:
             after = rule(uid, before, *args)
             self._tables.write(uid, admitted, before, after, foreign)
         return after
-
-
-class LedgerTables:
-    """Reads and writes the tables of one open file. ``opening``: how often it was opened or replaced, which the lines
-    of the history carry."""
-
-    def __init__(self, db: sqlite3.Connection, path: Path) -> None:
-        self.db = db
-        self.path = path
-        self.opening = 0
-        self._source_ids: dict[str, int] = {}
-        self._new_sources: list[str] = []
-        self.seconds = 0.0
-
-    @contextmanager
-    def atomic(self) -> Iterator[None]:
-        """One transaction. Raises BufferStateError where the disk refuses it."""
-        started = time.perf_counter()
-        try:
-            self.db.execute("BEGIN IMMEDIATE")
-            yield
-            self.db.execute("COMMIT")
-        except BaseException as error:
-            if self.db.in_transaction:
-                self.db.execute("ROLLBACK")
-            for source in self._new_sources:
-                self._source_ids.pop(source, None)
-            self._new_sources.clear()
-            if isinstance(error, sqlite3.Error):
-                raise write_failed(self.path, error) from error
-            raise
-        finally:
-            self.seconds += time.perf_counter() - started
-        self._new_sources.clear()
-
-    def find(self, uid: GroupUid) -> tuple[int | None, LedgerEntry]:
-        """The running number of a group's first lease, None where it was never leased, and its entry."""
-        where = (self._source_ids.get(uid.source, -1), uid.epoch, uid.row)
-        query = f"SELECT admitted, {COLUMNS} FROM groups WHERE source = ? AND epoch = ? AND row = ?"
-        row = self.db.execute(query, where).fetchone()
-        return (None, LedgerEntry(state=GroupState.PENDING)) if row is None else (row[0], entry_of(row[1:]))
-
-    def write(
-        self, uid: GroupUid, admitted: int | None, before: LedgerEntry, after: LedgerEntry, foreign: bool = False
-    ) -> None:
-        """Store a group's new entry, and the change in the history. foreign: a new group is numbered downwards."""
-        facts = (after.state, after.attempt, after.rollout_id, after.reason, after.step, after.selected)
-        reason = "selected" if after.selected else after.reason
-        source = self.source_id(uid.source)
-        if admitted is None:
-            number = "min(coalesce(min(admitted), 0), 0) - 1" if foreign else "coalesce(max(admitted) + 1, 0)"
-            admitted = self.db.execute(
-                f"INSERT INTO groups (admitted, source, epoch, row, {COLUMNS}) VALUES"
-                f" ((SELECT {number} FROM groups), ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (source, uid.epoch, uid.row, *facts),
-            ).lastrowid
-        else:
-            assignments = "state = ?, attempt = ?, rollout_id = ?, reason = ?, step = ?, selected = ?"
-            self.db.execute(f"UPDATE groups SET {assignments} WHERE admitted = ?", (*facts, admitted))
-        self.db.execute(
-            "INSERT INTO history (admitted, time, from_state, to_state, attempt, rollout_id, reason, step, incarnation)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (admitted, time.time(), before.state, *facts[:3], reason, after.step, self.opening),
-        )
-
-    def return_leases(self, reason: str, keep_selected: bool) -> int:
-        """leased and finished → pending, but for the selected ones if these are kept. Returns how many."""
-        held = f"{_LIVE} AND state != 'pending'" + (" AND selected = 0" if keep_selected else "")
-        self.db.execute(
-            "INSERT INTO history (admitted, time, from_state, to_state, attempt, reason, incarnation)"
-            f" SELECT admitted, ?, state, 'pending', attempt, ?, ? FROM groups INDEXED BY live WHERE {held}",
-            (time.time(), reason, self.opening),
-        )
-        update = "UPDATE groups INDEXED BY live SET state = 'pending', rollout_id = NULL, selected = 0"
-        return self.db.execute(f"{update} WHERE {held}").rowcount
-
-    def uids(self, condition: str, *values: int) -> list[GroupUid]:
-        """The groups under way that meet the condition, in the order of their first lease."""
-        rows = self.db.execute(
-            "SELECT s.source, row, epoch FROM groups INDEXED BY live JOIN sources s ON s.id = groups.source"
-            f" WHERE {_LIVE} AND {condition} ORDER BY admitted",
-            values,
-        )
-        return [GroupUid(*row) for row in rows]
-
-    def record_commit(self, rollout_id: int, step: int, num_groups: int) -> None:
-        """Note that a rollout is committed."""
-        self.db.execute("INSERT INTO commits VALUES (?, ?, ?)", (rollout_id, step, num_groups))
-
-    def commit_of(self, rollout_id: int) -> tuple[int, int] | None:
-        """Step and number of groups of a rollout's commit."""
-        query = "SELECT step, num_groups FROM commits WHERE rollout_id = ?"
-        row: tuple[int, int] | None = self.db.execute(query, (rollout_id,)).fetchone()
-        return row
-
-    def source_id(self, source: str) -> int:
-        """The number of a source, a new one if it has none."""
-        if source not in self._source_ids:
-            number = self.db.execute("INSERT INTO sources (source) VALUES (?)", (source,)).lastrowid
-            assert number is not None  # it was an INSERT
-            self._source_ids[source] = number
-            self._new_sources.append(source)
-        return self._source_ids[source]
-
-    def read_sources(self) -> None:
-        """Read the numbers of all sources from the file."""
-        self._source_ids = dict(self.db.execute("SELECT source, id FROM sources"))
-        self._new_sources.clear()
-
-    def fact(self, key: str) -> str | None:
-        """A fact of the file."""
-        row = self.db.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
-        return None if row is None else str(row[0])
-
-    def set_fact(self, key: str, value: str) -> None:
-        """Store a fact in place of the one before."""
-        self.db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, value))

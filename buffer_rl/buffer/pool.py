@@ -99,9 +99,10 @@ class DataPool:
 
     def drop_payloads(self) -> list[GroupUid]:
         """Forget the groups' columns. Returns the groups."""
-        for uid in self.selection.uids:
+        uids = self.selection.uids
+        for uid in uids:
             self._store.drop(uid)
-        return self.selection.uids
+        return uids
 
     @property
     def num_rows(self) -> int:
@@ -313,14 +314,17 @@ class DataPool:
     def require_equal_fields(self, uids: Sequence[GroupUid], foreign: Collection[GroupUid] = ()) -> None:
         """Raises BufferStateError if these groups have different fields from their producer; the ``foreign`` ones among
         them may have ``rollout_log_probs`` by themselves. Derived fields come later and one by one."""
-        ordered = sorted(uids, key=lambda uid: (uid in foreign, uid))
-        first = self._store.given(ordered[0]) - DERIVED_FIELDS if ordered else set()
-        for uid in ordered[1:]:
-            fields = self._store.given(uid) - DERIVED_FIELDS
-            if fields != first and not (uid in foreign and fields == first | {"rollout_log_probs"}):
-                raise BufferStateError(
-                    f"group {uid} has the fields {sorted(fields)}", where=self.task, expected=str(sorted(first))
-                )
+        given = {uid: self._store.given(uid) - DERIVED_FIELDS for uid in uids}
+        outside = set(foreign)
+        first = given[min(given, key=lambda uid: (uid in outside, uid))] if given else frozenset()
+        either = {first, first | {"rollout_log_probs"}}
+        others = [uid for uid, names in given.items() if names not in (either if uid in outside else (first,))]
+        if others:
+            raise BufferStateError(
+                f"group {min(others)} has the fields {sorted(given[min(others)])}",
+                where=self.task,
+                expected=str(sorted(first)),
+            )
 
 
 def check_group(

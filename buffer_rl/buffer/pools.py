@@ -57,10 +57,20 @@ class Pools:
         self.revision += 1
         return pool.drop_payloads()
 
-    def slots(self) -> dict[str, int]:
-        """The groups of the budget that each training task holds, until it is cleared: when the weights that it was
-        trained into are published."""
-        return {task: pool.selection.num_slots for task, pool in self._pools.items() if task.startswith("train_")}
+    def require_slots(self, ticket: Ticket, groups_per_step: int) -> None:
+        """Raises BufferStateError where the training tasks hold so many of the (S + 1) * P slots that less than P are
+        left. A task holds slots until it is cleared, when the weights that it was trained into are published.
+
+        The ticket is the budget: ``get_samples`` never waits for a slot, and over-sampling may lease more than P."""
+        held = {task: pool.selection.num_slots for task, pool in self._pools.items() if task.startswith("train_")}
+        if ticket.max_staleness is None or sum(held.values()) <= ticket.max_staleness * groups_per_step:
+            return
+        raise BufferStateError(
+            f"{ticket.task} has no slots: {', '.join(held)} hold all of them",
+            where="generate",
+            expected=f"at most {ticket.max_staleness + 1} rollouts of {groups_per_step} groups at a time",
+            hint="train on the oldest one, commit and release it",
+        )
 
     def is_empty(self, task: str) -> bool:
         """Whether the task was closed without a group."""

@@ -171,7 +171,7 @@ class Reader:
     def _deal_to_one(self, request: ReadRequest, closed: bool) -> None:
         """Groups in the order in which they became ready: as many as fit into the rows asked for, at least one."""
         reserve = request.prefetch_reserve
-        if reserve is not None and _num_batches(self._ready, request.num_rows, closed) <= reserve:
+        if reserve is not None and not _has_batches(self._ready, reserve + 1, request.num_rows, closed):
             return
         chosen: list[GroupUid] = []
         rows = 0
@@ -207,8 +207,8 @@ class Reader:
         return uids
 
 
-def _num_batches(ready: Mapping[GroupUid, Sequence[int]], num_rows: int, closed: bool) -> int:
-    """How many full batches of whole groups ``ready`` makes; the last one counts in a closed pool."""
+def _has_batches(ready: Mapping[GroupUid, Sequence[int]], wanted: int, num_rows: int, closed: bool) -> bool:
+    """Whether ``ready`` makes the ``wanted`` full batches of whole groups; the last one counts in a closed pool."""
     batches = rows = 0
     for tokens in ready.values():
         if rows and rows + len(tokens) > num_rows:
@@ -216,4 +216,6 @@ def _num_batches(ready: Mapping[GroupUid, Sequence[int]], num_rows: int, closed:
         rows += len(tokens)
         if rows >= num_rows:
             batches, rows = batches + 1, 0
-    return batches + (closed and rows > 0)
+        if batches >= wanted:
+            return True
+    return batches + (closed and rows > 0) >= wanted

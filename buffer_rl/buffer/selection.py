@@ -24,6 +24,7 @@ class Selection:
         self.closed = False
         self._joined: dict[GroupUid, int] = {}  # with the place of its lease among all leases
         self._withdrawn: set[GroupUid] = set()
+        self._uids: list[GroupUid] = []  # sorted once it is closed
 
     def __contains__(self, uid: GroupUid) -> bool:
         return uid in self._joined
@@ -39,7 +40,7 @@ class Selection:
     @property
     def uids(self) -> list[GroupUid]:
         """Its groups, sorted."""
-        return sorted(self._joined)
+        return self._uids if self.closed else sorted(self._joined)
 
     @property
     def num_slots(self) -> int:
@@ -65,6 +66,7 @@ class Selection:
         for uid in surplus:
             del self._joined[uid]
         self._withdrawn.update(surplus)
+        self._uids = sorted(self._joined)
         self.closed = True
         return surplus
 

@@ -73,6 +73,7 @@ class BufferState(PoolCalls):
         if position := ledger.recall(POSITION):
             self._feed.seek(position)
         self._rollouts.recover()
+        self._inherited = ledger.selections()  # of a Buffer that died, for which the driver's answer is open
 
     # -- rollouts ------------------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class BufferState(PoolCalls):
             raise BufferStateError(f"{ticket.task} was opened before")
         if not evaluation:
             self._require_untrained(rollout_id)
-            self._require_slots(ticket)
+            self._pools.require_slots(ticket, self._groups_per_step)
         if evaluation and not groups:
             raise BufferStateError("there is nothing to evaluate on", hint="name a set with --eval-prompt-data")
         if not evaluation:
@@ -263,8 +264,11 @@ class BufferState(PoolCalls):
         self._require_untrained(rollout_id)
         task = f"train_{rollout_id}"
         rollout = self._rollouts.open.get(task)
-        finished = self.ledger.selected(rollout_id) if rollout is None else self._pools.of(task).selection.joined
+        finished = self.ledger.selected(rollout_id) if rollout_id in self._inherited else []
+        if task in self._pools:
+            finished = self._pools.of(task).selection.uids
         self._rollouts.give_up(rollout, finished)
+        self._inherited.discard(rollout_id)
         if task in self._pools:
             self._pools.clear(task)
 
@@ -295,7 +299,7 @@ class BufferState(PoolCalls):
                 raise BufferStateError(f"rollout {rollout_id} was committed at step {committed}, not {step}")
             return
         task = f"train_{rollout_id}"
-        uids = [] if task in self._pools else self.ledger.selected(rollout_id)
+        uids = self.ledger.selected(rollout_id) if rollout_id in self._inherited else []
         if not uids:
             selection = self._pools.of(task).selection
             if not selection.closed:
@@ -382,21 +386,9 @@ class BufferState(PoolCalls):
             self.ledger.remember(POSITION, position)
         try:
             self._rollouts.recover([group_from_json(group) for group in state["queue"]], self._record.version)
+            self._inherited = self.ledger.selections()
         except BufferStateError as error:
             raise CheckpointError(f"the Buffer's state and its ledger differ: {error.what}") from error
-
-    def _require_slots(self, ticket: Ticket) -> None:
-        """Raises BufferStateError where a ticket finds no slots: the ticket is the budget, so that ``get_samples``
-        never waits for one, and over-sampling may lease more than P."""
-        held = self._pools.slots()
-        if self._max_staleness is None or sum(held.values()) <= self._max_staleness * self._groups_per_step:
-            return
-        raise BufferStateError(
-            f"{ticket.task} has no slots: {', '.join(held)} hold all of them",
-            where="generate",
-            expected=f"at most {self._max_staleness + 1} rollouts of {self._groups_per_step} groups at a time",
-            hint="train on the oldest one, commit and release it",
-        )
 
     def _require_untrained(self, rollout_id: int) -> None:
         if rollout_id in self._record.committed:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
 from buffer_rl.buffer.state import BufferState
@@ -58,7 +59,7 @@ class Driver:
         self._next_rollout = plan.first_rollout
         self._generating: dict[int, Task] = {}
         self._tickets: dict[int, Ticket] = {}  # of rollouts that may still be produced again
-        self._prepares: Ticket | None = None
+        self._prepares: int | None = None
         self._retries = 0
         self._counted: str | None = None  # the newest Buffer whose predecessor's death is among the retries
         self._compared = False
@@ -129,7 +130,7 @@ class Driver:
     def _prepared(self, rollout_id: int) -> dict[str, float]:
         """Wait for the rollout and all fields that the optimizer step needs; a lost rollout is produced again."""
         while True:
-            self._prepares = self._tickets[rollout_id]
+            self._prepares = rollout_id
             try:
                 with self._timed("rollout", "rollout", rollout_id):
                     self._observer.phase("generate")
@@ -140,7 +141,7 @@ class Driver:
                         self._prepare_update(rollout_id)
                         self._compare_log_probs(rollout_id)
             except BufferRLError as error:
-                self._produce_again(self._prepares, error)
+                self._produce_again(self._tickets[rollout_id], error)
                 continue
             self._prepares = None
             del self._tickets[rollout_id]
@@ -164,7 +165,7 @@ class Driver:
             or retries > self._plan.max_rollout_retries
         ):
             raise error
-        if self._prepares is not ticket and self._prepares in lost:
+        if self._prepares in (t.rollout_id for t in lost if t is not ticket):
             raise error
         self._retries, self._counted = retries, incarnation if replaced else self._counted
         for task in dict.fromkeys(t.task for t in (ticket, *lost)):
@@ -175,14 +176,13 @@ class Driver:
         """Requeue the groups of rollouts, wait until no task works on them, and start them again."""
         running = [self._generating.pop(rollout_id, None) for rollout_id in lost]
         tasks = [*(task for task in running if task is not None), *self._roles.forget(lost)]
-        prepares = self._prepares is not None and self._prepares.rollout_id in lost
         for rollout_id in lost:
             del self._tickets[rollout_id]
             self._buffer(BufferState.abandon, rollout_id)
         for task in tasks:
             with suppress(DeadlineError):  # errors of a rollout that is gone are not asked for
                 self._runtime.wait_any([task], self._plan.rollout_timeout_s)
-        if prepares:
+        if self._prepares in lost:
             self._on_trained("discard")
         for rollout_id in lost:
             self._start_rollout(rollout_id)
@@ -369,9 +369,9 @@ class Driver:
         if ticket is not None and self._plan.passes_on_tickets and is_worker_death("rollout", error):
             return self._pass_on(ticket, error)
         try:
-            return self._roles.replace(failed, error, self._requeue_for_readers)
+            return self._roles.replace(failed, error, partial(self._buffer, BufferState.requeue_for_readers))
         except BufferRLError as lasting:
-            if ticket is None or ticket is self._prepares:
+            if ticket is None or rollout_id == self._prepares:
                 raise
             self._produce_again(ticket, lasting)
             return failed
@@ -380,15 +380,10 @@ class Driver:
         """Have another rollout worker go on with the ticket of one that died. Returns its call."""
         self._roles.restart("rollout", error)
         passed = self._tickets[ticket.rollout_id] = self._buffer(BufferState.pass_on, ticket)
-        if self._prepares is ticket:
-            self._prepares = passed
         kept, missing = ticket.num_groups - passed.num_groups, passed.num_groups
         self._observer.notice(f"{ticket.task} goes on: {kept} groups stay finished, metrics are of the other {missing}")
         task = self._generating[ticket.rollout_id] = self._runtime.submit("rollout", "run", passed)
         return task
-
-    def _requeue_for_readers(self, task: str, reader: str) -> None:
-        self._buffer(BufferState.requeue_for_readers, task, reader)
 
     @contextmanager
     def _timed(self, name: str, role: str | None = None, rollout_id: int = 0) -> Iterator[None]:

@@ -108,7 +108,7 @@ class RoleCalls:
         )
         self._runtime.restart(role)
 
-    def replace(self, ended: Task, error: BufferRLError, requeue: Callable[[str, str], None]) -> Task:
+    def replace(self, ended: Task, error: BufferRLError, requeue: Callable[[str, str], object]) -> Task:
         """Replace the role whose process died in the call ``ended``, and have it do again what was lost.
 
         requeue: makes the rows of a task ready again for a role, both by name.

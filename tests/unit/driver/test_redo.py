@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from buffer_rl.buffer.ledger import Ledger
@@ -16,11 +18,11 @@ from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.schedule import Mode, RolePlan, RunPlan, Schedule
-from buffer_rl.errors import BufferRLError, PayloadLostError, RolloutError, TrainError
+from buffer_rl.errors import BufferRLError, PayloadLostError, RolloutError, TrainError, WorkerDiedError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
 from buffer_rl.testing.virtual_runtime import Span, VirtualRuntime
-from buffer_rl.types import Ticket
+from buffer_rl.types import GroupUid, SampleGroup, Ticket
 from harness.ledger_contents import count_states
 
 PLAN = RunPlan(
@@ -40,6 +42,7 @@ class MortalBuffer:
 
     def __init__(self, folder: Path, max_staleness: int = 0) -> None:
         self._ledger_path, self._max_staleness = folder / "ledger.sqlite", max_staleness
+        folder.mkdir(exist_ok=True)
         path = folder / "rows.jsonl"
         path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(6)))
         self._args: Any = compose(CORE_SECTIONS)(
@@ -83,6 +86,37 @@ class Rollouts(FakeRollouts):
                 self._buffer.die()
             raise self._failures.pop(0)
         return super().run(ticket)
+
+
+class MortalRollouts(FakeRollouts):
+    """Its worker dies in the calls on rollouts, or evaluations, of ``deaths``, each time after one finished group.
+
+    made: how often each group was made."""
+
+    def __init__(self, buffer: MortalBuffer, deaths: list[str]) -> None:
+        super().__init__(buffer)  # type: ignore[arg-type]
+        self.buffer, self._deaths = buffer, deaths
+        self.restarts = 0
+        self.made: Counter[tuple[str, GroupUid]] = Counter()
+
+    def run(self, ticket: Ticket) -> Any:
+        dies = ticket.task in self._deaths
+        if dies:
+            self._deaths.remove(ticket.task)
+            leased = self.buffer.get_samples(ticket, ticket.num_groups)
+            self.report(ticket, leased[0])
+            raise WorkerDiedError("the process died", where="rollout.run")
+        for group in self.buffer.get_samples(ticket, ticket.num_groups):
+            self.report(ticket, group)
+        return {"rollout/raw_reward": 1.0}, []
+
+    def report(self, ticket: Ticket, group: SampleGroup) -> None:
+        self.made[ticket.task, group.uid] += 1
+        columns = {"tokens": [np.asarray([1, 2], dtype=np.int32) for _ in group]}
+        self.buffer.finish(ticket, group.uid, group.attempt, [sample.row_id for sample in group], columns)
+
+    def restart(self) -> None:
+        self.restarts += 1
 
 
 class Train(FakeTrain):
@@ -133,6 +167,50 @@ def make_driver(
         "publish": FakePublisher(),
     }
     return Driver(plan, VirtualRuntime(roles), recorder), train, recorder
+
+
+SURVIVES = replace(PLAN, roles=RolePlan(max_restarts=3))
+
+
+@pytest.mark.parametrize("deaths", [["train_0"], ["train_1", "train_1"], ["train_0", "train_1", "train_2"]])
+def test_another_rollout_worker_goes_on_with_the_ticket_and_makes_no_finished_group_again(
+    tmp_path: Path, deaths: list[str]
+) -> None:
+    buffer = MortalBuffer(tmp_path)
+    rollouts = MortalRollouts(buffer, list(deaths))
+    driver, train, recorder = make_driver(buffer, rollouts, plan=SURVIVES)  # type: ignore[arg-type]
+    assert driver.run().steps == 3
+    assert (rollouts.restarts, train.fetched, buffer.trained()) == (len(deaths), [0, 1, 2], 6)
+    undisturbed = MortalRollouts(MortalBuffer(tmp_path / "undisturbed"), [])
+    make_driver(undisturbed.buffer, undisturbed, plan=SURVIVES)[0].run()  # type: ignore[arg-type]
+    assert rollouts.made == undisturbed.made
+    assert set(rollouts.made.values()) == {1}
+    assert next(line for line in recorder.notices if "goes on" in line) == (
+        f"{deaths[0]} goes on: 1 groups stay finished, metrics are of the other 1"
+    )
+
+
+def test_a_worker_that_dies_whenever_it_is_replaced_ends_the_run_with_its_death(tmp_path: Path) -> None:
+    buffer = MortalBuffer(tmp_path)
+    rollouts = MortalRollouts(buffer, ["train_0", "train_1", "train_1", "train_2"])
+    driver, _, _ = make_driver(buffer, rollouts, plan=SURVIVES)  # type: ignore[arg-type]
+    with pytest.raises(WorkerDiedError, match="the process died"):
+        driver.run()
+    assert rollouts.restarts == 3
+
+
+@pytest.mark.parametrize("task", ["eval_0", "train_1"])
+def test_where_the_whole_rollout_is_needed_a_worker_that_died_has_it_made_again(tmp_path: Path, task: str) -> None:
+    """An evaluation's metrics are of all its groups; a sample filter sees a whole rollout."""
+    buffer = MortalBuffer(tmp_path)
+    rollouts = MortalRollouts(buffer, [task])
+    plan = replace(SURVIVES, evaluate=True, passes_on_tickets=False, max_rollout_retries=1)
+    driver, _, _ = make_driver(buffer, rollouts, plan=plan)  # type: ignore[arg-type]
+    assert driver.run().steps == 3
+    assert (rollouts.restarts, buffer.trained()) == (1, 6)
+    assert sorted(count for (name, _), count in rollouts.made.items() if name == task) == (
+        [1, 1, 1, 1, 1, 2] if task == "eval_0" else [1, 2]
+    )
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "pipelined"])
