@@ -200,7 +200,7 @@ class _Run:
             targets["record"] = self._local("record", recorder)
         watchers: list[Callable[[], None]] = [self._buffer_watch()]
         watchers += [self.fleet.check] if self.fleet is not None else []
-        watchers += [SourceWatch(self.source, self.observer.notice)] if self.source is not None else []
+        watchers += [SourceWatch(self.source, args, self.observer.notice)] if self.source is not None else []
         self.observer.planned(plan.num_rollouts)
         return Driver(plan, RayRuntime(targets, watchers), self.observer)
 

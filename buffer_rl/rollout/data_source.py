@@ -1,7 +1,7 @@
 """The process in which a user's data source (``--data-source-path``) runs, and how rollout workers call it.
 
-Who waits for whom: rollout workers wait for ``take`` and ``restore``, the driver for the rest, with a deadline each; the
-source waits for no process of the run.
+Who waits for whom: rollout workers wait for ``take`` and ``restore``, the driver for the rest, with a deadline each.
+The source waits for no process of the run.
 
 Ray starts the process again when it dies. The state that the new one needs is in the Buffer: the rollout worker whose
 request meets StateNeeded restores it (see ``buffer_rl.data.custom``).
@@ -116,13 +116,13 @@ class SourceClient:
 
 
 class SourceWatch:
-    """A watcher of the driver that never waits: calls ``notice`` with a line when the process was replaced."""
+    """A watcher of the driver, whose looks never wait: calls ``notice`` with a line when the process was replaced."""
 
-    def __init__(self, actor: Any, notice: Callable[[str], None]) -> None:
+    def __init__(self, actor: Any, args: Any, notice: Callable[[str], None]) -> None:
         self._actor = actor
         self._notice = notice
         self._question: Any = None
-        self._pid: int | None = None
+        self._pid: int = SourceAnswers.from_args(args).wait("pid", actor.pid.remote)
 
     def __call__(self) -> None:
         """One look."""
@@ -133,6 +133,6 @@ class SourceWatch:
         question, self._question = self._question, None
         with suppress(ray.exceptions.RayError):  # it died; its callers wait for the next one, or end the run
             pid = ray.get(question)
-            if self._pid not in (None, pid):
+            if pid != self._pid:
                 self._notice(f"the data source's process died and was replaced (process {pid})")
             self._pid = pid
