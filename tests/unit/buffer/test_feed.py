@@ -243,7 +243,7 @@ def test_whatever_is_lost_interrupted_or_asked_twice_every_group_is_trained_once
             act = partial(source.restore, *state.get_source_state())
         else:
             act = partial(state.deliver, batch) if batch is not None else state.get_headers
-        if draw.random() < 0.3:
+        if draw.random() < 0.5:
             late.append(act)
         else:
             act()
@@ -253,7 +253,7 @@ def test_whatever_is_lost_interrupted_or_asked_twice_every_group_is_trained_once
         while True:
             if late and draw.random() < 0.3:
                 late.pop(draw.randrange(len(late)))()
-            if draw.random() < 0.1:
+            if draw.random() < 0.3:
                 source = host(draw)
             try:
                 return state.get_samples(ticket, count)
