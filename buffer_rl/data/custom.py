@@ -241,8 +241,9 @@ class CustomSource:
         return self._last
 
     def restore(self, number: int, state: bytes) -> None:
-        """Go on after batch ``number - 1``, at which the state was ``state``. Nothing changes if the source stands there,
-        or has made batch ``number`` since another caller restored it. Raises PluginError."""
+        """Go on after batch ``number - 1``, at which the state was ``state``. Raises PluginError.
+
+        Nothing changes if the source stands there, or has made batch ``number`` since another caller restored it."""
         state_hash = hash_state(state)
         if number < self._next or self._stands_at(number, state_hash):
             return
