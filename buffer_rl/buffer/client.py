@@ -123,7 +123,6 @@ class BufferClient:
     load = _facade(BufferActor.load)
     get_num_rollout_per_epoch = _facade(BufferState.get_num_rollout_per_epoch)
     set_source_length = _facade(BufferState.set_source_length)
-    get_source_state = _facade(BufferState.get_source_state)
 
     def import_groups(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
         """Take groups over that were finished elsewhere; see ``BufferState.import_groups``."""

@@ -6,7 +6,7 @@ with the number of the next batch; the caller delivers it and tries again (``Rol
 get the same number: the batch is made once, and its second delivery is ignored.
 
 The source's state after the newest batch, the stock and the counts are one record, which is saved and loaded as one:
-a resumed run goes on with the very next group.
+a resumed run, and a source whose process died, go on with the very next group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import orjson
 
 from buffer_rl.buffer.codec import group_from_json, group_to_json
-from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
+from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest, hash_state
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError, DataError
 from buffer_rl.resolution.calls import place
@@ -143,7 +143,14 @@ class DeliveredFeed:
     def draw_prompts(self, num_groups: int) -> list[SampleGroup]:
         missing = num_groups - len(self._stock)
         if missing > 0:
-            raise DeliveryNeeded(DeliveryRequest(number=self._number, num_groups=missing, first_group=self._delivered))
+            raise DeliveryNeeded(
+                DeliveryRequest(
+                    number=self._number,
+                    num_groups=missing,
+                    first_group=self._delivered,
+                    state_hash=hash_state(self._source_state),
+                )
+            )
         return [self._stock.popleft() for _ in range(num_groups)]
 
     def rollback(self, groups: Sequence[SampleGroup]) -> None:

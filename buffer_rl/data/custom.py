@@ -2,7 +2,12 @@
 
 The source runs in a process of its own. The Buffer names the next batch that it needs (``DeliveryRequest``); the caller
 that wanted groups fetches the batch from the source's process (``Delivery``) and delivers it to the Buffer. Batches are
-numbered from 0, which makes both calls idempotent: a batch is made once and delivered once.
+numbered from 0, which makes both calls idempotent: a batch is delivered once.
+
+A request also names the state that the batch is to be made from, by its hash. A source that stands elsewhere (its
+process replaced one that died, the run was resumed, or the Buffer has another copy of the batch before, made by the
+process that died) raises StateNeeded, and the caller restores it from the Buffer. So each batch is made from the state
+after the batch that the Buffer took in before it, whatever dies in between and however many callers there are.
 
 Whatever the user's code raises becomes a PluginError that names the reference. What it returns is checked, and made
 plain records: the Buffer keeps them, writes them into its checkpoints as JSON, and must not load a user's classes.
@@ -32,17 +37,23 @@ MAX_STATE_BYTES = 64 * 2**20
 """The state travels and is kept with each batch; 64 MiB take some tenths of a second."""
 
 
+def hash_state(state: bytes) -> str:
+    """A hash that two states share only if they are equal."""
+    return hashlib.sha256(state).hexdigest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryRequest:
     """The batch that the Buffer needs before it can lease as many groups as the caller wants.
 
     number: of the batch. num_groups: how many groups it should have, at least 1. first_group: how many groups all
-    batches before it had.
+    batches before it had. state_hash: of the state after the batch before; of no bytes for batch 0.
     """
 
     number: int
     num_groups: int
     first_group: int
+    state_hash: str = hash_state(b"")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +71,10 @@ class DeliveryNeeded(BufferStateError):
     def __init__(self, request: DeliveryRequest) -> None:
         super().__init__("the next batch of the data source must be delivered first", where="buffer")
         self.request = request
+
+
+class StateNeeded(BufferStateError):
+    """The source stands elsewhere than the Buffer: restore it from the Buffer's state, and repeat the request."""
 
 
 def source_name(reference: str) -> str:
@@ -190,7 +205,7 @@ class CustomSource:
         self._reader = GroupReader(self.reference, args.n_samples_per_prompt)
         factory = registry.resolve("data_source", self.reference)
         self._source: Any = construct("data_source", self.reference, factory, args).built
-        self._next = 0
+        self._next, self._state_hash = 0, hash_state(b"")
         self._last: Delivery | None = None
         self._failure: BufferRLError | None = None
 
@@ -205,18 +220,20 @@ class CustomSource:
         """The batch that ``request`` names, with the state after it: made if it is the next one, the same again if it
         is the last one, and None if it is an older one, which the Buffer has.
 
-        Raises PluginError and DataError; the source is then of no use any more, and the error is raised again.
+        Raises StateNeeded, with nothing changed, if the source is not in the state to make it from. Raises PluginError
+        and DataError; the source is then of no use any more, and the error is raised again.
         """
         if self._failure is not None:
             raise self._failure
         if request.number < self._next:
             return self._last if self._last is not None and self._last.number == request.number else None
-        if request.number > self._next:
-            raise DataError(f"batch {request.number} is asked for", where=self._where, expected=f"batch {self._next}")
+        if not self._stands_at(request.number, request.state_hash):
+            raise StateNeeded(f"batch {request.number} cannot be made from the state of now", where=self._where)
         try:
             value = self._call("get_samples", request.num_groups)
             groups = self._reader.read(value, request)
             self._last = Delivery(number=request.number, groups=groups, state=self._save())
+            self._state_hash = hash_state(self._last.state)
         except BufferRLError as error:  # the source has gone on; a second try would lose its groups
             self._failure = error
             raise
@@ -224,12 +241,20 @@ class CustomSource:
         return self._last
 
     def restore(self, number: int, state: bytes) -> None:
-        """Go on after batch ``number - 1``, at which the state was ``state``. Raises PluginError."""
+        """Go on after batch ``number - 1``, at which the state was ``state``. Raises PluginError.
+
+        Nothing changes if the source stands there, or has made batch ``number`` since another caller restored it."""
+        state_hash = hash_state(state)
+        if number < self._next or self._stands_at(number, state_hash):
+            return
         with tempfile.TemporaryDirectory(prefix="buffer-rl-source-") as folder:
             path = Path(folder) / "state"
             path.write_bytes(state)
             self._call("load", str(path))
-        self._next, self._last, self._failure = number, None, None
+        self._next, self._state_hash, self._last, self._failure = number, state_hash, None, None
+
+    def _stands_at(self, number: int, state_hash: str) -> bool:
+        return (number, state_hash) == (self._next, self._state_hash)
 
     def _save(self) -> bytes:
         with tempfile.TemporaryDirectory(prefix="buffer-rl-source-") as folder:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
 from buffer_rl.buffer.state import BufferState
@@ -165,7 +164,7 @@ class Driver:
             or retries > self._plan.max_rollout_retries
         ):
             raise error
-        if self._prepares in (t.rollout_id for t in lost if t is not ticket):
+        if any(t.rollout_id == self._prepares for t in lost if t is not ticket):
             raise error
         self._retries, self._counted = retries, incarnation if replaced else self._counted
         for task in dict.fromkeys(t.task for t in (ticket, *lost)):
@@ -368,8 +367,9 @@ class Driver:
         ticket = None if rollout_id is None else self._tickets.get(rollout_id)
         if ticket is not None and self._plan.passes_on_tickets and is_worker_death("rollout", error):
             return self._pass_on(ticket, error)
+        requeue = BufferState.requeue_for_readers
         try:
-            return self._roles.replace(failed, error, partial(self._buffer, BufferState.requeue_for_readers))
+            return self._roles.replace(failed, error, lambda task, reader: self._buffer(requeue, task, reader))
         except BufferRLError as lasting:
             if ticket is None or rollout_id == self._prepares:
                 raise

@@ -40,7 +40,7 @@ from buffer_rl.engine.process import with_engine_key
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
-from buffer_rl.rollout.data_source import start_data_source
+from buffer_rl.rollout.data_source import SourceAnswers, SourceWatch, start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
 from buffer_rl.train.batch_sizes import optimizer_steps, with_steps
@@ -153,8 +153,7 @@ class _Run:
 
     def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> WorkerGroup:
         storage = self._start_storage(args.num_data_storage_units, buffer)
-        source = self.source.actors[0] if self.source is not None else None
-        workers = start_rollout_workers(args, args_text, buffer, logs, storage, source)
+        workers = start_rollout_workers(args, args_text, buffer, logs, storage, self.source)
         self.stack.callback(workers.stop, "close", CLOSE_TIMEOUT_S)
         return workers
 
@@ -201,6 +200,7 @@ class _Run:
             targets["record"] = self._local("record", recorder)
         watchers: list[Callable[[], None]] = [self._buffer_watch()]
         watchers += [self.fleet.check] if self.fleet is not None else []
+        watchers += [SourceWatch(self.source, args, self.observer.notice)] if self.source is not None else []
         self.observer.planned(plan.num_rollouts)
         return Driver(plan, RayRuntime(targets, watchers), self.observer)
 
@@ -246,7 +246,8 @@ class _Run:
             return args.num_rollout
         assert args.num_epoch is not None  # checked with the options
         if self.source is not None:
-            self.buffer.set_source_length(self.source.call("num_rows", timeout_s=args.data_source_timeout_s))
+            answers = SourceAnswers.from_args(args)
+            self.buffer.set_source_length(answers.wait("num_rows", self.source.num_rows.remote))
         return args.num_epoch * self.buffer.get_num_rollout_per_epoch()
 
     def _train_args(self, role: str) -> Args:
@@ -298,19 +299,18 @@ class _Run:
         if self.checkpoint is not None and self.trained and self.num_rollouts > 0:
             # A run that only evaluates may have other data, or none.
             self.buffer.load(str(self.checkpoint.folder))
-            self._restore_source()
         for group in self.roles.values():
             group.wait_ready()
         if self.rollout is not None:
             for _ in self.rollout.actors:
                 self.rollout.call("ready", timeout_s=limit)
 
-    def _start_source(self, args: Args, logs: str) -> WorkerGroup:
+    def _start_source(self, args: Args, logs: str) -> Any:
         """The user's data source, constructed: what its constructor raises must not wait for the engines."""
-        source = start_data_source(dump_args(args), logs)
-        self.stack.callback(source.stop)
-        source.call("setup", timeout_s=args.data_source_timeout_s)
-        return source
+        actor = start_data_source(args, logs)
+        self.stack.callback(WorkerGroup("data_source", [actor]).stop)
+        SourceAnswers.from_args(args).wait("setup", actor.setup.remote)
+        return actor
 
     def _start_storage(self, num_units: int, buffer: Any) -> Sequence[StorageUnit]:
         """The processes that own large payloads; none where the Buffer does."""
@@ -321,13 +321,6 @@ class _Run:
         self.stack.callback(storage.stop)
         storage.call("ready", timeout_s=self.args.train_timeout_s)
         return units
-
-    def _restore_source(self) -> None:
-        if self.source is None:
-            return
-        number, state = self.buffer.get_source_state()
-        if number > 0:
-            self.source.call("restore", number, state, timeout_s=self.args.data_source_timeout_s)
 
     def _buffer_watch(self) -> BufferWatch:
         def show(progress: Mapping[str, Any]) -> None:

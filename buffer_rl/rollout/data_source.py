@@ -1,35 +1,48 @@
 """The process in which a user's data source (``--data-source-path``) runs, and how rollout workers call it.
 
-Who waits for whom: rollout workers wait for ``take``, the driver for the rest, with a deadline each; the source waits
-for no process of the run.
+Who waits for whom: rollout workers wait for ``take`` and ``restore``, the driver for the rest, with a deadline each.
+The source waits for no process of the run.
+
+Ray starts the process again when it dies. The state that the new one needs is in the Buffer: the rollout worker whose
+request meets StateNeeded restores it (see ``buffer_rl.data.custom``).
 """
 
 from __future__ import annotations
 
-from functools import partial
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property, partial
 from typing import Any, cast
 
 import ray
 
 from buffer_rl.buffer.calling import Answers
-from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
-from buffer_rl.config import load_args
-from buffer_rl.data.custom import CustomSource, Delivery, DeliveryRequest
-from buffer_rl.errors import WorkerError
+from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.state import BufferState
+from buffer_rl.cluster.worker_group import redirect_output
+from buffer_rl.config import dump_args, load_args
+from buffer_rl.data.custom import CustomSource, Delivery, DeliveryRequest, StateNeeded
+from buffer_rl.errors import BufferRLError, WorkerDiedError, WorkerError
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.calls import place
 
 
 class DataSourceActor:
-    """Hosts one ``CustomSource``. What the user's code prints goes to the file ``log_path``."""
+    """Hosts one ``CustomSource``. What the user's code prints goes to the end of the file ``log_path``."""
 
     def __init__(self, args_text: str, log_path: str) -> None:
         redirect_output(log_path)
         self._args: Any = load_args(args_text)
-        self._hosted: CustomSource | None = None
+
+    @cached_property
+    def _source(self) -> CustomSource:
+        """Constructed in a call, not with the actor, for Ray keeps a constructor's error as text alone."""
+        return CustomSource(self._args, PluginRegistry.from_flags(self._args.plugin))
 
     def setup(self) -> None:
-        """Construct the user's class. A method of its own, for Ray keeps a constructor's error as text alone."""
-        self._hosted = CustomSource(self._args, PluginRegistry.from_flags(self._args.plugin))
+        """Construct the user's class. A process that replaces one that died does so in its first call."""
+        _ = self._source
 
     def num_rows(self) -> int:
         return self._source.num_rows()
@@ -40,37 +53,86 @@ class DataSourceActor:
     def restore(self, number: int, state: bytes) -> None:
         self._source.restore(number, state)
 
-    @property
-    def _source(self) -> CustomSource:
-        if self._hosted is None:
-            raise WorkerError("the data source is not set up", where="data_source", hint="call setup() first")
-        return self._hosted
+    def pid(self) -> int:
+        return os.getpid()
 
 
-def start_data_source(args_text: str, log_dir: str) -> WorkerGroup:
-    """Start the data source's process; the user's class is constructed once ``setup`` has answered."""
-    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(DataSourceActor)
-    return WorkerGroup("data_source", [remote.remote(args_text, f"{log_dir}/data_source.log")])
+def start_data_source(args: Any, log_dir: str) -> Any:
+    """Start the data source's process. Returns its handle; the user's class is constructed once ``setup`` has
+    answered."""
+    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=args.role_max_restarts)(DataSourceActor)
+    return remote.remote(dump_args(args), f"{log_dir}/data_source.log")
+
+
+class SourceAnswers(Answers):
+    """Answers of the data source's process; errors name the user's class."""
+
+    @classmethod
+    def from_args(cls, args: Any) -> SourceAnswers:
+        role = place("data_source", args.data_source_path)
+        flag = "--data-source-timeout-s"
+        return cls(who="the data source", role=role, timeout_s=args.data_source_timeout_s, flag=flag)
+
+    def named(self, method: str, error: Any) -> BufferRLError:
+        found = Answers.named(self, method, error)
+        if not isinstance(found, WorkerDiedError):
+            return found
+        hint = "logs/data_source.log has what it printed; --role-max-restarts says how often it is replaced"
+        return WorkerError(f"its process died, and is not replaced again: {error}", where=found.where, hint=hint)
 
 
 class SourceClient:
     """Asks the actor of a user's data source for batches; a ``BatchSource`` of ``buffer_rl.buffer.rollout_client``.
 
-    Raises DeadlineError after ``timeout_s``, WorkerError if its process died, and what the source raised.
+    Raises DeadlineError after ``--data-source-timeout-s``, WorkerError if its process died for good, and what the
+    source raised.
     """
 
-    def __init__(self, actor: Any, *, timeout_s: float) -> None:
+    def __init__(self, actor: Any, args: Any, buffer: BufferClient) -> None:
         self._actor = actor
-        self._answers = Answers(
-            who="the data source", role="data_source", timeout_s=timeout_s, flag="--data-source-timeout-s"
-        )
+        self._answers = SourceAnswers.from_args(args)
+        self._buffer = buffer
 
     def take(self, request: DeliveryRequest) -> Delivery | None:
-        """The batch that ``request`` names; None if the Buffer has it already."""
-        delivery: Delivery | None = self._answers.wait("take", partial(self._actor.take.remote, request))
+        """The batch that ``request`` names. None if the caller must ask the Buffer again: because it has the batch
+        already, or because the source was restored to the Buffer's state first."""
+        try:
+            delivery: Delivery | None = self._answers.wait("take", partial(self._actor.take.remote, request))
+        except StateNeeded:
+            saved = self._buffer.call(BufferState.get_source_state)
+            self._answers.wait("restore", partial(self._actor.restore.remote, *saved))
+            return None
         return delivery
 
     async def atake(self, request: DeliveryRequest) -> Delivery | None:
         """``take`` for an event loop."""
-        delivery: Delivery | None = await self._answers.until("take", partial(self._actor.take.remote, request))
+        try:
+            delivery: Delivery | None = await self._answers.until("take", partial(self._actor.take.remote, request))
+        except StateNeeded:
+            saved = await self._buffer.acall(BufferState.get_source_state)
+            await self._answers.until("restore", partial(self._actor.restore.remote, *saved))
+            return None
         return delivery
+
+
+class SourceWatch:
+    """A watcher of the driver, whose looks never wait: calls ``notice`` with a line when the process was replaced."""
+
+    def __init__(self, actor: Any, args: Any, notice: Callable[[str], None]) -> None:
+        self._actor = actor
+        self._notice = notice
+        self._question: Any = None
+        self._pid: int = SourceAnswers.from_args(args).wait("pid", actor.pid.remote)
+
+    def __call__(self) -> None:
+        """One look."""
+        if self._question is None:
+            self._question = self._actor.pid.remote()
+        if not ray.wait([self._question], timeout=0)[0]:  # it works for the user's code
+            return
+        question, self._question = self._question, None
+        with suppress(ray.exceptions.RayError):  # it died; its callers wait for the next one, or end the run
+            pid = ray.get(question)
+            if pid != self._pid:
+                self._notice(f"the data source's process died and was replaced (process {pid})")
+            self._pid = pid

@@ -56,8 +56,7 @@ class RolloutWorker(PayloadProducer):
             timeout_s=self._args.buffer_timeout_s,
             min_bytes=self._args.data_storage_min_bytes,
         )
-        timeout_s = self._args.data_source_timeout_s
-        self._source = None if source is None else SourceClient(source, timeout_s=timeout_s)
+        self._source = None if source is None else SourceClient(source, self._args, self._client)
         self._registry = PluginRegistry.from_flags(self._args.plugin)
         self._converter = GroupConverter.from_args(self._args, self._registry)
         train = _construct(self._registry, self._args.rollout_function_path, self._args)

@@ -64,7 +64,10 @@ class TrainOptions(Section):
         0, "processes that compute advantages of finished groups; 0: the trainer does", ge=0
     )
     role_max_restarts: int = option(
-        2, "how often in a run the processes of these roles, and rollout workers, are replaced after one died", ge=0
+        2,
+        "how often in a run the processes of these roles, and rollout workers, are replaced after one of them died; and, "
+        "counted by itself, how often that of --data-source-path is",
+        ge=0,
     )
     balance_data: bool = option(
         False,

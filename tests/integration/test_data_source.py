@@ -1,4 +1,4 @@
-"""Whole runs with a data source of the user's own: interrupted or not, it hands out the same groups."""
+"""Whole runs with a data source of the user's own: interrupted, killed or neither, it hands out the same groups."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.row_file import read_rollout
 from buffer_rl.driver.local_roles import rollout_path
-from buffer_rl.errors import PluginError
+from buffer_rl.errors import PluginError, WorkerError
 from buffer_rl.testing.tiny import make_tiny_model
+from buffer_rl.types import GroupUid
 from harness.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -26,17 +31,31 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SOURCE = """
 import json
+import os
 import random
+import signal
+from pathlib import Path
 from buffer_rl.types import Sample
+
+
+def kill_once(args, moment):
+    '''The source's process, in the run of the folder 'killed'.'''
+    folder = Path(args.run_dir)
+    if folder.name == "killed" and not (folder / moment).exists():
+        (folder / moment).touch()
+        os.kill(int((folder / "logs" / "data_source.log").read_text().split()[-1]), signal.SIGKILL)
 
 
 class Letters:
     def __init__(self, args):
-        print("letters for", args.prompt_data)
+        print("letters for", args.prompt_data, "in process", os.getpid())
         self.args, self.drawn = args, 0
 
     def get_samples(self, num_samples):
-        return [self.group() for _ in range(num_samples)]
+        groups = [self.group() for _ in range(num_samples)]
+        if self.drawn > 3:
+            kill_once(self.args, "after a batch was made, before it was sent")
+        return groups
 
     def group(self):
         word = "".join(random.Random(self.drawn).choices("abc", k=4))
@@ -60,7 +79,19 @@ class Broken(Letters):
         raise ValueError("no such table: prompts")
 
 
+class Fatal(Letters):
+    def get_samples(self, num_samples):
+        os._exit(3)
+
+
+class FatalAtOnce(Letters):
+    def __init__(self, args):
+        os._exit(3)
+
+
 def not_b(args, group):
+    if group[0].group_index > 6:
+        kill_once(args, "between two batches")
     return not group[0].label.startswith("b")
 """
 
@@ -78,52 +109,105 @@ def prompts_of(template: str, rollout_ids: range) -> list[tuple[str, list[int]]]
     return found
 
 
+def source_log(args: Any) -> str:
+    return (Path(args.run_dir) / "logs" / "data_source.log").read_text()
+
+
+def groups_of(args: Any) -> list[tuple[GroupUid, GroupState]]:
+    """Every group that was leased, in order, with its final state."""
+    audit = LedgerAudit(Path(args.run_dir) / FILE_NAME)
+    with closing(audit):
+        assert audit.faults() == []
+        return audit.states()
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with SOURCE. Its path is in the uids of the groups."""
+    path = tmp_path_factory.mktemp("letters") / "letters.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def of_letters(letters: Path, options_in: MakeOptions) -> MakeOptions:
+    """Options of a run in a folder; its rows are kept beside the folder."""
+
+    def make(folder: Path, **changes: Any) -> Any:
+        options = {
+            "data_source_path": f"{letters}:Letters",
+            "dynamic_sampling_filter_path": f"{letters}:not_b",
+            "prompt_data": ["a-table-of-its-own"],  # no file: only the source would know what it is
+            "eval_prompt_data": [],
+            "eval_interval": None,
+            "save_debug_rollout_data": f"{folder}_{{rollout_id}}",
+        }
+        return options_in(folder, **{**options, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train: Run, of_letters: MakeOptions, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The options of a run of one epoch that has ended."""
+    args = of_letters(tmp_path_factory.mktemp("undisturbed") / "run", num_rollout=None, num_epoch=1)
+    assert train(args).steps == 3
+    return args
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_takes_the_groups_of_an_uninterrupted_one(
-    train: Run, make_options: MakeOptions, tmp_path: Path
+    train: Run, of_letters: MakeOptions, undisturbed: Any, tmp_path: Path
 ) -> None:
-    (tmp_path / "letters.py").write_text(SOURCE)
-    options = {
-        "data_source_path": f"{tmp_path / 'letters.py'}:Letters",
-        "dynamic_sampling_filter_path": f"{tmp_path / 'letters.py'}:not_b",
-        "prompt_data": ["a-table-of-its-own"],  # no file: only the source would know what it is
-        "eval_prompt_data": [],
-        "eval_interval": None,
-    }
-    whole = str(tmp_path / "whole_{rollout_id}")
-    parts = str(tmp_path / "parts_{rollout_id}")
-    saved = str(tmp_path / "checkpoints")
-    first = make_options(
-        num_rollout=None, num_epoch=1, run_dir=str(tmp_path / "a"), save_debug_rollout_data=whole, **options
-    )
-    assert train(first).steps == 3
-    assert "letters for ['a-table-of-its-own']" in (tmp_path / "a" / "logs" / "data_source.log").read_text()
-    head = make_options(
-        num_rollout=2, run_dir=str(tmp_path / "b"), save=saved, save_debug_rollout_data=parts, **options
-    )
-    assert train(head).steps == 2
-    tail = make_options(
-        num_rollout=3, run_dir=str(tmp_path / "b"), load=saved, save_debug_rollout_data=parts, **options
-    )
+    parts, saved = tmp_path / "parts", str(tmp_path / "checkpoints")
+    assert "letters for ['a-table-of-its-own']" in source_log(undisturbed)
+    assert train(of_letters(parts, num_rollout=2, save=saved)).steps == 2
+    tail = of_letters(parts, num_rollout=3, load=saved)
     assert train(tail).steps == 3
-    taken = prompts_of(whole, range(3))
-    assert prompts_of(parts, range(3)) == taken
+    taken = prompts_of(undisturbed.save_debug_rollout_data, range(3))
+    assert prompts_of(tail.save_debug_rollout_data, range(3)) == taken
     rows = [int(uid.split(":")[-2]) for uid, _ in taken]
     assert len(rows) == 9
     assert rows == sorted(set(rows))
     assert rows[-1] > 8  # some were dropped and replaced, one at a time
 
 
-def test_what_a_sources_constructor_raises_ends_the_run_by_its_name(
-    train: Run, make_options: MakeOptions, tmp_path: Path
+@pytest.mark.slow
+def test_a_source_that_is_killed_goes_on_with_the_groups_of_an_undisturbed_run(
+    train: Run, of_letters: MakeOptions, undisturbed: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "letters.py").write_text(SOURCE)
-    with pytest.raises(PluginError) as caught:
-        train(make_options(data_source_path=f"{tmp_path / 'letters.py'}:Broken"))
+    killed = of_letters(tmp_path / "killed", num_rollout=None, num_epoch=1, progress="plain")
+    assert train(killed).steps == 3
+    assert len(list((tmp_path / "killed").glob("*batch*"))) == 2
+    assert source_log(killed).count("letters for") == 3  # --role-max-restarts is 2
+    assert "the data source's process died and was replaced" in capfd.readouterr().out
+    assert groups_of(killed) == groups_of(undisturbed)
+    taken = prompts_of(undisturbed.save_debug_rollout_data, range(3))
+    assert prompts_of(killed.save_debug_rollout_data, range(3)) == taken
+
+
+@pytest.mark.parametrize("name", ["Fatal", "FatalAtOnce"])
+def test_a_source_whose_process_dies_each_time_ends_the_run_by_its_name(
+    name: str, train: Run, of_letters: MakeOptions, letters: Path, tmp_path: Path
+) -> None:
+    args = of_letters(tmp_path / "run", data_source_path=f"{letters}:{name}", role_max_restarts=1)
+    with pytest.raises(WorkerError) as caught:
+        train(args)
     message = str(caught.value)
-    assert f"data_source '{tmp_path / 'letters.py'}:Broken', while it was constructed" in message
+    assert f"data_source '{letters}:{name}'" in message
+    assert "its process died, and is not replaced again" in message
+    assert "--role-max-restarts" in message
+
+
+def test_what_a_sources_constructor_raises_ends_the_run_by_its_name(
+    train: Run, make_options: MakeOptions, letters: Path
+) -> None:
+    with pytest.raises(PluginError) as caught:
+        train(make_options(data_source_path=f"{letters}:Broken"))
+    message = str(caught.value)
+    assert f"data_source '{letters}:Broken', while it was constructed" in message
     assert "ValueError: no such table: prompts" in message
-    assert 'letters.py", line 34, in __init__' in message
+    assert 'letters.py", line 48, in __init__' in message
     gone = "ray::DataSourceActor"
     assert holds_within(30, lambda: not [p for p in descendants(os.getpid()) if p.command.startswith(gone)])
 

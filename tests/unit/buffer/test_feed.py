@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,11 @@ from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
-from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
+from buffer_rl.data.custom import CustomSource, Delivery, DeliveryNeeded, DeliveryRequest, StateNeeded, hash_state
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError, DataError
 from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
 from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket
 from harness.saved_state import load_saved, saved_state
 
@@ -53,8 +56,9 @@ def needed(ask: Callable[[], object]) -> DeliveryRequest:
     return caught.value.request
 
 
-def request(number: int, num_groups: int, first_group: int) -> DeliveryRequest:
-    return DeliveryRequest(number=number, num_groups=num_groups, first_group=first_group)
+def request(number: int, num_groups: int, first_group: int, state: bytes = b"") -> DeliveryRequest:
+    hashed = hash_state(state)
+    return DeliveryRequest(number=number, num_groups=num_groups, first_group=first_group, state_hash=hashed)
 
 
 def test_what_is_missing_is_asked_for_by_number_and_nothing_is_leased_before_it_is_there() -> None:
@@ -77,7 +81,7 @@ def test_two_who_ask_at_once_get_one_batch_between_them() -> None:
     state.deliver(delivery(0, 0, 1, 2, state=b"after 3"))
     state.deliver(delivery(0, 0, 1, 2, state=b"after 3"))
     assert rows(state.get_samples(ticket, 1)) == [0]
-    assert needed(lambda: state.get_samples(ticket, 3)) == request(1, 1, 3)
+    assert needed(lambda: state.get_samples(ticket, 3)) == request(1, 1, 3, b"after 3")
     assert state.get_source_state() == (1, b"after 3")
 
 
@@ -138,7 +142,7 @@ def test_stock_state_and_counts_are_saved_and_loaded_as_one() -> None:
     load_saved(again, saved)
     assert again.get_source_state() == (1, b"\x00\xff")
     ticket = again.generate(0)
-    assert needed(lambda: again.get_samples(ticket, 4)) == request(1, 1, 3)
+    assert needed(lambda: again.get_samples(ticket, 4)) == request(1, 1, 3, b"\x00\xff")
     groups = again.get_samples(ticket, 3)  # the leased one first, then the stock
     assert rows(groups) == [0, 1, 2]
     assert groups[2][0].prompt == "p2"
@@ -187,24 +191,34 @@ def test_a_buffer_with_data_of_its_own_takes_no_deliveries(tmp_path: Path) -> No
 
 
 class Counting:
-    """A data source that counts; its batches are as long as ``draw`` says, and at most as long as asked."""
+    """A user's data source that counts. A batch is as long as ``args.draw`` says, and at most as long as asked: made
+    again, it is another one."""
 
-    def __init__(self, draw: random.Random) -> None:
-        self.draw = draw
+    def __init__(self, args: Any) -> None:
+        self.draw: random.Random = args.draw
         self.next_row = 0
-        self.number = 0
-        self.last: Delivery | None = None
 
-    def take(self, needed: DeliveryRequest) -> Delivery | None:
-        if needed.number < self.number:
-            return self.last if self.last is not None and self.last.number == needed.number else None
-        assert (needed.number, needed.first_group) == (self.number, self.next_row)
-        count = self.draw.randint(1, needed.num_groups)
-        batch = range(self.next_row, self.next_row + count)
-        self.next_row += count
-        self.number += 1
-        self.last = delivery(needed.number, *batch, state=str(self.next_row).encode())
-        return self.last
+    def get_samples(self, num_samples: int) -> list[SampleGroup]:
+        batch = range(self.next_row, self.next_row + self.draw.randint(1, num_samples))
+        self.next_row = batch.stop
+        return [make_group(row) for row in batch]
+
+    def save(self, path: str) -> None:
+        Path(path).write_text(str(self.next_row))
+
+    def load(self, path: str) -> None:
+        self.next_row = int(Path(path).read_text())
+
+    def __len__(self) -> int:
+        return 1000
+
+
+REGISTRY = PluginRegistry()
+
+
+def host(draw: random.Random) -> CustomSource:
+    args = SimpleNamespace(data_source_path=f"{__name__}:Counting", n_samples_per_prompt=1, draw=draw)
+    return CustomSource(args, REGISTRY)
 
 
 def finish(state: BufferState, ticket: Ticket, group: SampleGroup) -> None:
@@ -215,25 +229,36 @@ def finish(state: BufferState, ticket: Ticket, group: SampleGroup) -> None:
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=150, deadline=None)
 def test_whatever_is_lost_interrupted_or_asked_twice_every_group_is_trained_once_and_in_order(seed: int) -> None:
-    """Two workers whose requests, batches and deliveries overlap at random, batches lost on the way, and restarts from
-    a checkpoint at random moments: the source goes on from the saved state, the Buffer from its own."""
+    """Two workers whose requests, batches, deliveries and restorations overlap at random, batches lost on the way, the
+    source's process killed at random moments, and restarts of the run from a checkpoint."""
     draw = random.Random(seed)
-    state, source = make_state(), Counting(draw)
-    late: list[Delivery] = []  # answers that a worker still holds
+    state, source = make_state(), host(draw)
+    late: list[Callable[[], object]] = []  # what a worker is still about to do
     trained: list[int] = []
 
+    def ask(needed: DeliveryRequest) -> None:
+        try:
+            batch = source.take(needed)
+        except StateNeeded:
+            act = partial(source.restore, *state.get_source_state())
+        else:
+            act = partial(state.deliver, batch) if batch is not None else state.get_headers
+        if draw.random() < 0.5:
+            late.append(act)
+        else:
+            act()
+
     def lease(ticket: Ticket, count: int) -> list[SampleGroup]:
+        nonlocal source
         while True:
             if late and draw.random() < 0.3:
-                state.deliver(late.pop(draw.randrange(len(late))))
+                late.pop(draw.randrange(len(late)))()
+            if draw.random() < 0.3:
+                source = host(draw)
             try:
                 return state.get_samples(ticket, count)
             except DeliveryNeeded as error:
-                batch = source.take(error.request)
-                if batch is not None and draw.random() < 0.2:
-                    late.append(batch)
-                elif batch is not None:
-                    state.deliver(batch)
+                ask(error.request)
 
     for step in range(6):
         ticket = state.generate(step)
@@ -242,11 +267,9 @@ def test_whatever_is_lost_interrupted_or_asked_twice_every_group_is_trained_once
             leased += lease(ticket, draw.randint(1, 2))
             if draw.random() < 0.2:  # killed; the run goes on from what was saved
                 saved = saved_state(state)
-                state, source, late, leased = make_state(), Counting(draw), [], []
+                state, source, leased = make_state(), host(draw), []
+                late.clear()
                 load_saved(state, saved)
-                source.number, source.next_row = (lambda number, row: (number, int(row or 0)))(
-                    *state.get_source_state()
-                )
                 ticket = state.generate(step)
         for group in leased:
             finish(state, ticket, group)

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.data.custom import CustomSource, Delivery, DeliveryRequest, GroupReader, source_name
+from buffer_rl.data.custom import (
+    CustomSource,
+    Delivery,
+    DeliveryRequest,
+    GroupReader,
+    StateNeeded,
+    hash_state,
+    source_name,
+)
 from buffer_rl.errors import BufferRLError, DataError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
@@ -62,8 +70,9 @@ def host(tmp_path: Path) -> Host:
     return make
 
 
-def request(number: int, num_groups: int, first_group: int = 0) -> DeliveryRequest:
-    return DeliveryRequest(number=number, num_groups=num_groups, first_group=first_group)
+def request(number: int, num_groups: int, first_group: int = 0, state: bytes = b"") -> DeliveryRequest:
+    hashed = hash_state(state)
+    return DeliveryRequest(number=number, num_groups=num_groups, first_group=first_group, state_hash=hashed)
 
 
 def prompts(delivery: Delivery | None) -> list[Any]:
@@ -78,11 +87,9 @@ def test_batches_are_made_once_each_and_bear_the_state_after_them(host: Host) ->
     assert first is not None
     assert first.state == b"2"
     assert source.take(request(0, 1)) == first  # asked for again, perhaps by another worker
-    second = source.take(request(1, 1, 2))
+    second = source.take(request(1, 1, 2, b"2"))
     assert (prompts(second), second and second.state) == (["p2"], b"3")
     assert source.take(request(0, 2)) is None  # the Buffer has it
-    with pytest.raises(DataError, match="expected: batch 2"):
-        source.take(request(3, 1))
     assert source.num_rows() == 7
 
 
@@ -90,13 +97,43 @@ def test_a_restored_source_goes_on_after_the_batch_whose_state_it_got(host: Host
     source = host()
     saved = source.take(request(0, 3))
     assert saved is not None
-    lost = source.take(request(1, 2, 3))
+    lost = source.take(request(1, 2, 3, b"3"))
     again = host()
     again.restore(1, saved.state)
     assert again.take(request(0, 3)) is None
-    made_again = again.take(request(1, 2, 3))
+    made_again = again.take(request(1, 2, 3, b"3"))
     assert prompts(made_again) == prompts(lost) == ["p3", "p4"]
     assert [batch and batch.state for batch in (made_again, lost)] == [b"5", b"5"]
+
+
+def test_a_batch_is_made_from_the_state_after_the_batch_before_it_and_from_no_other(host: Host) -> None:
+    source = host()
+    with pytest.raises(StateNeeded, match="Source': batch 2 cannot be made"):  # its process is a new one
+        source.take(request(2, 1, 7, b"7"))
+    source.restore(2, b"7")
+    assert prompts(source.take(request(2, 1, 7, b"7"))) == ["p7"]
+    with pytest.raises(StateNeeded):  # the Buffer took in a batch 2 of two groups, which a process made that died
+        source.take(request(3, 1, 9, b"9"))
+    source.restore(3, b"9")
+    assert prompts(source.take(request(3, 1, 9, b"9"))) == ["p9"]
+
+
+def test_a_source_that_another_caller_restored_first_stays_where_it_is(host: Host) -> None:
+    source = host()
+    source.restore(5, b"5")
+    made = source.take(request(5, 2, 5, b"5"))
+    for number, state in ((5, b"5"), (4, b"4")):  # read from the Buffer before that batch was delivered
+        source.restore(number, state)
+    assert source.take(request(5, 2, 5, b"5")) == made
+    assert prompts(source.take(request(6, 1, 7, b"7"))) == ["p7"]
+
+
+def test_a_source_that_stands_where_it_is_restored_to_is_not_loaded_again(host: Host) -> None:
+    code = "\n\nclass Mine(Source):\n    def load(self, path):\n        raise OSError('it is slow')\n"
+    source = host(code, "Mine")
+    source.restore(0, b"")
+    assert prompts(source.take(request(0, 2))) == ["p0", "p1"]
+    source.restore(1, b"2")
 
 
 def test_groups_without_a_uid_get_their_running_number_and_samples_their_place(host: Host) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.data.custom import CustomSource, DeliveryRequest
+from buffer_rl.data.custom import CustomSource, DeliveryRequest, hash_state
 from buffer_rl.errors import DataError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
@@ -21,8 +21,9 @@ def hosted(name: str, folder: Path) -> CustomSource:
     return CustomSource(compose(CORE_SECTIONS)(**options), PluginRegistry())
 
 
-def take(source: CustomSource, number: int, num_groups: int, first: int) -> tuple[list[Any], bytes]:
-    delivery = source.take(DeliveryRequest(number=number, num_groups=num_groups, first_group=first))
+def take(source: CustomSource, number: int, num_groups: int, first: int, state: bytes = b"") -> tuple[list[Any], bytes]:
+    hashed = hash_state(state)
+    delivery = source.take(DeliveryRequest(number=number, num_groups=num_groups, first_group=first, state_hash=hashed))
     assert delivery is not None
     shown = [
         (group.uid.row, [(sample.prompt, sample.label, sample.group_index, sample.index) for sample in group])
@@ -38,10 +39,10 @@ def test_it_hands_out_and_goes_on_where_it_was_saved(tmp_path: Path) -> None:
         (0, [("0+1=", "1", 0, 0), ("0+1=", "1", 0, 1)]),
         (1, [("1+1=", "2", 1, 2), ("1+1=", "2", 1, 3)]),
     ]
-    rest, _ = take(source, 1, 1, 2)
+    rest, _ = take(source, 1, 1, 2, state)
     resumed = hosted("CountingSource", tmp_path)
     resumed.restore(1, state)
-    assert take(resumed, 1, 1, 2)[0] == rest == [(2, [("2+1=", "3", 2, 4), ("2+1=", "3", 2, 5)])]
+    assert take(resumed, 1, 1, 2, state)[0] == rest == [(2, [("2+1=", "3", 2, 4), ("2+1=", "3", 2, 5)])]
     assert resumed.num_rows() == 100
 
 
