@@ -24,6 +24,8 @@ CAMPAIGNS: Mapping[str, tuple[str, ...]] = {
     "ledger": ("benchmarks/ledger_kills.py",),
     "buffer, lockstep": ("benchmarks/faults.py", "buffer"),
     "buffer, pipelined": ("benchmarks/faults.py", "buffer", "--schedule", "pipelined"),
+    "rollout worker, lockstep": ("benchmarks/faults.py", "rollout"),
+    "rollout worker, pipelined": ("benchmarks/faults.py", "rollout", "--schedule", "pipelined"),
     "driver": ("benchmarks/faults.py", "driver"),
     "rank": ("benchmarks/faults.py", "rank"),
     "schedules": ("benchmarks/schedule_equality.py", "--whole"),

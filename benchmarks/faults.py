@@ -1,12 +1,13 @@
 """Kill parts of live runs at random moments, and compare how they end with an undisturbed run.
 
-    python benchmarks/faults.py                          # everything: about seventeen minutes on two cores
+    python benchmarks/faults.py                          # everything: about twenty minutes on two cores
     python benchmarks/faults.py buffer --kills 25        # the Buffer's process; the run goes on by itself
+    python benchmarks/faults.py rollout --kills 25       # the rollout worker; the same
     python benchmarks/faults.py driver --cuts 10         # the driver, then --load: ten times along one lineage
     python benchmarks/faults.py rank --cuts 10           # a trainer rank, then --load
 
 Each run must end with the parameters of the undisturbed one, bit by bit, and its ledger must hold each group of each
-step as trained, once. After the driver or a rank was killed, the checkpoint that the next run continues from is
+step as trained, once. After a rollout worker was killed, no finished group may have been made again. After the driver or a rank was killed, the checkpoint that the next run continues from is
 compared with that of the undisturbed run too. Exit status 1 if anything differs.
 """
 
@@ -25,21 +26,22 @@ from harness.faulty_runs import GROUPS, LiveRun, Outcome, make_options, make_tas
 
 LIMIT_S = 300.0
 STEPS_PER_CUT = 3
-LONGEST_LIFE_S = 1.5  # of a Buffer: on a quiet machine a few steps
+LONGEST_LIFE_S = 1.5  # of a process that is killed: on a quiet machine a few steps
+RESTARTS = {"buffer": "buffer_max_restarts", "rollout": "role_max_restarts"}  # processes that a run replaces by itself
 
 
-def kill_buffers(folder: Path, kills: int, schedule: str, draw: random.Random) -> tuple[int, list[str]]:
-    """One run whose Buffer is killed ``kills`` times. Returns how many kills there were, and what is wrong."""
+def kill(folder: Path, victim: str, kills: int, schedule: str, draw: random.Random) -> tuple[int, list[str]]:
+    """One run whose ``victim`` is killed ``kills`` times. Returns how many kills there were, and what is wrong."""
     steps = max(6, 3 * kills)
-    options = {"schedule": schedule, "buffer_max_restarts": 2 * kills, "buffer_timeout_s": 120.0}
+    options = {"schedule": schedule, RESTARTS[victim]: 2 * kills, "buffer_timeout_s": 120.0}
     quiet = make_options(folder, f"quiet_{schedule}", steps, **options)
     if LiveRun(quiet).wait(LIMIT_S):
         return 0, ["the undisturbed run failed"]
-    run = LiveRun(make_options(folder, f"buffer_{schedule}", steps, **options))
+    run = LiveRun(make_options(folder, f"{victim}_{schedule}", steps, **options))
     done = 0
     try:
         run.wait_until((run.folder / "metrics.jsonl").exists, LIMIT_S)
-        while done < kills and run.wait_until(lambda: run.kill("buffer"), LIMIT_S):
+        while done < kills and run.wait_until(lambda: run.kill(victim), LIMIT_S):
             done += 1
             run.pause(draw.uniform(0.0, LONGEST_LIFE_S))
         status = run.wait(LIMIT_S)
@@ -48,8 +50,11 @@ def kill_buffers(folder: Path, kills: int, schedule: str, draw: random.Random) -
     if status:
         return done, [f"the run ended with status {status}: {run.last_output()}"]
     expected = Outcome.of(Path(quiet.run_dir), steps * GROUPS)
+    found = Outcome.of(run.folder, steps * GROUPS)
     few = [f"the run ended before kill {done + 1} of {kills}"] if done < kills else []
-    return done, [*few, *expected.faults, *Outcome.of(run.folder, steps * GROUPS).differs(expected)]
+    if victim == "rollout" and found.num_made_again:
+        few.append(f"{found.num_made_again} finished groups were made again")
+    return done, [*few, *expected.faults, *found.differs(expected)]
 
 
 def cut(folder: Path, victim: str, cuts: int, draw: random.Random) -> tuple[int, list[str]]:
@@ -88,9 +93,9 @@ def cut(folder: Path, victim: str, cuts: int, draw: random.Random) -> tuple[int,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("victims", nargs="*", choices=["buffer", "driver", "rank"], help="all where absent")
-    parser.add_argument("--kills", type=int, default=25, help="of the Buffer, over the run")
-    parser.add_argument("--schedule", default="lockstep", choices=["lockstep", "pipelined"], help="for the Buffer")
+    parser.add_argument("victims", nargs="*", choices=["buffer", "rollout", "driver", "rank"], help="all where absent")
+    parser.add_argument("--kills", type=int, default=25, help="of the Buffer or the rollout worker, over a run")
+    parser.add_argument("--schedule", default="lockstep", choices=["lockstep", "pipelined"], help="for them")
     parser.add_argument("--cuts", type=int, default=10, help="of the driver or a rank, along one lineage")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -100,10 +105,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_task(folder)
-        for victim in options.victims or ["buffer", "driver", "rank"]:
+        for victim in options.victims or [*RESTARTS, "driver", "rank"]:
             started = time.monotonic()
-            if victim == "buffer":
-                done, wrong = kill_buffers(folder, options.kills, options.schedule, draw)
+            if victim in RESTARTS:
+                done, wrong = kill(folder, victim, options.kills, options.schedule, draw)
             else:
                 done, wrong = cut(folder, victim, options.cuts, draw)
             violations += len(wrong)

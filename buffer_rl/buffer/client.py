@@ -113,6 +113,7 @@ class BufferClient:
     # -- the operations of the driver, the trainers and the roles ------------------------------------
 
     generate = _facade(BufferState.generate)
+    pass_on = _facade(BufferState.pass_on)
     close_rollout = _facade(BufferState.close_rollout)
     requeue_for_readers = _facade(BufferState.requeue_for_readers)
     abandon = _facade(BufferState.abandon)

@@ -102,11 +102,12 @@ class LiveRun:
         self.wait_until(lambda: time.monotonic() > end, seconds + 60)
 
     def kill(self, victim: str) -> bool:
-        """Kill ``driver``, ``rank`` or ``buffer``, as ``kill -9`` does. Returns whether it was there."""
+        """Kill ``driver``, ``rank``, ``buffer`` or ``rollout``, as ``kill -9`` does. Returns whether it was there."""
         if victim == "driver":
             self.driver.kill()
             return True
-        title = {"rank": "ray::TrainRank", "buffer": "ray::BufferActor"}[victim]
+        titles = {"rank": "ray::TrainRank", "buffer": "ray::BufferActor", "rollout": "ray::RolloutWorker"}
+        title = titles[victim]
         found = [process.pid for process in descendants(self.driver.pid) if process.command.startswith(title)]
         for pid in found[:1]:
             os.kill(pid, signal.SIGKILL)
@@ -130,11 +131,13 @@ def newest_step(saves: Path) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Weights and accounting of a run or a checkpoint. ``faults``: what its ledger has against the accounting."""
+    """Weights and accounting of a run or a checkpoint. ``faults``: what its ledger has against the accounting.
+    ``num_made_again``: finished groups that went back to pending."""
 
     weights: Mapping[str, bytes]
     trained: frozenset[str]
     faults: tuple[str, ...]
+    num_made_again: int = 0
 
     @classmethod
     def of(cls, folder: Path, num_trained: int) -> Outcome:
@@ -146,7 +149,9 @@ class Outcome:
         except CheckpointError as error:
             return cls(weights={}, trained=trained, faults=(str(error),))
         faults += audit.faults()
-        trained = frozenset(str(uid) for uid, state in audit.states() if state is GroupState.TRAINED)
+        states = audit.states()
+        trained = frozenset(str(uid) for uid, state in states if state is GroupState.TRAINED)
+        again = [line for uid, _ in states for line in audit.history(uid) if line.before is GroupState.FINISHED]
         if len(trained) != num_trained:
             faults.append(f"{len(trained)} groups are trained, {num_trained} were to be")
         for epoch in audit.epochs():
@@ -155,7 +160,10 @@ class Outcome:
         audit.close()
         tensors = load_file(folder / "hf" / "model.safetensors")
         return cls(
-            weights={name: array.tobytes() for name, array in tensors.items()}, trained=trained, faults=tuple(faults)
+            weights={name: array.tobytes() for name, array in tensors.items()},
+            trained=trained,
+            faults=tuple(faults),
+            num_made_again=sum(line.after is GroupState.PENDING for line in again),
         )
 
     def differs(self, other: Outcome) -> list[str]:
