@@ -7,8 +7,9 @@
     python benchmarks/faults.py rank --cuts 10           # a trainer rank, then --load
 
 Each run must end with the parameters of the undisturbed one, bit by bit, and its ledger must hold each group of each
-step as trained, once. After a rollout worker was killed, no finished group may have been made again. After the driver or a rank was killed, the checkpoint that the next run continues from is
-compared with that of the undisturbed run too. Exit status 1 if anything differs.
+step as trained, once. After a rollout worker was killed, no finished group may have been made again. After the driver
+or a rank was killed, the checkpoint that the next run continues from is compared with that of the undisturbed run too.
+Exit status 1 if anything differs.
 """
 
 from __future__ import annotations
