@@ -41,7 +41,8 @@ def kill(folder: Path, victim: str, kills: int, schedule: str, draw: random.Rand
     run = LiveRun(make_options(folder, f"{victim}_{schedule}", steps, **options))
     done = 0
     try:
-        run.wait_until((run.folder / "metrics.jsonl").exists, LIMIT_S)
+        metrics = run.folder / "metrics.jsonl"  # a process that dies before the first step has never worked
+        run.wait_until(lambda: metrics.exists() and "perf/step_time" in metrics.read_text(), LIMIT_S)
         while done < kills and run.wait_until(lambda: run.kill(victim), LIMIT_S):
             done += 1
             run.pause(draw.uniform(0.0, LONGEST_LIFE_S))
