@@ -350,8 +350,8 @@ class Driver:
                 failed_at = self._runtime.now()
                 successor = self._mended(ended, error)
                 deadline += self._runtime.now() - failed_at  # the task may have been answered long ago
-                if ended is task:
-                    task = successor
+                if ended is task and successor is not task:  # which has a deadline of its own
+                    task, deadline = successor, self._runtime.now() + timeout_s
                 continue
             if ended is task:
                 return answer
@@ -365,10 +365,10 @@ class Driver:
         generating = (rollout_id for rollout_id, task in self._generating.items() if task is failed)
         rollout_id = next(generating, self._roles.rollout_of(failed))
         ticket = None if rollout_id is None else self._tickets.get(rollout_id)
-        if ticket is not None and self._plan.passes_on_tickets and is_worker_death("rollout", error):
-            return self._pass_on(ticket, error)
         requeue = BufferState.requeue_for_readers
         try:
+            if ticket is not None and self._plan.passes_on_tickets and is_worker_death("rollout", error):
+                return self._pass_on(ticket, error)
             return self._roles.replace(failed, error, lambda task, reader: self._buffer(requeue, task, reader))
         except BufferRLError as lasting:
             if ticket is None or rollout_id == self._prepares:

@@ -286,7 +286,8 @@ class _Run:
         self.stats.drops[reason] += 1
         if reason != TOO_LONG:
             self._remember_dropped(group)
-        limit = self._args.dynamic_sampling_max_drops * self._wanted
+        # Of a whole step: another worker may have finished most of it.
+        limit = self._args.dynamic_sampling_max_drops * self._args.rollout_batch_size
         if self.stats.drops.total() > limit:
             raise RolloutError(
                 f"{self.stats.drops_text()}, {self.stats.num_kept} of {self._wanted} kept",

@@ -114,7 +114,7 @@ async def _produce_all(context: RolloutContext, buffer: RolloutBuffer, stats: Ro
 async def _lease(
     context: RolloutContext, buffer: RolloutBuffer, stats: RolloutStats, num_groups: int
 ) -> list[SampleGroup]:
-    limit = context.args.dynamic_sampling_max_drops * buffer.ticket.num_groups
+    limit = context.args.dynamic_sampling_max_drops * context.args.rollout_batch_size
     if stats.drops.total() > limit:
         raise RolloutError(
             stats.drops_text(),

@@ -166,6 +166,7 @@ async def test_a_filter_that_drops_everything_is_bounded_and_explained(kit: Any)
         "custom_rm_path": kit.user("slow_async"),
         "dynamic_sampling_filter_path": kit.user("drop_all"),
         "dynamic_sampling_max_drops": 3,
+        "rollout_batch_size": 2,
     }
     async with kit.opened(kit.ScriptedEngine(), **options) as context:
         with pytest.raises(RolloutError, match=r"7 dropped \(never_good_enough: 7\), 0 of 2 kept"):
