@@ -70,6 +70,6 @@ async def test_a_prompt_that_is_too_long_is_rejected_and_replaced(kit: Any) -> N
 async def test_only_too_long_prompts_end_the_rollout(kit: Any) -> None:
     groups = [kit.make_group(row, labels=["4"]) for row in range(9)]
     buffer = FakeBuffer(groups, kit.make_ticket(2))
-    async with kit.opened(rollout_max_prompt_len=1, dynamic_sampling_max_drops=2) as context:
+    async with kit.opened(rollout_max_prompt_len=1, dynamic_sampling_max_drops=2, rollout_batch_size=2) as context:
         with pytest.raises(RolloutError, match="prompt_too_long"):
             await SFTRollout(context.args)(context.args, 0, buffer)
