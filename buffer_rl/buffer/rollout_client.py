@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +11,6 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.columns import Columns, RowSizes
 from buffer_rl.buffer.partial import check_versions
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.storage import PayloadTransfer, StorageClient
 from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.types import Column, GroupUid, QueueHeader, RowId, SampleGroup, Ticket
 
@@ -47,7 +45,6 @@ class RolloutClient:
     """The ``buffer`` of one rollout (see ``buffer_rl.contracts.RolloutBuffer``).
 
     source: where the batches come from that the Buffer asks for, if it does not read its data itself.
-    storage: where large columns go; without it they travel inside the report.
     """
 
     def __init__(
@@ -57,14 +54,12 @@ class RolloutClient:
         encoder: GroupEncoder,
         choose: ChooseQueued | None = None,
         source: BatchSource | None = None,
-        storage: StorageClient | None = None,
     ) -> None:
         self._client = client
         self._ticket = ticket
         self._encoder = encoder
         self._choose = None if ticket.evaluation else choose
         self._source = source
-        self._storage = storage
         self.finished: dict[GroupUid, SampleGroup] = {}
 
     @property
@@ -115,15 +110,13 @@ class RolloutClient:
     def finish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
         rows = encoded or self.encode(group)
-        with self._transfer(rows.columns, blocking=True) as (columns, transfer):
-            self._client.through(transfer).call(BufferState.finish, *self._finished(group, rows, columns))
+        self._client.call(BufferState.finish, *self._finished(group, rows))
         self.finished[group.uid] = group
 
     async def afinish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
         rows = encoded or self.encode(group)
-        with self._transfer(rows.columns, blocking=False) as (columns, transfer):
-            await self._client.through(transfer).acall(BufferState.finish, *self._finished(group, rows, columns))
+        await self._client.acall(BufferState.finish, *self._finished(group, rows))
         self.finished[group.uid] = group
 
     def reject(self, group: SampleGroup, reason: str) -> None:
@@ -167,15 +160,8 @@ class RolloutClient:
             raise needed
         return self._source
 
-    def _transfer(
-        self, columns: Mapping[str, Column], *, blocking: bool
-    ) -> AbstractContextManager[tuple[Columns, PayloadTransfer | None]]:
-        if self._storage is None:
-            return nullcontext((Columns(columns), None))
-        return self._storage.transfer(columns, blocking=blocking)
-
-    def _finished(self, group: SampleGroup, rows: EncodedGroup, columns: Columns) -> tuple[Any, ...]:
-        return self._ticket, group.uid, group.attempt, rows.row_ids, columns, rows.sizes
+    def _finished(self, group: SampleGroup, rows: EncodedGroup) -> tuple[Any, ...]:
+        return self._ticket, group.uid, group.attempt, rows.row_ids, Columns(rows.columns), rows.sizes
 
     def _given_back(self, groups: Sequence[SampleGroup]) -> tuple[Any, ...]:
         leases = [(group.uid, group.attempt) for group in groups]
