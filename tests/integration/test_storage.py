@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -55,8 +56,9 @@ class Producer:
     def __init__(self, buffer: Any, storage: list[StorageUnit]) -> None:
         self._client = BufferClient(buffer, timeout_s=60, caller="producer", storage=storage, min_bytes=MEGABYTE)
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def pid_and_payload(self) -> tuple[int, Any]:
+        """Its process, and a payload that it owns itself."""
+        return os.getpid(), ray.put(np.zeros(MEGABYTE, dtype=np.uint8))
 
     async def finish(self, ticket: Ticket, group: SampleGroup) -> None:
         await self._client.acall(BufferState.finish, *report_of(ticket, group))
@@ -101,6 +103,14 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         threading.Event().wait(0.02)
 
 
+def is_lost(ref: Any) -> bool:
+    try:
+        ray.get(ref, timeout=60)
+    except ray.exceptions.ObjectLostError:
+        return True
+    return False
+
+
 def wait_until_stored(megabytes: int, what: str) -> None:
     """Objects of owners that ended are freed a while later, those of the tests before this one too; and the frames of
     an error that a test caught keep their references until a collection."""
@@ -123,14 +133,13 @@ def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_o
         for rollout_id, units in enumerate([storage, []]):
             wait_until_stored(0, "the store is empty at first")
             producer = start_producer(buffer, units)
-            pid = ray.get(producer.pid.remote(), timeout=60)
+            pid, lost = ray.get(producer.pid_and_payload.remote(), timeout=60)
             ticket = client.generate(rollout_id)
             groups = client.call(BufferState.get_samples, ticket, ticket.num_groups)
             answers = [producer.finish.remote(ticket, group) for group in groups]
             ray.get(answers, timeout=60)
             os.kill(pid, signal.SIGKILL)  # right after its last report was answered
-            with pytest.raises(ray.exceptions.RayActorError):  # Ray knows of its death
-                ray.get(producer.pid.remote(), timeout=60)
+            wait_until(partial(is_lost, lost), "Ray notices the death")
             client.close_rollout(ticket)
             batch = client.get_data(rollout_id)
             assert len(batch) == 3 * 4
