@@ -34,18 +34,17 @@ class StorageUnit:
     name: str
 
 
-def split_payloads(args: Sequence[Any], min_bytes: float) -> tuple[list[Any], dict[str, Column]]:
+def split_payloads(args: tuple[Any, ...], min_bytes: float) -> tuple[tuple[Any, ...], dict[str, Column]]:
     """The arguments of a call without the columns of at least ``min_bytes``, and these by name.
 
     They travel apart, since what the Buffer keeps of an argument keeps all of it in shared memory. They are not joined,
     which would copy them."""
-    kept, payloads = list(args), dict[str, Column]()
     for index, columns in enumerate(args):
         if isinstance(columns, Columns):
-            assert not payloads, "a call has one argument of columns"
-            payloads = {name: column for name, column in columns.items() if column_bytes(column) >= min_bytes}
-            kept[index] = Columns((name, column) for name, column in columns.items() if name not in payloads)
-    return kept, payloads
+            large = {name: column for name, column in columns.items() if column_bytes(column) >= min_bytes}
+            small = Columns((name, column) for name, column in columns.items() if name not in large)
+            return (*args[:index], small, *args[index + 1 :]), large
+    return args, {}
 
 
 @contextmanager

@@ -65,12 +65,7 @@ class SourceClient:
             who="the data source", role="data_source", timeout_s=timeout_s, flag="--data-source-timeout-s"
         )
 
-    def take(self, request: DeliveryRequest) -> Delivery | None:
-        """The batch that ``request`` names; None if the Buffer has it already."""
-        delivery: Delivery | None = self._answers.wait("take", partial(self._actor.take.remote, request))
-        return delivery
-
     async def atake(self, request: DeliveryRequest) -> Delivery | None:
-        """``take`` for an event loop."""
+        """The batch that ``request`` names; None if the Buffer has it already."""
         delivery: Delivery | None = await self._answers.until("take", partial(self._actor.take.remote, request))
         return delivery
