@@ -20,6 +20,7 @@ import ray
 from ray._private.internal_api import node_stats
 
 from buffer_rl.buffer.actor import MAX_WAITERS, start_buffer
+from buffer_rl.buffer.calling import blocking
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.columns import Columns, RowSizes
 from buffer_rl.buffer.pool import ReadRequest
@@ -63,9 +64,11 @@ class Producer:
     async def finish(self, ticket: Ticket, group: SampleGroup) -> None:
         await self._client.acall(BufferState.finish, *report_of(ticket, group))
 
-    async def finish_blocking(self, ticket: Ticket, group: SampleGroup) -> None:
-        """The same for a synchronous rollout function, which blocks the event loop."""
-        self._client.call(BufferState.finish, *report_of(ticket, group))
+    finish_blocking = blocking(finish)
+
+    async def finish_on_the_loop(self, ticket: Ticket, group: SampleGroup) -> None:
+        """As a synchronous rollout function does it that an asynchronous one calls."""
+        self.finish_blocking(ticket, group)
 
 
 @contextmanager
@@ -198,7 +201,7 @@ def test_a_blocking_report_from_the_event_loop_goes_to_the_store_too(
         for number, units in enumerate([storage, []], start=1):
             producer = start_producer(buffer, units)
             group = client.call(BufferState.get_samples, ticket, 1)[0]
-            ray.get(producer.finish_blocking.remote(ticket, group), timeout=60)
+            ray.get(producer.finish_on_the_loop.remote(ticket, group), timeout=60)
             wait_until_stored(4 * number, "the group's 4 rows of 1 MB")
             ray.kill(producer)
         client.close_rollout(ticket)
