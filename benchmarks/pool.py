@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 
 import pool_operations
-from pool_payloads import JUDGED_SIZE, PLAINLY, ROUNDS, ROWS, SIZES, Found, measure_payloads
+from pool_payloads import JUDGED_SIZE, ROUNDS, ROWS, SIZES, Found, measure_payloads
 
 HERE = Path(__file__).resolve().parent
 TARGETS = {"put": 3.0, "get": 1.0}
@@ -96,14 +96,12 @@ def main() -> int:
     parser.add_argument("--transfer-queue-python", metavar="PATH", help="an interpreter with TransferQueue 0.1.11")
     args = parser.parse_args()
     growth = pool_operations.print_operations()
-    ways, cold = measure_payloads(args.producers, OBJECT_STORE_BYTES)
+    ways, share, cold = measure_payloads(args.producers, OBJECT_STORE_BYTES)
     if peer := transfer_queue(args.transfer_queue_python, args.producers):
         ways["TransferQueue"] = peer
     print_payloads(ways, args.producers)
     print(f"put of 100 MB by a process that uses the store for the first time: {0.2 / cold:.2f} GB/s")
-    judged = JUDGED_SIZE, args.producers[0]
-    rates = [rate(ways["Buffer"], judged, which) or 0.0 for which in range(len(TARGETS))]
-    share = sum(ways[PLAINLY][judged]) / sum(ways["Buffer"][judged])
+    rates = [rate(ways["Buffer"], (JUDGED_SIZE, args.producers[0]), which) or 0.0 for which in range(len(TARGETS))]
     return verdict(growth, dict(zip(TARGETS, rates, strict=True)), share, args.producers[0])
 
 

@@ -242,20 +242,23 @@ def warm_up(actors: Bench, object_store_bytes: int) -> float:
     return cold
 
 
-def measure_payloads(producers: Sequence[int], object_store_bytes: int) -> tuple[dict[str, Found], float]:
-    """By way, which take turns, so that all see the same machine; and the seconds of two puts of 100 MB in a process
+def measure_payloads(producers: Sequence[int], object_store_bytes: int) -> tuple[dict[str, Found], float, float]:
+    """By way, which take turns, so that all see the same machine; of the rate of ``ray.put`` and ``ray.get`` together,
+    the share of the Buffer at ``JUDGED_SIZE`` (the median over turns); and the seconds of two puts of 100 MB in a process
     that is not warmed up."""
+    judged = JUDGED_SIZE, producers[0]
     found: dict[str, dict[tuple[str, int], list[tuple[float, float]]]] = {}
     with bench(max(producers), object_store_bytes) as actors:
         cold = warm_up(actors, object_store_bytes)
         for size, (num_bytes, count) in SIZES.items():
             for number in producers:
-                is_judged = (size, number) == (JUDGED_SIZE, producers[0])
-                for _ in range(JUDGED_ROUNDS if is_judged else ROUNDS):
+                for _ in range(JUDGED_ROUNDS if (size, number) == judged else ROUNDS):
                     for name, way in actors.ways.items():
                         rounds = found.setdefault(name, {}).setdefault((size, number), [])
                         rounds.append(way(num_bytes, count, number))
-    return {name: medians(rounds) for name, rounds in found.items()}, cold
+    turns = zip(found[PLAINLY][judged], found["Buffer"][judged], strict=True)
+    share = statistics.median(sum(plain) / sum(ours) for plain, ours in turns)
+    return {name: medians(rounds) for name, rounds in found.items()}, share, cold
 
 
 def medians(found: Mapping[tuple[str, int], Sequence[tuple[float, float]]]) -> Found:
