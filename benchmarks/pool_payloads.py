@@ -243,9 +243,9 @@ def warm_up(actors: Bench, object_store_bytes: int) -> float:
 
 
 def measure_payloads(producers: Sequence[int], object_store_bytes: int) -> tuple[dict[str, Found], float, float]:
-    """By way, which take turns, so that all see the same machine; of the rate of ``ray.put`` and ``ray.get`` together,
-    the share of the Buffer at ``JUDGED_SIZE`` (the median over turns); and the seconds of two puts of 100 MB in a process
-    that is not warmed up."""
+    """By way, which take turns, so that all see the same machine. Also, at ``JUDGED_SIZE``, the Buffer's share of the
+    rate of ``ray.put`` and ``ray.get`` together, the median over the turns; and the seconds of two puts of 100 MB in a
+    process that is not warmed up."""
     judged = JUDGED_SIZE, producers[0]
     found: dict[str, dict[tuple[str, int], list[tuple[float, float]]]] = {}
     with bench(max(producers), object_store_bytes) as actors:
