@@ -8,10 +8,12 @@ in the report, and encoding the group is not counted. A second stack leaves out 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -31,7 +33,7 @@ from buffer_rl.types import Column, RowId, SampleGroup
 
 PACKAGE = str(Path(buffer_rl.__file__).parent)
 AIM = 8
-STORES = ("ledger.py", "ledger_entry.py", "columns.py")
+STORES = ("ledger.py", "ledger_entry.py", "ledger_tables.py", "columns.py")
 
 
 def deepest_stack(work: Callable[[], object], left_out: Sequence[str] = ()) -> list[str]:
@@ -67,7 +69,19 @@ class InThisProcess:
         self._actor = actor
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=partial(partial, getattr(self._actor, method)))
+        return SimpleNamespace(remote=partial(StartedHere, getattr(self._actor, method)))
+
+
+class StartedHere:
+    """Stands for the reference to the answer of a call."""
+
+    def __init__(self, method: Callable[..., object], *args: object) -> None:
+        self.call = partial(method, *args)
+
+    def future(self) -> Future[object]:
+        answer: Future[object] = Future()
+        answer.set_result(self.call())
+        return answer
 
 
 class OneToken:
@@ -87,12 +101,12 @@ def finish_stack(folder: Path, left_out: Sequence[str] = ()) -> list[str]:
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(64)))
     args: Any = compose(CORE_SECTIONS)(run_dir=str(folder / "run"), prompt_data=str(rows))
-    setattr(ray, "get", lambda call, timeout: call())  # noqa: B010 - a function of Ray's, not of this project
+    setattr(ray, "get", lambda started, timeout: started.call())  # noqa: B010 - a function of Ray's, not of this project
     client = BufferClient(InThisProcess(BufferActor(dump_args(args), new_ledger(args))), timeout_s=60.0)
     buffer = RolloutClient(client, client.generate(0), OneToken())
     group = buffer.get_samples(1)[0]
     encoded = buffer.encode(group)
-    return deepest_stack(lambda: buffer.finish(group, encoded), left_out)
+    return deepest_stack(lambda: asyncio.run(buffer.afinish(group, encoded)), left_out)
 
 
 def main() -> None:

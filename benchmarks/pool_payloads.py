@@ -1,4 +1,5 @@
-"""Payloads from producers to consumers: through the Buffer and Ray's object store, and through a plain actor."""
+"""Payloads from producers to consumers: through the Buffer and Ray's object store, through a plain actor, and plainly
+put by one process and read by another."""
 
 from __future__ import annotations
 
@@ -19,10 +20,9 @@ import ray
 
 from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.buffer.columns import RowSizes
+from buffer_rl.buffer.columns import Columns, RowSizes
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.storage import PayloadProducer, StorageClient, StorageUnit
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.config import compose, dump_args
 from buffer_rl.options import CORE_SECTIONS
@@ -40,6 +40,9 @@ JUDGED_SIZE, JUDGED_ROUNDS = "100 MB", 15
 """What the exit status depends on is measured more often, since a machine's speed wanders."""
 
 TIMEOUT_S = 120.0
+PLAINLY = "put and get"
+"""The way of payloads that die with their producer."""
+
 Found = dict[tuple[str, int], tuple[float, float]]
 """By size and number of producers: seconds of all puts, and of all gets."""
 
@@ -54,26 +57,24 @@ def read_all(column: Sequence[np.ndarray]) -> int:
     return sum(int(row.sum()) for row in column)
 
 
-class Worker(PayloadProducer):
-    """A producer or a consumer of either kind."""
+def touch_store(actor: Any, num_bytes: int) -> None:
+    """Write to every page of ``num_bytes`` of the store, as a process that has run for a while did: its first write to
+    a page costs a fault."""
+    ray.put(np.zeros(num_bytes, dtype=np.uint8))
 
-    def __init__(self, buffer: Any, units: list[StorageUnit], holder: Any) -> None:
-        self.outgoing = {}
-        self._client = BufferClient(buffer, timeout_s=TIMEOUT_S, caller="worker")
-        self._storage = StorageClient(units, self.outgoing, timeout_s=TIMEOUT_S, min_bytes=1 << 20)
+
+class Worker:
+    """A producer or a consumer of each kind."""
+
+    def __init__(self, buffer: Any, holder: Any) -> None:
+        self._client = BufferClient(buffer, timeout_s=TIMEOUT_S, caller="worker", min_bytes=1 << 20)
         self._holder = holder
         self._work: list[Any] = []
+        self._refs: list[Any] = []
 
     async def prepare(self, num_bytes: int, groups: Sequence[Any]) -> None:
         """Make the columns that are then put."""
         self._work = [(group, column_of(num_bytes, group.uid.row)) for group in groups]
-
-    async def touch_store(self, num_bytes: int) -> None:
-        """Write to every page of ``num_bytes`` of the store, as one that has run for a while did: the first
-        write of a process to a page costs a fault."""
-        self._work.clear()
-        ref = ray.put(np.zeros(num_bytes, dtype=np.uint8))
-        del ref
 
     async def put(self, ticket: Any) -> None:
         """Finish the prepared groups in the Buffer, all at once, as the groups of a rollout are."""
@@ -81,12 +82,9 @@ class Worker(PayloadProducer):
 
     async def _finish(self, ticket: Any, group: Any, column: list[np.ndarray]) -> None:
         rows = [sample.row_id for sample in group]
-        columns = {"tokens": column}
+        columns = Columns(tokens=column)
         sizes = RowSizes.of(columns, len(rows))
-        with self._storage.transfer(columns, blocking=False) as (sent, transfer):
-            await self._client.through(transfer).acall(
-                BufferState.finish, ticket, group.uid, group.attempt, rows, sent, sizes
-            )
+        await self._client.acall(BufferState.finish, ticket, group.uid, group.attempt, rows, columns, sizes)
 
     def get(self, task: str, num_groups: int, replica: int, num_replicas: int) -> int:
         """Read ``num_groups`` groups of the pool, whichever they are, as one of several replicas."""
@@ -106,6 +104,19 @@ class Worker(PayloadProducer):
     def get_plain(self, keys: Sequence[str]) -> int:
         """Read columns of the plain actor."""
         return sum(read_all(ray.get(self._holder.get.remote(key), timeout=TIMEOUT_S)) for key in keys)
+
+    def put_owned(self) -> None:
+        """Put the prepared columns; they die with this process."""
+        self._refs = [ray.put(column) for _, column in self._work]
+
+    def owned(self) -> list[Any]:
+        """The references of what was put, which this process keeps no longer."""
+        refs, self._refs = self._refs, []
+        return refs
+
+    def get_owned(self, refs: Sequence[Any]) -> int:
+        """Read columns that another process put."""
+        return sum(read_all(ray.get(ref, timeout=TIMEOUT_S)) for ref in refs)
 
 
 class Holder:
@@ -143,10 +154,14 @@ class Bench:
         )
         self.buffer = start_buffer(dump_args(args))
         self.client = BufferClient(self.buffer, timeout_s=TIMEOUT_S)
-        units = [StorageUnit(actor=self.buffer, name="buffer")]  # --num-data-storage-units 0
         make = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)
         self.holder = make(Holder).remote()
-        self.workers = [make(Worker).remote(self.buffer, units, self.holder) for _ in range(max_producers + 1)]
+        self.workers = [make(Worker).remote(self.buffer, self.holder) for _ in range(max_producers + 1)]
+        self.ways = {
+            "Buffer": self.through_the_buffer,
+            "plain actor": self.through_a_plain_actor,
+            PLAINLY: self.plainly,
+        }
         self._rollouts = 0
 
     def through_the_buffer(self, num_bytes: int, count: int, producers: int) -> tuple[float, float]:
@@ -171,6 +186,18 @@ class Bench:
         got = timed([reader.get_plain.remote(part) for reader, part in zip(readers, keys, strict=True)])
         ray.get(self.holder.clear.remote(), timeout=TIMEOUT_S)
         self.client.close_rollout(ticket)  # it kept nothing, and leaves no pool
+        self._rollouts += 1
+        return put, got
+
+    def plainly(self, num_bytes: int, count: int, producers: int) -> tuple[float, float]:
+        """Seconds of all ``ray.put`` of the producers, and of all ``ray.get`` of the consumers."""
+        ticket = self.client.generate(self._rollouts)
+        self._prepare(ticket, num_bytes, count, producers)
+        put = timed([worker.put_owned.remote() for worker in self.workers[:producers]])
+        refs = ray.get([worker.owned.remote() for worker in self.workers[:producers]], timeout=TIMEOUT_S)
+        readers = self.workers[1 : producers + 1]
+        got = timed([reader.get_owned.remote(part) for reader, part in zip(readers, refs, strict=True)])
+        self.client.close_rollout(ticket)
         self._rollouts += 1
         return put, got
 
@@ -202,33 +229,36 @@ def warm_up(actors: Bench, object_store_bytes: int) -> float:
     """Every process has written to the pages that it will use, and has made every kind of call.
 
     Returns the seconds of two puts of 100 MB before that, in a process that writes to its pages for the first time."""
-    for way in (actors.through_the_buffer, actors.through_a_plain_actor):
+    for way in actors.ways.values():
         way(10**3, 8, len(actors.workers) - 1)
     newcomer, *others = actors.workers
     share = round(0.8 * object_store_bytes)  # the rest is the store's own
-    for worker in others:
-        ray.get(worker.touch_store.remote(share), timeout=TIMEOUT_S)
+    for actor in (actors.buffer, *others):
+        ray.get(actor.__ray_call__.remote(touch_store, share), timeout=TIMEOUT_S)
     cold, _ = actors.through_the_buffer(10**8, 2, 1)
-    ray.get(newcomer.touch_store.remote(share), timeout=TIMEOUT_S)
-    for way in (actors.through_the_buffer, actors.through_a_plain_actor):
+    ray.get(newcomer.__ray_call__.remote(touch_store, share), timeout=TIMEOUT_S)
+    for way in actors.ways.values():
         way(10**8, 2, len(actors.workers) - 1)
     return cold
 
 
-def measure_payloads(producers: Sequence[int], object_store_bytes: int) -> tuple[Found, Found, float]:
-    """Through the Buffer, and through the plain actor, in turn, so that both see the same machine; and the seconds of
-    two puts of 100 MB in a process that is not warmed up."""
-    ours: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    plain: dict[tuple[str, int], list[tuple[float, float]]] = {}
+def measure_payloads(producers: Sequence[int], object_store_bytes: int) -> tuple[dict[str, Found], float, float]:
+    """By way, which take turns, so that all see the same machine. Also, at ``JUDGED_SIZE``, the Buffer's share of the
+    rate of ``ray.put`` and ``ray.get`` together, the median over the turns; and the seconds of two puts of 100 MB in a
+    process that is not warmed up."""
+    judged = JUDGED_SIZE, producers[0]
+    found: dict[str, dict[tuple[str, int], list[tuple[float, float]]]] = {}
     with bench(max(producers), object_store_bytes) as actors:
         cold = warm_up(actors, object_store_bytes)
         for size, (num_bytes, count) in SIZES.items():
             for number in producers:
-                is_judged = (size, number) == (JUDGED_SIZE, producers[0])
-                for _ in range(JUDGED_ROUNDS if is_judged else ROUNDS):
-                    ours.setdefault((size, number), []).append(actors.through_the_buffer(num_bytes, count, number))
-                    plain.setdefault((size, number), []).append(actors.through_a_plain_actor(num_bytes, count, number))
-    return medians(ours), medians(plain), cold
+                for _ in range(JUDGED_ROUNDS if (size, number) == judged else ROUNDS):
+                    for name, way in actors.ways.items():
+                        rounds = found.setdefault(name, {}).setdefault((size, number), [])
+                        rounds.append(way(num_bytes, count, number))
+    turns = zip(found[PLAINLY][judged], found["Buffer"][judged], strict=True)
+    share = statistics.median(sum(plain) / sum(ours) for plain, ours in turns)
+    return {name: medians(rounds) for name, rounds in found.items()}, share, cold
 
 
 def medians(found: Mapping[tuple[str, int], Sequence[tuple[float, float]]]) -> Found:

@@ -4,8 +4,8 @@ Ray starts it again when it dies. The new process reads the ledger: what was lea
 way are lost (their calls raise BufferRestartedError), and the driver has them produced again. ``BufferWatch`` ends a
 process that hangs.
 
-Blocking: callers wait for the state with a deadline; the thread that holds the state lock never waits. A thread that
-fetches large payloads waits for their producer before it takes the lock. User code never runs here.
+Blocking: callers wait for the state with a deadline; the thread that holds the state lock never waits. Large payloads
+are written to the object store before the lock is taken. User code never runs here.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from buffer_rl.buffer.ledger_audit import PID, process_note
 from buffer_rl.buffer.ledger_file import FILE_NAME, LedgerPlace, new_ledger
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.storage import MAX_REPORTS, NumberedCall, fetched_payloads
+from buffer_rl.buffer.storage import MAX_REPORTS, owned_payloads
 from buffer_rl.config import load_args
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
+from buffer_rl.types import Column
 
 MAX_WAITERS = 64
 """Readers that can wait for rows at one time; more would wait for each other."""
@@ -127,11 +128,12 @@ class BufferActor:
             self._changed.wait_for(lambda: self._state.revision != revision, timeout_s)
 
     @ray.method(concurrency_group="storage")
-    def change_with_payloads(self, producer: Any, timeout_s: float, call: NumberedCall) -> Any:
+    def change_with_payloads(
+        self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any], payloads: dict[str, Column]
+    ) -> Any:
         """``change`` with large columns, which this process then owns: there are no storage processes (see
         ``StorageActor.change_with_payloads``)."""
-        caller, sequence, open_from, method, sent = call
-        with fetched_payloads(producer, sent, "buffer", timeout_s / 2) as args:
+        with owned_payloads(args, payloads, "buffer"):
             return self.change(caller, sequence, open_from, method, args)
 
     @reads

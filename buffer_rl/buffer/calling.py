@@ -9,19 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 
 from buffer_rl.errors import BufferRLError, DeadlineError, WorkerDiedError, WorkerError
 
+P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 
 RETRY_S = 0.2
 """Pause before a call is made again."""
+
+
+def blocking(operation: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[S, P], T]:
+    """The synchronous form of an asynchronous method. It may be called in any thread, also in that of an event loop:
+    it runs in a thread of its own, on an event loop of its own, with the context variables of the caller."""
+
+    @functools.wraps(operation)
+    def method(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            return thread.submit(copy_context().run, asyncio.run, operation(self, *args, **kwargs)).result()
+
+    return method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

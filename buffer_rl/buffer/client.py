@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+import itertools
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -20,7 +22,7 @@ from buffer_rl.buffer.columns import BatchPlan, Cell, Columns, assemble
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.storage import PayloadTransfer
+from buffer_rl.buffer.storage import StorageUnit, split_payloads
 from buffer_rl.errors import DeadlineError, PayloadLostError
 from buffer_rl.types import Column, RowId, Ticket, TrainBatch
 
@@ -55,23 +57,33 @@ class BufferClient:
 
     A call that the Buffer's death interrupts is made again, with the same number, on the Buffer that replaces it.
 
+    min_bytes: columns of this size, in calls that are waited for, go into the object store. storage: the processes
+    that own them, in turn; the Buffer itself where there are none.
+
     Raises DeadlineError where the Buffer does not answer within ``timeout_s``, and whatever error of
     ``buffer_rl.errors`` the Buffer raised.
     """
 
-    def __init__(self, actor: Any, *, timeout_s: float, caller: str = "") -> None:
+    def __init__(
+        self,
+        actor: Any,
+        *,
+        timeout_s: float,
+        caller: str = "",
+        storage: Sequence[StorageUnit] = (),
+        min_bytes: float = math.inf,
+    ) -> None:
         self.actor = actor
         self._answers = Answers(who="the Buffer", role="buffer", timeout_s=timeout_s, flag="--buffer-timeout-s")
+        # A storage process waits for the Buffer for as long; its own answer, which says so, comes later.
+        units = [
+            (unit.actor, replace(self._answers, who=unit.name, role=unit.name, timeout_s=2 * timeout_s))
+            for unit in storage
+        ]
+        self._owners = itertools.cycle(units or [(actor, self._answers)])
+        self._min_bytes = min_bytes
         self._caller = f"{caller or 'client'}-{uuid.uuid4().hex}"
         self._calls = OpenCalls()
-        self._transfer: PayloadTransfer | None = None
-
-    def through(self, transfer: PayloadTransfer | None) -> BufferClient:
-        """This client for calls whose large columns go by way of a storage process (see
-        ``buffer_rl.buffer.storage``)."""
-        client = copy.copy(self)
-        client._transfer = transfer
-        return client
 
     def call(self, operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call an operation of the Buffer, such as ``BufferState.finish``, and wait for its answer."""
@@ -93,11 +105,12 @@ class BufferClient:
             yield self._answers, partial(self.actor.read.remote, name, args)
             return
         with self._calls.numbered() as number:
-            call = (self._caller, *number, name, args)
-            if self._transfer is None:
-                yield self._answers, partial(self.actor.change.remote, *call)
-            else:
-                yield self._transfer.answers, partial(self._transfer.submit, call)
+            kept, payloads = split_payloads(args, self._min_bytes)
+            if not payloads:
+                yield self._answers, partial(self.actor.change.remote, self._caller, *number, name, kept)
+                return
+            owner, answers = next(self._owners)
+            yield answers, partial(owner.change_with_payloads.remote, self._caller, *number, name, kept, payloads)
 
     def _start(
         self, decode: Callable[[R], T], operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs

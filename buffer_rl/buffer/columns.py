@@ -5,8 +5,8 @@ fields is 400 arrays. So ``Columns`` join the rows of a field before they are se
 message, and the receiver gets views of one array, with the values, dtypes and shapes of the sent ones.
 
 A ``Cell`` is one field of one group. Its payload is in the Buffer's memory, or in the object store: a small payload
-travels inside the call that reports it; a large one is written to the store once, by its producer but owned by a
-storage process, and only its reference travels (see ``buffer_rl.buffer.storage``).
+travels inside the call that reports it; a large one is put there by the process that owns it, and only its reference
+is in the Buffer (see ``buffer_rl.buffer.storage``).
 """
 
 from __future__ import annotations

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from buffer_rl.buffer.calling import blocking
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.columns import Columns, RowSizes
 from buffer_rl.buffer.partial import check_versions
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.storage import PayloadTransfer, StorageClient
 from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.types import Column, GroupUid, QueueHeader, RowId, SampleGroup, Ticket
 
@@ -28,7 +27,7 @@ class EncodedGroup:
     """One group's rows and columns, ready to be reported."""
 
     row_ids: list[RowId]
-    columns: dict[str, Column]
+    columns: Columns
     sizes: RowSizes
 
 
@@ -39,7 +38,6 @@ ChooseQueued = Callable[[list[QueueHeader], int], list[GroupUid]]
 class BatchSource(Protocol):
     """A data source that runs in a process of its own: batches by number (see ``CustomSource.take``)."""
 
-    def take(self, request: DeliveryRequest) -> Delivery | None: ...
     async def atake(self, request: DeliveryRequest) -> Delivery | None: ...
 
 
@@ -47,7 +45,6 @@ class RolloutClient:
     """The ``buffer`` of one rollout (see ``buffer_rl.contracts.RolloutBuffer``).
 
     source: where the batches come from that the Buffer asks for, if it does not read its data itself.
-    storage: where large columns go; without it they travel inside the report.
     """
 
     def __init__(
@@ -57,14 +54,12 @@ class RolloutClient:
         encoder: GroupEncoder,
         choose: ChooseQueued | None = None,
         source: BatchSource | None = None,
-        storage: StorageClient | None = None,
     ) -> None:
         self._client = client
         self._ticket = ticket
         self._encoder = encoder
         self._choose = None if ticket.evaluation else choose
         self._source = source
-        self._storage = storage
         self.finished: dict[GroupUid, SampleGroup] = {}
 
     @property
@@ -72,83 +67,59 @@ class RolloutClient:
         """The rollout that this buffer works for."""
         return self._ticket
 
-    def get_samples(self, num_samples: int) -> list[SampleGroup]:
-        """Lease groups; the queued ones that the buffer filter chooses come first."""
-        chosen = None
-        if self._choose is not None and (headers := self._client.call(BufferState.get_headers)):
-            chosen = self._choose(headers, num_samples)
-        while True:  # each round hands a batch in, and batches are not empty
-            try:
-                return self._client.call(BufferState.get_samples, self._ticket, num_samples, chosen)
-            except DeliveryNeeded as needed:
-                delivery = self._deliverer(needed).take(needed.request)
-                if delivery is not None:
-                    self._client.call(BufferState.deliver, delivery)
-
     async def aget_samples(self, num_samples: int) -> list[SampleGroup]:
         """Lease groups; the queued ones that the buffer filter chooses come first."""
         chosen = None
         if self._choose is not None and (headers := await self._client.acall(BufferState.get_headers)):
             chosen = await asyncio.to_thread(self._choose, headers, num_samples)
-        while True:
+        while True:  # each round delivers a batch, which is not empty, or has the source restored
             try:
                 return await self._client.acall(BufferState.get_samples, self._ticket, num_samples, chosen)
             except DeliveryNeeded as needed:
-                delivery = await self._deliverer(needed).atake(needed.request)
-                if delivery is not None:
-                    await self._client.acall(BufferState.deliver, delivery)
-
-    def add_samples(self, groups: Sequence[SampleGroup]) -> None:
-        """Give leased groups back."""
-        self._client.call(BufferState.add_samples, *self._given_back(groups))
+                if self._source is None:
+                    raise
+                delivery = await self._source.atake(needed.request)
+            if delivery is not None:
+                await self._client.acall(BufferState.deliver, delivery)
 
     async def aadd_samples(self, groups: Sequence[SampleGroup]) -> None:
         """Give leased groups back."""
-        await self._client.acall(BufferState.add_samples, *self._given_back(groups))
+        leases = [(group.uid, group.attempt) for group in groups]
+        kept = list(groups) if self._ticket.keeps_tokens else ()
+        await self._client.acall(BufferState.add_samples, self._ticket, leases, kept)
 
     def encode(self, group: SampleGroup) -> EncodedGroup:
         """The group as the Buffer stores it. Raises RolloutError for one that cannot be trained on."""
         check_versions(self._ticket, group)
         row_ids, columns = self._encoder.encode(group, self._ticket.evaluation)
-        return EncodedGroup(row_ids=row_ids, columns=columns, sizes=RowSizes.of(columns, len(row_ids)))
-
-    def finish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
-        """Report a finished group."""
-        rows = encoded or self.encode(group)
-        with self._transfer(rows.columns, blocking=True) as (columns, transfer):
-            self._client.through(transfer).call(BufferState.finish, *self._finished(group, rows, columns))
-        self.finished[group.uid] = group
+        return EncodedGroup(row_ids=row_ids, columns=Columns(columns), sizes=RowSizes.of(columns, len(row_ids)))
 
     async def afinish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
         rows = encoded or self.encode(group)
-        with self._transfer(rows.columns, blocking=False) as (columns, transfer):
-            await self._client.through(transfer).acall(BufferState.finish, *self._finished(group, rows, columns))
+        await self._client.acall(
+            BufferState.finish, self._ticket, group.uid, group.attempt, rows.row_ids, rows.columns, rows.sizes
+        )
         self.finished[group.uid] = group
-
-    def reject(self, group: SampleGroup, reason: str) -> None:
-        """Drop a leased group."""
-        self._client.call(BufferState.reject, self._ticket, group.uid, group.attempt, reason)
 
     async def areject(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group."""
         await self._client.acall(BufferState.reject, self._ticket, group.uid, group.attempt, reason)
 
-    def quarantine(self, group: SampleGroup, reason: str) -> None:
-        """Drop a leased group for good."""
-        self._client.call(BufferState.quarantine, self._ticket, group.uid, group.attempt, reason)
-
     async def aquarantine(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group for good."""
         await self._client.acall(BufferState.quarantine, self._ticket, group.uid, group.attempt, reason)
 
-    def count_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
-        """Count a failed attempt; returns how many of this kind the run had, and how many of them the group."""
-        return self._client.call(BufferState.count_failure, self._ticket, group.uid, kind)
-
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
         """Count a failed attempt; returns how many of this kind the run had, and how many of them the group."""
         return await self._client.acall(BufferState.count_failure, self._ticket, group.uid, kind)
+
+    get_samples = blocking(aget_samples)
+    add_samples = blocking(aadd_samples)
+    finish = blocking(afinish)
+    reject = blocking(areject)
+    quarantine = blocking(aquarantine)
+    count_failure = blocking(acount_failure)
 
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""
@@ -161,22 +132,3 @@ class RolloutClient:
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Merge JSON values into the notes."""
         self._client.call(BufferState.update_metadata, dict(metadata))
-
-    def _deliverer(self, needed: DeliveryNeeded) -> BatchSource:
-        if self._source is None:
-            raise needed
-        return self._source
-
-    def _transfer(
-        self, columns: Mapping[str, Column], *, blocking: bool
-    ) -> AbstractContextManager[tuple[Columns, PayloadTransfer | None]]:
-        if self._storage is None:
-            return nullcontext((Columns(columns), None))
-        return self._storage.transfer(columns, blocking=blocking)
-
-    def _finished(self, group: SampleGroup, rows: EncodedGroup, columns: Columns) -> tuple[Any, ...]:
-        return self._ticket, group.uid, group.attempt, rows.row_ids, columns, rows.sizes
-
-    def _given_back(self, groups: Sequence[SampleGroup]) -> tuple[Any, ...]:
-        leases = [(group.uid, group.attempt) for group in groups]
-        return self._ticket, leases, list(groups) if self._ticket.keeps_tokens else ()

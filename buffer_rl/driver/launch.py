@@ -316,7 +316,7 @@ class _Run:
         """The processes that own large payloads; none where the Buffer does."""
         if num_units == 0:
             return ()
-        units = start_storage(num_units, buffer)
+        units = start_storage(num_units, buffer, self.args.buffer_timeout_s)
         storage = WorkerGroup("storage", [unit.actor for unit in units])
         self.stack.callback(storage.stop)
         storage.call("ready", timeout_s=self.args.train_timeout_s)

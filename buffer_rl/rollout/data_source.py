@@ -93,19 +93,9 @@ class SourceClient:
         self._answers = SourceAnswers.from_args(args)
         self._buffer = buffer
 
-    def take(self, request: DeliveryRequest) -> Delivery | None:
+    async def atake(self, request: DeliveryRequest) -> Delivery | None:
         """The batch that ``request`` names. None if the caller must ask the Buffer again: because it has the batch
         already, or because the source was restored to the Buffer's state first."""
-        try:
-            delivery: Delivery | None = self._answers.wait("take", partial(self._actor.take.remote, request))
-        except StateNeeded:
-            saved = self._buffer.call(BufferState.get_source_state)
-            self._answers.wait("restore", partial(self._actor.restore.remote, *saved))
-            return None
-        return delivery
-
-    async def atake(self, request: DeliveryRequest) -> Delivery | None:
-        """``take`` for an event loop."""
         try:
             delivery: Delivery | None = await self._answers.until("take", partial(self._actor.take.remote, request))
         except StateNeeded:

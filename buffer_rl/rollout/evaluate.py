@@ -17,7 +17,7 @@ from buffer_rl.rollout.generate import Requests, sampling_params_for
 from buffer_rl.rollout.production import generate_group, run_all, score_group, within_deadline
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import UNNAMED
-from buffer_rl.types import GroupUid, RolloutOutput, SampleGroup, Status
+from buffer_rl.types import RolloutOutput, SampleGroup, Status
 
 WITHOUT_ANSWER = (Status.ABORTED, Status.FAILED)
 
@@ -62,7 +62,6 @@ class _Evaluation:
         self._failures = FailurePolicy(context, buffer, self.stats)
         self._params = sampling_params_for(context.args, evaluation=True)
         self.groups: list[SampleGroup] = []
-        self._encoded: dict[GroupUid, Any] = {}
 
     async def produce_all(self) -> None:
         while groups := await self._buffer.aget_samples(max(1, self._buffer.ticket.num_groups)):
@@ -86,14 +85,10 @@ class _Evaluation:
             group.samples = group.as_prompts().samples
             await asyncio.sleep(self._failures.pause_s)
         self._failures.succeeded(group)
-        for sample in group:
-            if sample.status in WITHOUT_ANSWER:
-                raise RolloutError(f"an evaluation sample was {sample.status}", where=f"row {sample.row_id}")
-        await self._buffer.afinish(group, self._encoded.pop(group.uid))
         self.stats.count_kept(group, rewards_of(self._context.args, group))
 
     async def _attempt(self, group: SampleGroup) -> AttemptFailure | None:
-        """Generate, score and encode the group. Returns its failure, if any. Raises errors that must end the run."""
+        """Generate, score and finish the group. Returns its failure, if any. Raises errors that must end the run."""
         params = self._params | group.sampling_params
         try:
             await generate_group(self._context, self._buffer.ticket, group, params, self.stats, Requests())
@@ -104,11 +99,13 @@ class _Evaluation:
             return failure
         if failures:
             return AttemptFailure.of_reward(failures[0])
-        if not any(sample.status in WITHOUT_ANSWER for sample in group):
-            try:
-                self._encoded[group.uid] = self._buffer.encode(group)
-            except GROUP_ERRORS as error:
-                return AttemptFailure.of_conversion(error)
+        for sample in group:
+            if sample.status in WITHOUT_ANSWER:
+                raise RolloutError(f"an evaluation sample was {sample.status}", where=f"row {sample.row_id}")
+        try:
+            await self._buffer.afinish(group)
+        except GROUP_ERRORS as error:
+            return AttemptFailure.of_conversion(error)
         return None
 
     def _may_repeat(self, failure: AttemptFailure, attempts: int) -> bool:

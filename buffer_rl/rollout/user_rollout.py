@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from buffer_rl.buffer.calling import blocking
 from buffer_rl.contract_check import as_leased_group, check_reward, check_rollout_output, check_statuses
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RewardError, RolloutError
@@ -53,32 +54,25 @@ class LeaseRecorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._buffer, name)
 
-    def get_samples(self, num_samples: int) -> list[SampleGroup]:
-        return self._record(self._buffer.get_samples(num_samples))
-
     async def aget_samples(self, num_samples: int) -> list[SampleGroup]:
         return self._record(await self._buffer.aget_samples(num_samples))
 
-    def add_samples(self, groups: Sequence[SampleGroup | Sequence[Sample]]) -> None:
-        """Requeue leased groups; a list of a group's samples stands for the group."""
-        self._buffer.add_samples([self._group(group) for group in groups])
-
     async def aadd_samples(self, groups: Sequence[SampleGroup | Sequence[Sample]]) -> None:
+        """Requeue leased groups; a list of a group's samples stands for the group."""
         await self._buffer.aadd_samples([self._group(group) for group in groups])
 
     def encode(self, group: SampleGroup) -> Any:
         check_statuses(group, where=self._where)
         return self._buffer.encode(self.marked(group))
 
-    def finish(self, group: SampleGroup, encoded: Any = None) -> None:
-        check_statuses(group, where=self._where)
-        self._buffer.finish(self.marked(group), encoded)
-        self.finished[group.uid] = group
-
     async def afinish(self, group: SampleGroup, encoded: Any = None) -> None:
         check_statuses(group, where=self._where)
         await self._buffer.afinish(self.marked(group), encoded)
         self.finished[group.uid] = group
+
+    get_samples = blocking(aget_samples)
+    add_samples = blocking(aadd_samples)
+    finish = blocking(afinish)
 
     def marked(self, group: SampleGroup) -> SampleGroup:
         """The group, marked in place as foreign where this rollout did not lease it. One without a uid gets one, and so

@@ -16,7 +16,7 @@ import ray
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.rollout_client import RolloutClient
-from buffer_rl.buffer.storage import PayloadProducer, StorageClient, StorageUnit
+from buffer_rl.buffer.storage import StorageUnit
 from buffer_rl.cluster.worker_group import WorkerGroup, is_dead, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.engine.client import EngineClient
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 NAMESPACES = ("rollout", "eval", "perf")
 
 
-class RolloutWorker(PayloadProducer):
+class RolloutWorker:
     """Runs one rollout at a time. ``source``: the actor of the user's data source, where there is one.
 
-    storage: the processes that own large payloads.
+    storage: the processes that own large payloads; without them the Buffer does.
     """
 
     def __init__(
@@ -48,12 +48,11 @@ class RolloutWorker(PayloadProducer):
         redirect_output(log_path)
         self._run_dir = Path(log_path).parent.parent  # absolute, unlike --run-dir
         self._args = cast("Args", load_args(args_text))
-        self._client = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller="rollout")
-        self.outgoing = {}
-        self._storage = StorageClient(
-            storage,
-            self.outgoing,
+        self._client = BufferClient(
+            buffer,
             timeout_s=self._args.buffer_timeout_s,
+            caller="rollout",
+            storage=storage,
             min_bytes=self._args.data_storage_min_bytes,
         )
         self._source = None if source is None else SourceClient(source, self._args, self._client)
@@ -84,7 +83,7 @@ class RolloutWorker(PayloadProducer):
         if self._buffer_filter is not None:
             path = self._args.buffer_filter_path
             choose = partial(choose_queued, self._buffer_filter, path, self._args, ticket.rollout_id)
-        buffer = RolloutClient(self._client, ticket, self._converter, choose, self._source, self._storage)
+        buffer = RolloutClient(self._client, ticket, self._converter, choose, self._source)
         where = place("rollout", self._reference(ticket), ticket.task)
         function = self._functions[ticket.evaluation]
         started = time.perf_counter()
@@ -141,11 +140,10 @@ def start_rollout_workers(
 
     storage: the storage processes; without them the Buffer owns large payloads.
     source: the actor of the user's data source, where there is one."""
-    units = list(storage) or [StorageUnit(actor=buffer, name="buffer")]
     remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(RolloutWorker)
 
     def start_member(index: int) -> Any:
-        return remote.remote(args_text, buffer, f"{log_dir}/rollout_{index}.log", units, source)
+        return remote.remote(args_text, buffer, f"{log_dir}/rollout_{index}.log", storage, source)
 
     return RolloutWorkers(start_member, args.num_rollout_workers)
 

@@ -19,10 +19,6 @@ class DirectCalls:
     def __init__(self, state: BufferState) -> None:
         self._state = state
 
-    def through(self, transfer: object) -> DirectCalls:
-        """Payloads stay in this process."""
-        return self
-
     def call(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return getattr(self._state, operation.__name__)(*args, **kwargs)
 

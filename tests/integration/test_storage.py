@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -20,11 +20,12 @@ import ray
 from ray._private.internal_api import node_stats
 
 from buffer_rl.buffer.actor import MAX_WAITERS, start_buffer
+from buffer_rl.buffer.calling import blocking
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.buffer.columns import RowSizes
+from buffer_rl.buffer.columns import Columns, RowSizes
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.storage import PayloadProducer, StorageClient, StorageUnit, start_storage
+from buffer_rl.buffer.storage import StorageUnit, split_payloads, start_storage
 from buffer_rl.config import dump_args
 from buffer_rl.errors import BufferStateError, DeadlineError, PayloadLostError, WorkerError
 from buffer_rl.types import SampleGroup, Ticket
@@ -36,73 +37,38 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers
 MEGABYTE = 1_000_000
 
 
-class Producer(PayloadProducer):
-    """Finishes groups whose tokens are large and whose masks are small; group ``g`` of the data consists of ``g``."""
-
-    def __init__(self, buffer: Any, units: list[StorageUnit]) -> None:
-        self.outgoing = {}
-        self._client = BufferClient(buffer, timeout_s=60, caller="producer")
-        self._storage = StorageClient(units, self.outgoing, timeout_s=60, min_bytes=MEGABYTE)
-
-    async def finish(self, ticket: Ticket, group: SampleGroup) -> tuple[int, list[str]]:
-        """Returns how many payloads the producer still holds, and which columns went to the store."""
-        length = MEGABYTE // 4
-        columns: Mapping[str, Any] = {
-            "tokens": [np.full(length, group.uid.row, dtype=np.int32) for _ in group],
-            "loss_mask": [np.ones(2, dtype=np.float32) for _ in group],
-        }
-        rows = [sample.row_id for sample in group]
-        sizes = RowSizes.of(columns, len(rows))
-        with self._storage.transfer(columns, blocking=False) as (sent, transfer):
-            await self._client.through(transfer).acall(
-                BufferState.finish, ticket, group.uid, group.attempt, rows, sent, sizes
-            )
-        return len(self.outgoing), [name for name, column in sent.items() if not isinstance(column, list)]
-
-    def finish_blocking(self, ticket: Ticket, group: SampleGroup) -> bool:
-        """The same for a synchronous rollout function. Returns whether a column went to the store."""
-        rows = [sample.row_id for sample in group]
-        columns = {"tokens": [np.full(MEGABYTE // 4, group.uid.row, dtype=np.int32) for _ in group]}
-        sizes = RowSizes.of(columns, len(rows))
-        with self._storage.transfer(columns, blocking=True) as (sent, transfer):
-            self._client.through(transfer).call(BufferState.finish, ticket, group.uid, group.attempt, rows, sent, sizes)
-        return transfer is not None
-
-    async def finish_in_a_thread_and_on_the_loop(self, ticket: Ticket, groups: list[SampleGroup]) -> tuple[bool, bool]:
-        first, second = groups
-        return await asyncio.to_thread(self.finish_blocking, ticket, first), self.finish_blocking(ticket, second)
-
-    async def finish_numbered(self, ticket: Ticket, group: SampleGroup, sequence: int) -> Any:
-        """``finish``, by hand, as a call of that number."""
-        rows = [sample.row_id for sample in group]
-        columns = {"tokens": [np.full(MEGABYTE // 4, group.uid.row, dtype=np.int32) for _ in group]}
-        with self._storage.transfer(columns, blocking=False) as (sent, transfer):
-            args = (ticket, group.uid, group.attempt, rows, sent, RowSizes.of(columns, len(rows)))
-            assert transfer is not None
-            return await transfer.submit(("by hand", sequence, sequence, "finish", args))
+def columns_of(group: SampleGroup) -> Columns:
+    """Large tokens and small masks; group ``g`` of the data consists of ``g``."""
+    return Columns(
+        tokens=[np.full(MEGABYTE // 4, group.uid.row, dtype=np.int32) for _ in group],
+        loss_mask=[np.ones(2, dtype=np.float32) for _ in group],
+    )
 
 
-class DyingProducer(Producer):
-    """Dies where it is to hand something over."""
-
-    async def give_payloads(self, keys: Sequence[int]) -> tuple[Any, ...]:
-        os._exit(1)
-
-
-class HastyProducer(Producer):
-    """Does not wait for long."""
-
-    def __init__(self, buffer: Any, units: list[StorageUnit]) -> None:
-        super().__init__(buffer, units)
-        self._storage = StorageClient(units, self.outgoing, timeout_s=4, min_bytes=MEGABYTE)
+def report_of(ticket: Ticket, group: SampleGroup) -> tuple[Any, ...]:
+    """The arguments of ``BufferState.finish``."""
+    columns, rows = columns_of(group), [sample.row_id for sample in group]
+    return ticket, group.uid, group.attempt, rows, columns, RowSizes.of(columns, len(rows))
 
 
-class StuckProducer(HastyProducer):
-    """Never hands anything over."""
+class Producer:
+    """Finishes groups."""
 
-    async def give_payloads(self, keys: Sequence[int]) -> tuple[Any, ...]:
-        await asyncio.Event().wait()
-        raise AssertionError
+    def __init__(self, buffer: Any, storage: list[StorageUnit]) -> None:
+        self._client = BufferClient(buffer, timeout_s=60, caller="producer", storage=storage, min_bytes=MEGABYTE)
+
+    async def pid_and_payload(self) -> tuple[int, Any]:
+        """Its process, and a payload that it owns itself."""
+        return os.getpid(), ray.put(np.zeros(MEGABYTE, dtype=np.uint8))
+
+    async def finish(self, ticket: Ticket, group: SampleGroup) -> None:
+        await self._client.acall(BufferState.finish, *report_of(ticket, group))
+
+    finish_blocking = blocking(finish)
+
+    async def finish_on_the_loop(self, ticket: Ticket, group: SampleGroup) -> None:
+        """As a synchronous rollout function does it that an asynchronous one calls."""
+        self.finish_blocking(ticket, group)
 
 
 @contextmanager
@@ -114,20 +80,15 @@ def stopped(*actors: Any) -> Iterator[None]:
             ray.kill(actor)
 
 
-def start_producer(buffer: Any, units: list[StorageUnit], kind: type[Producer] = Producer) -> Any:
-    return cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(kind).remote(buffer, units)
-
-
-def owners(buffer: Any, storage: list[StorageUnit]) -> list[list[StorageUnit]]:
-    """With storage processes, and without."""
-    return [storage, [StorageUnit(actor=buffer, name="buffer")]]
+def start_producer(buffer: Any, storage: list[StorageUnit]) -> Any:
+    return cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(Producer).remote(buffer, storage)
 
 
 @contextmanager
-def with_storage(args: Any) -> Iterator[tuple[Any, list[StorageUnit], BufferClient]]:
-    """A Buffer, a storage process and a client, until the block ends."""
+def with_storage(args: Any, timeout_s: float = 60) -> Iterator[tuple[Any, list[StorageUnit], BufferClient]]:
+    """A Buffer, a storage process that waits for it for ``timeout_s``, and a client, until the block ends."""
     buffer = start_buffer(dump_args(args))
-    storage = start_storage(1, buffer)
+    storage = start_storage(1, buffer, timeout_s)
     with stopped(buffer, storage[0].actor):
         yield buffer, storage, BufferClient(buffer, timeout_s=60)
 
@@ -145,6 +106,14 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         threading.Event().wait(0.02)
 
 
+def is_lost(ref: Any) -> bool:
+    try:
+        ray.get(ref, timeout=60)
+    except ray.exceptions.ObjectLostError:
+        return True
+    return False
+
+
 def wait_until_stored(megabytes: int, what: str) -> None:
     """Objects of owners that ended are freed a while later, those of the tests before this one too; and the frames of
     an error that a test caught keep their references until a collection."""
@@ -155,7 +124,7 @@ def wait_until_stored(megabytes: int, what: str) -> None:
 def fill(client: BufferClient, producer: Any, rollout_id: int) -> Ticket:
     ticket = client.generate(rollout_id)
     for group in client.call(BufferState.get_samples, ticket, ticket.num_groups):
-        assert ray.get(producer.finish.remote(ticket, group), timeout=60) == (0, ["tokens"])
+        ray.get(producer.finish.remote(ticket, group), timeout=60)
     client.close_rollout(ticket)
     return ticket
 
@@ -164,11 +133,17 @@ def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_o
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
     with with_storage(make_options(n_samples_per_prompt=4)) as (buffer, storage, client):
-        for rollout_id, units in enumerate(owners(buffer, storage)):
+        for rollout_id, units in enumerate([storage, []]):
             wait_until_stored(0, "the store is empty at first")
             producer = start_producer(buffer, units)
-            fill(client, producer, rollout_id)
-            ray.kill(producer)
+            pid, lost = ray.get(producer.pid_and_payload.remote(), timeout=60)
+            ticket = client.generate(rollout_id)
+            groups = client.call(BufferState.get_samples, ticket, ticket.num_groups)
+            answers = [producer.finish.remote(ticket, group) for group in groups]
+            ray.get(answers, timeout=60)
+            os.kill(pid, signal.SIGKILL)  # right after its last report was answered
+            wait_until(partial(is_lost, lost), "Ray notices the death")
+            client.close_rollout(ticket)
             batch = client.get_data(rollout_id)
             assert len(batch) == 3 * 4
             for row_id, tokens in zip(batch.row_ids, batch.columns["tokens"], strict=True):
@@ -187,7 +162,7 @@ def test_payloads_of_a_storage_process_that_died_are_a_named_error_and_are_produ
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
     buffer = start_buffer(dump_args(make_options()))
-    storage = start_storage(2, buffer)
+    storage = start_storage(2, buffer, 30)
     producer = start_producer(buffer, storage)
     with stopped(buffer, producer, storage[0].actor):
         client = BufferClient(buffer, timeout_s=30)
@@ -218,17 +193,17 @@ def test_payloads_of_a_storage_process_that_died_are_a_named_error_and_are_produ
             ray.get(producer.finish.remote(ticket, eighth), timeout=60)
 
 
-def test_a_blocking_report_goes_to_the_store_from_a_thread_and_as_it_is_from_the_event_loop(
+def test_a_blocking_report_from_the_event_loop_goes_to_the_store_too(
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
-    buffer = start_buffer(dump_args(make_options()))
-    producer = start_producer(buffer, [StorageUnit(actor=buffer, name="buffer")])
-    with stopped(buffer, producer):
-        client = BufferClient(buffer, timeout_s=60)
+    with with_storage(make_options()) as (buffer, storage, client):
         ticket = client.generate(0)
-        groups = client.call(BufferState.get_samples, ticket, 2)
-        finished = producer.finish_in_a_thread_and_on_the_loop.remote(ticket, groups)
-        assert ray.get(finished, timeout=60) == (True, False)
+        for number, units in enumerate([storage, []], start=1):
+            producer = start_producer(buffer, units)
+            group = client.call(BufferState.get_samples, ticket, 1)[0]
+            ray.get(producer.finish_on_the_loop.remote(ticket, group), timeout=60)
+            wait_until_stored(4 * number, "the group's 4 rows of 1 MB")
+            ray.kill(producer)
         client.close_rollout(ticket)
         batch = client.get_data(0)
         assert [int(row[-1]) for row in batch.columns["tokens"]] == [row_id.uid.row for row_id in batch.row_ids]
@@ -240,50 +215,30 @@ def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the
     with with_storage(make_options()) as (buffer, storage, client):
         ticket = client.generate(0)
         wait_until_stored(0, "the store is empty at first")
-        for number, units in enumerate(owners(buffer, storage)):
-            producer = start_producer(buffer, units)
+        for number, owner in enumerate([storage[0].actor, buffer]):
             sequence = 2 * number
             group = client.call(BufferState.get_samples, ticket, 1)[0]
-            finish = producer.finish_numbered
-            assert ray.get(finish.remote(ticket, group, sequence), timeout=60) is None
+
+            def finish(sequence: int, group: SampleGroup = group, owner: Any = owner) -> Any:
+                args, payloads = split_payloads(report_of(ticket, group), MEGABYTE)
+                assert list(payloads) == ["tokens"]
+                call = owner.change_with_payloads.remote("by hand", sequence, sequence, "finish", args, payloads)
+                return ray.get(call, timeout=60)
+
+            assert finish(sequence) is None
             wait_until_stored(4 * (number + 1), "the group's 4 rows of 1 MB")
-            assert ray.get(finish.remote(ticket, group, sequence), timeout=60) is None
+            assert finish(sequence) is None
             with pytest.raises(BufferStateError, match="refused: it is not leased"):
-                ray.get(finish.remote(ticket, group, sequence + 1), timeout=60)
+                finish(sequence + 1)
             assert client.get_progress()["finished"] == number + 1
             wait_until_stored(4 * (number + 1), "the payloads of the first call alone")
-            ray.kill(producer)
-
-
-@pytest.mark.parametrize("kind", [DyingProducer, StuckProducer])
-def test_what_a_producer_does_not_hand_over_is_not_finished(
-    ray_cluster: None, make_options: Callable[..., Any], kind: type[Producer]
-) -> None:
-    with with_storage(make_options()) as (buffer, storage, client):
-        ticket = client.generate(0)
-        ray.get(storage[0].actor.ready.remote(), timeout=60)
-        for units in owners(buffer, storage):
-            group = client.call(BufferState.get_samples, ticket, 1)[0]
-            broken, whole = start_producer(buffer, units, kind), start_producer(buffer, units)
-            expected = ray.exceptions.RayActorError if kind is DyingProducer else DeadlineError
-            with pytest.raises(expected) as caught:
-                ray.get(broken.finish.remote(ticket, group), timeout=60)
-            if kind is StuckProducer:
-                assert f"{units[0].name}: a producer did not hand over 1 payloads within 2 s" in str(caught.value)
-            # The owner serves others, and the group can still be finished: nothing of the first report was taken.
-            assert ray.get(whole.finish.remote(ticket, group), timeout=60) == (0, ["tokens"])
-            ray.kill(broken)
-            ray.kill(whole)
-        client.close_rollout(ticket)
-        batch = client.get_data(0)
-        assert [int(row[-1]) for row in batch.columns["tokens"]] == [row_id.uid.row for row_id in batch.row_ids]
 
 
 def test_a_buffer_that_does_not_answer_is_named_also_where_a_storage_process_asks_it(
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
-    with with_storage(make_options()) as (buffer, storage, client):
-        producer = start_producer(buffer, storage, HastyProducer)
+    with with_storage(make_options(), timeout_s=4) as (buffer, storage, client):
+        producer = start_producer(buffer, storage)
         ticket = client.generate(0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         ray.get([storage[0].actor.ready.remote(), producer.finish.remote(ticket, group)], timeout=60)

@@ -188,9 +188,9 @@ def test_readers_that_wait_are_woken_by_a_finished_group_and_by_a_cleared_pool_a
 
 def test_a_full_object_store_is_told_with_the_option_that_enlarges_it() -> None:
     answers = Answers(who="storage-0", role="storage-0", timeout_s=1.0, flag="--buffer-timeout-s")
-    error = answers.named("give_payloads", ray.exceptions.OutOfDiskError("no space"))
+    error = answers.named("finish", ray.exceptions.OutOfDiskError("no space"))
     assert isinstance(error, WorkerError)
-    assert (error.where, "--object-store-gb" in error.hint) == ("storage-0.give_payloads", True)
+    assert (error.where, "--object-store-gb" in error.hint) == ("storage-0.finish", True)
 
 
 def test_an_actor_that_is_being_restarted_for_too_long_is_a_deadline() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.buffer.columns import IN_MESSAGE_BYTES, BatchPlan, Cell, Columns, GroupSlice, assemble
+from buffer_rl.buffer.storage import split_payloads
 from buffer_rl.types import GroupUid, RowId
 
 DTYPES = ("int32", "int64", "float32", "float64", "bool", "float16")
@@ -96,6 +97,14 @@ def plan_of(groups: list[dict[str, Any]], positions: list[list[int]]) -> BatchPl
         cells = {name: c if isinstance(c, Cell) else Cell.of(c) for name, c in cells.items()}
         slices.append(GroupSlice(row_ids=[RowId(uid, i) for i in chosen], positions=chosen, cells=cells))
     return BatchPlan(rollout_id=3, task="train_3", slices=slices)
+
+
+def test_large_columns_of_a_call_travel_apart_and_the_others_in_its_arguments():
+    columns = Columns(at_the_limit=[np.zeros(5), np.zeros(5)], below=np.zeros(9), above=np.zeros(11))
+    args, payloads = split_payloads(("uid", columns, 3), min_bytes=80)
+    assert (args[0], list(args[1]), type(args[1]), args[2]) == ("uid", ["below"], Columns, 3)
+    assert {name: payloads[name] is columns[name] for name in payloads} == {"at_the_limit": True, "above": True}
+    assert split_payloads(("uid", 3), min_bytes=0) == (("uid", 3), {})
 
 
 def test_a_plan_arrives_as_it_was_sent():

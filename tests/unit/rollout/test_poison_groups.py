@@ -148,23 +148,23 @@ async def test_a_rollout_function_that_finishes_a_bad_group_itself_gets_the_erro
     assert run.trained_rows() == [0]
 
 
-class EncodingBuffer(FakeBuffer):
-    """Encodes as the real one does; ``fails``: so often first."""
+class RefusingBuffer(FakeBuffer):
+    """Finishes no group of which no rows can be made, as the real one; ``fails``: so often first."""
 
     def __init__(self, *args: Any, fails: int) -> None:
         super().__init__(*args)
         self.left = fails
 
-    def encode(self, group: Any) -> Any:
+    def finish(self, group: Any, encoded: Any = None) -> None:
         self.left -= 1
         if self.left >= 0:
             raise RolloutError("no rows today")
-        return super().encode(group)
+        super().finish(group)
 
 
 async def test_an_evaluation_makes_rows_of_a_group_at_its_second_attempt_or_ends(kit: Any) -> None:
     for fails in (1, 2):
-        buffer = EncodingBuffer([kit.make_group(0)], kit.make_ticket(1, evaluation=True), fails=fails)
+        buffer = RefusingBuffer([kit.make_group(0)], kit.make_ticket(1, evaluation=True), fails=fails)
         async with kit.opened(kit.ScriptedEngine(), custom_rm_path=kit.user("slow_async")) as context:
             rolling = DefaultRollout(context.args)(context.args, 0, buffer, evaluation=True)
             if fails == 1:
