@@ -156,7 +156,7 @@ class Trial:
         self.model.groups[uid].tokens = tokens
 
     def finish_foreign(self, draw: Random, rollout: int) -> None:
-        """A group that the rollout function made, perhaps one that it handed in before."""
+        """A group that the rollout function made, perhaps one that it reported before."""
         uid = GroupUid("theirs", draw.randrange(6), 0)
         args = (self.model.steps[rollout].ticket, uid, 0, rows_of(uid), columns())
         if uid in self.model.groups and self.model.groups[uid].state is not PENDING:
@@ -303,6 +303,7 @@ class Trial:
     def release(self, version: int) -> None:
         if version in self.model.steps and self.model.steps[version].phase != "lost":
             self.refused(self.state.release, version + 1)
+            self.read_data(Random(0), version - 1)
         for _ in range(2):
             self.state.release(version)
         self.refused(self.state.release, version - 1)
