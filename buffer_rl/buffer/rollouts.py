@@ -50,7 +50,7 @@ class GroupQueue:
     def first(self, num_groups: int, chosen: Sequence[GroupUid] | None = None) -> list[Admitted]:
         """The next groups, or those of ``chosen`` that are here, in its order; at most ``num_groups``. They stay."""
         if chosen is not None:
-            return [self._entries[uid] for uid in list(dict.fromkeys(chosen))[:num_groups] if uid in self._entries]
+            return [self._entries[uid] for uid in dict.fromkeys(chosen) if uid in self._entries][:num_groups]
         found: dict[GroupUid, Admitted] = {}
         while self._order and len(found) < num_groups:
             number, uid = heapq.heappop(self._order)
@@ -132,6 +132,7 @@ class Rollouts:
         self._rule = rule or RequeueRule()
         self._admitted = 0
         self._num_leases = 0
+        self._num_workers: Counter[str] = Counter()  # that a task was given to
 
     def of(self, ticket: Ticket) -> OpenRollout:
         """The ticket's rollout. Raises BufferStateError if it is closed, of another Buffer, or where another worker
@@ -144,6 +145,11 @@ class Rollouts:
         if ticket.worker != rollout.ticket.worker:
             raise BufferStateError(f"the report is refused: another worker goes on with {ticket.task}")
         return rollout
+
+    def start(self, ticket: Ticket, waiting: GroupQueue) -> Ticket:
+        """Open a ticket. Returns it for a worker of its own: those of an earlier ticket of the task are refused."""
+        self.open[ticket.task] = OpenRollout(ticket=self._for_next_worker(ticket), waiting=waiting)
+        return self.open[ticket.task].ticket
 
     def headers(self) -> list[QueueHeader]:
         """What a buffer filter sees: the queue's groups, the next one first."""
@@ -192,7 +198,7 @@ class Rollouts:
         groups."""
         rollout = self.of(ticket)
         self.requeue(ticket, [(uid, lease.group.attempt) for uid, lease in rollout.leases.items()])
-        rollout.ticket = replace(ticket, num_groups=num_missing, worker=ticket.worker + 1)
+        rollout.ticket = self._for_next_worker(replace(ticket, num_groups=num_missing))
         return rollout.ticket
 
     def finish(self, rollout: OpenRollout, lease: Lease) -> None:
@@ -323,6 +329,10 @@ class Rollouts:
             self.finished.pop(lease.group.uid, None)
             if not lease.foreign:
                 self.queue.put(Admitted(group=lease.group, number=lease.number))
+
+    def _for_next_worker(self, ticket: Ticket) -> Ticket:
+        self._num_workers[ticket.task] += 1
+        return replace(ticket, worker=self._num_workers[ticket.task])
 
     def _count_lease(self) -> int:
         self._num_leases += 1

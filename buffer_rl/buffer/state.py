@@ -19,7 +19,7 @@ from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.pool import check_group
 from buffer_rl.buffer.pools import PoolCalls, Pools
 from buffer_rl.buffer.record import RunRecord
-from buffer_rl.buffer.rollouts import POSITION, GroupQueue, OpenRollout, Rollouts
+from buffer_rl.buffer.rollouts import POSITION, GroupQueue, Rollouts
 from buffer_rl.data.custom import Delivery
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
@@ -101,7 +101,7 @@ class BufferState(PoolCalls):
             raise BufferStateError("there is nothing to evaluate on", hint="name a set with --eval-prompt-data")
         if not evaluation:
             self.abandon(rollout_id)  # what a Buffer that died had selected for it
-        self._rollouts.open[ticket.task] = OpenRollout(ticket=ticket, waiting=groups)
+        ticket = self._rollouts.start(ticket, groups)
         self._pools.open(ticket)
         return ticket
 
@@ -251,6 +251,7 @@ class BufferState(PoolCalls):
         died are refused from here on."""
         if ticket.evaluation:
             raise BufferStateError(f"{ticket.task} cannot go on", hint="its metrics are of all groups: make it again")
+        self._rollouts.of(ticket)
         selection = self._pools.of(ticket.task).selection
         return self._rollouts.pass_on(ticket, max(0, self._groups_per_step - len(selection)))
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
@@ -24,7 +20,7 @@ from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DataError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.types import GroupUid, SampleGroup, Ticket
-from harness.ledger_contents import copied, count_states, go_back
+from harness.ledger_contents import copied, go_back
 
 ROWS, PER_STEP = 5, 2
 
@@ -146,34 +142,6 @@ def test_a_step_that_was_taken_is_committed_by_the_ledger_alone_and_once(run: Ru
         state.commit(0, 2)
 
 
-def test_a_step_that_was_not_taken_is_produced_again_with_the_same_groups(run: Run) -> None:
-    groups = closed(run.state, 0)
-    state = run.kill()
-    assert shown(closed(state, 0)) == shown(groups)
-    state.commit(0, 1)
-    assert list(run.entries().values()) == [GroupState.TRAINED] * PER_STEP
-
-
-@pytest.mark.parametrize("is_closed", [True, False])
-def test_an_abandoned_rollouts_groups_are_pending_and_it_can_be_opened_again(run: Run, is_closed: bool) -> None:
-    state = run.state
-    if is_closed:
-        groups = closed(state, 0)
-    else:
-        ticket = state.generate(0)
-        groups = state.get_samples(ticket, PER_STEP)
-        finish(state, ticket, groups[1])
-    state.abandon(0)
-    state.abandon(0)
-    state.abandon(7)
-    assert set(run.entries().values()) == {GroupState.PENDING}
-    assert shown(closed(state, 0)) == shown(groups)
-    assert len(state.get_data(0)) == 4
-    state.commit(0, 1)
-    with pytest.raises(BufferStateError, match="was trained on"):
-        state.abandon(0)
-
-
 def test_version_notes_and_position_are_those_of_the_buffer_that_died(run: Run) -> None:
     closed(run.state, 0)
     run.state.commit(0, 1)
@@ -207,58 +175,6 @@ def test_data_that_changed_under_a_run_is_an_error_and_not_another_prompt(run: R
     Path(run.args.prompt_data[0]).write_text('{"prompt": "other"}\n')
     with pytest.raises((DataError, CheckpointError)):
         run.kill()
-
-
-@given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=25, deadline=None)
-def test_whenever_the_buffer_dies_every_group_is_trained_once_and_the_counts_add_up(seed: int) -> None:
-    """Deaths at random moments of twelve steps, whose driver produces a lost rollout again. Some groups are rejected,
-    given back or left over."""
-    draw = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder))
-        trained: list[GroupUid] = []
-        source = PromptDataSource(run.args).source_hashes[0]
-        rejected = 0
-        for rollout_id in range(12):
-            while True:
-                try:
-                    ticket = run.state.generate(rollout_id)
-                    done: list[SampleGroup] = []
-                    while len(done) < PER_STEP:
-                        for group in run.state.get_samples(ticket, draw.randint(1, 3)):
-                            fate = draw.random()
-                            if fate < 0.1:
-                                run.kill()
-                            if fate < 0.2:
-                                run.state.reject(ticket, group.uid, group.attempt, "dull")
-                                rejected += 1
-                            elif fate < 0.4:
-                                run.state.add_samples(ticket, [(group.uid, group.attempt)])
-                            else:
-                                finish(run.state, ticket, group)
-                                done.append(group)
-                    run.state.close_rollout(ticket)
-                    if draw.random() < 0.2:
-                        run.kill()
-                    uids = {row.uid for row in run.state.get_data(rollout_id).row_ids}
-                    break
-                except BufferRestartedError:
-                    run.state.abandon(rollout_id)
-            trained += sorted(uids)
-            if draw.random() < 0.2:
-                run.kill()
-            run.state.commit(rollout_id, rollout_id + 1)
-            if draw.random() < 0.2:
-                run.kill()
-            run.state.release(rollout_id + 1)
-            for epoch in range(12):
-                assert sum(count_states(run.state.ledger, source, epoch, ROWS).values()) == ROWS
-        states = run.entries()
-        assert len(trained) == 12 * PER_STEP
-        assert set(trained) == {uid for uid, state in states.items() if state is GroupState.TRAINED}
-        assert list(states.values()).count(GroupState.REJECTED) == rejected
-        run.close()
 
 
 def test_a_report_is_refused_where_a_copy_gives_its_attempt_again(run: Run) -> None:

@@ -107,19 +107,6 @@ def shown(groups: list[SampleGroup]) -> list[Any]:
     ]
 
 
-def test_whatever_comes_back_takes_its_place_in_the_order_of_admission(tmp_path: Path) -> None:
-    state = make_state(write_rows(tmp_path, 9), 2)
-    ticket = state.generate(0)
-    groups = lease(state, ticket, 6)
-    for i in (1, 5, 3):  # surplus at the close: 5
-        finish(state, ticket, groups[i])
-    give_back(state, ticket, [groups[4]])
-    give_back(state, ticket, [groups[2], groups[0]])
-    assert end_step(state, ticket) == [groups[1].uid, groups[3].uid]
-    again = lease(state, state.generate(1), 5)
-    assert [group.uid.row for group in again] == [0, 2, 4, 5, 6]
-
-
 def test_what_is_admitted_after_a_restart_comes_behind_what_was_admitted_before(tmp_path: Path) -> None:
     path = write_rows(tmp_path, 9)
     state = make_state(path, 2)
@@ -129,17 +116,6 @@ def test_what_is_admitted_after_a_restart_comes_behind_what_was_admitted_before(
     ticket = state.generate(0)
     give_back(state, ticket, lease(state, ticket, 5))
     assert [header.uid.row for header in state.get_headers()] == [0, 1, 2, 3, 4]
-
-
-def test_a_group_keeps_its_place_however_often_it_comes_back(tmp_path: Path) -> None:
-    state = make_state(write_rows(tmp_path, 9), 1)
-    for rollout_id in range(3):
-        ticket = state.generate(rollout_id)
-        slow, quick = lease(state, ticket, 2)
-        assert (slow.uid.row, slow.attempt, quick.uid.row) == (0, rollout_id + 1, rollout_id + 1)
-        finish(state, ticket, quick)
-        give_back(state, ticket, [slow])
-        end_step(state, ticket)
 
 
 def test_prompts_alone_come_back_where_the_rule_says_so(tmp_path: Path) -> None:

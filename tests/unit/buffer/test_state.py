@@ -19,7 +19,7 @@ from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
-from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError
+from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.types import Sample, SampleGroup, Ticket
 from harness.ledger_contents import count_states
@@ -104,17 +104,6 @@ def test_a_step_moves_its_groups_through_all_states(tmp_path: Path) -> None:
         state.get_data(0)
 
 
-def test_what_is_leased_and_never_mentioned_is_rejected_as_unreported(tmp_path: Path) -> None:
-    state = make_state(write_rows(tmp_path, 5), groups_per_step=2)
-    ticket = state.generate(0)
-    groups = state.get_samples(ticket, 4)
-    finish(state, ticket, groups[0])
-    state.reject(ticket, groups[1].uid, groups[1].attempt, "zero_std")
-    report = state.close_rollout(ticket)
-    assert report.drops == {"unreported": 2, "zero_std": 1}
-    assert count_states(state.ledger, groups[0].uid.source, 0, 5)[GroupState.REJECTED] == 3
-
-
 def test_surplus_goes_back_as_prompts_in_the_order_of_admission_and_is_leased_first(tmp_path: Path) -> None:
     state = make_state(write_rows(tmp_path, 8), groups_per_step=2)
     ticket = state.generate(0)
@@ -135,16 +124,6 @@ def test_surplus_goes_back_as_prompts_in_the_order_of_admission_and_is_leased_fi
     assert all(sample.response == "" and sample.tokens == [] for group in again for sample in group)
 
 
-def test_given_back_groups_are_leased_before_new_rows(tmp_path: Path) -> None:
-    state = make_state(write_rows(tmp_path, 8), groups_per_step=2)
-    ticket = state.generate(0)
-    first, second = state.get_samples(ticket, 2)
-    state.add_samples(ticket, [(second.uid, second.attempt)])
-    assert state.get_buffer_length() == 1
-    assert next(group.uid for group in state.get_samples(ticket, 2)) == second.uid
-    assert first.uid != second.uid
-
-
 def test_reports_without_a_live_lease_are_refused_and_change_nothing(tmp_path: Path) -> None:
     state = make_state(write_rows(tmp_path, 6), groups_per_step=2)
     ticket = state.generate(0)
@@ -161,15 +140,6 @@ def test_reports_without_a_live_lease_are_refused_and_change_nothing(tmp_path: P
     with pytest.raises(BufferStateError, match="not open"):
         state.get_samples(ticket, 1)
     assert count_states(state.ledger, group.uid.source, 0, 6)[GroupState.FINISHED] == 2
-
-
-def test_a_ticket_of_another_incarnation_is_refused(tmp_path: Path) -> None:
-    path = write_rows(tmp_path, 4)
-    ticket = make_state(path, groups_per_step=2).generate(0)
-    restarted = make_state(path, groups_per_step=2)
-    restarted.generate(0)
-    with pytest.raises(BufferRestartedError, match="lost with an earlier Buffer"):
-        restarted.get_samples(ticket, 1)
 
 
 def test_ranks_get_each_row_once_and_the_same_rows_again(tmp_path: Path) -> None:
