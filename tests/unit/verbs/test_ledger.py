@@ -229,7 +229,10 @@ def test_foreign_groups_have_a_line_of_their_own(tmp_path: Path, capsys: pytest.
     assert lost == "1 foreign groups were lost before their step, or not needed, and not handed in again"
     assert out.splitlines()[-1] == "the accounting holds"
     assert printed(out, "newest tickets") == [["train_0", "5", "4", "1", "0", "0"]]
-    assert [number for row in asked(capsys, str(tmp_path))["epochs"] for number in (row["epoch"],)] == [0, None]
+    facts = asked(capsys, str(tmp_path))
+    assert [row["epoch"] for row in facts["epochs"]] == [0, None]
+    trained = {"rollout_id": 0, "num_groups": 1, "step": 1, "tickets": [0]}
+    assert facts["newest_selections"] == [trained]  # two more are finished, and were not selected
 
 
 # One for each rule of the accounting: what a wrong ledger, or somebody by hand, might have written.
@@ -263,6 +266,7 @@ def test_verify_says_what_does_not_add_up(run_folder: Path, fault: str, capsys: 
     out = capsys.readouterr().out
     assert "the accounting does not hold" in out
     assert fault in out
+    assert "None" not in out  # a history without the line of its lease is of no ticket
     assert any(fault in line for line in asked(capsys, str(path), "--verify", status=1)["faults"])
 
 
