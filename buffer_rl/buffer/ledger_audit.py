@@ -1,5 +1,5 @@
-"""Reads a ledger that may be in use: counts, one group's history, the process that writes it, and whether the
-accounting holds."""
+"""Reads a ledger that may be in use: counts, tickets and selections, one group's history, the process that writes it,
+and whether the accounting holds."""
 
 from __future__ import annotations
 
@@ -58,6 +58,21 @@ _RULES = (
        WHERE num_rows IS NOT NULL AND seen > num_rows""",
 )
 
+# A group's attempt is one lease: its lines begin with that of the ticket. What a step does with finished groups is no
+# production, but for what it gives back.
+_TICKETS = """SELECT ticket, sum(leased), sum(finished), sum(requeued), sum(rejected), sum(quarantined)
+    FROM (SELECT max(iif(to_state = 'leased', rollout_id, NULL)) AS ticket,
+                 sum(to_state = 'leased') AS leased, sum(to_state = 'finished') AS finished,
+                 sum(to_state = 'pending') AS requeued, sum(to_state = 'rejected') AS rejected,
+                 sum(to_state = 'quarantined') AS quarantined
+          FROM history WHERE from_state != 'finished' OR to_state = 'pending' GROUP BY admitted, attempt)
+    WHERE ticket IS NOT NULL GROUP BY ticket ORDER BY ticket DESC LIMIT ?"""
+# The history has no index: it is read once, and each line's group is looked up, not each group's lines.
+_SELECTIONS = """SELECT g.rollout_id, count(*), g.step, group_concat(DISTINCT h.rollout_id)
+    FROM history h CROSS JOIN groups g USING (admitted)
+    WHERE h.to_state = 'leased' AND h.attempt = g.attempt AND (g.state = 'trained' OR g.selected = 1)
+    GROUP BY g.rollout_id, g.step ORDER BY g.rollout_id DESC LIMIT ?"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochCounts:
@@ -74,9 +89,34 @@ class EpochCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TicketCounts:
+    """What became of the leases of one ticket. A group that it leased twice counts twice; one that it finished and that
+    went back to the queue afterwards is ``finished`` and ``requeued``; a foreign group counts as leased."""
+
+    rollout_id: int
+    leased: int
+    finished: int
+    requeued: int
+    rejected: int
+    quarantined: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionFacts:
+    """The groups of one step. ``step``: where they were trained, None where they were not yet. ``tickets``: the
+    rollouts whose tickets leased them, ascending."""
+
+    rollout_id: int
+    num_groups: int
+    step: int | None
+    tickets: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
     """One line of a group's history. ``time`` is in seconds since 1970; ``incarnation`` says how often the ledger had
-    been opened."""
+    been opened; ``rollout_id`` is the ticket's or selection's, of a group that is pending again the one that it left
+    (None in ledgers of earlier versions)."""
 
     time: float
     before: GroupState
@@ -126,6 +166,22 @@ class LedgerAudit:
             if row.num_rows is not None:
                 row.counts[GroupState.PENDING] += row.num_rows - sum(row.counts.values())
         return list(found.values())
+
+    def tickets(self, limit: int = 10) -> list[TicketCounts]:
+        """The newest tickets that leased anything, the newest first. Reads the whole history."""
+        with self._reading():
+            rows = list(self._db.execute(_TICKETS, (limit,)))
+        names = ("rollout_id", "leased", "finished", "requeued", "rejected", "quarantined")
+        return [TicketCounts(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def selections(self, limit: int = 10) -> list[SelectionFacts]:
+        """The newest selections that are closed, trained on or not yet, the newest first. Reads the whole history."""
+        with self._reading():
+            rows = list(self._db.execute(_SELECTIONS, (limit,)))
+        return [
+            SelectionFacts(rollout_id=rollout_id, num_groups=number, step=step, tickets=sorted(map(int, of.split(","))))
+            for rollout_id, number, step, of in rows
+        ]
 
     def entry(self, uid: GroupUid) -> LedgerEntry | None:
         """One group's facts; None where it was never leased."""

@@ -58,9 +58,11 @@ class LedgerTables:
     def write(
         self, uid: GroupUid, admitted: int | None, before: LedgerEntry, after: LedgerEntry, foreign: bool = False
     ) -> None:
-        """Store a group's new entry, and the change in the history. foreign: a new group is numbered downwards."""
+        """Store a group's new entry, and the change in the history, with the rollout that a group left which is pending
+        again. foreign: a new group is numbered downwards."""
         facts = (after.state, after.attempt, after.rollout_id, after.reason, after.step, after.selected)
         reason = "selected" if after.selected else after.reason
+        rollout_id = before.rollout_id if after.rollout_id is None else after.rollout_id
         source = self.source_id(uid.source)
         if admitted is None:
             number = "min(coalesce(min(admitted), 0), 0) - 1" if foreign else "coalesce(max(admitted) + 1, 0)"
@@ -75,15 +77,16 @@ class LedgerTables:
         self.db.execute(
             "INSERT INTO history (admitted, time, from_state, to_state, attempt, rollout_id, reason, step, incarnation)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (admitted, time.time(), before.state, *facts[:3], reason, after.step, self.opening),
+            (admitted, time.time(), before.state, *facts[:2], rollout_id, reason, after.step, self.opening),
         )
 
     def return_leases(self, reason: str, keep_selected: bool) -> int:
         """leased and finished → pending, but for the selected ones if these are kept. Returns how many."""
         held = f"{_LIVE} AND state != 'pending'" + (" AND selected = 0" if keep_selected else "")
         self.db.execute(
-            "INSERT INTO history (admitted, time, from_state, to_state, attempt, reason, incarnation)"
-            f" SELECT admitted, ?, state, 'pending', attempt, ?, ? FROM groups INDEXED BY live WHERE {held}",
+            "INSERT INTO history (admitted, time, from_state, to_state, attempt, rollout_id, reason, incarnation)"
+            " SELECT admitted, ?, state, 'pending', attempt, rollout_id, ?, ? FROM groups INDEXED BY live"
+            f" WHERE {held}",
             (time.time(), reason, self.opening),
         )
         update = "UPDATE groups INDEXED BY live SET state = 'pending', rollout_id = NULL, selected = 0"

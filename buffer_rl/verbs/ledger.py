@@ -1,4 +1,5 @@
-"""``buffer-rl ledger PATH``: where the groups of a run are, what happened to one of them, and whether it adds up."""
+"""``buffer-rl ledger PATH``: where the groups of a run are, what its newest tickets and selections did, what
+happened to one group, and whether it adds up."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     parser = subparsers.add_parser(
         "ledger",
         description="Show how many groups of each epoch are pending, leased, finished, trained, rejected and\n"
-        "quarantined, what happened to one group, and whether the accounting holds. The run may be at work.",
+        "quarantined, what became of the leases of the newest tickets, which groups the newest steps trained on,\n"
+        "what happened to one group, and whether the accounting holds. The run may be at work.",
     )
     parser.add_argument(
         "path", metavar="PATH", help=f"a ledger, or a folder that holds {FILE_NAME}: of a run, or of a checkpoint"
@@ -88,6 +90,8 @@ def _run_facts(audit: LedgerAudit) -> dict[str, Any]:
         "commits": len(commits),
         "last_commit": dict(zip(("rollout_id", "step", "num_groups"), commits[-1], strict=True)) if commits else None,
         "epochs": [asdict(row) for row in audit.epochs()],
+        "newest_tickets": [asdict(row) for row in audit.tickets()],
+        "newest_selections": [asdict(row) for row in audit.selections()],
     }
 
 
@@ -118,6 +122,31 @@ def _print_run(facts: dict[str, Any]) -> None:
     print_table(["source", "epoch", "rows", *GroupState], rows)
     if lost := sum(row["counts"][GroupState.PENDING] for row in facts["epochs"] if row["epoch"] is None):
         print(f"{lost} foreign groups were lost before their step, or not needed, and not handed in again")
+    _print_newest(facts)
+
+
+def _print_newest(facts: dict[str, Any]) -> None:
+    if tickets := facts["newest_tickets"]:
+        names = ("leased", "finished", "requeued", "rejected", "quarantined")
+        print("\nnewest tickets")
+        rows = [[_task(row["rollout_id"]), *(str(row[name]) for name in names)] for row in tickets]
+        print_table(["rollout", *names], rows)
+    if selections := facts["newest_selections"]:
+        print("\nnewest selections")
+        rows = [
+            [
+                _task(row["rollout_id"]),
+                str(row["num_groups"]),
+                "" if row["step"] is None else str(row["step"]),
+                ", ".join(map(_task, row["tickets"])),
+            ]
+            for row in selections
+        ]
+        print_table(["rollout", "groups", "trained at step", "tickets"], rows)
+
+
+def _task(rollout_id: int) -> str:
+    return f"train_{rollout_id}"
 
 
 def _print_group(facts: dict[str, Any]) -> None:

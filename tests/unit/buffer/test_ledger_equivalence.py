@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ class BothLedgers(RuleBasedStateMachine):
         self.durable.close()
         audit = LedgerAudit(self.path)
         assert audit.faults() == []
+        assert {row.rollout_id: astuple(row)[1:] for row in audit.tickets()} == leases_by_ticket(audit)
         audit.close()
         self.folder.cleanup()
 
@@ -144,6 +147,24 @@ class BothLedgers(RuleBasedStateMachine):
         assert self.durable.commits() == self.memory.commits()
         for rollout_id in range(3):
             assert self.durable.selected(rollout_id) == self.memory.selected(rollout_id)
+
+
+def leases_by_ticket(audit: LedgerAudit) -> dict[int, tuple[int, ...]]:
+    """Leased, finished, requeued, rejected and quarantined of each ticket, counted group by group. One that is pending
+    again must have left the rollout of the line before."""
+    ends = [GroupState.LEASED, GroupState.FINISHED, GroupState.PENDING, GroupState.REJECTED, GroupState.QUARANTINED]
+    counts: dict[int, Counter[GroupState]] = {}
+    for uid, _ in audit.states():
+        ticket, known = -1, None
+        for line in audit.history(uid):
+            if line.after is GroupState.PENDING:
+                assert line.rollout_id == known
+            elif line.after is GroupState.LEASED:
+                ticket = line.rollout_id or 0
+            known = line.rollout_id
+            if line.reason != "selected":
+                counts.setdefault(ticket, Counter())[line.after] += 1
+    return {ticket: tuple(counter[state] for state in ends) for ticket, counter in counts.items()}
 
 
 def answer(ledger: Ledger | MemoryLedger, request: tuple[Any, ...]) -> tuple[str, object]:
