@@ -32,7 +32,7 @@ class RowsMeta:
     dealt: ``row_ids`` are those of the deal that was asked for. There may be none: in a deal that is made for all
     replicas at once, or where the step was closed without its groups.
     ended: there is no such deal and there will be none: the rollout is closed and the task got every row.
-    generation: fencing token: how often the task's processes were replaced; writes of a replaced one are ignored.
+    generation: fencing token, which grows when the task's processes are replaced; writes of a replaced one are ignored.
     revision: of the Buffer when it answered, for a reader that waits for a change.
     """
 
@@ -56,13 +56,17 @@ class DataPool:
     """The groups of one task's selection, in the order of their uids, and their readers.
 
     num_groups: how many groups the step trains on, None for all; a final reader never gets more.
+    first_generation: of its readers (see ``RowsMeta``). Writes of an earlier one are of a pool that was given up.
     """
 
-    def __init__(self, rollout_id: int, task: str, store: ColumnStore, num_groups: int | None) -> None:
+    def __init__(
+        self, rollout_id: int, task: str, store: ColumnStore, num_groups: int | None, first_generation: int = 0
+    ) -> None:
         self.rollout_id = rollout_id
         self.task = task
         self.selection = Selection(num_groups)
         self._store = store
+        self._first_generation = first_generation
         self._readers: dict[str, Reader] = {}
         self._assignments: dict[tuple[int, int, int, Splitting], list[list[RowId]]] = {}
 
@@ -119,9 +123,10 @@ class DataPool:
 
         writer: the process that writes; writes of a replaced one are ignored.
         Raises BufferStateError for a row of another task, a repeated row, or a field of the wrong length."""
-        reader = self._readers.get(writer.reader) if writer is not None else None
-        if writer is not None and reader is not None and writer.generation < reader.generation:
-            return
+        if writer is not None:
+            reader = self._readers.get(writer.reader)
+            if writer.generation < (self._first_generation if reader is None else reader.generation):
+                return
         if len(set(row_ids)) != len(row_ids):
             raise BufferStateError("a row is named twice", where=self.task)
         place = [None if self.selection.is_withdrawn(row.uid) else (row.uid, self._position(row)) for row in row_ids]
@@ -275,7 +280,7 @@ class DataPool:
     def _reader(self, request: ReadRequest) -> Reader:
         reader = self._readers.get(request.reader)
         if reader is None:
-            reader = self._readers[request.reader] = Reader(request)
+            reader = self._readers[request.reader] = Reader(request, self._first_generation)
             for uid in self.selection.joined:
                 self._mark_ready(uid)
         if request.kind != reader.kind:

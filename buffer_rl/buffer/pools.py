@@ -18,6 +18,10 @@ from buffer_rl.types import Column, GroupUid, RowId, Ticket, TrainBatch
 REMEMBERED = 64
 """Cleared pools that are named to late readers; a reader is never later than that."""
 
+GENERATIONS = 1 << 20
+"""More often than a reader's processes are replaced before its task is opened again, for another worker: so what was
+read of the task's earlier pool has a smaller generation than all that is read of this one."""
+
 
 class Pools:
     """Evaluation has a store of its own: the same file may be trained and evaluated on, with equal uids.
@@ -43,7 +47,8 @@ class Pools:
     def open(self, ticket: Ticket) -> None:
         """A rollout started."""
         store, wanted = self._stores[ticket.evaluation], None if ticket.evaluation else ticket.num_groups
-        self._pools[ticket.task] = DataPool(ticket.rollout_id, ticket.task, store, wanted)
+        first_generation = ticket.worker * GENERATIONS
+        self._pools[ticket.task] = DataPool(ticket.rollout_id, ticket.task, store, wanted, first_generation)
         for gone in (self._cleared, self._empty):
             if ticket.task in gone:
                 gone.remove(ticket.task)

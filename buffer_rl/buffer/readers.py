@@ -100,15 +100,15 @@ class Reader:
 
     kind: as in every request of it (see ``ReadRequest.kind``).
     is_final: its groups are part of the step once they were dealt, because its effect cannot be undone.
-    generation: how often its processes were replaced.
+    generation: grows when its processes are replaced.
     """
 
-    def __init__(self, request: ReadRequest) -> None:
+    def __init__(self, request: ReadRequest, generation: int = 0) -> None:
         self.fields = request.fields
         self.produces = request.produces
         self.is_final = request.is_final
         self.kind = request.kind
-        self.generation = 0
+        self.generation = generation
         self._deals: list[list[list[GroupUid]]] = [[] for _ in range(request.num_replicas)]
         self._marked: dict[GroupUid, list[int]] = {}  # tokens of each row
         self._ready: OrderedDict[GroupUid, list[int]] = OrderedDict()

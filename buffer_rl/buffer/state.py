@@ -97,10 +97,9 @@ class BufferState(PoolCalls):
         if not evaluation:
             self._require_untrained(rollout_id)
             self._pools.require_slots(ticket, self._groups_per_step)
-        if evaluation and not groups:
-            raise BufferStateError("there is nothing to evaluate on", hint="name a set with --eval-prompt-data")
-        if not evaluation:
             self.abandon(rollout_id)  # what a Buffer that died had selected for it
+        elif not groups:
+            raise BufferStateError("there is nothing to evaluate on", hint="name a set with --eval-prompt-data")
         ticket = self._rollouts.start(ticket, groups)
         self._pools.open(ticket)
         return ticket

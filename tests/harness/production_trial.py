@@ -20,6 +20,7 @@ from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.pool import Writer
+from buffer_rl.buffer.pools import GENERATIONS
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferRestartedError, BufferStateError
@@ -215,7 +216,7 @@ class Trial:
         assert set(uids) <= ready - got
         assert meta.row_ids == [row for uid in uids for row in rows_of(uid)]
         ended = not uids and step.phase != "open" and ready == joined
-        assert (meta.dealt, meta.ended, meta.generation) == (bool(uids), ended, step.generation[name])
+        assert (meta.dealt, meta.ended, meta.generation % GENERATIONS) == (bool(uids), ended, step.generation[name])
         if uids:
             deals.append(meta.row_ids)
             got.update(uids)
@@ -234,7 +235,7 @@ class Trial:
             step.to_write.append((generation, left))
         values = [np.full(1, row.uid.row, np.float32) for row in now]
         self.state.put_fields(step.ticket.task, now, {REF: values}, Writer(reader=REF, generation=generation))
-        if generation == step.generation[REF]:
+        if generation % GENERATIONS == step.generation[REF]:
             step.written |= {row for row in now if row.uid in self.model.joined(rollout)}
 
     def replace_reader(self, draw: Random, rollout: int) -> None:

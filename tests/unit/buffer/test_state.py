@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
-from buffer_rl.buffer.pool import ReadRequest
+from buffer_rl.buffer.pool import ReadRequest, Writer
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import Sample, SampleGroup, Ticket
+from buffer_rl.types import RowId, Sample, SampleGroup, Ticket
 from harness.ledger_contents import count_states
 from harness.saved_state import load_saved, saved_state
 
@@ -504,3 +504,30 @@ def test_a_reader_of_a_cleared_pool_is_told_so_and_of_one_that_kept_nothing_has_
     assert state.take("train_1", request)[0].ended, "why there are no groups is in the rollout's report"
     with pytest.raises(BufferStateError, match="there is no pool train_2"):
         state.take("train_2", request)
+
+
+def test_what_was_computed_of_a_rollout_that_was_given_up_is_no_field_of_the_one_that_is_made_again(
+    tmp_path: Path,
+) -> None:
+    state = make_state(write_rows(tmp_path, 2), groups_per_step=2)
+    request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=8, produces=frozenset({"ref_log_probs"}))
+
+    def produced() -> tuple[list[RowId], Writer]:
+        ticket = state.generate(0)
+        for group in state.get_samples(ticket, 2):
+            finish(state, ticket, group)
+        meta, _ = state.take("train_0", request)
+        return meta.row_ids, Writer(reader="ref", generation=meta.generation)
+
+    def write(writer: Writer, value: float) -> None:
+        columns = {"ref_log_probs": [np.full(1, value, dtype=np.float32) for _ in rows]}
+        state.put_fields("train_0", rows, columns, writer)
+
+    rows, late = produced()
+    state.abandon(0)
+    again, writer = produced()
+    assert again == rows
+    write(late, 1.0)
+    write(writer, 2.0)  # refused if the late one had been written
+    batch = assemble(state.plan_fields("train_0", rows))
+    assert [values.tolist() for values in batch.columns["ref_log_probs"]] == [[2.0]] * 4
