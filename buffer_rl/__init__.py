@@ -7,6 +7,7 @@ kinds           the kinds of plugins, with their flags
 hookspecs       hooks of pluggy plugins
 plugins         the registry: from a reference to an object
 scope           marks that authors put on their functions
+roles           the roles of a run, one row each
 token_loss      what a loss returns, and the sums of a step
 config          option classes, composed and frozen; options as JSON
 options         the list of all option classes

@@ -17,12 +17,8 @@ from buffer_rl.buffer.readers import Reader, Splitting, balanced_partition
 from buffer_rl.buffer.readers import ReadRequest as ReadRequest
 from buffer_rl.buffer.selection import Selection
 from buffer_rl.errors import BufferStateError
+from buffer_rl.roles import DERIVED_FIELDS
 from buffer_rl.types import Column, GroupUid, RowId
-
-DERIVED_FIELDS = frozenset(
-    {"ref_log_probs", "teacher_log_probs", "old_log_probs", "prox_log_probs", "advantages", "returns"}
-)
-"""Fields that roles fill in, not the rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

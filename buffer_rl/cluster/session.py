@@ -19,8 +19,9 @@ from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray
 from buffer_rl.config import flag_of
 from buffer_rl.errors import ConfigError, WorkerError
 from buffer_rl.resolution.shipping import CodeBundle, use_shipped_code
+from buffer_rl.roles import MODEL_OF_ROLE, worker_counts
 from buffer_rl.train.options import TrainOptions
-from buffer_rl.train.roles import MODEL_OF_ROLE, uses_critic, worker_counts
+from buffer_rl.train.roles import uses_critic
 
 WORKING_DIRECTORY = "BUFFER_RL_WORKING_DIRECTORY"
 SETUP_HOOK = "buffer_rl.cluster.session.enter_working_directory"

@@ -13,6 +13,7 @@ from buffer_rl.data.source import check_sources
 from buffer_rl.driver.algorithm_checks import check_algorithm
 from buffer_rl.driver.schedule import Schedule, parse_early_stop, rollout_only, train_only
 from buffer_rl.errors import ConfigError
+from buffer_rl.roles import worker_counts
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
 from buffer_rl.train.batch_sizes import optimizer_steps
@@ -23,7 +24,6 @@ from buffer_rl.train.roles import (
     is_supervised,
     loss_of,
     uses_critic,
-    worker_counts,
 )
 from buffer_rl.weights.tensor import require_local_engines
 

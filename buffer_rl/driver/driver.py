@@ -29,7 +29,7 @@ from buffer_rl.driver.schedule import RunPlan, RunResult
 from buffer_rl.driver.tasks import RoleCalls, Runtime, Task, is_worker_death
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
 from buffer_rl.observe.timeline import WorkSpan, clock_origin
-from buffer_rl.train.roles import FIELD_OF_MODEL
+from buffer_rl.roles import FIELD_OF_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

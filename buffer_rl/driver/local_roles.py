@@ -17,7 +17,8 @@ from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.errors import BufferRLError, DataError, DeadlineError
 from buffer_rl.redaction import mask_secrets
 from buffer_rl.remote import is_remote, local_path
-from buffer_rl.train.roles import ACTOR, REFERENCE_FOLDER, checkpoint_folder
+from buffer_rl.roles import ACTOR
+from buffer_rl.train.roles import REFERENCE_FOLDER, checkpoint_folder
 from buffer_rl.types import Ticket, sample_means
 
 if TYPE_CHECKING:

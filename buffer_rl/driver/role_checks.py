@@ -14,11 +14,9 @@ from buffer_rl.driver.checks import STREAM
 from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.roles import CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, worker_counts
 from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of, unit_of
 from buffer_rl.train.roles import (
-    CRITIC,
-    FIELD_OF_MODEL,
-    MODEL_OF_ROLE,
     estimator_needs,
     estimator_of,
     frozen_models,
@@ -26,7 +24,6 @@ from buffer_rl.train.roles import (
     loss_of,
     uses_critic,
     uses_reference,
-    worker_counts,
 )
 
 

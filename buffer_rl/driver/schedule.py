@@ -10,19 +10,10 @@ from enum import StrEnum
 from typing import Any
 
 from buffer_rl.errors import ConfigError
+from buffer_rl.roles import ACTOR, ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, ROLES, worker_counts
 from buffer_rl.scope import Scope
 from buffer_rl.train.batch_sizes import optimizer_steps
-from buffer_rl.train.roles import (
-    ACTOR,
-    ADVANTAGE_FIELDS,
-    CRITIC,
-    FIELD_OF_MODEL,
-    FIELDS_OF_ROLE,
-    frozen_models_of_trainer,
-    is_supervised,
-    uses_critic,
-    worker_counts,
-)
+from buffer_rl.train.roles import frozen_models_of_trainer, is_supervised, uses_critic
 
 
 class Mode(StrEnum):
@@ -164,7 +155,7 @@ def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope) -> RolePlan:
         trained=(ACTOR, *critic),
         passes=(*((ACTOR, model) for model in models), *((role, role) for role in critic)),
         dedicated_roles=dedicated,
-        external_fields=tuple(name for role in dedicated for name in FIELDS_OF_ROLE[role]),
+        external_fields=tuple(name for role in dedicated for name in ROLES[role].fields),
         # An estimator of scope row is called by each rank on its own rows, unless it reads those of another role.
         estimates=not (is_supervised(args) or "advantages" in dedicated or args.stream_gradients)
         and (scope is not Scope.ROW or bool(critic)),

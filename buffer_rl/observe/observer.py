@@ -17,7 +17,7 @@ from buffer_rl.observe.timeline import TraceFile, WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, step_metrics
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
-from buffer_rl.train.roles import ACTOR, CRITIC
+from buffer_rl.roles import ACTOR, CRITIC
 
 
 class RunObserver:

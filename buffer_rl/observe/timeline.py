@@ -17,9 +17,10 @@ from typing import IO, Any
 
 from buffer_rl.errors import DataError
 from buffer_rl.observe.run_folder import set_aside
+from buffer_rl.roles import ROLES
 
 TRACE_FILE = "trace.json"
-ROLES = ("rollout", "ref", "teacher", "actor_fwd", "advantages", "critic", "train", "publish", "save")
+_ORDER = tuple(ROLES)
 """The order in which roles are shown; others come after them."""
 SAME_CLOCK_S = 0.05
 """Processes of one machine share the monotonic clock; what they measure differs by how long a look at two clocks takes.
@@ -154,7 +155,7 @@ class TraceFile:
 
     def _name_row(self, role: str) -> None:
         row = self._rows[role] = max(self._rows.values(), default=0) + 1
-        order = ROLES.index(role) if role in ROLES else len(ROLES) + row
+        order = _ORDER.index(role) if role in ROLES else len(ROLES) + row
         self._write({"ph": "M", "name": "process_name", "pid": row, "args": {"name": role}})
         self._write({"ph": "M", "name": "process_sort_index", "pid": row, "args": {"sort_index": order}})
 
@@ -207,7 +208,7 @@ def read_trace(path: str | Path) -> dict[str, list[WorkSpan]]:
 
 def in_order(roles: Iterable[str]) -> list[str]:
     """Roles as they are shown: as in ``ROLES``, then the others by name."""
-    return sorted(roles, key=lambda role: (ROLES.index(role) if role in ROLES else len(ROLES), role))
+    return sorted(roles, key=lambda role: (_ORDER.index(role) if role in ROLES else len(ROLES), role))
 
 
 def _read_events(path: Path) -> Sequence[dict[str, Any]]:

@@ -8,39 +8,20 @@ from html import escape
 from buffer_rl.observe.svg_chart import MAX_POINTS, ticks
 from buffer_rl.observe.timeline import WorkSpan, in_order
 from buffer_rl.observe.timeline_stats import PHASES_OF_OTHERS, Interval, Spans, StepStats
+from buffer_rl.roles import DEDICATED, ROLES
 
 WIDTH = 1000
 _LEFT, _RIGHT, _TOP, _BOTTOM = 108, 84, 4, 22
 _LANE, _GAP = 22, 8
-_LABELS = {
-    "rollout": "generation",
-    "ref": "reference log-probabilities",
-    "teacher": "teacher's log-probabilities",
-    "actor_fwd": "old log-probabilities",
-    "train_log_probs": "log-probabilities by the trainer",
-    "values": "values by the critic",
-    "critic": "forward and backward of finished groups by the critic",
-    "train": "forward and backward of finished groups",
-    "update": "update",
-    "publish": "publish",
-    "advantages": "advantages",
-    "save": "checkpoint",
+# Work that is none of a role's stream: its label and colour.
+_OTHER_WORK = {
+    "train_log_probs": ("log-probabilities by the trainer", 2),
+    "values": ("values by the critic", 2),
+    "update": ("update", 3),
 }
-_SAME = {"ref_log_probs": "ref", "teacher_log_probs": "teacher", "old_log_probs": "actor_fwd"}
-_COLOURS = {
-    "rollout": 0,
-    "ref": 1,
-    "teacher": 1,
-    "actor_fwd": 2,
-    "train_log_probs": 2,
-    "values": 2,
-    "critic": 4,
-    "update": 3,
-    "train": 4,
-    "publish": 5,
-    "advantages": 6,
-    "save": 7,
-}
+_LABELS = {name: role.title for name, role in ROLES.items()} | {kind: work[0] for kind, work in _OTHER_WORK.items()}
+_COLOURS = {name: role.colour for name, role in ROLES.items()} | {kind: work[1] for kind, work in _OTHER_WORK.items()}
+_SAME = {role.fields[0]: name for name, role in DEDICATED.items() if role.model}
 
 
 def chosen_steps(windows: Mapping[int, Interval]) -> dict[int, str]:
@@ -69,7 +50,7 @@ def headline(stats: StepStats) -> str:
 def names_shown(spans: Spans) -> dict[str, int]:
     """The legend: what each colour in the picture means."""
     kinds = {_kind(span) for members in spans.values() for span in members if span.name != "evaluate"}
-    known = [kind for kind in _LABELS if kind in kinds]
+    known = sorted((kind for kind in _LABELS if kind in kinds), key=_colour)
     return {_LABELS.get(kind, kind): _colour(kind) for kind in [*known, *sorted(kinds - set(known))]}
 
 

@@ -26,6 +26,7 @@ from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateErr
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct, returned
+from buffer_rl.roles import ACTOR, CRITIC, FIELD_OF_MODEL
 from buffer_rl.scope import Unit
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.kl_control import KLControl
@@ -34,7 +35,7 @@ from buffer_rl.train.model import prepare_torch, seed_all
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.train.ranks import Peers, Rendezvous
-from buffer_rl.train.roles import ACTOR, CRITIC, FIELD_OF_MODEL, loss_of, role_args
+from buffer_rl.train.roles import loss_of, role_args
 from buffer_rl.train.steps import (
     NON_FINITE_FOLDER,
     NonFiniteGuard,

@@ -21,7 +21,7 @@ from buffer_rl.contracts import ModelConverter
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, construct, place, raised, returned, short_repr
-from buffer_rl.train.roles import CRITIC
+from buffer_rl.roles import CRITIC
 
 BUCKET_BYTES = 256 * 1024 * 1024
 """Largest bucket of ``weight_buckets``: large enough to amortise a transfer, small beside an engine's memory."""

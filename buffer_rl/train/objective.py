@@ -20,13 +20,11 @@ from buffer_rl.contracts import AdvantageEstimator, Correction, LossInputs, Poli
 from buffer_rl.errors import DataError, PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place, returned, short_repr
+from buffer_rl.roles import ACTOR, CRITIC, MODEL_FIELDS
 from buffer_rl.scope import Scope, Unit, needs_of, unit_of
 from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Sums, hint_for
 from buffer_rl.train.collate import padded_column, response_mask, sample_sizes
 from buffer_rl.train.roles import (
-    ACTOR,
-    CRITIC,
-    MODEL_FIELDS,
     adapted_option,
     estimator_needs,
     estimator_of,

@@ -1,4 +1,4 @@
-"""Tables of roles: which fields are computed of a rollout's rows, and by which model, role or estimator.
+"""What the options ask of the roles (``buffer_rl.roles``): which models, fields and estimators a run has.
 
 Without torch and Ray, so that options can be checked before either is loaded.
 """
@@ -8,43 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.algo.algorithms import algorithm_of
+from buffer_rl.roles import ACTOR, CRITIC, worker_counts
 from buffer_rl.scope import Scope, needs_of, scope_of
-
-SAMPLED_FIELDS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
-"""Fields that every finished group has."""
-
-ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
-"""Fields that an advantage estimator sets."""
-
-FIELD_OF_MODEL = {
-    "ref": "ref_log_probs",
-    "teacher": "teacher_log_probs",
-    "actor": "old_log_probs",
-    "critic": "values",
-}
-"""The field that holds the log-probabilities under the trainer's model of that name, or a critic's values."""
-
-MODEL_FIELDS = tuple(FIELD_OF_MODEL.values())
-"""Fields that others than the rollout compute and that an estimator may need (see ``buffer_rl.scope.scoped``)."""
-
-MODEL_OF_ROLE = {"ref": "ref", "teacher": "teacher", "actor_fwd": "actor"}
-"""The model of each role with processes of its own that has one."""
-
-FIELDS_OF_ROLE = {
-    "ref": ("ref_log_probs",),
-    "teacher": ("teacher_log_probs",),
-    "actor_fwd": ("old_log_probs",),
-    "advantages": ("advantages", "returns"),
-}
-"""What each role with processes of its own adds; the role's name is that of its reading task."""
-
-
-ACTOR = "train"
-"""The trained role whose weights are published, by the name that the driver calls it with."""
-
-CRITIC = "critic"
-"""The trained role that has the value model, of that name too."""
-
 
 REFERENCE_FOLDER = "ref"
 """The folder of the reference model's weights in a checkpoint, once ``--ref-update-interval`` has changed them."""
@@ -67,16 +32,6 @@ def role_args(args: Any, role: str) -> Any:
         return args
     lr = args.lr if args.critic_lr is None else args.critic_lr
     return args.model_copy(update={"lr": lr, "lr_warmup_iters": args.critic_lr_warmup_iters, "kl_target": None})
-
-
-def worker_counts(args: Any) -> dict[str, int]:
-    """Processes of each role; 0 where the trainer does its work."""
-    return {
-        "ref": args.num_ref_workers,
-        "teacher": args.num_teacher_workers,
-        "actor_fwd": args.num_actor_fwd_workers,
-        "advantages": args.num_advantage_workers,
-    }
 
 
 def is_supervised(args: Any) -> bool:

@@ -21,9 +21,9 @@ from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import BufferRLError
 from buffer_rl.observe.timeline import WorkReport, WorkSpan
+from buffer_rl.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_FIELDS, SAMPLED_FIELDS
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_FIELDS, SAMPLED_FIELDS
 from buffer_rl.types import Column, TrainBatch
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from buffer_rl.contracts import Objective, Topology
 from buffer_rl.errors import TrainError
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.roles import CRITIC, MODEL_OF_ROLE
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import batch_outputs, response_log_probs, response_values
@@ -29,7 +30,7 @@ from buffer_rl.train.model import (
     with_value_head,
 )
 from buffer_rl.train.optimizer import Optimizer
-from buffer_rl.train.roles import CRITIC, MODEL_OF_ROLE, frozen_models_of_trainer
+from buffer_rl.train.roles import frozen_models_of_trainer
 from buffer_rl.train.state import load_state, save_state
 from buffer_rl.types import TrainBatch
 

@@ -21,10 +21,10 @@ from buffer_rl.config import load_args
 from buffer_rl.errors import TrainError, WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.roles import MODEL_OF_ROLE, worker_counts
 from buffer_rl.train.forward import batch_outputs
 from buffer_rl.train.model import ModelFactory, initial_folder, pick_device, prepare_torch
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.roles import MODEL_OF_ROLE, worker_counts
 from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RoleWorker:
-    """One process of a role of ``buffer_rl.train.roles.FIELDS_OF_ROLE``."""
+    """One process of a role of ``buffer_rl.roles.DEDICATED``."""
 
     def __init__(self, args_text: str, buffer: Any, role: str, index: int, num_workers: int, log_path: str) -> None:
         redirect_output(log_path)

@@ -19,8 +19,9 @@ from buffer_rl.errors import CheckpointError, ConfigError, DataError
 from buffer_rl.model_config import length_problem, max_positions
 from buffer_rl.redaction import mask_url
 from buffer_rl.remote import file_system, is_remote, local_path
+from buffer_rl.roles import CRITIC
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
-from buffer_rl.train.roles import CRITIC, checkpoint_folder, uses_critic
+from buffer_rl.train.roles import checkpoint_folder, uses_critic
 from buffer_rl.types import Prompt, SampleGroup
 
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")

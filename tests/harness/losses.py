@@ -14,13 +14,13 @@ from buffer_rl.buffer.pool import DataPool
 from buffer_rl.config import Options, compose
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.roles import ACTOR
 from buffer_rl.testing.lint import batch_of as batch_of
 from buffer_rl.testing.lint import with_sizes as with_sizes
 from buffer_rl.testing.loss_step import Outcome as Outcome
 from buffer_rl.testing.loss_step import outcome as outcome
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.roles import ACTOR
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
 

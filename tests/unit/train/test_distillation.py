@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from buffer_rl.config import Options
 from buffer_rl.errors import DataError, PluginError, TrainError
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.roles import ADVANTAGE_FIELDS, SAMPLED_FIELDS
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.model import initial_folder
-from buffer_rl.train.roles import ADVANTAGE_FIELDS, SAMPLED_FIELDS
 from buffer_rl.train.stream import Stage, gradient_stage
 from buffer_rl.train.worker import RoleWorker
 from buffer_rl.types import GroupUid, RowId, TrainBatch

@@ -18,10 +18,11 @@ from buffer_rl.config import Options
 from buffer_rl.contracts import LossInputs, TokenLoss, Topology
 from buffer_rl.errors import BufferStateError, PluginError
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.roles import SAMPLED_FIELDS
 from buffer_rl.scope import Scope, Unit, loss_unit
 from buffer_rl.train.group import TrainRank, splitting
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.roles import SAMPLED_FIELDS, estimator_needs
+from buffer_rl.train.roles import estimator_needs
 from buffer_rl.train.worker import RoleWorker
 from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
 

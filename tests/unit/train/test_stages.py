@@ -14,8 +14,8 @@ import pytest
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import BufferRestartedError, BufferRLError, DeadlineError, TrainError
+from buffer_rl.roles import SAMPLED_FIELDS
 from buffer_rl.token_loss import Sums
-from buffer_rl.train.roles import SAMPLED_FIELDS
 from buffer_rl.train.stream import (
     Stage,
     advantage_stage,
