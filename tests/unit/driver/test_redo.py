@@ -22,7 +22,7 @@ from buffer_rl.errors import BufferRLError, PayloadLostError, RolloutError, Trai
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
 from buffer_rl.testing.virtual_runtime import Span, VirtualRuntime
-from buffer_rl.types import GroupUid, SampleGroup, Ticket
+from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket
 from harness.ledger_contents import count_states
 
 PLAN = RunPlan(
@@ -194,9 +194,27 @@ def test_a_worker_that_dies_whenever_it_is_replaced_ends_the_run_with_its_death(
     buffer = MortalBuffer(tmp_path)
     rollouts = MortalRollouts(buffer, ["train_0", "train_1", "train_1", "train_2"])
     driver, _, _ = make_driver(buffer, rollouts, plan=SURVIVES)  # type: ignore[arg-type]
-    with pytest.raises(WorkerDiedError, match="the process died"):
+    with pytest.raises(WorkerDiedError, match=r"(?s)the process died.*--role-max-restarts: 3 of 3 were used"):
         driver.run()
     assert rollouts.restarts == 3
+
+
+def test_a_rollout_of_foreign_groups_is_made_again_where_its_worker_died(tmp_path: Path) -> None:
+    class Own(MortalRollouts):
+        def run(self, ticket: Ticket) -> Any:
+            for row in range(ticket.num_groups):
+                uid = GroupUid("foreign", row, ticket.rollout_id)
+                self.report(ticket, SampleGroup(uid=uid, samples=[Sample(uid=uid, sample_index=0)]))
+                if ticket.task in self._deaths:
+                    self._deaths.remove(ticket.task)
+                    raise WorkerDiedError("the process died", where="rollout.run")
+            return {}, []
+
+    rollouts = Own(MortalBuffer(tmp_path), ["train_1"])
+    driver, train, recorder = make_driver(rollouts.buffer, rollouts, plan=SURVIVES)  # type: ignore[arg-type]
+    assert driver.run().steps == 3
+    assert (rollouts.restarts, train.fetched, sum(rollouts.made.values())) == (1, [0, 1, 2], 7)
+    assert recorder.notices[-1].startswith("train_1 is produced again (1 of 2): train_1: the worker died")
 
 
 @pytest.mark.parametrize("task", ["eval_0", "train_1"])
