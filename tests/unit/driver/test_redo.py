@@ -249,8 +249,17 @@ def test_a_rollout_whose_payloads_are_lost_is_produced_again_and_trained_once(tm
 def test_after_the_budget_the_loss_ends_the_run(tmp_path: Path) -> None:
     lost = Train("fetch", [PayloadLostError("gone", where="storage-0")] * 3)
     driver, _, _ = make_driver(MortalBuffer(tmp_path), train=lost)
-    with pytest.raises(PayloadLostError):
+    with pytest.raises(PayloadLostError, match="--buffer-max-restarts: what was lost was produced again 2 times"):
         driver.run()
+
+
+def test_the_last_error_of_a_lost_rollout_does_not_say_that_it_is_produced_again(tmp_path: Path) -> None:
+    rollouts = MortalRollouts(MortalBuffer(tmp_path), ["eval_0"])
+    plan = replace(SURVIVES, evaluate=True, max_rollout_retries=0)
+    driver, _, recorder = make_driver(rollouts.buffer, rollouts, plan=plan)  # type: ignore[arg-type]
+    with pytest.raises(WorkerDiedError, match=r"(?s)the process died.*--buffer-max-restarts"):
+        driver.run()
+    assert (rollouts.restarts, recorder.notices) == (0, [])
 
 
 def test_whatever_a_rollout_says_when_its_buffer_was_replaced_it_is_produced_again(tmp_path: Path) -> None:
