@@ -26,7 +26,10 @@ class BufferOptions(Section):
     )
     buffer_timeout_s: float = option(60.0, "deadline of one call to the Buffer, in seconds", gt=0)
     buffer_max_restarts: int = option(
-        3, "how often, over the run, a Buffer that died or hung is replaced; the run then goes on", ge=0
+        3,
+        "how often, over the run, a Buffer that died or hung is replaced; and, counted by itself, how often a rollout "
+        "or evaluation that was lost with a process is produced again",
+        ge=0,
     )
     buffer_hang_timeout_s: float = option(
         20.0,

@@ -19,7 +19,7 @@ from buffer_rl.buffer.feed import Feed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.partial import RequeueRule, oldest_version
-from buffer_rl.errors import BufferRestartedError, BufferStateError
+from buffer_rl.errors import BufferRestartedError, BufferStateError, PayloadLostError
 from buffer_rl.types import GroupUid, QueueHeader, SampleGroup, Ticket
 
 
@@ -193,10 +193,14 @@ class Rollouts:
             else:
                 self.queue.put(Admitted(group=self._rule.on_requeue(kept.get(uid), lease.group), number=lease.number))
 
-    def pass_on(self, ticket: Ticket, num_missing: int) -> Ticket:
-        """Requeue all leases of a ticket as prompts. Returns it for another worker, which produces ``num_missing``
-        groups."""
-        rollout = self.of(ticket)
+    def pass_on(self, ticket: Ticket, finished: Sequence[GroupUid], num_groups: int) -> Ticket:
+        """Requeue all leases of a ticket as prompts. Returns it for another worker, which produces what is missing of
+        ``num_groups`` beside the ``finished`` ones. Raises PayloadLostError if groups are missing and foreign ones are
+        finished: the rollout function begins again with its first uid, and a uid is taken once."""
+        rollout, num_missing = self.of(ticket), max(0, num_groups - len(finished))
+        if num_missing and any(self.finished[uid].foreign for uid in finished):
+            what = "the worker died, and the rollout function does not know which groups of its own are finished"
+            raise PayloadLostError(what, where=ticket.task)
         self.requeue(ticket, [(uid, lease.group.attempt) for uid, lease in rollout.leases.items()])
         rollout.ticket = self._for_next_worker(replace(ticket, num_groups=num_missing))
         return rollout.ticket

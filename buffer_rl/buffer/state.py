@@ -247,12 +247,11 @@ class BufferState(PoolCalls):
     def pass_on(self, ticket: Ticket) -> Ticket:
         """The worker of an open ticket died: its leases return to the queue, as prompts; what it finished stays.
         Returns the ticket for the worker that goes on, of the groups that are still missing. Calls of the worker that
-        died are refused from here on."""
+        died are refused from here on. Raises PayloadLostError if it can only be made again (``Rollouts.pass_on``)."""
         if ticket.evaluation:
             raise BufferStateError(f"{ticket.task} cannot go on", hint="its metrics are of all groups: make it again")
         self._rollouts.of(ticket)
-        selection = self._pools.of(ticket.task).selection
-        return self._rollouts.pass_on(ticket, max(0, self._groups_per_step - len(selection)))
+        return self._rollouts.pass_on(ticket, self._pools.of(ticket.task).selection.uids, self._groups_per_step)
 
     @mutates
     def abandon(self, rollout_id: int) -> None:

@@ -154,18 +154,18 @@ class Driver:
         which ends its waits first. Any error after the Buffer was replaced may come from that: user code may wrap it.
         """
         incarnation = self._buffer(BufferState.get_progress)["incarnation"]
-        replaced = ticket.incarnation != incarnation
-        if worker_died := is_worker_death("rollout", error):
-            self._roles.restart("rollout", error)
+        replaced, worker_died = ticket.incarnation != incarnation, is_worker_death("rollout", error)
         lost = [t for t in self._tickets.values() if t is ticket or t.incarnation != incarnation]
         retries = self._retries + (incarnation != self._counted if replaced else 1)
-        if (
-            not (replaced or worker_died or isinstance(error, PayloadLostError))
-            or retries > self._plan.max_rollout_retries
-        ):
+        if not (replaced or worker_died or isinstance(error, PayloadLostError)):
+            raise error
+        if retries > self._plan.max_rollout_retries:
+            error.hint = f"--buffer-max-restarts: what was lost was produced again {self._retries} times, and no more"
             raise error
         if any(t.rollout_id == self._prepares for t in lost if t is not ticket):
             raise error
+        if worker_died:
+            self._roles.restart("rollout", error)
         self._retries, self._counted = retries, incarnation if replaced else self._counted
         for task in dict.fromkeys(t.task for t in (ticket, *lost)):
             self._observer.notice(f"{task} is produced again ({retries} of {self._plan.max_rollout_retries}): {error}")
@@ -380,8 +380,8 @@ class Driver:
         """Have another rollout worker go on with the ticket of one that died. Returns its call."""
         self._roles.restart("rollout", error)
         passed = self._tickets[ticket.rollout_id] = self._buffer(BufferState.pass_on, ticket)
-        kept, missing = ticket.num_groups - passed.num_groups, passed.num_groups
-        self._observer.notice(f"{ticket.task} goes on: {kept} groups stay finished, metrics are of the other {missing}")
+        missing = passed.num_groups
+        self._observer.notice(f"{ticket.task} goes on: {missing} groups are missing, and its metrics are of these")
         task = self._generating[ticket.rollout_id] = self._runtime.submit("rollout", "run", passed)
         return task
 

@@ -100,13 +100,17 @@ class RoleCalls:
 
     def restart(self, role: str, error: BufferRLError) -> None:
         """Replace the processes of a role that died with ``error``; raises it if there were too many restarts."""
-        if self._restarts >= self._plan.max_restarts:
-            raise error
+        self._require_restart(error)
         self._restarts += 1
         self._observer.notice(
             f"{role} died and is replaced ({self._restarts} of {self._plan.max_restarts}): {error.what}"
         )
         self._runtime.restart(role)
+
+    def _require_restart(self, error: BufferRLError) -> None:
+        if self._restarts >= self._plan.max_restarts:
+            error.hint = error.hint or f"--role-max-restarts: {self._restarts} of {self._plan.max_restarts} were used"
+            raise error
 
     def replace(self, ended: Task, error: BufferRLError, requeue: Callable[[str, str], object]) -> Task:
         """Replace the role whose process died in the call ``ended``, and have it do again what was lost.
@@ -115,8 +119,9 @@ class RoleCalls:
         Returns the new call. Raises ``error`` if the call is none of a replaceable role, if it failed otherwise than
         by a death, or if there were too many restarts."""
         place = self.rollout_of(ended) if ended.role in self._plan.dedicated_roles else None
-        if place is None or not isinstance(error, WorkerDiedError) or self._restarts >= self._plan.max_restarts:
+        if place is None or not is_worker_death(ended.role, error):
             raise error
+        self._require_restart(error)
         role = ended.role
         # Removed first: the wait for the Buffer below looks at every call, and would find these dead again.
         lost = [rollout_id for rollout_id, calls in self._calls.items() if calls.pop(role, None) is not None]

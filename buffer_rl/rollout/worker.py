@@ -28,7 +28,7 @@ from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.data_source import SourceClient
 from buffer_rl.rollout.user_functions import LogFunctions, choose_queued, resolve_function
 from buffer_rl.rollout.user_rollout import run_user_rollout
-from buffer_rl.types import RolloutOutput, Ticket
+from buffer_rl.types import Ticket
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
@@ -79,6 +79,8 @@ class RolloutWorker:
 
     async def run(self, ticket: Ticket) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Produce the ticket's groups. Returns flat metrics and some samples to show."""
+        if ticket.num_groups == 0:  # the worker before this one died when all were finished
+            return {}, []
         choose = None
         if self._buffer_filter is not None:
             path = self._args.buffer_filter_path
@@ -87,10 +89,8 @@ class RolloutWorker:
         where = place("rollout", self._reference(ticket), ticket.task)
         function = self._functions[ticket.evaluation]
         started = time.perf_counter()
-        output = RolloutOutput()
-        if ticket.num_groups > 0:  # else the worker before this one died when all were finished
-            with self._context().active():
-                output = await run_user_rollout(function, self._args, buffer, where=where)
+        with self._context().active():
+            output = await run_user_rollout(function, self._args, buffer, where=where)
         for group in output.groups:
             if group.uid not in buffer.finished:
                 await buffer.afinish(group)

@@ -88,10 +88,11 @@ class FakeRole:
     """A role with processes of its own; ``restarts`` counts.
 
     fails: how many of its calls end with a death, from that on rollout ``fails_from`` on. stillborn: what replaces it
-    dies at once.
+    dies at once. where: what the deaths name; another role's where that is what died.
     """
 
-    def __init__(self, fails: int = 0, fails_from: int = 0, stillborn: bool = False) -> None:
+    def __init__(self, fails: int = 0, fails_from: int = 0, stillborn: bool = False, where: str = "ref.stream") -> None:
+        self.where = where
         self.fails = fails
         self.fails_from = fails_from
         self.stillborn = stillborn
@@ -103,7 +104,7 @@ class FakeRole:
         self.streamed.append(rollout_id)
         if self.fails and rollout_id >= self.fails_from:
             self.fails -= 1
-            raise WorkerDiedError("the process died", where="role")
+            raise WorkerDiedError("the process died", where=self.where)
         return WorkReport()
 
     def ready(self) -> None:
@@ -113,7 +114,7 @@ class FakeRole:
         """Count it."""
         self.restarts += 1
         if self.stillborn:
-            raise WorkerDiedError("the new process died", where="role")
+            raise WorkerDiedError("the new process died", where=self.where)
 
 
 class FakePublisher:

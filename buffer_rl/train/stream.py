@@ -167,8 +167,9 @@ def run_stage(
 
 
 def longest_wait(args: Any) -> float:
-    """Seconds that a role waits for a group: longer than any rollout may take, whose own error is more precise."""
-    return float(args.rollout_timeout_s) + ROLLOUT_GRACE_S
+    """Seconds that a role waits for a group: longer than any rollout may take, whose own error is more precise. Each
+    worker that goes on where another died has the whole time again."""
+    return (int(args.role_max_restarts) + 1) * (float(args.rollout_timeout_s) + ROLLOUT_GRACE_S)
 
 
 def rows_per_batch(args: Any, num_readers: int) -> int:

@@ -23,7 +23,7 @@ from buffer_rl.buffer.pool import Writer
 from buffer_rl.buffer.pools import GENERATIONS
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
-from buffer_rl.errors import BufferRestartedError, BufferStateError
+from buffer_rl.errors import BufferRestartedError, BufferStateError, PayloadLostError
 from buffer_rl.types import GroupUid, SampleGroup, Ticket
 from harness.production_model import (
     FINISHED,
@@ -331,8 +331,13 @@ class Trial:
         self.check_accounts()
 
     def lose_rollout_worker(self, draw: Random, rollout: int) -> None:
-        """Another one goes on; the leases are in the queue again, what was finished stays."""
-        step, missing = self.model.steps[rollout], max(0, self.model.per_step - len(self.model.joined(rollout)))
+        """Another one goes on, unless a finished group is foreign; leases are queued, what was finished stays."""
+        step, joined = self.model.steps[rollout], self.model.joined(rollout)
+        missing = max(0, self.model.per_step - len(joined))
+        if missing and any(self.model.groups[uid].place < 0 for uid in joined):
+            with pytest.raises(PayloadLostError):
+                self.state.pass_on(step.ticket)
+            return
         ticket = self.state.pass_on(step.ticket)
         assert replace(ticket, worker=0) == replace(step.ticket, num_groups=missing, worker=0)
         assert ticket.worker > step.ticket.worker

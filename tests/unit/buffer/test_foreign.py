@@ -18,7 +18,7 @@ from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
-from buffer_rl.errors import BufferRestartedError, BufferStateError
+from buffer_rl.errors import BufferRestartedError, BufferStateError, PayloadLostError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.types import GroupUid, RowId, Ticket
 from harness.ledger_contents import entries
@@ -298,3 +298,20 @@ def test_whatever_happens_nothing_is_trained_twice_and_the_data_keep_their_order
         assert set(known.values()) <= {GroupState.TRAINED, GroupState.PENDING}
         run.foreign_counts()
     run.state.ledger.close()
+
+
+def test_where_a_worker_dies_after_a_foreign_group_the_rollout_is_made_again_with_the_same_uids(run: Run) -> None:
+    ticket = run.state.generate(0)
+    report(run.state, ticket, THEIRS[0])
+    assert run.lease(ticket, 1) == [0]
+    with pytest.raises(PayloadLostError, match=r"train_0: .*groups of its own"):
+        run.state.pass_on(ticket)
+    assert run.foreign_counts() == {"finished": 1}
+    run.state.abandon(0)
+    ticket = run.state.generate(0)
+    report(run.state, ticket, THEIRS[0])
+    assert run.lease(ticket, 1) == [0]
+    report(run.state, ticket, THEIRS[1])
+    passed = run.state.pass_on(ticket)  # nothing is missing
+    assert passed.num_groups == 0
+    assert run.end_step(passed) == sorted([*THEIRS[:2], GroupUid(run.source, 0, 0)])

@@ -512,7 +512,7 @@ def test_a_role_that_dies_is_replaced_and_does_its_work_again(tmp_path: Path) ->
 def test_a_role_that_dies_too_often_ends_the_run_with_its_error(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.roles["ref"] = FakeRole(fails=2)
-    with pytest.raises(WorkerError, match="the process died"):
+    with pytest.raises(WorkerError, match=r"(?s)the process died.*--role-max-restarts: 1 of 1 were used"):
         world.driver(replace(PIPELINED, roles=RolePlan(dedicated_roles=("ref",), max_restarts=1))).run()
 
 
@@ -530,6 +530,14 @@ def test_a_role_whose_replacement_dies_at_its_start_ends_the_run_with_that_error
     world.roles["ref"] = FakeRole(fails=1, stillborn=True)
     with pytest.raises(WorkerDiedError, match="the new process died"):
         world.driver(replace(PIPELINED, roles=ONE_ROLE)).run()
+
+
+def test_the_death_of_what_a_role_was_calling_is_none_of_the_role(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    role = world.roles["ref"] = FakeRole(fails=1, where="buffer.take")
+    with pytest.raises(WorkerDiedError, match="buffer"):
+        world.driver(replace(PIPELINED, roles=ONE_ROLE)).run()
+    assert role.restarts == 0
 
 
 def test_what_a_role_raises_is_no_death_and_ends_the_run(tmp_path: Path) -> None:

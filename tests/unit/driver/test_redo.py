@@ -22,7 +22,7 @@ from buffer_rl.errors import BufferRLError, PayloadLostError, RolloutError, Trai
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
 from buffer_rl.testing.virtual_runtime import Span, VirtualRuntime
-from buffer_rl.types import GroupUid, SampleGroup, Ticket
+from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket
 from harness.ledger_contents import count_states
 
 PLAN = RunPlan(
@@ -186,7 +186,7 @@ def test_another_rollout_worker_goes_on_with_the_ticket_and_makes_no_finished_gr
     assert rollouts.made == undisturbed.made
     assert set(rollouts.made.values()) == {1}
     assert next(line for line in recorder.notices if "goes on" in line) == (
-        f"{deaths[0]} goes on: 1 groups stay finished, metrics are of the other 1"
+        f"{deaths[0]} goes on: 1 groups are missing, and its metrics are of these"
     )
 
 
@@ -194,9 +194,27 @@ def test_a_worker_that_dies_whenever_it_is_replaced_ends_the_run_with_its_death(
     buffer = MortalBuffer(tmp_path)
     rollouts = MortalRollouts(buffer, ["train_0", "train_1", "train_1", "train_2"])
     driver, _, _ = make_driver(buffer, rollouts, plan=SURVIVES)  # type: ignore[arg-type]
-    with pytest.raises(WorkerDiedError, match="the process died"):
+    with pytest.raises(WorkerDiedError, match=r"(?s)the process died.*--role-max-restarts: 3 of 3 were used"):
         driver.run()
     assert rollouts.restarts == 3
+
+
+def test_a_rollout_of_foreign_groups_is_made_again_where_its_worker_died(tmp_path: Path) -> None:
+    class Own(MortalRollouts):
+        def run(self, ticket: Ticket) -> Any:
+            for row in range(ticket.num_groups):
+                uid = GroupUid("foreign", row, ticket.rollout_id)
+                self.report(ticket, SampleGroup(uid=uid, samples=[Sample(uid=uid, sample_index=0)]))
+                if ticket.task in self._deaths:
+                    self._deaths.remove(ticket.task)
+                    raise WorkerDiedError("the process died", where="rollout.run")
+            return {}, []
+
+    rollouts = Own(MortalBuffer(tmp_path), ["train_1"])
+    driver, train, recorder = make_driver(rollouts.buffer, rollouts, plan=SURVIVES)  # type: ignore[arg-type]
+    assert driver.run().steps == 3
+    assert (rollouts.restarts, train.fetched, sum(rollouts.made.values())) == (1, [0, 1, 2], 7)
+    assert recorder.notices[-1].startswith("train_1 is produced again (1 of 2): train_1: the worker died")
 
 
 @pytest.mark.parametrize("task", ["eval_0", "train_1"])
@@ -231,8 +249,17 @@ def test_a_rollout_whose_payloads_are_lost_is_produced_again_and_trained_once(tm
 def test_after_the_budget_the_loss_ends_the_run(tmp_path: Path) -> None:
     lost = Train("fetch", [PayloadLostError("gone", where="storage-0")] * 3)
     driver, _, _ = make_driver(MortalBuffer(tmp_path), train=lost)
-    with pytest.raises(PayloadLostError):
+    with pytest.raises(PayloadLostError, match="--buffer-max-restarts: what was lost was produced again 2 times"):
         driver.run()
+
+
+def test_the_last_error_of_a_lost_rollout_does_not_say_that_it_is_produced_again(tmp_path: Path) -> None:
+    rollouts = MortalRollouts(MortalBuffer(tmp_path), ["eval_0"])
+    plan = replace(SURVIVES, evaluate=True, max_rollout_retries=0)
+    driver, _, recorder = make_driver(rollouts.buffer, rollouts, plan=plan)  # type: ignore[arg-type]
+    with pytest.raises(WorkerDiedError, match=r"(?s)the process died.*--buffer-max-restarts"):
+        driver.run()
+    assert (rollouts.restarts, recorder.notices) == (0, [])
 
 
 def test_whatever_a_rollout_says_when_its_buffer_was_replaced_it_is_produced_again(tmp_path: Path) -> None:

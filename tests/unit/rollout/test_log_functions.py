@@ -10,7 +10,8 @@ import pytest
 from buffer_rl.errors import PluginError, RolloutError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.user_functions import LogFunctions
-from buffer_rl.types import Status
+from buffer_rl.rollout.worker import RolloutWorker
+from buffer_rl.types import Status, Ticket
 
 TRAIN = {"rollout/raw_reward": 0.5, "rollout/raw_reward_all": 0.25, "perf/rollout_time": 2.0}
 EVAL = {"eval/dev": 0.25, "eval/dev/truncated": 0.5, "eval/dev/response_len": 3.0, "perf/rollout_time": 2.0}
@@ -96,3 +97,10 @@ async def test_a_function_of_the_wrong_signature_is_refused_before_a_run(kit: An
     (tmp_path / "log.py").write_text("def log(args, samples): ...\n")
     with pytest.raises(PluginError, match="rollout_extra_metrics"):
         LogFunctions(kit.make_args(custom_rollout_log_function_path=f"{tmp_path}/log.py:log"), PluginRegistry())
+
+
+async def test_a_worker_that_goes_on_where_no_group_is_missing_calls_no_function() -> None:
+    """A log function that takes the mean of no rewards would end the run."""
+    worker = object.__new__(RolloutWorker)  # without buffer, functions and options, all of which a call would need
+    ticket = Ticket(rollout_id=3, evaluation=False, num_groups=0, version=3, incarnation="1", worker=2)
+    assert await worker.run(ticket) == ({}, [])

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -15,11 +16,13 @@ from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import BufferRestartedError, BufferRLError, DeadlineError, TrainError
 from buffer_rl.roles import SAMPLED_FIELDS
+from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.stream import (
     Stage,
     advantage_stage,
     gradient_stage,
+    longest_wait,
     read_deals,
     run_stage,
 )
@@ -425,3 +428,8 @@ def test_a_stage_holds_no_batch_that_it_has_worked_on() -> None:
 
     stage = Stage(name="ref", needs=SAMPLED_FIELDS, produces=frozenset({"ref_log_probs"}), compute=compute)
     assert run_stage(stage, store, 0, rows_per_batch=1, timeout_s=1.0).num_rows == 12
+
+
+def test_a_role_waits_for_a_group_as_long_as_all_rollout_workers_that_may_replace_each_other() -> None:
+    args = SimpleNamespace(rollout_timeout_s=100.0, role_max_restarts=2)
+    assert longest_wait(args) > 3 * (100.0 + 2 * GRACE_S)
