@@ -552,7 +552,9 @@ def test_nothing_is_kept_of_steps_that_are_released_however_many_groups_came_bac
         state.commit(rollout_id, rollout_id + 1)
         state.release(rollout_id + 1)
     made = state._rollouts
-    assert not made.open and not made.finished and not state._pools
+    assert not made.open
+    assert not made.finished
+    assert not state._pools
     assert [len(store._groups) for store in state._pools._stores.values()] == [0, 0]
     assert len(made.queue) == 1
 
@@ -563,4 +565,5 @@ def test_a_queue_keeps_no_trace_of_groups_that_were_chosen_out_of_it() -> None:
     for _ in range(1000):
         queue.put(entry)
         queue.remove([entry.group.uid])
-    assert len(queue) == 0 and len(queue._order) < 100
+    assert len(queue) == 0
+    assert len(queue._order) < 100
