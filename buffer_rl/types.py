@@ -238,8 +238,8 @@ class Ticket:
     max_staleness: S of the schedule: a trained token is of version ``version - S`` or later, with S = 0 of exactly
     ``version``. None where no weights are published, and versions say nothing.
     keeps_tokens: a group that is given back keeps what was generated of it so far.
-    worker: 1 for the first rollout worker; greater for one that goes on where another died, or makes it again. The
-    Buffer refuses calls of an earlier one.
+    worker: number of the rollout worker; that of one that goes on where another died, or makes it again, is greater.
+    The Buffer refuses calls of an earlier one.
     """
 
     rollout_id: int

@@ -118,7 +118,7 @@ class BufferActor:
         }
         try:
             return health | self._state.get_progress()
-        except RuntimeError:  # a dict changed while it was read: the next poll will do
+        except (RuntimeError, BufferStateError):  # a task began or ended while it was read: the next poll will do
             return health | {"incarnation": self._ledger.fencing_token}
 
     @ray.method(concurrency_group="wait")

@@ -103,6 +103,11 @@ class Ledger:
         return self._token
 
     @property
+    def opening(self) -> int:
+        """How often the file was opened or replaced."""
+        return self._tables.opening
+
+    @property
     def seconds(self) -> float:
         """Time spent in transactions since the file was opened."""
         return self._tables.seconds

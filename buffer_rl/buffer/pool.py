@@ -18,7 +18,7 @@ from buffer_rl.buffer.readers import ReadRequest as ReadRequest
 from buffer_rl.buffer.selection import Selection
 from buffer_rl.errors import BufferStateError
 from buffer_rl.roles import DERIVED_FIELDS
-from buffer_rl.types import Column, GroupUid, RowId
+from buffer_rl.types import Column, GroupUid, RowId, take_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,10 +329,10 @@ class DataPool:
 
 
 def check_group(
-    uid: GroupUid, row_ids: Sequence[RowId], columns: Mapping[str, Column | Cell], sizes: RowSizes | None
-) -> None:
-    """Raises BufferStateError for a group with rows of another prompt, a row twice, or columns that do not have a
-    value for each row."""
+    uid: GroupUid, row_ids: Sequence[RowId], columns: Mapping[str, Column | Cell], sizes: RowSizes | None = None
+) -> RowSizes:
+    """The group's sizes, made of its columns where they are not given. Raises BufferStateError for a group with rows of
+    another prompt, a row twice, or columns that do not have a value for each row."""
     if foreign := [row for row in row_ids if row.uid != uid]:
         raise BufferStateError(
             f"group {uid} was reported with row {foreign[0]}",
@@ -346,3 +346,23 @@ def check_group(
         lengths |= {"sizes": len(sizes.tokens), "trained sizes": len(sizes.trained)}
     if not row_ids or any(length != len(row_ids) for length in lengths.values()):
         raise BufferStateError(f"group {uid} has {len(row_ids)} rows and columns of lengths {lengths}")
+    here = {name: column for name, column in columns.items() if not isinstance(column, Cell)}
+    return sizes or RowSizes.of(here, len(row_ids))
+
+
+def split_groups(
+    row_ids: Sequence[RowId], columns: Mapping[str, Column]
+) -> list[tuple[GroupUid, list[RowId], dict[str, Column], RowSizes]]:
+    """What ``DataPool.add`` takes of each group of a batch, in the order of their first rows. Raises BufferStateError
+    for a row that comes twice, and for columns of other lengths."""
+    if lengths := {name: len(column) for name, column in columns.items() if len(column) != len(row_ids)}:
+        raise BufferStateError(f"there are {len(row_ids)} rows and columns of lengths {lengths}")
+    places: dict[GroupUid, list[int]] = {}
+    for index, row in enumerate(row_ids):
+        places.setdefault(row.uid, []).append(index)
+    parts = []
+    for uid, indices in places.items():
+        rows = [row_ids[index] for index in indices]
+        own = {name: take_rows(column, indices) for name, column in columns.items()}
+        parts.append((uid, rows, own, check_group(uid, rows, own)))
+    return parts

@@ -80,6 +80,8 @@ SURPLUS = "surplus"
 """What foreign groups that the step does not need are counted as; those of a data source wait for the next step."""
 POSITION = "position"
 """The ledger's note of where the data source stands."""
+WORKERS = 1 << 20
+"""More than the workers of one Buffer's tickets: those of the Buffer that replaces it have greater numbers."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,7 +134,7 @@ class Rollouts:
         self._rule = rule or RequeueRule()
         self._admitted = 0
         self._num_leases = 0
-        self._num_workers: Counter[str] = Counter()  # that a task was given to
+        self._num_workers = ledger.opening * WORKERS
 
     def of(self, ticket: Ticket) -> OpenRollout:
         """The ticket's rollout. Raises BufferStateError if it is closed, of another Buffer, or where another worker
@@ -184,14 +186,15 @@ class Rollouts:
         for uid, attempt in leases:
             rollout.live(uid, attempt)
         kept = {group.uid: group for group in groups}
+        returned = []
+        for lease in (rollout.leases[uid] for uid, _ in leases):
+            group = lease.group if ticket.evaluation else self._rule.on_requeue(kept.get(lease.group.uid), lease.group)
+            returned.append(Admitted(group=group, number=lease.number))
         if not ticket.evaluation:
             self._write_returns(dict(leases))
-        for uid, _ in leases:
-            lease = rollout.leases.pop(uid)
-            if ticket.evaluation:
-                rollout.waiting.put(Admitted(group=lease.group, number=lease.number))
-            else:
-                self.queue.put(Admitted(group=self._rule.on_requeue(kept.get(uid), lease.group), number=lease.number))
+        for entry in returned:
+            del rollout.leases[entry.group.uid]
+            (rollout.waiting if ticket.evaluation else self.queue).put(entry)
 
     def pass_on(self, ticket: Ticket, finished: Sequence[GroupUid], num_groups: int) -> Ticket:
         """Requeue all leases of a ticket as prompts. Returns it for another worker, which produces what is missing of
@@ -335,8 +338,8 @@ class Rollouts:
                 self.queue.put(Admitted(group=lease.group, number=lease.number))
 
     def _for_next_worker(self, ticket: Ticket) -> Ticket:
-        self._num_workers[ticket.task] += 1
-        return replace(ticket, worker=self._num_workers[ticket.task])
+        self._num_workers += 1
+        return replace(ticket, worker=self._num_workers)
 
     def _count_lease(self) -> int:
         self._num_leases += 1

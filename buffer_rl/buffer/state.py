@@ -16,7 +16,7 @@ from buffer_rl.buffer.feed import DeliveredFeed, LocalFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
-from buffer_rl.buffer.pool import check_group
+from buffer_rl.buffer.pool import check_group, split_groups
 from buffer_rl.buffer.pools import PoolCalls, Pools
 from buffer_rl.buffer.record import RunRecord
 from buffer_rl.buffer.rollouts import POSITION, GroupQueue, Rollouts
@@ -31,7 +31,6 @@ from buffer_rl.types import (
     RowId,
     SampleGroup,
     Ticket,
-    take_rows,
 )
 
 FORMAT = 3
@@ -167,7 +166,7 @@ class BufferState(PoolCalls):
         pool = self._pools.of(ticket.task)
         foreign = self._rollouts.is_foreign(rollout, uid)
         lease = None if foreign else rollout.live(uid, attempt)
-        check_group(uid, row_ids, columns, sizes)
+        sizes = check_group(uid, row_ids, columns, sizes)
         if lease is not None:
             self._rollouts.finish(rollout, lease)
         else:
@@ -201,22 +200,19 @@ class BufferState(PoolCalls):
         Raises BufferStateError, with nothing changed, for an evaluation, for more groups than the step trains on, or
         if one of them is not pending."""
         rollout = self._rollouts.of(ticket)
-        rows: dict[GroupUid, list[int]] = {}
-        for index, row in enumerate(row_ids):
-            rows.setdefault(row.uid, []).append(index)
         pool = self._pools.of(ticket.task)
-        if ticket.evaluation or len(rows) > ticket.num_groups:
+        uids = list(dict.fromkeys(row.uid for row in row_ids))
+        if ticket.evaluation or len(uids) > ticket.num_groups:
             raise BufferStateError(
-                f"{len(rows)} groups cannot be taken over",
+                f"{len(uids)} groups cannot be taken over",
                 where=ticket.task,
                 expected=f"a training step of at most {ticket.num_groups} groups",
-                hint=f"the rows fit --rollout-batch-size {len(rows)}",
+                hint=f"the rows fit --rollout-batch-size {len(uids)}",
             )
-        self._rollouts.require_pending(ticket, rows)
-        for lease in self._rollouts.import_groups(rollout, list(rows)):
-            indices = rows[lease.group.uid]
-            stored = {name: take_rows(column, indices) for name, column in columns.items()}
-            pool.add(lease.group.uid, [row_ids[index] for index in indices], stored, order=lease.order)
+        self._rollouts.require_pending(ticket, uids)
+        parts = split_groups(row_ids, columns)
+        for part, lease in zip(parts, self._rollouts.import_groups(rollout, uids), strict=True):
+            pool.add(*part, lease.order)
         self._pools.revision += 1
 
     @mutates
@@ -319,9 +315,9 @@ class BufferState(PoolCalls):
         for pool in done:
             if pool.rollout_id not in self._record.committed:
                 raise BufferStateError(f"version {version} cannot be released: {pool.task} is not committed")
+        self._record.set_version(version)
         for pool in done:
             self.clear(pool.task)
-        self._record.set_version(version)
 
     # -- the rest ------------------------------------------------------------------------------------
 

@@ -273,3 +273,12 @@ def test_threads_that_change_and_read_at_one_time_do_it_one_after_another(tmp_pa
     batch = assemble(actor.read("plan_data", (0,)))
     assert [int(tokens[0]) for tokens in batch.columns["tokens"]] == [row_id.uid.row for row_id in batch.row_ids]
     assert sorted({row_id.uid.row for row_id in batch.row_ids}) == list(range(64))
+
+
+def test_a_display_that_looks_at_a_task_without_its_pool_gets_the_other_counts(tmp_path: Path) -> None:
+    """As a health check may see it that comes while a task begins or ends, since it takes no lock."""
+    actor = make_actor(tmp_path)
+    ticket = Caller(actor).change("generate", 0, False)
+    actor._state._pools.clear(ticket.task)
+    progress = actor.get_progress()
+    assert (progress["incarnation"], progress["busy_s"]) == (ticket.incarnation, 0.0)

@@ -13,13 +13,14 @@ import pytest
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.pool import ReadRequest, Writer
 from buffer_rl.buffer.record import RunRecord
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DataError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import GroupUid, SampleGroup, Ticket
+from buffer_rl.types import GroupUid, RowId, SampleGroup, Ticket
 from harness.ledger_contents import copied, go_back
 
 ROWS, PER_STEP = 5, 2
@@ -209,3 +210,26 @@ def test_a_resumed_runs_budget_stays_new_when_its_buffer_dies(tmp_path: Path) ->
     record.restore(3, {})
     assert RunRecord(ledger).count_failure(uid, "data") == (1, 3), "of the run, and of the group"
     ledger.close()
+
+
+def test_what_was_read_of_a_buffer_that_died_is_not_written_into_the_same_groups_of_the_next_one(run: Run) -> None:
+    fields = {"fields": frozenset({"tokens"}), "produces": frozenset({"ref_log_probs"})}
+    request = ReadRequest(reader="reference", num_rows=8, **fields)
+
+    def opened(state: BufferState) -> Writer:
+        ticket = state.generate(0)
+        for group in state.get_samples(ticket, 1):
+            finish(state, ticket, group)
+        meta, _ = state.take(ticket.task, request)
+        rows.append(meta.row_ids)
+        return Writer(reader=request.reader, generation=meta.generation)
+
+    rows: list[list[RowId]] = []
+    late, state = opened(run.state), run.kill()
+    live = opened(state)
+    assert rows[0] == rows[1]
+    for writer, value in ((late, 1.0), (live, 2.0)):
+        columns = {"ref_log_probs": [np.full(1, value, np.float32) for _ in rows[1]]}
+        state.put_fields("train_0", rows[1], columns, writer)
+    state.close_rollout(state._rollouts.open["train_0"].ticket)
+    assert [float(row[0]) for row in state.get_data(0).columns["ref_log_probs"]] == [2.0, 2.0]

@@ -16,12 +16,13 @@ from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.pool import ReadRequest, Writer
+from buffer_rl.buffer.rollouts import Admitted, GroupQueue
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import RowId, Sample, SampleGroup, Ticket
+from buffer_rl.types import GroupUid, RowId, Sample, SampleGroup, Ticket
 from harness.ledger_contents import count_states
 from harness.saved_state import load_saved, saved_state
 
@@ -531,3 +532,38 @@ def test_what_was_computed_of_a_rollout_that_was_given_up_is_no_field_of_the_one
     write(writer, 2.0)  # refused if the late one had been written
     batch = assemble(state.plan_fields("train_0", rows))
     assert [values.tolist() for values in batch.columns["ref_log_probs"]] == [[2.0]] * 4
+
+
+def test_nothing_is_kept_of_steps_that_are_released_however_many_groups_came_back(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 9), groups_per_step=2, eval_too=True)
+    for rollout_id in range(60):
+        ticket = state.generate(rollout_id)
+        groups = state.get_samples(ticket, 4)
+        state.add_samples(ticket, [(group.uid, group.attempt) for group in groups])
+        groups = state.get_samples(ticket, 4, [group.uid for group in groups])  # as a buffer filter has it
+        for group in groups[:3]:
+            finish(state, ticket, group)
+        state.close_rollout(ticket)
+        evaluation = state.generate(rollout_id, evaluation=True)
+        for group in state.get_samples(evaluation, 9):
+            finish(state, evaluation, group)
+        state.close_rollout(evaluation)
+        state.clear(evaluation.task)
+        state.commit(rollout_id, rollout_id + 1)
+        state.release(rollout_id + 1)
+    made = state._rollouts
+    assert not made.open
+    assert not made.finished
+    assert not state._pools
+    assert [len(store._groups) for store in state._pools._stores.values()] == [0, 0]
+    assert len(made.queue) == 1
+
+
+def test_a_queue_keeps_no_trace_of_groups_that_were_chosen_out_of_it() -> None:
+    queue = GroupQueue()
+    entry = Admitted(group=SampleGroup(uid=GroupUid("s", 0, 0), samples=[]), number=0)
+    for _ in range(1000):
+        queue.put(entry)
+        queue.remove([entry.group.uid])
+    assert len(queue) == 0
+    assert len(queue._order) < 100
