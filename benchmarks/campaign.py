@@ -2,7 +2,7 @@
 
     python benchmarks/campaign.py [--only NAME ...]
 
-The table of a whole campaign is ``docs/campaigns.md``; with ``--only`` it is printed and not written.
+The table is ``docs/campaigns.md``, a row each with its day; with ``--only`` the other rows stay as they are.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _HEAD = """\
 
 What runs too long for every change: `make campaign` runs it and writes this page. Status 0 is a pass: no group lost or
 trained twice, bit-equal weights, every fault that was put in found. Of faults the last line has what was killed, how
-often, violations, and seconds. Of {day}, Python {python}, {cores} cores.
+often, violations, and seconds. Python {python}, {cores} cores.
 
-| campaign | command | status | minutes | last line |
-|---|---|---|---|---|
+| campaign | command | day | status | minutes | last line |
+|---|---|---|---|---|---|
 """
 
 
@@ -60,7 +60,14 @@ def run(name: str) -> tuple[str, bool]:
     minutes = (time.monotonic() - started) / 60
     lines = [line for line in answer.stdout.splitlines() if line.strip()] or answer.stderr.splitlines()[-1:] or [""]
     last = lines[-1].strip().replace("|", "\\|")[:160]
-    return f"| {name} | `{' '.join(command)}` | {answer.returncode} | {minutes:.1f} | {last} |", answer.returncode == 0
+    cells = [name, f"`{' '.join(command)}`", date.today().isoformat(), str(answer.returncode), f"{minutes:.1f}", last]
+    return f"| {' | '.join(cells)} |", answer.returncode == 0
+
+
+def merged(page: str, rows: Mapping[str, str]) -> list[str]:
+    """The rows of a page with ``rows``, by name, in the place of those of the same name; in the campaigns' order."""
+    known = {line.split(" | ")[0].removeprefix("| "): line for line in page.splitlines() if line.startswith("| ")}
+    return [row for name in CAMPAIGNS if (row := rows.get(name) or known.get(name))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,15 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CAMPAIGNS), help="these alone")
     args = parser.parse_args(argv)
-    rows, passed = [], True
+    passed = True
     for name in args.only or CAMPAIGNS:
         row, good = run(name)
         print(row, flush=True)
-        rows.append(row)
+        rows = merged(PAGE.read_text(encoding="utf-8"), {name: row})
+        head = _HEAD.format(python=platform.python_version(), cores=os.cpu_count())
+        PAGE.write_text(head + "\n".join(rows) + "\n", encoding="utf-8")
         passed &= good
-    if not args.only:
-        facts = {"day": date.today().isoformat(), "python": platform.python_version(), "cores": os.cpu_count()}
-        PAGE.write_text(_HEAD.format(**facts) + "\n".join(rows) + "\n", encoding="utf-8")
     return 0 if passed else 1
 
 
