@@ -38,7 +38,7 @@ class RolloutBuffer(Protocol):
 
     @property
     def ticket(self) -> Ticket:
-        """The rollout that this buffer works for."""
+        """The rollout that this buffer works for. ``num_groups`` is how many groups it still needs."""
         ...
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:

@@ -35,8 +35,8 @@ from buffer_rl.weights.disk import DiskTransport
 async def my_rollout(args: Any, rollout_id: int, buffer: RolloutBuffer, evaluation: bool = False) -> RolloutOutput:
     """The built-in rollout with one metric more.
 
-    One of your own leases groups with buffer.aget_samples, fills them, and reports each with buffer.afinish or
-    buffer.areject, or returns them in RolloutOutput(groups=[...]).
+    One of your own leases buffer.ticket.num_groups groups with buffer.aget_samples, fills them, and reports each with
+    buffer.afinish or buffer.areject, or returns them in RolloutOutput(groups=[...]).
     """
     output = await DefaultRollout(args)(args, rollout_id, buffer, evaluation)
     output.metrics["my_metric"] = float(rollout_id)
