@@ -58,6 +58,7 @@ def _run(
     return [pickle.loads(out.read_bytes()) for out in outs]
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_rank(
     make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch], tmp_path: Path
 ) -> None:
