@@ -20,7 +20,7 @@ import ray
 from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.cluster.worker_group import redirect_output
+from buffer_rl.cluster.worker_group import PATIENCE_S, redirect_output
 from buffer_rl.config import dump_args, load_args
 from buffer_rl.data.custom import CustomSource, Delivery, DeliveryRequest, StateNeeded
 from buffer_rl.errors import BufferRLError, WorkerDiedError, WorkerError
@@ -122,7 +122,7 @@ class SourceWatch:
             return
         question, self._question = self._question, None
         with suppress(ray.exceptions.RayError):  # it died; its callers wait for the next one, or end the run
-            pid = ray.get(question)
+            pid = ray.get(question, timeout=PATIENCE_S)  # it is there
             if pid != self._pid:
                 self._notice(f"the data source's process died and was replaced (process {pid})")
             self._pid = pid
