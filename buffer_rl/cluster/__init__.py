@@ -2,5 +2,7 @@
 
 session       the cluster of a run, joined or started; its accelerators
 isolation     a local cluster that only its run can use
-worker_group  calls on the actors of a role, their failures, their log files
+actor_group   the members of a role: started, called, replaced, stopped; their failures and log files
+dispatch      which members a call goes to, and how their answers become one
+fused         several roles in one process
 """

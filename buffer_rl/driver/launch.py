@@ -16,8 +16,8 @@ from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
+from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.session import ray_session, train_gpus
-from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import dump_args
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints
@@ -135,11 +135,11 @@ class _Run:
         args_text = dump_args(args)
         # Each is on the stack before the next is started; what is stopped last is what the others ask.
         actor = start_buffer(args_text)
-        stack.callback(WorkerGroup("buffer", [actor]).stop)
+        stack.callback(ActorGroup("buffer", lambda _: actor).stop)
         self.buffer = BufferClient(actor, timeout_s=args.buffer_timeout_s, caller="driver")
         self.num_rollouts = self._num_rollouts()
         self.role_plan = self._role_plan()
-        self.trained: dict[str, WorkerGroup] = {}
+        self.trained: dict[str, ActorGroup] = {}
         for role in self.role_plan.trained:
             group = start_train_group(role, args, dump_args(self._train_args(role)), actor, logs, train_gpus(args))
             self.trained[role] = group
@@ -151,14 +151,14 @@ class _Run:
         self.reference = self._reference_updates()
         self._wait_ready()
 
-    def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> WorkerGroup:
+    def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> ActorGroup:
         storage = self._start_storage(args.num_data_storage_units, buffer)
         workers = start_rollout_workers(args, args_text, buffer, logs, storage, self.source)
         self.stack.callback(workers.stop, "close", CLOSE_TIMEOUT_S)
         return workers
 
     @property
-    def train(self) -> WorkerGroup | None:
+    def train(self) -> ActorGroup | None:
         """The actor's ranks."""
         return self.trained.get(ACTOR)
 
@@ -234,7 +234,7 @@ class _Run:
 
         def load(path: str, version: int) -> None:
             if "ref" in self.roles:
-                self.roles["ref"].update_weights_from_disk(path, version)
+                self.roles["ref"].call_and_keep("update_weights_from_disk", path, version)
             else:
                 train.call("load_ref", path, timeout_s=args.train_timeout_s)
 
@@ -300,15 +300,14 @@ class _Run:
             # A run that only evaluates may have other data, or none.
             self.buffer.load(str(self.checkpoint.folder))
         for group in self.roles.values():
-            group.wait_ready()
+            group.call("ready", timeout_s=limit)
         if self.rollout is not None:
-            for _ in self.rollout.actors:
-                self.rollout.call("ready", timeout_s=limit)
+            self.rollout.call("ready", timeout_s=limit)
 
     def _start_source(self, args: Args, logs: str) -> Any:
         """The user's data source, constructed: what its constructor raises must not wait for the engines."""
         actor = start_data_source(args, logs)
-        self.stack.callback(WorkerGroup("data_source", [actor]).stop)
+        self.stack.callback(ActorGroup("data_source", lambda _: actor).stop)
         SourceAnswers.from_args(args).wait("setup", actor.setup.remote)
         return actor
 
@@ -317,7 +316,7 @@ class _Run:
         if num_units == 0:
             return ()
         units = start_storage(num_units, buffer, self.args.buffer_timeout_s)
-        storage = WorkerGroup("storage", [unit.actor for unit in units])
+        storage = ActorGroup("storage", lambda index: units[index].actor, num_units)
         self.stack.callback(storage.stop)
         storage.call("ready", timeout_s=self.args.train_timeout_s)
         return units
@@ -364,7 +363,7 @@ def engines_may_differ(args: Args) -> bool:
 class _TrainExport:
     """The trainer's ranks as a weight transport sees them."""
 
-    def __init__(self, train: WorkerGroup, timeout_s: float) -> None:
+    def __init__(self, train: ActorGroup, timeout_s: float) -> None:
         self._train = train
         self._timeout_s = timeout_s
 

@@ -8,17 +8,15 @@ died is replaced, and rows that it read and did not write are delivered again.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import ray
-
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
+from buffer_rl.cluster.dispatch import dispatch
 from buffer_rl.cluster.session import role_gpus
-from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
-from buffer_rl.errors import TrainError, WorkerDiedError
+from buffer_rl.errors import TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.roles import MODEL_OF_ROLE, worker_counts
@@ -29,6 +27,11 @@ from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, longe
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
+
+
+def joined_reports(role: str, answers: list[WorkReport]) -> WorkReport:
+    """What all members of a role have worked on."""
+    return WorkReport.joined(answers)
 
 
 class RoleWorker:
@@ -61,6 +64,7 @@ class RoleWorker:
         """The weight version that it computes with."""
         return self._version
 
+    @dispatch(collect=joined_reports)
     def stream(self, rollout_id: int) -> WorkReport:
         """Work on rollout ``rollout_id`` until it is closed and read to its end.
 
@@ -94,71 +98,20 @@ class RoleWorker:
         )
 
 
-class RoleGroup(WorkerGroup):
-    """The processes of one role, which a restart replaces.
-
-    start_members: starts the actors, at first and for each restart.
-    """
-
-    def __init__(self, role: str, start_members: Callable[[], Sequence[Any]], ready_timeout_s: float) -> None:
-        super().__init__(role, start_members(), combine=_combine)
-        self._start_members = start_members
-        self._ready_timeout_s = ready_timeout_s
-        self._weights: tuple[str, int] | None = None
-
-    def wait_ready(self) -> None:
-        """Wait until every worker has its model. Raises DeadlineError or WorkerError."""
-        self.call("ready", timeout_s=self._ready_timeout_s)
-
-    def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Load the version into every worker, and into those that replace them later.
-
-        A dead worker is not replaced here: the role's next call fails with WorkerDiedError, and replaces the role."""
-        self._weights = (path, version)
-        with contextlib.suppress(WorkerDiedError):
-            self._send_weights()
-
-    def versions(self) -> dict[str, str]:
-        """The weight version of the role."""
-        return {self.role: str(self.call("version", timeout_s=self._ready_timeout_s))}
-
-    def restart(self) -> None:
-        """End all workers and start others, with the weights of the ended ones."""
-        self.stop()
-        self.actors = list(self._start_members())
-        self.wait_ready()
-        if self._weights is not None:
-            self._send_weights()
-
-    def _send_weights(self) -> None:
-        self.call("update_weights_from_disk", *(self._weights or ()), timeout_s=self._ready_timeout_s)
-
-
-def _combine(method: str, answers: list[Any]) -> Any:
-    return WorkReport.joined(answers) if method == "stream" else answers[0]
-
-
-def start_role(
-    role: str, num_workers: int, args: Any, args_text: str, buffer: Any, log_dir: str, num_gpus: float
-) -> RoleGroup:
-    """Start the processes of a role; they have their models when ``wait_ready`` has returned."""
+def start_roles(args: Any, roles: Sequence[str], args_text: str, buffer: Any, log_dir: str) -> dict[str, ActorGroup]:
+    """Start the roles with processes of their own; they have their models when ``ready`` is answered."""
+    counts, gpus = worker_counts(args), role_gpus(args)
     environment = {"env_vars": {"OMP_NUM_THREADS": str(args.num_train_threads)}}
-    remote = cast(Any, ray.remote)(num_cpus=0, num_gpus=num_gpus, max_restarts=0, runtime_env=environment)(RoleWorker)
 
-    def start_members() -> Sequence[Any]:
-        return [
-            remote.remote(args_text, buffer, role, index, num_workers, f"{log_dir}/{role}_{index}.log")
-            for index in range(num_workers)
-        ]
+    def start(role: str) -> ActorGroup:
+        devices = 0.0 if role == "advantages" else gpus
+        return ActorGroup.of(
+            role,
+            RoleWorker,
+            lambda index: (args_text, buffer, role, index, counts[role], f"{log_dir}/{role}_{index}.log"),
+            counts[role],
+            options=lambda index: {"num_gpus": devices, "runtime_env": environment},
+            timeout_s=args.train_timeout_s,
+        )
 
-    return RoleGroup(role, start_members, args.train_timeout_s)
-
-
-def start_roles(args: Any, roles: Sequence[str], args_text: str, buffer: Any, log_dir: str) -> dict[str, RoleGroup]:
-    """Start the roles with processes of their own."""
-    counts = worker_counts(args)
-    gpus = role_gpus(args)
-    return {
-        role: start_role(role, counts[role], args, args_text, buffer, log_dir, 0.0 if role == "advantages" else gpus)
-        for role in roles
-    }
+    return {role: start(role) for role in roles}

@@ -22,8 +22,8 @@ from buffer_rl.errors import BufferRLError, EngineError
 from buffer_rl.weights.disk import WeightSource
 
 if TYPE_CHECKING:
+    from buffer_rl.cluster.actor_group import ActorGroup
     from buffer_rl.engine.control import EngineControlClient
-    from buffer_rl.train.worker import RoleGroup
 
 ATTEMPTS = 3
 FIRST_PAUSE_S = 0.5  # doubled after each attempt; engines generate meanwhile
@@ -141,7 +141,7 @@ class RolePublisher:
     folder: where versions are written. The newest stays there: a role that is restarted reads it again.
     """
 
-    def __init__(self, engines: Publisher | None, source: WeightSource, reader: RoleGroup, folder: Path) -> None:
+    def __init__(self, engines: Publisher | None, source: WeightSource, reader: ActorGroup, folder: Path) -> None:
         self._engines = engines
         self._source = source
         self._reader = reader
@@ -151,7 +151,8 @@ class RolePublisher:
         """Have the engines and the role take ``version``. Returns the seconds of each part."""
         times = {} if self._engines is None else self._engines.publish(version)
         started = time.monotonic()
-        _pass_on(self._source.save_hf, version, self._folder, self._reader.update_weights_from_disk)
+        load = partial(self._reader.call_and_keep, "update_weights_from_disk")
+        _pass_on(self._source.save_hf, version, self._folder, load)
         return times | {"role_time": time.monotonic() - started}
 
 
@@ -162,7 +163,7 @@ class ReferenceUpdates:
     written; the newest stays there.
     """
 
-    def __init__(self, source: WeightSource, load: Callable[[str, int], None], folder: Path) -> None:
+    def __init__(self, source: WeightSource, load: Callable[[str, int], object], folder: Path) -> None:
         self._source = source
         self._load = load
         self._folder = folder.absolute()
@@ -183,7 +184,7 @@ class ReferenceUpdates:
             self._newest = _pass_on(partial(shutil.copytree, folder), version, self._folder, self._load)
 
 
-def _pass_on(write: Callable[[str], object], version: int, folder: Path, load: Callable[[str, int], None]) -> Path:
+def _pass_on(write: Callable[[str], object], version: int, folder: Path, load: Callable[[str, int], object]) -> Path:
     """Write a version into a folder of its own in ``folder``, load it, and remove older ones. Returns its folder."""
     target = folder / f"v{version:06d}"
     shutil.rmtree(target, ignore_errors=True)

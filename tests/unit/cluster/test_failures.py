@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from buffer_rl.cluster.worker_group import name_failure, root_failure
+from buffer_rl.cluster.actor_group import name_failure, root_failure
 from buffer_rl.errors import BufferRLError, PluginError, RolloutError, WorkerError
 
 
