@@ -30,6 +30,7 @@ from buffer_rl.contracts import (
     WeightTransport,
 )
 from buffer_rl.errors import ConfigError
+from buffer_rl.roles import FieldRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +231,15 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
             "multiplies the gradients; export() is collective; topology says which rows the rank gets; advantages are "
             "the framework's",
         ),
+    ),
+    PluginKind(
+        name="role",
+        flags=("--role-path",),
+        protocol=FieldRole,
+        signature="class (args) with role (a buffer_rl.roles.Role) and compute(batch) -> columns",
+        positional=("args",),
+        methods=("compute",),
+        constructed=True,
     ),
     PluginKind(
         name="engine",

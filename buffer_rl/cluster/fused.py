@@ -1,6 +1,6 @@
-"""Several roles in one process: their members share a place and a device, and die together.
+"""Processes with the members of one role or of several: fused roles share a place and a device, and die together.
 
-Who waits for whom: each call has a thread of its process, so that no role waits for another.
+Who waits for whom: the calls of a role follow one another on a thread of its own, so that no role waits for another.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class _Method:
     method: str
 
     def remote(self, *args: Any) -> Any:
-        return self.process.call.remote(self.role, self.method, args)
+        call = self.process.call.options(concurrency_group=self.role)
+        return call.remote(self.role, self.method, args)
 
 
 class FusedProcesses:
@@ -83,6 +84,6 @@ class FusedProcesses:
 
     def _started(self, rank: int) -> Any:
         members = self._members(rank)
-        threads = 2 * len(members)  # each role answers a second call while it works on a rollout
-        options = {"num_cpus": 0, "max_restarts": 0, **self._options(rank), "max_concurrency": threads}
+        threads = {"concurrency_groups": dict.fromkeys(members, 1)}
+        options = {"num_cpus": 0, "max_restarts": 0, **self._options(rank), **threads}
         return cast(Any, ray.remote)(**options)(FusedProcess).remote(members)

@@ -52,6 +52,7 @@ from buffer_rl.train.roles import (
     estimator_of,
     estimator_scope,
     is_supervised,
+    own_roles,
     uses_reference,
 )
 from buffer_rl.train.worker import start_roles
@@ -144,7 +145,7 @@ class _Run:
             group = start_train_group(role, args, dump_args(self._train_args(role)), actor, logs, train_gpus(args))
             self.trained[role] = group
             stack.callback(group.stop)
-        self.roles = start_roles(args, self.role_plan.dedicated_roles, args_text, actor, logs)
+        self.roles = start_roles(args, self.registry, self.role_plan.dedicated_roles, args_text, actor, logs)
         for group in self.roles.values():
             stack.callback(group.stop)
         self.rollout = None if train_only(args) else self._start_rollout(args, args_text, actor, logs)
@@ -169,7 +170,8 @@ class _Run:
         if self.num_rollouts == 0:  # no rollout has work for a role
             return RolePlan(max_restarts=args.role_max_restarts)
         estimator = self.registry.resolve("advantage", estimator_of(args)[1])
-        return role_plan(args, self.rollouts_use_engine, estimator_scope(args, estimator))
+        own = [row for _, row in own_roles(args, self.registry).values()]
+        return role_plan(args, self.rollouts_use_engine, estimator_scope(args, estimator), own)
 
     def driver(self) -> Driver:
         """The driver, with its plan, roles and watchers."""

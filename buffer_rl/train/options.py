@@ -63,6 +63,12 @@ class TrainOptions(Section):
     num_advantage_workers: int = option(
         0, "processes that compute advantages of finished groups; 0: the trainer does", ge=0
     )
+    role_path: list[str] = option(
+        [], "roles of your own, which add fields to finished groups in processes of their own", kind="role"
+    )
+    fuse_roles: list[str] = option(
+        [], "roles whose processes are one, for example 'ref+actor_fwd'; they have as many each", metavar="A+B"
+    )
     role_max_restarts: int = option(
         2,
         "how often in a run the processes of these roles, and rollout workers, are replaced after one of them died; "

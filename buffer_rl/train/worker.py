@@ -8,22 +8,27 @@ died is replaced, and rows that it read and did not write are delivered again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.dispatch import dispatch
+from buffer_rl.cluster.fused import Deferred, FusedProcesses
 from buffer_rl.cluster.session import role_gpus
 from buffer_rl.config import load_args
 from buffer_rl.errors import TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.roles import MODEL_OF_ROLE, worker_counts
+from buffer_rl.resolution.calls import construct, returned
+from buffer_rl.roles import MODEL_OF_ROLE, SAMPLED_FIELDS, Role
 from buffer_rl.train.forward import batch_outputs
 from buffer_rl.train.model import ModelFactory, initial_folder, pick_device, prepare_torch
 from buffer_rl.train.objective import Objective
+from buffer_rl.train.roles import fused_roles, own_roles, process_counts
 from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
+from buffer_rl.types import Column, TrainBatch
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
@@ -34,8 +39,23 @@ def joined_reports(role: str, answers: list[WorkReport]) -> WorkReport:
     return WorkReport.joined(answers)
 
 
+def own_stage(reference: str, row: Role, args: Any, registry: PluginRegistry) -> Stage:
+    """What a role of ``--role-path`` does. Raises PluginError if its class cannot be constructed; so do calls that
+    return other fields than those of its row."""
+    role = construct("role", reference, registry.resolve("role", reference), args)
+
+    def compute(batch: TrainBatch) -> Mapping[str, Column]:
+        columns = role.compute(batch)
+        if not isinstance(columns, Mapping) or set(columns) != set(row.fields):
+            raise returned("role", reference, columns, f"a mapping with the fields {', '.join(row.fields)}")
+        return columns
+
+    needs, produces = SAMPLED_FIELDS.union(row.needs), frozenset(row.fields)
+    return Stage(name=row.name, needs=needs, produces=produces, compute=compute)
+
+
 class RoleWorker:
-    """One process of a role of ``buffer_rl.roles.DEDICATED``."""
+    """One process of a role of ``buffer_rl.roles.DEDICATED``, or of ``--role-path``."""
 
     def __init__(self, args_text: str, buffer: Any, role: str, index: int, num_workers: int, log_path: str) -> None:
         redirect_output(log_path)
@@ -88,9 +108,12 @@ class RoleWorker:
 
     def _make_stage(self) -> Stage:
         args = self._args
+        own = own_roles(args, self._registry)
+        if self._role in own:
+            return own_stage(*own[self._role], args, self._registry)
         objective = Objective(args, self._registry)
         if self._role == "advantages":
-            return advantage_stage(objective)
+            return advantage_stage(objective, [field for _, row in own.values() for field in row.fields])
         return log_prob_stage(
             self._role,
             [MODEL_OF_ROLE[self._role]],
@@ -98,20 +121,35 @@ class RoleWorker:
         )
 
 
-def start_roles(args: Any, roles: Sequence[str], args_text: str, buffer: Any, log_dir: str) -> dict[str, ActorGroup]:
-    """Start the roles with processes of their own; they have their models when ``ready`` is answered."""
-    counts, gpus = worker_counts(args), role_gpus(args)
+def start_roles(
+    args: Any, registry: PluginRegistry, roles: Sequence[str], args_text: str, buffer: Any, log_dir: str
+) -> dict[str, ActorGroup]:
+    """Start the roles with processes of their own; they have their models when ``ready`` is answered. Those of
+    ``--fuse-roles`` have the same processes."""
+    counts, gpus = process_counts(args, own_roles(args, registry)), role_gpus(args)
     environment = {"env_vars": {"OMP_NUM_THREADS": str(args.num_train_threads)}}
 
-    def start(role: str) -> ActorGroup:
-        devices = 0.0 if role == "advantages" else gpus
-        return ActorGroup.of(
-            role,
-            RoleWorker,
-            lambda index: (args_text, buffer, role, index, counts[role], f"{log_dir}/{role}_{index}.log"),
-            counts[role],
-            options=lambda index: {"num_gpus": devices, "runtime_env": environment},
-            timeout_s=args.train_timeout_s,
-        )
+    def start(together: Sequence[str]) -> dict[str, ActorGroup]:
+        label = "+".join(together)
 
-    return {role: start(role) for role in roles}
+        def members(rank: int) -> dict[str, Deferred]:
+            log_path = f"{log_dir}/{label}_{rank}.log"
+            return {
+                role: Deferred(RoleWorker, (args_text, buffer, role, rank, counts[role], log_path)) for role in together
+            }
+
+        devices = gpus if MODEL_OF_ROLE.keys() & set(together) else 0.0
+        processes = FusedProcesses(members, lambda rank: {"num_gpus": devices, "runtime_env": environment})
+        return {
+            role: ActorGroup(
+                role,
+                partial(processes.start_member, role),
+                counts[role],
+                member_class=RoleWorker,
+                timeout_s=args.train_timeout_s,
+            )
+            for role in together
+        }
+
+    groups = {role: group for together in fused_roles(args, counts) for role, group in start(together).items()}
+    return {role: groups[role] for role in roles}

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -19,8 +20,9 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.dispatch import To, all_answers, dispatch
+from buffer_rl.cluster.fused import Deferred, FusedProcesses
 from buffer_rl.config import dump_args
-from buffer_rl.errors import BufferStateError, DeadlineError, PluginError, TrainError, WorkerError
+from buffer_rl.errors import BufferStateError, DeadlineError, PluginError, TrainError, WorkerDiedError, WorkerError
 from harness.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
@@ -41,6 +43,13 @@ class Member:
 
     def rank(self) -> int:
         return self._rank
+
+    def ready(self) -> None:
+        pass
+
+    @dispatch(collect=all_answers)
+    def pids(self) -> int:
+        return os.getpid()
 
     @dispatch(collect=all_answers)
     def ranks(self) -> int:
@@ -111,6 +120,30 @@ def test_a_constructor_that_fails_is_told_in_its_own_words(ray_cluster: None) ->
     broken = ActorGroup.of("rollout", Member, lambda rank: (rank, True), 1)
     with pytest.raises(WorkerError, match="has no attribute 'scor'"):
         broken.call("rank", timeout_s=60)
+
+
+def test_roles_of_one_process_die_and_are_replaced_together_and_have_their_own_threads(ray_cluster: None) -> None:
+    processes = FusedProcesses(lambda rank: {role: Deferred(Member, (rank,)) for role in ("ref", "teacher")})
+    groups = [
+        ActorGroup(role, partial(processes.start_member, role), 2, member_class=Member) for role in ("ref", "teacher")
+    ]
+    try:
+        pids = [group.call("pids", timeout_s=60) for group in groups]
+        assert pids[0] == pids[1]
+        assert len(set(pids[0])) == 2
+        hanging = groups[0].start("hang")
+        assert groups[1].call("ranks", timeout_s=60) == [0, 1]
+        os.kill(pids[0][0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=r"ref 0\.hang"):
+            hanging.wait(60)
+        for group in groups:
+            group.restart()
+        again = [group.call("pids", timeout_s=60) for group in groups]
+        assert again[0] == again[1]
+        assert not set(again[0]) & set(pids[0])
+    finally:
+        for group in groups:
+            group.stop()
 
 
 def wait_for_end(pid: int) -> None:

@@ -22,6 +22,7 @@ from buffer_rl.observe.observer import RunObserver
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
+from buffer_rl.roles import Role
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
@@ -32,6 +33,7 @@ from buffer_rl.testing.fake_roles import FakeEngines
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
 from buffer_rl.train.group import build_trainer
 from buffer_rl.train.objective import Objective
+from buffer_rl.train.worker import own_stage
 from buffer_rl.types import GroupUid, QueueHeader, RowId, Sample, SampleGroup, Status, Ticket, TrainBatch, VersionSpan
 from buffer_rl.weights.publish import Publisher
 from harness.trainers import make_trainer
@@ -57,6 +59,7 @@ OPTION_OF = {
     "converter": "model_converter_path",
     "model_provider": "custom_model_provider_path",
     "trainer": "train_backend",
+    "role": "role_path",
     "engine": "rollout_engine",
     "weight_transport": "weight_sync_mode",
     "logger": "logger",
@@ -89,7 +92,7 @@ class Here:
     def args(self, **changes: Any) -> Any:
         name = OPTION_OF[self.kind]
         options = {"hf_checkpoint": self.model, "run_dir": str(self.run_dir), "progress": "none", "logger": []}
-        named = {name: [self.path] if name == "logger" else self.path}
+        named = {name: [self.path] if name in ("logger", "role_path") else self.path}
         fallback = {} if self.kind == "group_reward" else {"rm_type": "exact_match"}
         return compose(CORE_SECTIONS)(**{**options, **fallback, **changes, **named})
 
@@ -179,6 +182,12 @@ async def correct(here: Here) -> Any:
 async def step(here: Here) -> Any:
     args, registry = here.args(), PluginRegistry()
     return build_trainer(args, registry, 0, 1, Objective(args, registry)).optimizer_step(1.0)
+
+
+async def add_fields(here: Here) -> Any:
+    row, batch = Role(name="mine", fields=("length",)), make_batch()
+    columns = own_stage(here.path, row, here.args(), PluginRegistry()).compute(batch)
+    return {name: list(column) for name, column in columns.items()}
 
 
 async def launch(here: Here) -> Any:
@@ -352,6 +361,14 @@ CASES = {
     ),
     "trainer": Case(
         call=step, head=TRAINER, method="optimizer_step", effect={"mine": 1.0}, expected="", wrong="",
+    ),
+    "role": Case(
+        call=add_fields, method="compute", effect={"length": [2.0, 2.0]}, expected="a mapping with the fields length",
+        head="""
+        class plug:
+            def __init__(self, args): ...
+            def compute(self, batch): return {"length": [float(n) for n in batch.columns["response_length"]]}
+        """,
     ),
     "engine": Case(
         call=launch, head="args, index, log_path", effect=["http://mine:0"], expected="an object with url, wait_ready",
