@@ -5,6 +5,7 @@ disk           transport ``disk``, a folder of safetensors per version
 tensor         transport ``tensor``, the trainer's memory on the same machine
 shared_bucket  layout of a bucket of tensors, handles of it, and SGLang's pickled form
 shared_memory  anonymous memory files, written once and then sealed
+process_group  gloo groups of a sender and the engines that receive its broadcasts
 cuda_ipc       CUDA memory in two processes
 options        options
 """
