@@ -50,19 +50,7 @@ class WorkerGroup:
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """``start`` and wait for all answers, combined. Raises DeadlineError, or a member's error, named."""
-        futures = self.start(method, *args)
-        _, late = wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
-        failures = {
-            f"{self.role} {rank}.{method}": error
-            for rank, future in enumerate(futures)
-            if future.done() and (error := future.exception()) is not None
-        }
-        if failures:
-            role, error = root_failure(failures)
-            raise name_failure(role, error) from error
-        if late:
-            raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{self.role}.{method}")
-        return self.combine(method, [future.result() for future in futures])
+        return self.combine(method, answers_of(self.role, method, self.start(method, *args), timeout_s))
 
     def stop(self, close_method: str = "", timeout_s: float = 0.0) -> None:
         """End the members' processes. Never raises: it is called while another error is on its way.
@@ -78,6 +66,22 @@ class WorkerGroup:
         for actor in self.actors:
             with contextlib.suppress(Exception):  # as above
                 ray.kill(actor, no_restart=True)
+
+
+def answers_of(role: str, method: str, futures: Sequence[Future[Any]], timeout_s: float) -> list[Any]:
+    """The members' answers to a call that was started. Raises DeadlineError, or a member's error, named."""
+    _, late = wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
+    failures = {
+        f"{role} {rank}.{method}": error
+        for rank, future in enumerate(futures)
+        if future.done() and (error := future.exception()) is not None
+    }
+    if failures:
+        failed, error = root_failure(failures)
+        raise name_failure(failed, error) from error
+    if late:
+        raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{role}.{method}")
+    return [future.result() for future in futures]
 
 
 def is_dead(actor: Any, method: str) -> bool:

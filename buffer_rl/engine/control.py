@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -84,9 +84,12 @@ class EngineFanOut:
         """Close all connections."""
         await self._http.close()
 
-    async def post(self, path: str, body: Mapping[str, Any], *, reachable_only: bool = False) -> None:
-        """Send ``body`` to all engines. reachable_only: pass over engines that cannot be reached."""
-        await self._all("POST", path, orjson.dumps(dict(body)), reachable_only=reachable_only)
+    async def post(
+        self, path: str, body: Mapping[str, Any], *, reachable_only: bool = False, only: Collection[str] | None = None
+    ) -> None:
+        """Send ``body`` to all engines, or to those at the URLs ``only``. reachable_only: pass over engines that cannot
+        be reached."""
+        await self._all("POST", path, orjson.dumps(dict(body)), reachable_only=reachable_only, only=only)
 
     async def post_each(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> None:
         """``post`` with a body for each engine; at least as many as there are engines."""
@@ -111,9 +114,15 @@ class EngineFanOut:
         return found
 
     async def _all(
-        self, method: str, path: str, body: bytes | Sequence[bytes] | None, *, reachable_only: bool = False
+        self,
+        method: str,
+        path: str,
+        body: bytes | Sequence[bytes] | None,
+        *,
+        reachable_only: bool = False,
+        only: Collection[str] | None = None,
     ) -> dict[str, bytes]:
-        urls = self._urls() or await self._urls_of_router()
+        urls = [url for url in self._urls() or await self._urls_of_router() if only is None or url in only]
         bodies = [body] * len(urls) if isinstance(body, bytes) or body is None else body[: len(urls)]
         calls = [self._one(method, url + path, own) for url, own in zip(urls, bodies, strict=True)]
         results = await asyncio.gather(*calls)
@@ -276,9 +285,9 @@ class EngineControlClient:
         """Stop decoding on every engine; mode is ``abort``, ``in_place`` or ``retract``."""
         self._post("/pause_generation", {"mode": mode})
 
-    def resume(self) -> None:
-        """End a pause on every engine."""
-        self._post("/continue_generation", {})
+    def resume(self, urls: Collection[str] | None = None) -> None:
+        """End a pause on the engines at ``urls``; None: on every engine."""
+        self._run(lambda engines: engines.post("/continue_generation", {}, only=urls))
 
     def flush(self) -> None:
         """Have every engine forget what it cached. EngineError while requests run."""
@@ -356,6 +365,13 @@ class EngineControlClient:
 
     def drop_failed_engines(self) -> None:
         """Does nothing: these engines are not replaced, so the failure of one fails the call."""
+
+    def drop(self, urls: Collection[str]) -> bool:
+        """Drop the engines at ``urls``. Returns whether that was done; these engines are not replaced, so it was not."""
+        return False
+
+    def end_publication(self) -> None:
+        """Forget what was noted since ``pause``; engines that are paused stay so."""
 
     def versions(self) -> dict[str, str]:
         """The weight version of each engine, by URL."""
