@@ -26,6 +26,8 @@ from buffer_rl.weights.shared_bucket import DTYPES
 T = TypeVar("T")
 DEFAULT_NAME = "weight_update_group"
 BACKEND = "gloo"
+JOIN_TIMEOUT_S = 60.0
+"""A member that dies while a group is made is noticed by the deadline only: shorter than that of a bucket."""
 MAX_NAME_CHARS = 200
 MAX_WORLD_SIZE = 65_536
 
@@ -49,7 +51,7 @@ class WeightGroups:
     """The groups that an engine is in, by name. Lives in the event loop.
 
     shapes: of the model's weights, by their names in a checkpoint. staged: takes what arrives. timeout_s: deadline of
-    joining a group, and of receiving one bucket.
+    receiving one bucket, and of joining a group where it is less than ``JOIN_TIMEOUT_S``.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], staged: StagedUpdate, timeout_s: float) -> None:
@@ -78,7 +80,7 @@ class WeightGroups:
                 name=name,
                 rank=rank,
                 world_size=world_size,
-                timeout_s=self._timeout_s,
+                timeout_s=min(self._timeout_s, JOIN_TIMEOUT_S),
                 is_cancelled=lambda: member.dropped,
             )
 
