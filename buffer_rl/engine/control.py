@@ -367,7 +367,7 @@ class EngineControlClient:
         """Does nothing: these engines are not replaced, so the failure of one fails the call."""
 
     def drop(self, urls: Collection[str]) -> bool:
-        """Drop the engines at ``urls``. Returns whether that was done; these engines are not replaced, so it was not."""
+        """Drop the engines at ``urls``. Returns whether that was done; False here, as they are not replaced."""
         return False
 
     def end_publication(self) -> None:

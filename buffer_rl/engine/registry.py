@@ -8,8 +8,8 @@ Engines come and go while others generate and take weights. Who waits for whom:
 - The heartbeat finds engines that hang: their process lives, their connections open, and nothing is answered. A thread
   of its own asks every engine that has answered once for ``/health``, again and again; no other thread waits for it.
   What it finds is the replica's failure, and ``EngineFleet.check`` replaces the engine as one that died.
-- A publication, from its first ``pause`` to its end, waits for a replacement that is just taking the newest weights by itself,
-  and holds back one that would (``EngineRegistry.publication``, with a deadline).
+- A publication, from its first ``pause`` to its end, waits for a replacement that is just taking the newest weights by
+  itself, and holds back one that would (``EngineRegistry.publication``, with a deadline).
 """
 
 from __future__ import annotations
@@ -275,18 +275,19 @@ class FleetControl(EngineControlClient):
         return self._versions
 
     def resume(self, urls: Collection[str] | None = None) -> None:
-        """The engines at ``urls`` go on, or all; replacements among them join, if all have the same weights."""
+        """End the publication: the engines at ``urls`` go on, or all; replacements among them join, if all have the
+        same weights. Where an engine fails it, the publication goes on."""
         super().resume(urls)
         found = {url: version for url, version in self._versions.items() if urls is None or url in urls}
-        if len(set(found.values())) != 1:  # versions() was not asked for, or they differ
-            return
-        self._registry.published = Published(version=next(iter(found.values())), folder=self._folder)
-        for replica in self._replicas():
-            if replica.state is ReplicaState.WAITING and replica.failure is None and replica.url in found:
-                self._admit(replica)
+        if len(set(found.values())) == 1:  # versions() was asked for, and all have the same
+            self._registry.published = Published(version=next(iter(found.values())), folder=self._folder)
+            for replica in self._replicas():
+                if replica.state is ReplicaState.WAITING and replica.failure is None and replica.url in found:
+                    self._admit(replica)
+        self.end_publication()
 
     def end_publication(self) -> None:
-        """Replacements may join from now on; engines that did not go on stay paused."""
+        """Engines may join from now on; those that did not go on stay paused."""
         self._drops_failed, self._versions = False, {}
         if self._in_publication is not None:
             self._in_publication = None

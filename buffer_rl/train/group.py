@@ -46,8 +46,7 @@ from buffer_rl.train.steps import (
 )
 from buffer_rl.train.stream import gradient_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
 from buffer_rl.types import TrainBatch
-from buffer_rl.weights.shared_bucket import SharedWeights
-from buffer_rl.weights.tensor import LOAD_FORMAT
+from buffer_rl.weights.sender import RankSender
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
@@ -70,7 +69,7 @@ class TrainRank:
         self._calls_objective = True
         folder = Path(log_path).parent.parent / NON_FINITE_FOLDER / ("" if role == ACTOR else role)
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
-        self._shared = SharedWeights(use_cuda_ipc=self._args.engine_device != "cpu")
+        self._sender: RankSender | None = None
 
     def host(self) -> tuple[str, int]:
         """This node's address and a port, which this rank listens on from now, for the ranks to meet at."""
@@ -221,20 +220,13 @@ class TrainRank:
         """Write the weights as a Hugging Face folder."""
         self._trainer.save_hf(path)
 
-    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
-        """Put the weights into shared memory: for every bucket a handle for each receiver. Ranks but the head of
-        replica 0 share nothing; they take part because gathering a bucket may need them."""
-        buckets = self._trainer.export()
-        if self._trainer.topology.dp_rank > 0 or not self._trainer.topology.is_head:
-            for _ in buckets:
-                pass
-            return []
-        share = self._shared.share if load_format == LOAD_FORMAT else self._shared.share_pickled
-        return share(buckets, num_receivers)
-
-    def release_weights(self) -> None:
-        """Free the memory that ``share_weights`` took."""
-        self._shared.release()
+    def send_weights(self, method: str, *arguments: Any) -> Any:
+        """Have this rank's side of the weight transport do ``method`` with the weights."""
+        if self._sender is None:
+            name = self._args.weight_sync_mode
+            factory = PluginRegistry.from_flags(self._args.plugin).resolve("weight_transport", name)
+            self._sender = RankSender(name, factory, self._args, self._trainer.topology)
+        return self._sender(method, self._trainer.export(), *arguments)
 
     def save(self, path: str) -> None:
         """Write everything that a resume needs."""
@@ -325,8 +317,6 @@ def combine(role: str, method: str, answers: list[Any]) -> Any:
         return LogProbGap.worst(answers)
     if method in ("train", "finish_stream"):
         return {f"{role}/{name}": value for name, value in StepReport.metrics_of(answers).items()}
-    if method == "share_weights":  # of the one rank that shares them
-        return next((answer for answer in answers if answer), answers[0])
     return answers[0]
 
 

@@ -1,6 +1,7 @@
 """Weight publication: from the trainer to the engines, version by version.
 
 publish        pauses the engines, has a transport bring them a version, checks it; the folder of role ``actor_fwd``
+sender         the side of a transport in the trainer's ranks
 disk           transport ``disk``, a folder of safetensors per version
 tensor         transport ``tensor``, the trainer's memory on the same machine
 shared_bucket  layout of a bucket of tensors, handles of it, and SGLang's pickled form

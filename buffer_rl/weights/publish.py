@@ -59,7 +59,7 @@ class Publisher:
         self._timeout_s = timeout_s
         self._first_pause_s = first_pause_s
         self._notice = notice
-        self._connected: tuple[str, ...] = ()
+        self._connected: tuple[str, ...] | None = None
         self._prepared: int | None = None
 
     def publish(self, version: int) -> dict[str, float]:
@@ -82,7 +82,7 @@ class Publisher:
 
     def close(self) -> None:
         """Free what the transport has, at the end of the run."""
-        self._connected = ()
+        self._connected = None
         self._transport.close()
 
     def _publish_with_retries(self, version: int, *, deadline: float) -> None:
@@ -92,7 +92,7 @@ class Publisher:
                 if attempt == ATTEMPTS:
                     self._engines.drop_failed_engines()
                 if attempt > 1:
-                    self._connected = ()
+                    self._connected = None
                 self._attempt(version)
                 return
             except EngineError as error:
@@ -121,7 +121,7 @@ class Publisher:
     def _connect(self) -> None:
         receivers = tuple(self._engines.targets())
         if receivers != self._connected:
-            self._connected = ()
+            self._connected = None
             self._transport.connect(self._trainer, self._engines)
             self._connected = receivers
 
