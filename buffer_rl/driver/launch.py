@@ -6,6 +6,7 @@ Everything that is started is put on one exit stack, so that whatever fails, not
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,7 @@ from buffer_rl.train.roles import (
 )
 from buffer_rl.train.worker import start_roles
 from buffer_rl.weights.publish import Publisher, ReferenceUpdates, RolePublisher
+from buffer_rl.weights.sender import Senders
 from buffer_rl.weights.tensor import require_local_trainer
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping
         run = _Run(args, registry, run_dir, checkpoint, provenance, stack)
         result = run.driver().run()
         if run.train is not None:
-            run.train.call("save_hf", str((run_dir / "hf").absolute()), timeout_s=args.train_timeout_s)
+            run.save_hf(str((run_dir / "hf").absolute()))
     return result
 
 
@@ -187,7 +189,8 @@ class _Run:
         targets.update(self.roles)
         publisher = self._publisher()
         if publisher is not None:
-            targets["publish"] = self.publishing = self._local("publish", publisher)
+            targets["publish"] = publishing = self.publishing = self._local("publish", publisher)
+            self.stack.callback(lambda: wait(publishing.start("close").futures, timeout=PUBLISH_END_S))
         if self.reference is not None:
             targets["reference"] = self._local("reference", self.reference)
         plan = self._plan()
@@ -208,25 +211,30 @@ class _Run:
 
     def _publisher(self) -> Publisher | RolePublisher | None:
         """The publisher to the engines and to the roles that need the actor's weights; None without any."""
-        args, publisher = self.args, None
-        if self.train is None:
+        args, train, publisher = self.args, self.train, None
+        if train is None:
             return None
-        source = _TrainExport(self.train, args.train_timeout_s)
         if self.fleet is not None:
             name = args.weight_sync_mode
             transport = construct("weight_transport", name, self.registry.resolve("weight_transport", name), args)
             self.engines = self.fleet.control(args.update_weights_timeout_s)
             publisher = Publisher(
                 transport,
-                source,
+                Senders(lambda *call: train.start("send_weights", *call).futures, args.train_timeout_s),
                 self.engines,
                 compare=args.check_weight_update_equal,
                 timeout_s=args.update_weights_timeout_s,
                 notice=self.observer.notice,
             )
         if "actor_fwd" in self.roles:
-            return RolePublisher(publisher, source, self.roles["actor_fwd"], self.run_dir / "weights_actor_fwd")
+            folder = self.run_dir / "weights_actor_fwd"
+            return RolePublisher(publisher, self.save_hf, self.roles["actor_fwd"], folder)
         return publisher
+
+    def save_hf(self, path: str) -> None:
+        """Write the actor's weights as a Hugging Face folder."""
+        assert self.train is not None
+        self.train.call("save_hf", path, timeout_s=self.args.train_timeout_s)
 
     def _reference_updates(self) -> ReferenceUpdates | None:
         """What updates the reference model, which the trainer or a role has; None without one."""
@@ -240,7 +248,7 @@ class _Run:
             else:
                 train.call("load_ref", path, timeout_s=args.train_timeout_s)
 
-        return ReferenceUpdates(_TrainExport(train, args.train_timeout_s), load, self.run_dir / "weights_ref")
+        return ReferenceUpdates(self.save_hf, load, self.run_dir / "weights_ref")
 
     def _num_rollouts(self) -> int:
         args = self.args
@@ -345,8 +353,8 @@ class _Run:
             self.saving.join(CLOSE_TIMEOUT_S)
 
     def _end_publishing(self) -> None:
-        """Let a publication that is under way end, so that no engine stays paused, but do not wait long: the processes
-        that it waits for may have ended."""
+        """Let a publication that is under way end, so that engines go on, but do not wait long: the processes that it
+        waits for may have ended."""
         if self.publishing is not None and self.publishing.join(PUBLISH_END_S) and self.engines is not None:
             self.engines.close()
 
@@ -360,26 +368,3 @@ def engines_may_differ(args: Args) -> bool:
     """Whether engines may have started with other weights than the trainer: engines behind ``--router-url`` were
     not started by the run, and a model provider or converter may change what is in ``--hf-checkpoint``."""
     return any((args.engine_urls, args.custom_model_provider_path, args.model_converter_path))
-
-
-class _TrainExport:
-    """The trainer's ranks as a weight transport sees them."""
-
-    def __init__(self, train: ActorGroup, timeout_s: float) -> None:
-        self._train = train
-        self._timeout_s = timeout_s
-
-    def save_hf(self, path: str) -> None:
-        """Write the newest weights as a Hugging Face folder."""
-        self._train.call("save_hf", path, timeout_s=self._timeout_s)
-
-    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
-        """Put the newest weights into the memory of rank 0's machine."""
-        handles: list[list[str]] = self._train.call(
-            "share_weights", load_format, num_receivers, timeout_s=self._timeout_s
-        )
-        return handles
-
-    def release_weights(self) -> None:
-        """Free what ``share_weights`` took."""
-        self._train.call("release_weights", timeout_s=self._timeout_s)

@@ -20,7 +20,7 @@ import torch
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
-from buffer_rl.cluster.dispatch import dispatch
+from buffer_rl.cluster.dispatch import all_answers, dispatch
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Topology, Trainer
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
@@ -48,8 +48,7 @@ from buffer_rl.train.steps import (
 from buffer_rl.train.stream import gradient_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
 from buffer_rl.train.worker import joined_reports
 from buffer_rl.types import TrainBatch
-from buffer_rl.weights.shared_bucket import SharedWeights
-from buffer_rl.weights.tensor import LOAD_FORMAT
+from buffer_rl.weights.sender import RankSender
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
@@ -63,11 +62,6 @@ def named_metrics(role: str, answers: list[StepReport]) -> dict[str, float]:
 def widest_gap(role: str, answers: list[LogProbGap]) -> LogProbGap:
     """The largest difference that a rank found."""
     return LogProbGap.worst(answers)
-
-
-def of_sender(role: str, answers: list[Any]) -> Any:
-    """The answer of the one rank that has something to send."""
-    return next((answer for answer in answers if answer), answers[0])
 
 
 class TrainRank:
@@ -87,7 +81,7 @@ class TrainRank:
         self._calls_objective = True
         folder = Path(log_path).parent.parent / NON_FINITE_FOLDER / ("" if role == ACTOR else role)
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
-        self._shared = SharedWeights(use_cuda_ipc=self._args.engine_device != "cpu")
+        self._sender: RankSender | None = None
 
     def host(self) -> tuple[str, int]:
         """This node's address and a port, which this rank listens on from now, for the ranks to meet at."""
@@ -242,21 +236,14 @@ class TrainRank:
         """Write the weights as a Hugging Face folder."""
         self._trainer.save_hf(path)
 
-    @dispatch(collect=of_sender)
-    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
-        """Put the weights into shared memory: for every bucket a handle for each receiver. Ranks but the head of
-        replica 0 share nothing; they take part because gathering a bucket may need them."""
-        buckets = self._trainer.export()
-        if self._trainer.topology.dp_rank > 0 or not self._trainer.topology.is_head:
-            for _ in buckets:
-                pass
-            return []
-        share = self._shared.share if load_format == LOAD_FORMAT else self._shared.share_pickled
-        return share(buckets, num_receivers)
-
-    def release_weights(self) -> None:
-        """Free the memory that ``share_weights`` took."""
-        self._shared.release()
+    @dispatch(collect=all_answers)
+    def send_weights(self, method: str, *arguments: Any) -> Any:
+        """Have this rank's side of the weight transport do ``method`` with the weights."""
+        if self._sender is None:
+            name = self._args.weight_sync_mode
+            factory = PluginRegistry.from_flags(self._args.plugin).resolve("weight_transport", name)
+            self._sender = RankSender(name, factory, self._args, self._trainer.topology)
+        return self._sender(method, self._trainer.export(), *arguments)
 
     def save(self, path: str) -> None:
         """Write everything that a resume needs."""

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import textwrap
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,20 @@ from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
 from buffer_rl.train.group import build_trainer
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.worker import own_stage
-from buffer_rl.types import GroupUid, QueueHeader, RowId, Sample, SampleGroup, Status, Ticket, TrainBatch, VersionSpan
+from buffer_rl.types import (
+    GroupUid,
+    QueueHeader,
+    RowId,
+    Sample,
+    SampleGroup,
+    Status,
+    Ticket,
+    Topology,
+    TrainBatch,
+    VersionSpan,
+)
 from buffer_rl.weights.publish import Publisher
+from buffer_rl.weights.sender import RankSender, Senders
 from harness.trainers import make_trainer
 from harness.trainers import step as step_of
 
@@ -197,10 +210,17 @@ async def launch(here: Here) -> Any:
 
 async def publish(here: Here) -> Any:
     args, engines = here.args(), FakeEngines()
-    transport = construct("weight_transport", here.path, PluginRegistry().resolve("weight_transport", here.path), args)
-    source: Any = None
-    Publisher(transport, source, engines).publish(3)
-    return engines.version
+    factory = PluginRegistry().resolve("weight_transport", here.path)
+    transport = construct("weight_transport", here.path, factory, args)
+    place = Topology(dp_rank=0, dp_size=1)
+
+    def start(method: str, *arguments: Any) -> list[Future[Any]]:
+        answer: Future[Any] = Future()
+        answer.set_result(RankSender(here.path, factory, args, place)(method, iter([{"a": 1}, {"b": 2}]), *arguments))
+        return [answer]
+
+    Publisher(transport, Senders(start, 1.0), engines).publish(3)
+    return engines.version, engines.calls
 
 
 async def observe(here: Here) -> Any:
@@ -376,13 +396,21 @@ CASES = {
         "    def stop(self): ...\nreturn Process()",
     ),
     "weight_transport": Case(
-        call=publish, method="prepare", effect=3, expected="", wrong="",
+        call=publish, method="prepare", expected="", wrong="",
+        effect=(3, ["pause", "flush", "begin", "update", "end", "versions", "resume"]),
         head="""
+        class Side:
+            def __init__(self, args, topology): ...
+            def names(self, buckets, version): return f"{version}:" + "".join(name for b in buckets for name in b)
         class plug:
+            sender, staged = Side, True
             def __init__(self, args): ...
-            def prepare(self, source, version): return "folder"
-            def load(self, engines, prepared, version): engines.update_weights_from_disk(prepared, version)
-            def cleanup(self, prepared): ...
+            def connect(self, trainer, engines): self.trainer, self.engines = trainer, engines
+            def prepare(self, version): self.answers = self.trainer.send("names", version)
+            def publish(self, version):
+                assert self.answers == ["3:ab"]
+                self.engines.update_weights_from_disk("folder", version)
+            def close(self): ...
         """,
     ),
     "logger": Case(
