@@ -7,6 +7,7 @@ it. A role that adds a field to the rows of a rollout is a row here and a stage 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 ACTOR = "train"
@@ -16,12 +17,21 @@ CRITIC = "critic"
 """The trained role that has the value model, of that name too."""
 
 
+class Restart(StrEnum):
+    """What follows the death of one of a role's processes: they are replaced in place, or all processes of the run are
+    started again from the newest checkpoint."""
+
+    IN_PLACE = "in_place"
+    GLOBAL = "global"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
     """name: also that of its reading task. title, colour: of its work on the timeline; colours are those of the page's
     style. model: whose forward pass it makes. fields: that it adds to rows; of a model, the one that holds its
     log-probabilities or values. workers: the option that counts its processes; without them, or where it has none, the
-    trainer does its work. trains: whether it takes optimizer steps."""
+    trainer does its work. trains: whether it takes optimizer steps. restart: after a death; in place as often as
+    ``--role-max-restarts`` says, and global from then on. None: it has no processes."""
 
     name: str
     title: str
@@ -30,12 +40,13 @@ class Role:
     fields: tuple[str, ...] = ()
     workers: str = ""
     trains: bool = False
+    restart: Restart | None = None
 
 
 ROLES = {
     role.name: role
     for role in (
-        Role(name="rollout", title="generation", colour=0),
+        Role(name="rollout", title="generation", colour=0, restart=Restart.IN_PLACE),
         Role(
             name="ref",
             title="reference log-probabilities",
@@ -43,6 +54,7 @@ ROLES = {
             model="ref",
             fields=("ref_log_probs",),
             workers="num_ref_workers",
+            restart=Restart.IN_PLACE,
         ),
         Role(
             name="teacher",
@@ -51,6 +63,7 @@ ROLES = {
             model="teacher",
             fields=("teacher_log_probs",),
             workers="num_teacher_workers",
+            restart=Restart.IN_PLACE,
         ),
         Role(
             name="actor_fwd",
@@ -59,6 +72,7 @@ ROLES = {
             model="actor",
             fields=("old_log_probs",),
             workers="num_actor_fwd_workers",
+            restart=Restart.IN_PLACE,
         ),
         Role(
             name="advantages",
@@ -66,6 +80,7 @@ ROLES = {
             colour=6,
             fields=("advantages", "returns"),
             workers="num_advantage_workers",
+            restart=Restart.IN_PLACE,
         ),
         Role(
             name=CRITIC,
@@ -74,8 +89,15 @@ ROLES = {
             model="critic",
             fields=("values",),
             trains=True,
+            restart=Restart.GLOBAL,
         ),
-        Role(name=ACTOR, title="forward and backward of finished groups", colour=4, trains=True),
+        Role(
+            name=ACTOR,
+            title="forward and backward of finished groups",
+            colour=4,
+            trains=True,
+            restart=Restart.GLOBAL,
+        ),
         Role(name="publish", title="publish", colour=5),
         Role(name="save", title="checkpoint", colour=7),
     )

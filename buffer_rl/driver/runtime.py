@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol, cast
 
-from buffer_rl.cluster.worker_group import name_failure, root_failure
+from buffer_rl.cluster.worker_group import failures_of, name_failure, root_failure
 from buffer_rl.driver.tasks import Task
 from buffer_rl.errors import DeadlineError, WorkerError
 
@@ -122,12 +122,7 @@ class RayRuntime:
 
     def result(self, task: Task) -> Any:
         mine = cast(RayTask, task)
-        failures = {}
-        for rank, future in enumerate(mine.futures):  # once one failed, the others may still be at work
-            if future.done() and (error := future.exception()) is not None:
-                member = f" {rank}" if len(mine.futures) > 1 else ""
-                failures[f"{mine.role}{member}.{mine.method}"] = error
-        if failures:
+        if failures := failures_of(mine.role, mine.method, mine.futures):  # once one failed, others may be at work
             role, error = root_failure(failures)
             raise name_failure(role, error) from error
         return mine.target.combine(mine.method, [future.result() for future in mine.futures])

@@ -110,7 +110,7 @@ class RolePlan:
     they add. estimates: the actor's advantage estimator is called once, with all rows of the rollout.
     critic_only_steps: rollouts at the start of the run that only the critic takes an optimizer step on.
     stream_gradients: trained roles go on to forward and backward while the rollout still runs.
-    max_restarts: how often, over the whole run, dead processes of these roles, or rollout workers, are replaced.
+    max_restarts: how often the dead processes of each role, and rollout workers, are replaced in place.
     """
 
     trained: tuple[str, ...] = (ACTOR,)
