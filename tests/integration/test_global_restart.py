@@ -128,3 +128,26 @@ def test_a_rank_that_is_killed_in_its_optimizer_step_changes_no_bit(
     assert (disturbed / "update_3").exists()
     assert "from the checkpoint of step 2 (global restart 1 of 3)" in said
     check_equal(disturbed, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("moments", "options"),
+    [
+        ("update_1-update_4", {"num_train_ranks": 2, "save_interval": 2}),
+        ("forward_2", {"num_train_ranks": 2, "schedule": "pipelined", "save_interval": 2}),
+        ("update_3", {"num_train_ranks": 2, "schedule": "pipelined", "stream_gradients": True, "num_ref_workers": 1}),
+        ("save_4", {"save_interval": 2}),
+        ("write_3", {"save_interval": 2}),
+        ("publish_3", {"save_interval": 2, "weight_sync_mode": "tensor"}),
+    ],
+    ids=["two_ranks", "forward", "streamed_without_checkpoints", "in_save", "in_write", "in_publish"],
+)
+def test_a_rank_may_be_killed_at_any_moment_of_a_step(
+    run: Run, undisturbed: Path, moments: str, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    disturbed = run(moments if options.get("num_train_ranks") != 2 else f"{moments}-2", **options)
+    said = capfd.readouterr().out
+    happened = moments.split("-")
+    assert [moment for moment in happened if not (disturbed / moment).exists()] == []
+    assert said.count("all processes of the run are started again") == len(happened)
+    check_equal(disturbed, undisturbed)
