@@ -113,7 +113,7 @@ class _Run:
         self.registry = registry
         self.run_dir = run_dir
         self.checkpoint = checkpoint
-        self.provenance = session.provenance
+        self.session = session
         self.observer = session.observer
         self.rollouts_use_engine = bool(
             getattr(registry.resolve("rollout", args.rollout_function_path), "uses_engine", True)
@@ -191,7 +191,7 @@ class _Run:
             targets["reference"] = local("reference", self.reference)
         plan = self._plan()
         if plan.saves:
-            facts = self.provenance.facts()
+            facts = self.session.provenance.facts()
             checkpoints = RunCheckpoints(
                 args, buffer=self.buffer, trained=self.trained, reference=self.reference, provenance=facts
             )
@@ -274,6 +274,7 @@ class _Run:
             evaluate=self.evaluates,
             eval_interval=args.eval_interval,
             eval_before_train=not args.skip_eval_before_train,
+            owes_evaluation=self.session.owes_evaluation(self.checkpoint),
             saves=bool(args.save) and self.train is not None,
             save_interval=args.save_interval,
             records=bool(args.save_debug_rollout_data),

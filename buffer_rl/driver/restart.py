@@ -10,6 +10,7 @@ Errors that code raised, deadlines and signals end the run.
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.cluster.worker_group import WorkerGroup, is_dead
 from buffer_rl.driver.process import later_checkpoint
 from buffer_rl.driver.runtime import LocalTarget
-from buffer_rl.errors import WorkerDiedError
+from buffer_rl.errors import CheckpointError, WorkerDiedError
 from buffer_rl.roles import ROLES
 
 if TYPE_CHECKING:
@@ -70,9 +71,9 @@ class Processes(ExitStack):
                 if end_s and target.join(end_s) and then is not None:
                     then()
 
-    def remaining(self, timeout_s: float = END_TIMEOUT_S) -> list[str]:
-        """After the end: which roles still have a process, or a call in this process, after ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
+    def remaining(self) -> list[str]:
+        """After the end: which roles still have a process, or a call in this process, after ``END_TIMEOUT_S``."""
+        deadline = time.monotonic() + END_TIMEOUT_S
         calls = [role for role, target, _, _ in self._targets if not target.join(max(0.0, deadline - time.monotonic()))]
         return calls + [group.role for group in self._groups if not _are_gone(group, deadline)]
 
@@ -97,30 +98,39 @@ def run_with_restarts(
 
     Raises what ``attempt`` raised otherwise; the death that follows the last of ``--max-global-restarts``, or after
     which a process of the run did not end; CheckpointError if the newest checkpoint is damaged."""
-    first_step = loaded.step if loaded is not None else 0
     limit = args.max_global_restarts
     death: WorkerDiedError | None = None
-    for restarts in range(limit + 1):
+    for restarts in itertools.count():
         processes = Processes()
         try:
             with processes:
                 checkpoint = loaded
                 if death is not None:
-                    if later_checkpoint(args, first_step) is not None:
-                        checkpoint = processes.enter_context(opened_checkpoint(args.save or "", args.run_dir))
+                    checkpoint = _newest(args, loaded, processes, death)
                     _tell(observer, death, checkpoint, f"{restarts} of {limit}")
                 return attempt(checkpoint, processes)
         except WorkerDiedError as error:
-            if role_of(error) not in RESTARTABLE or limit == 0:
+            if role_of(error) not in RESTARTABLE:
                 raise
             if restarts == limit:
-                _add_hint(error, f"--max-global-restarts: the run was restarted {limit} times, and no more")
+                if limit:
+                    way_out = "--load goes on from the newest checkpoint"
+                    _add_hint(error, f"--max-global-restarts: {limit} of {limit} were used; {way_out}")
                 raise
             death = error.with_traceback(None)  # whose frames hold the processes that have ended
         if remaining := processes.remaining():
             _add_hint(death, f"the run is not restarted: {', '.join(remaining)} did not end within {END_TIMEOUT_S:g} s")
             raise death
     raise AssertionError("unreachable")
+
+
+def _newest(args: Args, loaded: Checkpoint | None, processes: ExitStack, death: WorkerDiedError) -> Checkpoint | None:
+    try:
+        if later_checkpoint(args, loaded.step if loaded is not None else 0) is None:
+            return loaded
+        return processes.enter_context(opened_checkpoint(str(args.save), args.run_dir))
+    except CheckpointError as error:
+        raise error from death
 
 
 def role_of(death: WorkerDiedError) -> str:

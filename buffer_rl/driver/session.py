@@ -27,10 +27,15 @@ class RunSession:
         )
         for line in changed_plugins(loaded.facts, provenance) if loaded else ():
             self.observer.notice(line)
+        self._first_step = loaded.step if loaded else 0
         self._code = collect_user_code(args, registry) if ships_code(args) else None
         self._args = args
         self._stack = stack
         self._is_connected = False
+
+    def owes_evaluation(self, start: Checkpoint | None) -> bool:
+        """Whether a death came between the save of ``start``, which this run wrote, and the evaluation that follows."""
+        return start is not None and start.step > max(self._first_step, self.observer.evaluated)
 
     def connect(self) -> None:
         """Connect to Ray, unless it was done before. Raises as ``ray_session``."""

@@ -113,7 +113,8 @@ class RoleCalls:
         if ROLES[role].restart is not Restart.IN_PLACE:
             raise error
         if (count := self._restarts[role]) >= self._plan.max_restarts:
-            error.hint = error.hint or f"--role-max-restarts: {role} was replaced {count} times, and no more"
+            used = f"{count} of {self._plan.max_restarts} were used for {role}"
+            error.hint = error.hint or f"--role-max-restarts: {used}"
             raise error
 
     def replace(self, ended: Task, error: BufferRLError, requeue: Callable[[str, str], object]) -> Task:

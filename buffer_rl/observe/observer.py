@@ -24,7 +24,8 @@ class RunObserver:
     """Sees what happens in a run; what it raises ends the run. A context manager.
 
     resume_step: steps of the checkpoint that the run goes on from; its files are then continued from there.
-    provenance: what code and data the run is made of, for ``run.json``.
+    provenance: what code and data the run is made of, for ``run.json``. ``evaluated``: the newest version of which this
+    run reported an evaluation.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class RunObserver:
         loggers = {
             name: construct("logger", name, registry.resolve("logger", name), args, run_dir) for name in args.logger
         }
+        self.evaluated = -1
         self._registry = registry
         self._metrics = MetricHub(run_dir, loggers, resume_step=resume_step)
         self._dump = SampleDump(run_dir, resume_step=resume_step)
@@ -72,6 +74,7 @@ class RunObserver:
         """The run goes on from the checkpoint after ``step`` steps, or from the start (None), and does again what came
         after it. Its files go back as well, as for a resumed run; loggers and hooks see those steps twice."""
         before = -1 if step is None else step
+        self.evaluated = min(self.evaluated, before)
         self._metrics.went_back(before)
         self._dump.close()
         self._dump = SampleDump(self._run_dir, resume_step=before)
@@ -129,6 +132,7 @@ class RunObserver:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The weights of version ``step`` were evaluated."""
+        self.evaluated = step
         self._metrics.log(metrics, step)
         self._progress.eval(metrics, step)
 

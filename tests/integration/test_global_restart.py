@@ -23,7 +23,28 @@ KILLERS = """
 import os, signal
 from pathlib import Path
 
+import transformers
+
+from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.train.torch_trainer import TorchTrainer
+
+
+def model(args):
+    '''That of the folder; the processes of the reference role end themselves three times, in their second pass.'''
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.hf_checkpoint)
+    passes = []
+
+    def die(*_):
+        passes.append(1)
+        deaths = Path(args.run_dir, "deaths")
+        if len(passes) == 2 and (not deaths.exists() or len(deaths.read_text()) < 3):
+            with deaths.open("a") as file:
+                file.write("x")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if b"RoleWorker" in Path("/proc/self/cmdline").read_bytes():
+        model.register_forward_pre_hook(die)
+    return model
 
 
 class Trainer(TorchTrainer):
@@ -35,7 +56,11 @@ class Trainer(TorchTrainer):
         moment = f"{moment}_{self.steps}"
         if self.is_last and moment in self.folder.name.split("-") and not (self.folder / moment).exists():
             (self.folder / moment).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            pid = os.getpid()
+            if moment.startswith("buffer"):
+                audit = LedgerAudit(self.folder / "ledger.sqlite")
+                pid = int(audit.facts()["note:pid"].split()[0])
+            os.kill(pid, signal.SIGKILL)
 
     def log_probs(self, model, batch):
         self.die("forward")
@@ -45,6 +70,7 @@ class Trainer(TorchTrainer):
         self.die("update")
         answer = super().optimizer_step(scale)
         self.steps += 1
+        self.die("buffer")
         return answer
 
     def save(self, path):
@@ -76,6 +102,7 @@ def run(
     (folder / "killers.py").write_text(KILLERS)
 
     def run(name: str, **options: Any) -> Path:
+        options |= {key: value.format(folder=folder) for key, value in options.items() if isinstance(value, str)}
         saves = {"save": str(folder / f"{name}_saves")} if "save_interval" in options else {}
         args = options_in(
             folder / name,
@@ -138,9 +165,20 @@ def test_a_rank_that_is_killed_in_its_optimizer_step_changes_no_bit(
         ("update_3", {"num_train_ranks": 2, "schedule": "pipelined", "stream_gradients": True, "num_ref_workers": 1}),
         ("save_4", {"save_interval": 2}),
         ("write_3", {"save_interval": 2}),
+        ("write_4", {"save_interval": 2}),
+        ("buffer_3", {"save_interval": 2, "buffer_max_restarts": 0}),
         ("publish_3", {"save_interval": 2, "weight_sync_mode": "tensor"}),
     ],
-    ids=["two_ranks", "forward", "streamed_without_checkpoints", "in_save", "in_write", "in_publish"],
+    ids=[
+        "two_ranks",
+        "forward",
+        "streamed_without_checkpoints",
+        "in_save",
+        "in_write",
+        "after_save",
+        "buffer",
+        "in_publish",
+    ],
 )
 def test_a_rank_may_be_killed_at_any_moment_of_a_step(
     run: Run, undisturbed: Path, moments: str, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
@@ -151,3 +189,21 @@ def test_a_rank_may_be_killed_at_any_moment_of_a_step(
     assert [moment for moment in happened if not (disturbed / moment).exists()] == []
     assert said.count("all processes of the run are started again") == len(happened)
     check_equal(disturbed, undisturbed)
+
+
+def test_a_role_that_dies_for_the_third_time_starts_the_whole_run_again(
+    run: Run, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    disturbed = run("three", num_ref_workers=1, custom_model_provider_path="{folder}/killers.py:model")
+    said = capfd.readouterr().out
+    assert (disturbed / "deaths").read_text() == "xxx"
+    assert [number for number in (1, 2) if f"ref died and is replaced ({number} of 2)" not in said] == []
+    assert "from the start (global restart 1 of 3)" in said
+    check_equal(disturbed, undisturbed)
+
+
+def test_after_the_last_global_restart_a_death_ends_the_run_and_says_what_to_do(run: Run) -> None:
+    with pytest.raises(WorkerDiedError) as caught:
+        run("update_1-update_2", max_global_restarts=1)
+    assert caught.value.where == "train.train"
+    assert "--max-global-restarts: 1 of 1 were used; --load goes on" in caught.value.hint
