@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, ClassVar, Protocol
 
 from buffer_rl.types import Column, TrainBatch
@@ -20,13 +21,22 @@ CRITIC = "critic"
 """The trained role that has the value model, of that name too."""
 
 
+class Restart(StrEnum):
+    """What follows the death of one of a role's processes: they are replaced in place, or all processes of the run are
+    started again from the newest checkpoint."""
+
+    IN_PLACE = "in_place"
+    GLOBAL = "global"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
     """name: also that of its reading task. title, colour: of its work on the timeline; colours are those of the page's
     style. model: whose forward pass it makes. fields: that it adds to rows; of a model, the one that holds its
     log-probabilities or values. needs: fields that it waits for, beside ``SAMPLED_FIELDS``. workers: the option that
     counts its processes; without them, or where it has none, the trainer does its work. processes: their number where
-    the role is the user's own. trains: whether it takes optimizer steps."""
+    the role is the user's own. trains: whether it takes optimizer steps. restart: after the death of one; in place as
+    often as ``--role-max-restarts`` says, and global from then on."""
 
     name: str
     title: str = ""
@@ -37,6 +47,7 @@ class Role:
     workers: str = ""
     processes: int = 1
     trains: bool = False
+    restart: Restart = Restart.IN_PLACE
 
 
 class FieldRole(Protocol):
@@ -95,8 +106,15 @@ ROLES = {
             model="critic",
             fields=("values",),
             trains=True,
+            restart=Restart.GLOBAL,
         ),
-        Role(name=ACTOR, title="forward and backward of finished groups", colour=4, trains=True),
+        Role(
+            name=ACTOR,
+            title="forward and backward of finished groups",
+            colour=4,
+            trains=True,
+            restart=Restart.GLOBAL,
+        ),
         Role(name="publish", title="publish", colour=5),
         Role(name="save", title="checkpoint", colour=7),
     )

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any, Self, cast
 import ray
 
 from buffer_rl.cluster.dispatch import Collect, To, dispatch_of, first_answer, plan_calls
-from buffer_rl.errors import BufferRLError, DeadlineError, WorkerDiedError, WorkerError
+from buffer_rl.errors import BufferRLError, DeadlineError, TrainError, WorkerDiedError, WorkerError
 from buffer_rl.types import Topology
 
 PATIENCE_S = 1.0
@@ -44,11 +45,7 @@ class Call:
     def result(self) -> Any:
         """The members' answers as one, once the call has ended. Raises the error of the member that failed first of
         all, named (see ``root_failure``)."""
-        failures = {}
-        for name, future in zip(self.members, self.futures, strict=True):
-            if future.done() and (error := future.exception()) is not None:  # the others may still be at work
-                failures[f"{name}.{self.method}"] = error
-        if failures:
+        if failures := failures_of(self.members, self.method, self.futures):  # the others may still be at work
             role, error = root_failure(failures)
             raise name_failure(role, error) from error
         return self.collect(self.role, [future.result() for future in self.futures])
@@ -184,7 +181,7 @@ def name_failure(role: str, error: BaseException) -> BufferRLError:
     An error of ``buffer_rl.errors`` keeps its class; anything else becomes a WorkerError that names the role, the
     original exception and the end of its traceback, or a WorkerDiedError.
     """
-    cause = getattr(error, "cause", None) if isinstance(error, ray.exceptions.RayTaskError) else error
+    cause = _cause(error)
     if isinstance(cause, BufferRLError):
         cause.where = cause.where or role
         return cause
@@ -199,20 +196,45 @@ def name_failure(role: str, error: BaseException) -> BufferRLError:
     return WorkerError(f"{type(error).__name__}: {error}", where=role)
 
 
+def failures_of(members: Sequence[str], method: str, futures: Sequence[Future[Any]]) -> dict[str, BaseException]:
+    """The errors of those members' calls that have failed by now, by member.
+
+    Where one may be that of a lost connection, the members that have not answered yet get ``PATIENCE_S``: a peer that
+    died is known to have died a little later than those that lost it say so."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        calls = zip(members, futures, strict=True)
+        errors = {name: error for name, future in calls if future.done() and (error := future.exception())}
+        pending = [future for future in futures if not future.done()]
+        left = deadline - time.monotonic()
+        if not pending or left <= 0 or not errors or not all(map(_may_follow_a_death, errors.values())):
+            return {f"{name}.{method}": error for name, error in errors.items()}
+        wait(pending, timeout=left, return_when=FIRST_EXCEPTION)
+
+
+def _may_follow_a_death(error: BaseException) -> bool:
+    cause = _cause(error)
+    known = isinstance(error, ray.exceptions.RayActorError) or isinstance(cause, BufferRLError)
+    return not known or isinstance(cause, TrainError)
+
+
 def root_failure(errors: Mapping[str, BaseException]) -> tuple[str, BaseException]:
     """Of the errors that several members of a group ended with, by role, the one to raise.
 
-    When one rank fails, the others lose their connection to it, and may say so first. So an error of
-    ``buffer_rl.errors`` comes before a process that died, and that before everything else; equal ones stay in order.
+    When one rank fails, the others lose their connection to it, and may say so first, as a trainer's error too. So a
+    process that died comes first, then an error of ``buffer_rl.errors``, then everything else; equal ones in order.
     """
     return min(errors.items(), key=lambda item: _distance_from_root(item[1]))
 
 
 def _distance_from_root(error: BaseException) -> int:
-    cause = getattr(error, "cause", None) if isinstance(error, ray.exceptions.RayTaskError) else error
-    if isinstance(cause, BufferRLError):
+    if isinstance(error, ray.exceptions.RayActorError):
         return 0
-    return 1 if isinstance(error, ray.exceptions.RayActorError) else 2
+    return 1 if isinstance(_cause(error), BufferRLError) else 2
+
+
+def _cause(error: BaseException) -> Any:
+    return getattr(error, "cause", None) if isinstance(error, ray.exceptions.RayTaskError) else error
 
 
 def _tail(text: str, lines: int = 12) -> str:

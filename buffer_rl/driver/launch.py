@@ -18,13 +18,14 @@ from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.cluster.actor_group import ActorGroup
-from buffer_rl.cluster.session import ray_session, train_gpus
+from buffer_rl.cluster.session import train_gpus
 from buffer_rl.config import dump_args
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.process import check_lineage, folder_lock, save_lock, termination_as_exception
-from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, provenance_of, ships_code
-from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
+from buffer_rl.driver.provenance import provenance_of
+from buffer_rl.driver.restart import Processes, run_with_restarts
+from buffer_rl.driver.runtime import RayRuntime, Target
 from buffer_rl.driver.schedule import (
     RolePlan,
     RunPlan,
@@ -36,9 +37,9 @@ from buffer_rl.driver.schedule import (
     rollout_only,
     train_only,
 )
+from buffer_rl.driver.session import RunSession
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.engine.process import with_engine_key
-from buffer_rl.observe.observer import RunObserver
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
 from buffer_rl.roles import ACTOR
@@ -66,7 +67,9 @@ if TYPE_CHECKING:
     from buffer_rl.options import Args
 
 CLOSE_TIMEOUT_S = 10.0
+"""For rollout workers to close what they opened, and for a checkpoint that is being written to fail and be removed."""
 PUBLISH_END_S = 2.0
+"""For a publication that is under way to end, so that no engine stays paused. What it waits for may be gone."""
 
 
 def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = ()) -> RunResult:
@@ -85,15 +88,20 @@ def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping
         check_lineage(args, checkpoint.step if checkpoint else 0)  # no other run can write to the folder by now
         provenance = provenance_of(args, registry, data)
         registry.call_hook("buffer_rl_configure", config=args)
-        run = _Run(args, registry, run_dir, checkpoint, provenance, stack)
-        result = run.driver().run()
-        if run.train is not None:
-            run.save_hf(str((run_dir / "hf").absolute()))
-    return result
+        session = RunSession(args, registry, checkpoint, provenance, stack)
+
+        def attempt(start: Checkpoint | None, processes: Processes) -> RunResult:
+            run = _Run(args, registry, run_dir, start, session, processes)
+            result = run.driver().run()
+            if run.train is not None:
+                run.save_hf(str((run_dir / "hf").absolute()))
+            return result
+
+        return run_with_restarts(args, checkpoint, session.observer, attempt)
 
 
 class _Run:
-    """The parts of a run, started in the order in which they need each other."""
+    """The parts of a run that a global restart starts again, in the order in which they need each other."""
 
     def __init__(
         self,
@@ -101,34 +109,25 @@ class _Run:
         registry: PluginRegistry,
         run_dir: Path,
         checkpoint: Checkpoint | None,
-        provenance: Provenance,
-        stack: ExitStack,
+        session: RunSession,
+        stack: Processes,
     ) -> None:
         self.stack = stack
         self.registry = registry
         self.run_dir = run_dir
         self.checkpoint = checkpoint
-        self.provenance = provenance
+        self.session = session
+        self.observer = session.observer
         self.rollouts_use_engine = bool(
             getattr(registry.resolve("rollout", args.rollout_function_path), "uses_engine", True)
         )
-        self.observer = stack.enter_context(
-            RunObserver(args, registry, checkpoint.step if checkpoint else None, provenance.facts())
-        )
-        for line in changed_plugins(checkpoint.facts, provenance) if checkpoint else ():
-            self.observer.notice(line)
         # The engines load while Ray starts: they are separate processes and take the longest.
         self.fleet: EngineFleet | None = None
         self.evaluates = bool(args.eval_prompt_data or args.eval_config) and not train_only(args)
         if self.evaluates or (self.rollouts_use_engine and not train_only(args)):
             self.fleet = stack.enter_context(EngineFleet(args, str(run_dir), registry, self.observer.notice))
-        code = collect_user_code(args, registry) if ships_code(args) else None
-        stack.enter_context(ray_session(args.ray_address, code, round(args.object_store_gb * 1e9)))
-        self.saving: LocalTarget | None = None
-        stack.callback(self._end_saving)
+        session.connect()
         self.engines: EngineControlClient | None = None
-        self.publishing: LocalTarget | None = None
-        stack.callback(self._end_publishing)
         logs = str((run_dir / "logs").absolute())
         self.source = self._start_source(args, logs) if reads_data_source(args) else None
         if self.fleet is not None:
@@ -138,7 +137,7 @@ class _Run:
         args_text = dump_args(args)
         # Each is on the stack before the next is started; what is stopped last is what the others ask.
         actor = start_buffer(args_text)
-        stack.callback(ActorGroup("buffer", lambda _: actor).stop)
+        stack.stops(ActorGroup("buffer", lambda _: actor))
         self.buffer = BufferClient(actor, timeout_s=args.buffer_timeout_s, caller="driver")
         self.num_rollouts = self._num_rollouts()
         self.role_plan = self._role_plan()
@@ -146,10 +145,10 @@ class _Run:
         for role in self.role_plan.trained:
             group = start_train_group(role, args, dump_args(self._train_args(role)), actor, logs, train_gpus(args))
             self.trained[role] = group
-            stack.callback(group.stop)
+            stack.stops(group)
         self.roles = start_roles(args, self.registry, self.role_plan.dedicated_roles, args_text, actor, logs)
         for group in self.roles.values():
-            stack.callback(group.stop)
+            stack.stops(group)
         self.rollout = None if train_only(args) else self._start_rollout(args, args_text, actor, logs)
         self.reference = self._reference_updates()
         self._wait_ready()
@@ -157,7 +156,7 @@ class _Run:
     def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> ActorGroup:
         storage = self._start_storage(args.num_data_storage_units, buffer)
         workers = start_rollout_workers(args, args_text, buffer, logs, storage, self.source)
-        self.stack.callback(workers.stop, "close", CLOSE_TIMEOUT_S)
+        self.stack.stops(workers, "close", CLOSE_TIMEOUT_S)
         return workers
 
     @property
@@ -178,31 +177,33 @@ class _Run:
     def driver(self) -> Driver:
         """The driver, with its plan, roles and watchers."""
         args = self.args
-        targets: dict[str, Target] = {"buffer": self._local("buffer", self.buffer)}
+        local = self.stack.local
+        targets: dict[str, Target] = {"buffer": local("buffer", self.buffer)}
         if self.rollout is not None:
             targets["rollout"] = self.rollout
         else:
             template, replays = args.load_debug_rollout_data or "", args.replay_kept_tokens
             recorded = RecordedRollouts(template, self.buffer, replays=replays)
-            targets["rollout"] = self._local("rollout", recorded)
+            targets["rollout"] = local("rollout", recorded)
         targets.update(self.trained)
         targets.update(self.roles)
         publisher = self._publisher()
         if publisher is not None:
-            targets["publish"] = publishing = self.publishing = self._local("publish", publisher)
+            then = self.engines.close if self.engines is not None else None
+            targets["publish"] = publishing = local("publish", publisher, end_s=PUBLISH_END_S, then=then)
             self.stack.callback(lambda: wait(publishing.start("close").futures, timeout=PUBLISH_END_S))
         if self.reference is not None:
-            targets["reference"] = self._local("reference", self.reference)
+            targets["reference"] = local("reference", self.reference)
         plan = self._plan()
         if plan.saves:
-            facts = self.provenance.facts()
+            facts = self.session.provenance.facts()
             checkpoints = RunCheckpoints(
                 args, buffer=self.buffer, trained=self.trained, reference=self.reference, provenance=facts
             )
-            targets["save"] = self.saving = self._local("save", checkpoints)
+            targets["save"] = local("save", checkpoints, end_s=CLOSE_TIMEOUT_S)
         if args.save_debug_rollout_data:
             recorder = RolloutRecorder(args.save_debug_rollout_data, self.buffer)
-            targets["record"] = self._local("record", recorder)
+            targets["record"] = local("record", recorder)
         watchers: list[Callable[[], None]] = [self._buffer_watch()]
         watchers += [self.fleet.check] if self.fleet is not None else []
         watchers += [SourceWatch(self.source, args, self.observer.notice)] if self.source is not None else []
@@ -283,6 +284,7 @@ class _Run:
             evaluate=self.evaluates,
             eval_interval=args.eval_interval,
             eval_before_train=not args.skip_eval_before_train,
+            owes_evaluation=self.session.owes_evaluation(self.checkpoint),
             saves=bool(args.save) and self.train is not None,
             save_interval=args.save_interval,
             records=bool(args.save_debug_rollout_data),
@@ -317,7 +319,7 @@ class _Run:
     def _start_source(self, args: Args, logs: str) -> Any:
         """The user's data source, constructed: what its constructor raises must not wait for the engines."""
         actor = start_data_source(args, logs)
-        self.stack.callback(ActorGroup("data_source", lambda _: actor).stop)
+        self.stack.stops(ActorGroup("data_source", lambda _: actor))
         SourceAnswers.from_args(args).wait("setup", actor.setup.remote)
         return actor
 
@@ -327,7 +329,7 @@ class _Run:
             return ()
         units = start_storage(num_units, buffer, self.args.buffer_timeout_s)
         storage = ActorGroup("storage", lambda index: units[index].actor, num_units)
-        self.stack.callback(storage.stop)
+        self.stack.stops(storage)
         storage.call("ready", timeout_s=self.args.train_timeout_s)
         return units
 
@@ -345,23 +347,6 @@ class _Run:
             notice=self.observer.notice,
             process=lambda: ledger_writer(self.run_dir / FILE_NAME),
         )
-
-    def _end_saving(self) -> None:
-        """Let a checkpoint that is being written fail and remove its files: the processes that it waits for have
-        ended."""
-        if self.saving is not None:
-            self.saving.join(CLOSE_TIMEOUT_S)
-
-    def _end_publishing(self) -> None:
-        """Let a publication that is under way end, so that engines go on, but do not wait long: the processes that it
-        waits for may have ended."""
-        if self.publishing is not None and self.publishing.join(PUBLISH_END_S) and self.engines is not None:
-            self.engines.close()
-
-    def _local(self, role: str, obj: object) -> LocalTarget:
-        target = LocalTarget(role, obj)
-        self.stack.callback(target.stop)
-        return target
 
 
 def engines_may_differ(args: Args) -> bool:

@@ -110,7 +110,7 @@ class RolePlan:
     they add. estimates: the actor's advantage estimator is called once, with all rows of the rollout.
     critic_only_steps: rollouts at the start of the run that only the critic takes an optimizer step on.
     stream_gradients: trained roles go on to forward and backward while the rollout still runs.
-    max_restarts: how often, over the whole run, dead processes of these roles, or rollout workers, are replaced.
+    max_restarts: how often the dead processes of each role, and rollout workers, are replaced in place.
     """
 
     trained: tuple[str, ...] = (ACTOR,)
@@ -190,6 +190,7 @@ class RunPlan:
     ref_update_interval: the reference model takes the actor's weights after every so many rollouts.
     roles: the roles that add fields to each rollout's groups, and those that are trained. Without the latter nothing is
     published, and every rollout comes from the initial weights.
+    owes_evaluation: whether a death came between the checkpoint that the run continues from and its evaluation.
     saves: whether checkpoints are written. records: whether each rollout's rows are kept, for debugging.
     max_rollout_retries: how often, over the whole run, a rollout that was lost is produced again.
     passes_on_tickets: whether a rollout worker can go on where another died; not where functions see the whole rollout,
@@ -207,6 +208,7 @@ class RunPlan:
     evaluate: bool = False
     eval_interval: int | None = None
     eval_before_train: bool = True
+    owes_evaluation: bool = False
     saves: bool = False
     save_interval: int | None = None
     records: bool = False
@@ -223,9 +225,10 @@ class RunPlan:
         """Whether an evaluation follows ``step`` optimizer steps."""
         if not self.evaluate:
             return False
+        is_due = self.eval_interval is not None and step % self.eval_interval == 0
         if step == self.first_rollout and step < self.num_rollouts:  # the run that saved this step evaluated it
-            return self.eval_before_train and step == 0
-        return step >= self.num_rollouts or (self.eval_interval is not None and step % self.eval_interval == 0)
+            return (self.eval_before_train and step == 0) or (self.owes_evaluation and is_due)
+        return step >= self.num_rollouts or is_due
 
     def saves_at(self, step: int, *, stopped_early: bool) -> bool:
         """Whether a checkpoint follows ``step`` optimizer steps."""
