@@ -36,6 +36,7 @@ from buffer_rl.driver.schedule import (
     train_only,
 )
 from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.engine.host import at_this_node, placed_launcher, places_engines
 from buffer_rl.engine.process import with_engine_key
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.plugins import PluginRegistry
@@ -59,6 +60,7 @@ from buffer_rl.weights.publish import Publisher, ReferenceUpdates, RolePublisher
 from buffer_rl.weights.tensor import require_local_trainer
 
 if TYPE_CHECKING:
+    from buffer_rl.contracts import EngineLauncher
     from buffer_rl.engine.control import EngineControlClient
     from buffer_rl.options import Args
 
@@ -114,13 +116,16 @@ class _Run:
         )
         for line in changed_plugins(checkpoint.facts, provenance) if checkpoint else ():
             self.observer.notice(line)
-        # The engines load while Ray starts: they are separate processes and take the longest.
+        # Engines load while Ray starts: they are separate processes and take the longest. Those on nodes need it.
         self.fleet: EngineFleet | None = None
         self.evaluates = bool(args.eval_prompt_data or args.eval_config) and not train_only(args)
-        if self.evaluates or (self.rollouts_use_engine and not train_only(args)):
-            self.fleet = stack.enter_context(EngineFleet(args, str(run_dir), registry, self.observer.notice))
+        asks_engine = self.evaluates or (self.rollouts_use_engine and not train_only(args))
+        if asks_engine and not (placed := places_engines(args)):
+            self._start_fleet(args, registry)
         code = collect_user_code(args, registry) if ships_code(args) else None
         stack.enter_context(ray_session(args.ray_address, code, round(args.object_store_gb * 1e9)))
+        if asks_engine and placed:
+            self._start_fleet(at_this_node(args), placed_launcher(notice=self.observer.notice))
         self.saving: LocalTarget | None = None
         stack.callback(self._end_saving)
         self.engines: EngineControlClient | None = None
@@ -128,9 +133,6 @@ class _Run:
         stack.callback(self._end_publishing)
         logs = str((run_dir / "logs").absolute())
         self.source = self._start_source(args, logs) if reads_data_source(args) else None
-        if self.fleet is not None:
-            self.fleet.wait_ready()
-            args = args.model_copy(update=self.fleet.addresses)
         self.args = args
         args_text = dump_args(args)
         # Each is on the stack before the next is started; what is stopped last is what the others ask.
@@ -147,7 +149,10 @@ class _Run:
         self.roles = start_roles(args, self.role_plan.dedicated_roles, args_text, actor, logs)
         for group in self.roles.values():
             stack.callback(group.stop)
-        self.rollout = None if train_only(args) else self._start_rollout(args, args_text, actor, logs)
+        if self.fleet is not None:
+            self.fleet.wait_ready()
+            self.args = args = args.model_copy(update=self.fleet.addresses)
+        self.rollout = None if train_only(args) else self._start_rollout(args, dump_args(args), actor, logs)
         self.reference = self._reference_updates()
         self._wait_ready()
 
@@ -156,6 +161,10 @@ class _Run:
         workers = start_rollout_workers(args, args_text, buffer, logs, storage, self.source)
         self.stack.callback(workers.stop, "close", CLOSE_TIMEOUT_S)
         return workers
+
+    def _start_fleet(self, args: Args, launcher: PluginRegistry | EngineLauncher) -> None:
+        self.fleet = EngineFleet(args, str(self.run_dir), launcher, self.observer.notice)
+        self.stack.enter_context(self.fleet)
 
     @property
     def train(self) -> WorkerGroup | None:

@@ -1,0 +1,253 @@
+"""Engines on the nodes of a cluster: an actor starts each server as its child, on the node and the devices that Ray
+gives it, so that the server ends with it.
+
+Who waits for whom: the actor waits for its server in a thread of its own, and answers ``check`` meanwhile. The driver
+waits for the actor in ``wait_ready`` and ``stop``, with deadlines. ``check``, which the driver and publications call
+again and again, waits for nothing: it looks at the answer to the question before, and at whether the server's port
+still takes connections where that answer is late. Ray takes seconds to say that a node is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import ray
+
+from buffer_rl.cluster.worker_group import name_failure
+from buffer_rl.config import dump_args, load_args
+from buffer_rl.contracts import EngineLauncher, EngineProcess
+from buffer_rl.engine.fleet import named_launcher
+from buffer_rl.engine.process import STOP_TIMEOUT_S
+from buffer_rl.errors import BufferRLError, DeadlineError, EngineError, WorkerDiedError
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.weights.tensor import require_local_engines
+
+T = TypeVar("T")
+
+THREADS = 4
+ROOM_NOTICE_S = 20.0
+"""An engine that has no node after this long is waiting for room: a worker process starts sooner."""
+LATE_S = 0.3
+"""An actor that is alive answers ``check`` sooner."""
+CONNECT_TIMEOUT_S = 0.2
+ANSWER_S = 2.0
+"""What an actor may take longer than the wait that it was asked for."""
+
+OptionsOf = Callable[[int], Mapping[str, Any]]
+"""Ray's options of the actor of an engine, by its index: its node and its devices."""
+
+
+def anywhere(index: int) -> Mapping[str, Any]:
+    """Engines spread over the nodes of the cluster, without devices."""
+    return {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+
+
+class EngineHost:
+    """The actor of one engine. Its launcher is what ``--rollout-engine`` names in this process, and gets the options
+    with ``engine_host`` set to the address of this node. Errors say which node they are from."""
+
+    def __init__(self, args_text: str, index: int, log_path: str) -> None:
+        self._args: Any = load_args(args_text)
+        self._index = index
+        self._log_path = log_path
+        self._address = ray.util.get_node_ip_address()
+        self._engine: EngineProcess | None = None
+
+    def node(self) -> str:
+        """The address of this node."""
+        return self._address
+
+    def start(self) -> None:
+        """Start the server without waiting for it."""
+        with self._named():
+            reference = self._args.rollout_engine
+            found = PluginRegistry.from_flags(self._args.plugin).resolve("engine", reference)
+            args = self._args.model_copy(update={"engine_host": self._address})
+            self._engine = named_launcher(found, reference)(args, self._index, self._log_path)
+
+    def wait_ready(self, timeout_s: float) -> str:
+        """Wait until the server answers. Returns its URL."""
+        assert self._engine is not None  # the driver waits for ``start``
+        with self._named():
+            self._engine.wait_ready(timeout_s)
+            return self._engine.url
+
+    def check(self) -> None:
+        """Raises the engine's error if it has ended; one without ``check`` counts as alive."""
+        probe = getattr(self._engine, "check", None)
+        if probe is not None:
+            with self._named():
+                probe()
+
+    def stop(self) -> None:
+        """End the server; returns when it is gone."""
+        if self._engine is not None:
+            self._engine.stop()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except BufferRLError as error:
+            error.where = f"{error.where or f'engine {self._index}'} on node {self._address}"
+            raise
+
+
+class PlacedEngine:
+    """An engine behind its actor, as the driver sees it; meets ``buffer_rl.contracts.EngineProcess``.
+
+    asks: what Ray is asked for, for messages. notice: called with a line while no node has room for it.
+    """
+
+    def __init__(
+        self, args: Any, index: int, log_path: str, asks: Mapping[str, Any], notice: Callable[[str], None] | None
+    ) -> None:
+        self._name = f"engine {index}"
+        self._log_path = log_path
+        self._asks = {name: value for name, value in asks.items() if name != "runtime_env"}
+        self._notice = notice
+        self._weight_sync_mode = args.weight_sync_mode
+        self._url = ""
+        remote = cast(Any, ray.remote)(max_restarts=0, max_concurrency=THREADS)(EngineHost)
+        self._actor = remote.options(**asks).remote(dump_args(args), index, log_path)
+        self._node: Future[str] = self._actor.node.remote().future()
+        self._started: Future[None] = self._actor.start.remote().future()
+        self._lock = threading.Lock()
+        self._probe: Future[None] | None = None
+        self._silent_since: float | None = None
+
+    @property
+    def url(self) -> str:
+        """Base URL, without a trailing slash; empty before ``wait_ready`` has returned."""
+        return self._url
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return once the engine answers. Raises EngineError if it ends first or cannot be started, DeadlineError if no
+        node has room for it, or it does not answer, within ``timeout_s`` seconds, and ConfigError if the weights are to
+        go through the memory of another machine."""
+        deadline = time.monotonic() + timeout_s
+        self._wait_for_room(timeout_s)
+        self._result(self._started, deadline - time.monotonic() + ANSWER_S)
+        left = max(deadline - time.monotonic(), 0.0)
+        url = self._result(self._actor.wait_ready.remote(left).future(), left + ANSWER_S)
+        require_local_engines(self._weight_sync_mode, [url])
+        self._url = url
+
+    def check(self) -> None:
+        """Raises EngineError if the engine has ended, with the end of its log where its node still answers. Never waits
+        longer than ``CONNECT_TIMEOUT_S``."""
+        if self._started.done():
+            self._result(self._started)
+        with self._lock:
+            if self._probe is not None and self._probe.done():
+                if not isinstance(self._probe.exception(), ray.exceptions.ActorUnavailableError):
+                    self._result(self._probe)  # an error stays: this answer is looked at again
+                    self._silent_since = None
+                self._probe = None
+            if self._probe is None:
+                self._probe = self._actor.check.remote().future()
+                self._silent_since = self._silent_since or time.monotonic()
+        if self._is_late() and self._url and refuses_connections(self._url):
+            raise EngineError(
+                f"{self._name} is gone: nothing listens at {self._url}, and its process does not answer",
+                where=self._where(),
+                hint="its node may be gone; else its log is there",
+            )
+
+    def stop(self) -> None:
+        """End the server and its actor. An actor that does not answer is not waited for: Ray ends it, and its server
+        with it, once its node can be reached."""
+        if self._node.done() and not self._is_late():
+            with contextlib.suppress(Exception):  # fault boundary: the actor, or Ray itself, may be gone
+                self._actor.stop.remote().future().result(2 * STOP_TIMEOUT_S)
+        with contextlib.suppress(Exception):  # as above
+            ray.kill(self._actor, no_restart=True)
+
+    def _wait_for_room(self, timeout_s: float) -> None:
+        patience = min(ROOM_NOTICE_S, timeout_s)
+        if not wait([self._node], patience).done and self._notice is not None:
+            self._notice(f"{self._name} waits for a node that has room for it ({self._asks})")
+        if not wait([self._node], timeout_s - patience).done:
+            raise DeadlineError(
+                f"no node had room for {self._name} within {timeout_s:g} s",
+                where=f"the cluster, asked for {self._asks}",
+                hint="`ray status` says what its nodes have; add nodes, or lower --rollout-num-engines",
+            )
+        self._result(self._node)
+
+    def _result(self, answer: Future[T], timeout_s: float = 0.0) -> T:
+        if not wait([answer], timeout_s).done:
+            raise DeadlineError(f"{self._name}: no answer from its process", where=self._where())
+        error = answer.exception()
+        if error is None:
+            return answer.result()
+        named = name_failure(self._name, error)
+        if isinstance(named, EngineError | DeadlineError):
+            raise named
+        if isinstance(named, WorkerDiedError):
+            gone = is_node_gone(self._address())
+            what = f"{self._name}: {'its node is gone' if gone else 'its process was killed'}; {named.what}"
+            raise EngineError(what, where=self._where(), hint="its log is a file of that node") from error
+        raise EngineError(named.what, where=self._where(), expected=named.expected, hint=named.hint) from error
+
+    def _is_late(self) -> bool:
+        since = self._silent_since
+        return since is not None and time.monotonic() - since > LATE_S
+
+    def _address(self) -> str:
+        known = self._node.done() and self._node.exception() is None
+        return self._node.result() if known else ""
+
+    def _where(self) -> str:
+        address = self._address()
+        return f"{self._log_path} on node {address}" if address else self._name
+
+
+def places_engines(args: Any) -> bool:
+    """Whether Ray places the engines of a run: on the nodes of a cluster that it joins. Else they are children of the
+    driver's process, and load while Ray starts."""
+    return args.ray_address is not None and args.router_url is None
+
+
+def at_this_node(args: Any) -> Any:
+    """``args`` with the address of this node as Ray knows it, which other nodes reach, for the router."""
+    return args.model_copy(update={"engine_host": ray.util.get_node_ip_address()})
+
+
+def placed_launcher(options_of: OptionsOf = anywhere, notice: Callable[[str], None] | None = None) -> EngineLauncher:
+    """Launches engines as actors of the cluster that this process has joined, with the options that ``options_of``
+    gives for the index of each, also for one that takes the place of another.
+
+    notice: called with a line, from any thread, while no node has room for an engine."""
+
+    def launch(args: Any, index: int, log_path: str) -> EngineProcess:
+        return PlacedEngine(args, index, log_path, options_of(index), notice)
+
+    return launch
+
+
+def refuses_connections(url: str) -> bool:
+    """Whether the machine at ``url`` answers that nothing listens there. False where it does not answer at once."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 80), timeout=CONNECT_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def is_node_gone(address: str) -> bool:
+    """Whether Ray knows that no node has ``address`` any more."""
+    try:
+        return not any(node["Alive"] for node in ray.nodes() if node["NodeManagerAddress"] == address)
+    except Exception:  # fault boundary: the cluster itself may be gone
+        return False
