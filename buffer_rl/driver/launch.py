@@ -16,7 +16,9 @@ from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
-from buffer_rl.cluster.session import ray_session, train_gpus
+from buffer_rl.cluster.counts import with_counts
+from buffer_rl.cluster.placement import placed
+from buffer_rl.cluster.session import ray_session
 from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import dump_args
 from buffer_rl.driver.driver import Driver
@@ -75,7 +77,7 @@ def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping
     the run, after all of its processes have stopped.
     """
     run_dir = Path(args.run_dir)
-    args = with_engine_key(with_steps(args))
+    args = with_engine_key(with_steps(with_counts(args)))
     with ExitStack() as stack:
         stack.enter_context(termination_as_exception())
         stack.enter_context(folder_lock(run_dir))
@@ -120,12 +122,15 @@ class _Run:
         self.fleet: EngineFleet | None = None
         self.evaluates = bool(args.eval_prompt_data or args.eval_config) and not train_only(args)
         asks_engine = self.evaluates or (self.rollouts_use_engine and not train_only(args))
-        if asks_engine and not (placed := places_engines(args)):
+        on_nodes = asks_engine and places_engines(args)
+        if asks_engine and not on_nodes:
             self._start_fleet(args, registry)
         code = collect_user_code(args, registry) if ships_code(args) else None
         stack.enter_context(ray_session(args.ray_address, code, round(args.object_store_gb * 1e9)))
-        if asks_engine and placed:
-            self._start_fleet(at_this_node(args), placed_launcher(notice=self.observer.notice))
+        starts_engines = asks_engine and args.router_url is None
+        self.placement = stack.enter_context(placed(args, starts_engines, self.observer.notice))
+        if on_nodes:
+            self._start_fleet(at_this_node(args), placed_launcher(self.placement, self.observer.notice))
         self.saving: LocalTarget | None = None
         stack.callback(self._end_saving)
         self.engines: EngineControlClient | None = None
@@ -143,10 +148,10 @@ class _Run:
         self.role_plan = self._role_plan()
         self.trained: dict[str, WorkerGroup] = {}
         for role in self.role_plan.trained:
-            group = start_train_group(role, args, dump_args(self._train_args(role)), actor, logs, train_gpus(args))
+            group = start_train_group(role, args, dump_args(self._train_args(role)), actor, logs, self.placement)
             self.trained[role] = group
             stack.callback(group.stop)
-        self.roles = start_roles(args, self.role_plan.dedicated_roles, args_text, actor, logs)
+        self.roles = start_roles(args, self.role_plan.dedicated_roles, args_text, actor, logs, self.placement)
         for group in self.roles.values():
             stack.callback(group.stop)
         if self.fleet is not None:
@@ -158,7 +163,7 @@ class _Run:
 
     def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> WorkerGroup:
         storage = self._start_storage(args.num_data_storage_units, buffer)
-        workers = start_rollout_workers(args, args_text, buffer, logs, storage, self.source)
+        workers = start_rollout_workers(args, args_text, buffer, logs, self.placement, storage, self.source)
         self.stack.callback(workers.stop, "close", CLOSE_TIMEOUT_S)
         return workers
 

@@ -13,13 +13,17 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import ray
 
+from buffer_rl.cluster.counts import ENGINE
+from buffer_rl.cluster.devices import Node
+from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.worker_group import name_failure
 from buffer_rl.config import dump_args, load_args
 from buffer_rl.contracts import EngineLauncher, EngineProcess
@@ -34,19 +38,14 @@ T = TypeVar("T")
 THREADS = 4
 ROOM_NOTICE_S = 20.0
 """An engine that has no node after this long is waiting for room: a worker process starts sooner."""
+ROOM_POLL_S = 1.0
+MAX_DEATHS = 2
+"""Of actors before they ran, as their node died just then."""
 LATE_S = 0.3
 """An actor that is alive answers ``check`` sooner."""
 CONNECT_TIMEOUT_S = 0.2
 ANSWER_S = 2.0
 """What an actor may take longer than the wait that it was asked for."""
-
-OptionsOf = Callable[[int], Mapping[str, Any]]
-"""Ray's options of the actor of an engine, by its index: its node and its devices."""
-
-
-def anywhere(index: int) -> Mapping[str, Any]:
-    """Engines spread over the nodes of the cluster, without devices."""
-    return {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 
 
 class EngineHost:
@@ -60,9 +59,9 @@ class EngineHost:
         self._address = ray.util.get_node_ip_address()
         self._engine: EngineProcess | None = None
 
-    def node(self) -> str:
-        """The address of this node."""
-        return self._address
+    def node(self) -> tuple[str, str]:
+        """The address of this node, and Ray's id of it."""
+        return self._address, ray.get_runtime_context().get_node_id()
 
     def start(self) -> None:
         """Start the server without waiting for it."""
@@ -103,25 +102,24 @@ class EngineHost:
 class PlacedEngine:
     """An engine behind its actor, as the driver sees it; meets ``buffer_rl.contracts.EngineProcess``.
 
-    asks: what Ray is asked for, for messages. notice: called with a line while no node has room for it.
+    It is on its node of ``placement``; where Ray has found that one gone, on any that has the devices.
+    notice: called with a line while no node has room for it.
     """
 
     def __init__(
-        self, args: Any, index: int, log_path: str, asks: Mapping[str, Any], notice: Callable[[str], None] | None
+        self, args: Any, index: int, log_path: str, placement: Placement, notice: Callable[[str], None] | None
     ) -> None:
         self._name = f"engine {index}"
         self._log_path = log_path
-        self._asks = {name: value for name, value in asks.items() if name != "runtime_env"}
         self._notice = notice
         self._weight_sync_mode = args.weight_sync_mode
         self._url = ""
-        remote = cast(Any, ray.remote)(max_restarts=0, max_concurrency=THREADS)(EngineHost)
-        self._actor = remote.options(**asks).remote(dump_args(args), index, log_path)
-        self._node: Future[str] = self._actor.node.remote().future()
-        self._started: Future[None] = self._actor.start.remote().future()
+        self._host_args = dump_args(args), index, log_path
+        self._options = placement.options(ENGINE, index)
+        self._planned: Node | None = placement.node_of(ENGINE, index)
+        self._place()
         self._lock = threading.Lock()
-        self._probe: Future[None] | None = None
-        self._silent_since: float | None = None
+        self._ended = False
 
     @property
     def url(self) -> str:
@@ -143,9 +141,9 @@ class PlacedEngine:
     def check(self) -> None:
         """Raises EngineError if the engine has ended, with the end of its log where its node still answers. Never waits
         longer than ``CONNECT_TIMEOUT_S``."""
-        if self._started.done():
-            self._result(self._started)
         with self._lock:
+            if self._started.done():
+                self._result(self._started)
             if self._probe is not None and self._probe.done():
                 if not isinstance(self._probe.exception(), ray.exceptions.ActorUnavailableError):
                     self._result(self._probe)  # an error stays: this answer is looked at again
@@ -164,23 +162,68 @@ class PlacedEngine:
     def stop(self) -> None:
         """End the server and its actor. An actor that does not answer is not waited for: Ray ends it, and its server
         with it, once its node can be reached."""
+        with self._lock:
+            self._ended = True
         if self._node.done() and not self._is_late():
             with contextlib.suppress(Exception):  # fault boundary: the actor, or Ray itself, may be gone
                 self._actor.stop.remote().future().result(2 * STOP_TIMEOUT_S)
         with contextlib.suppress(Exception):  # as above
             ray.kill(self._actor, no_restart=True)
 
+    def _place(self) -> None:
+        """Start the actor: at once if a node has room, else as soon as one has."""
+        if self._planned is None or self._may_move():
+            self._planned = None
+            self._options = {**self._options, "scheduling_strategy": "SPREAD"}
+        remote = cast(Any, ray.remote)(max_restarts=0, max_concurrency=THREADS)(EngineHost)
+        self._actor = remote.options(**self._options).remote(*self._host_args)
+        self._node: Future[tuple[str, str]] = self._actor.node.remote().future()
+        self._started: Future[None] = self._actor.start.remote().future()
+        self._probe: Future[None] | None = None
+        self._silent_since: float | None = None
+
+    def _may_move(self) -> bool:
+        """Whether the planned node is gone, and another one could have the devices; those that are shared with other
+        roles are on that node alone."""
+        has_own = bool(self._options.get("num_gpus") or self._options.get("num_cpus"))
+        return has_own and self._planned is not None and is_node_gone(self._planned.node_id)
+
+    def _place_again(self) -> None:
+        with self._lock:
+            ray.kill(self._actor, no_restart=True)
+            if self._ended:
+                raise EngineError(f"{self._name} was stopped", where=self._where())
+            self._place()
+
     def _wait_for_room(self, timeout_s: float) -> None:
-        patience = min(ROOM_NOTICE_S, timeout_s)
-        if not wait([self._node], patience).done and self._notice is not None:
-            self._notice(f"{self._name} waits for a node that has room for it ({self._asks})")
-        if not wait([self._node], timeout_s - patience).done:
-            raise DeadlineError(
-                f"no node had room for {self._name} within {timeout_s:g} s",
-                where=f"the cluster, asked for {self._asks}",
-                hint="`ray status` says what its nodes have; add nodes, or lower --rollout-num-engines",
-            )
-        self._result(self._node)
+        """Return once the actor runs. Places it elsewhere where its node died meanwhile."""
+        started, told, deaths = time.monotonic(), False, 0
+        while True:
+            placed = wait([self._node], min(ROOM_POLL_S, timeout_s)).done
+            died = bool(placed) and isinstance(self._node.exception(), ray.exceptions.RayActorError)
+            deaths += died
+            if placed and (not died or deaths > MAX_DEATHS):
+                self._result(self._node)
+                return
+            if died or self._may_move():
+                self._place_again()
+            waited = time.monotonic() - started
+            if waited >= timeout_s:
+                raise DeadlineError(
+                    f"no node had room for {self._name} within {timeout_s:g} s",
+                    where=f"the cluster, asked for {self._asks()}",
+                    hint="`ray status` says what its nodes have; add nodes, or lower --rollout-num-engines",
+                )
+            if waited >= ROOM_NOTICE_S and not told and self._notice is not None:
+                self._notice(f"{self._name} waits for a node that has room for it ({self._asks()})")
+                told = True
+
+    def _asks(self) -> str:
+        """What Ray was asked for, in words."""
+        counts = {"GPU": self._options.get("num_gpus"), "CPU": self._options.get("num_cpus")}
+        devices = [f"{count:g} {name}" for name, count in counts.items() if count]
+        where = f"the node {self._planned.address}" if self._planned is not None else "any node"
+        return f"{' and '.join(devices) or 'no devices'} on {where}"
 
     def _result(self, answer: Future[T], timeout_s: float = 0.0) -> T:
         if not wait([answer], timeout_s).done:
@@ -192,7 +235,7 @@ class PlacedEngine:
         if isinstance(named, EngineError | DeadlineError):
             raise named
         if isinstance(named, WorkerDiedError):
-            gone = is_node_gone(self._address())
+            gone = is_node_gone(self._place_of()[1])
             what = f"{self._name}: {'its node is gone' if gone else 'its process was killed'}; {named.what}"
             raise EngineError(what, where=self._where(), hint="its log is a file of that node") from error
         raise EngineError(named.what, where=self._where(), expected=named.expected, hint=named.hint) from error
@@ -201,19 +244,23 @@ class PlacedEngine:
         since = self._silent_since
         return since is not None and time.monotonic() - since > LATE_S
 
-    def _address(self) -> str:
+    def _place_of(self) -> tuple[str, str]:
+        """Address and id of its node; empty before it has one."""
         known = self._node.done() and self._node.exception() is None
-        return self._node.result() if known else ""
+        return self._node.result() if known else ("", "")
 
     def _where(self) -> str:
-        address = self._address()
+        address, _ = self._place_of()
         return f"{self._log_path} on node {address}" if address else self._name
 
 
 def places_engines(args: Any) -> bool:
-    """Whether Ray places the engines of a run: on the nodes of a cluster that it joins. Else they are children of the
-    driver's process, and load while Ray starts."""
-    return args.ray_address is not None and args.router_url is None
+    """Whether Ray places the engines of a run: on the nodes of a cluster that it joins, or on the GPUs of this machine.
+    Else they are children of the driver's process, and load while Ray starts."""
+    if args.router_url is not None:
+        return False
+    on_cpu = args.rollout_engine == "embedded" and args.engine_device == "cpu"
+    return args.ray_address is not None or (not on_cpu and any(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def at_this_node(args: Any) -> Any:
@@ -221,14 +268,14 @@ def at_this_node(args: Any) -> Any:
     return args.model_copy(update={"engine_host": ray.util.get_node_ip_address()})
 
 
-def placed_launcher(options_of: OptionsOf = anywhere, notice: Callable[[str], None] | None = None) -> EngineLauncher:
-    """Launches engines as actors of the cluster that this process has joined, with the options that ``options_of``
-    gives for the index of each, also for one that takes the place of another.
+def placed_launcher(placement: Placement, notice: Callable[[str], None] | None = None) -> EngineLauncher:
+    """Launches engines as actors of the cluster that this process has joined, on the nodes and devices of
+    ``placement``.
 
     notice: called with a line, from any thread, while no node has room for an engine."""
 
     def launch(args: Any, index: int, log_path: str) -> EngineProcess:
-        return PlacedEngine(args, index, log_path, options_of(index), notice)
+        return PlacedEngine(args, index, log_path, placement, notice)
 
     return launch
 
@@ -245,9 +292,9 @@ def refuses_connections(url: str) -> bool:
     return False
 
 
-def is_node_gone(address: str) -> bool:
-    """Whether Ray knows that no node has ``address`` any more."""
+def is_node_gone(node_id: str) -> bool:
+    """Whether Ray has found that the node is gone, which may take it some seconds."""
     try:
-        return not any(node["Alive"] for node in ray.nodes() if node["NodeManagerAddress"] == address)
+        return any(node["NodeID"] == node_id and not node["Alive"] for node in cast(Any, ray).nodes())
     except Exception:  # fault boundary: the cluster itself may be gone
         return False

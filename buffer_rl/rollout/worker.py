@@ -17,6 +17,7 @@ import ray
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.storage import StorageUnit
+from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.worker_group import WorkerGroup, is_dead, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.engine.client import EngineClient
@@ -134,16 +135,23 @@ class RolloutWorkers(WorkerGroup):
 
 
 def start_rollout_workers(
-    args: Any, args_text: str, buffer: Any, log_dir: str, storage: Sequence[StorageUnit] = (), source: Any = None
+    args: Any,
+    args_text: str,
+    buffer: Any,
+    log_dir: str,
+    placement: Placement,
+    storage: Sequence[StorageUnit] = (),
+    source: Any = None,
 ) -> RolloutWorkers:
     """Start ``--num-rollout-workers`` processes.
 
     storage: the storage processes; without them the Buffer owns large payloads.
     source: the actor of the user's data source, where there is one."""
-    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(RolloutWorker)
+    remote = cast(Any, ray.remote)(max_restarts=0)(RolloutWorker)
 
     def start_member(index: int) -> Any:
-        return remote.remote(args_text, buffer, f"{log_dir}/rollout_{index}.log", storage, source)
+        started = remote.options(**placement.options("rollout", index))
+        return started.remote(args_text, buffer, f"{log_dir}/rollout_{index}.log", storage, source)
 
     return RolloutWorkers(start_member, args.num_rollout_workers)
 

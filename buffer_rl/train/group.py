@@ -19,6 +19,7 @@ import torch
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.readers import Splitting
+from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Topology, Trainer
@@ -331,18 +332,15 @@ def combine(role: str, method: str, answers: list[Any]) -> Any:
 
 
 def start_train_group(
-    role: str, args: TrainOptions, args_text: str, buffer: Any, log_dir: str, num_gpus: float
+    role: str, args: TrainOptions, args_text: str, buffer: Any, log_dir: str, placement: Placement
 ) -> WorkerGroup:
-    """Start the ranks of a trained role; they have built their models when ``setup`` has answered (see ``launch``).
-
-    num_gpus: accelerators of each rank; 0 on a machine without.
-    """
+    """Start the ranks of a trained role; they have built their models when ``setup`` has answered (see ``launch``)."""
     world_size = args.num_train_ranks
-    threads = str(args.num_train_threads)
-    environment = {"env_vars": {"OMP_NUM_THREADS": threads}}
-    remote = cast(Any, ray.remote)(num_cpus=0, num_gpus=num_gpus, max_restarts=0, runtime_env=environment)(TrainRank)
+    remote = cast(Any, ray.remote)(max_restarts=0)(TrainRank)
     actors = [
-        remote.remote(args_text, buffer, role, rank, world_size, f"{log_dir}/{role}_{rank}.log")
+        remote.options(**placement.options(role, rank)).remote(
+            args_text, buffer, role, rank, world_size, f"{log_dir}/{role}_{rank}.log"
+        )
         for rank in range(world_size)
     ]
     return WorkerGroup(role, actors, combine=partial(combine, role))

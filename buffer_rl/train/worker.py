@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.cluster.session import role_gpus
+from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.errors import TrainError, WorkerDiedError
@@ -139,26 +139,25 @@ def _combine(method: str, answers: list[Any]) -> Any:
 
 
 def start_role(
-    role: str, num_workers: int, args: Any, args_text: str, buffer: Any, log_dir: str, num_gpus: float
+    role: str, num_workers: int, args: Any, args_text: str, buffer: Any, log_dir: str, placement: Placement
 ) -> RoleGroup:
     """Start the processes of a role; they have their models when ``wait_ready`` has returned."""
-    environment = {"env_vars": {"OMP_NUM_THREADS": str(args.num_train_threads)}}
-    remote = cast(Any, ray.remote)(num_cpus=0, num_gpus=num_gpus, max_restarts=0, runtime_env=environment)(RoleWorker)
+    remote = cast(Any, ray.remote)(max_restarts=0)(RoleWorker)
 
     def start_members() -> Sequence[Any]:
         return [
-            remote.remote(args_text, buffer, role, index, num_workers, f"{log_dir}/{role}_{index}.log")
+            remote.options(**placement.options(role, index)).remote(
+                args_text, buffer, role, index, num_workers, f"{log_dir}/{role}_{index}.log"
+            )
             for index in range(num_workers)
         ]
 
     return RoleGroup(role, start_members, args.train_timeout_s)
 
 
-def start_roles(args: Any, roles: Sequence[str], args_text: str, buffer: Any, log_dir: str) -> dict[str, RoleGroup]:
+def start_roles(
+    args: Any, roles: Sequence[str], args_text: str, buffer: Any, log_dir: str, placement: Placement
+) -> dict[str, RoleGroup]:
     """Start the roles with processes of their own."""
     counts = worker_counts(args)
-    gpus = role_gpus(args)
-    return {
-        role: start_role(role, counts[role], args, args_text, buffer, log_dir, 0.0 if role == "advantages" else gpus)
-        for role in roles
-    }
+    return {role: start_role(role, counts[role], args, args_text, buffer, log_dir, placement) for role in roles}

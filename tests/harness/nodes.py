@@ -51,9 +51,9 @@ class Nodes:
         assert self._process is not None
         self._process.communicate(timeout=60)  # it ends the cluster when nothing more is to be read
 
-    def add(self, address: str, resources: Mapping[str, float] | None = None) -> None:
-        """Add a node; the first one is the head."""
-        self.address = self._ask({"add": address, "resources": dict(resources or {})})
+    def add(self, address: str, cpus: int) -> None:
+        """Add a node, whose CPUs are what Ray counts; the first one is the head."""
+        self.address = self._ask({"add": address, "cpus": cpus})
 
     def remove(self, address: str) -> None:
         """Kill the node's own processes; Ray ends its workers."""
@@ -78,6 +78,7 @@ def _serve(folder: Path) -> None:
     from ray.cluster_utils import Cluster
 
     cluster, nodes = Cluster(), {}
+    head = {"_system_config": {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}}
     answers, sys.stdout = sys.stdout, sys.stderr  # Ray prints
     try:
         for line in sys.stdin:
@@ -90,10 +91,10 @@ def _serve(folder: Path) -> None:
                 os.chdir(place)
                 nodes[request["add"]] = cluster.add_node(
                     node_ip_address=request["add"],
-                    num_cpus=4,
-                    resources=request["resources"],
+                    num_cpus=request["cpus"],
                     object_store_memory=100_000_000,
                     include_dashboard=False,
+                    **({} if nodes else head),
                 )
             print(cluster.address, file=answers, flush=True)
     finally:

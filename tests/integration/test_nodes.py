@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from buffer_rl.config import dump_args
 from harness.nodes import Nodes
-from harness.processes import holds_within
+from harness.processes import Process, holds_within
 
 pytestmark = [
     pytest.mark.ray,
@@ -25,6 +27,7 @@ pytestmark = [
 ]
 
 HEAD, SECOND, THIRD, FOURTH = (f"127.0.0.{number}" for number in range(2, 6))
+LISTENING = "0A"
 SERVER = "buffer_rl.engine.embedded.server"
 
 
@@ -36,29 +39,29 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 FLEET = """
 import json, sys, threading, time
+from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.config import dump_args, load_args
+from buffer_rl.config import load_args
 from buffer_rl.engine import host
 from buffer_rl.engine.fleet import EngineFleet
-from buffer_rl.errors import EngineError
 
-args, folder = load_args(sys.stdin.readline()), sys.argv[1]
+args = load_args(sys.stdin.readline())
 
 def say(line):
-    print(line, flush=True)
+    print("fleet:", line, flush=True)
 
-def options_of(index):
-    return {"num_cpus": 0, "resources": {"engine": 1}}
+def stop_when_asked():
+    sys.stdin.read()
+    ended.set()
 
-with ray_session(args.ray_address):
+ended, longest = threading.Event(), 0.0
+threading.Thread(target=stop_when_asked, daemon=True).start()
+with ray_session(args.ray_address), placed(args, True, lambda line: None) as placement:
     args = host.at_this_node(args)
-    with EngineFleet(args, folder, host.placed_launcher(options_of, say), say) as fleet:
+    with EngineFleet(args, args.run_dir, host.placed_launcher(placement, say), say) as fleet:
         fleet.wait_ready()
-        host.ROOM_NOTICE_S = 1.0
+        host.ROOM_NOTICE_S = 4.0
         say(json.dumps([fleet.router_url, *fleet.engine_urls]))
-        ended = threading.Event()
-        threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-        longest = 0.0
         while not ended.wait(0.1):
             started = time.monotonic()
             fleet.check()
@@ -68,59 +71,74 @@ with ray_session(args.ray_address):
 
 
 class Fleet:
-    """A process that has joined the cluster, started a fleet and checks it until its input ends."""
+    """A process that has joined the cluster, and that starts engines and checks them until its input ends."""
 
-    def __init__(self, nodes: Nodes, args: Any, folder: Path) -> None:
-        from buffer_rl.config import dump_args
-
-        command = [sys.executable, "-c", FLEET, str(folder)]
-        self.process = subprocess.Popen(
-            command, env=nodes.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    def __init__(self, nodes: Nodes, args: Any) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", FLEET],
+            env=nodes.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        assert self.process.stdin is not None
-        print(dump_args(args), file=self.process.stdin, flush=True)
+        assert self._process.stdin is not None
+        print(dump_args(args), file=self._process.stdin, flush=True)
 
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+    def next_line(self) -> str:
+        """What it says next; Ray may say something in between."""
+        assert self._process.stdout is not None
+        return next(line for line in self._process.stdout if line.startswith("fleet: "))[7:].strip()
 
-    def end(self) -> list[Any]:
-        out, _ = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0
-        return out.splitlines()
+    def end(self) -> str:
+        """Returns its last line."""
+        out, _ = self._process.communicate(timeout=60)
+        assert self._process.returncode == 0
+        return [line for line in out.splitlines() if line.startswith("fleet: ")][-1][7:]
 
 
-def test_an_engine_whose_actor_or_node_dies_is_gone_and_is_replaced_on_a_node_that_has_room(
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Addresses and ports that the process listens on, by IPv4."""
+    links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    local = [row[1].split(":") for row in rows if row[3] == LISTENING and f"socket:[{row[9]}]" in links]
+    return [(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in local]
+
+
+def server_url(server: Process) -> str:
+    ((address, port),) = listening(server.pid)
+    return f"http://{address}:{port}"
+
+
+def address_of(url: str) -> str:
+    return urlsplit(url).hostname or ""
+
+
+def test_an_engine_whose_actor_or_node_dies_takes_its_server_along_and_is_replaced_where_there_is_room(
     nodes: Nodes, options_in: Any, tmp_path: Path
 ) -> None:
-    nodes.add(HEAD)
-    nodes.add(SECOND, {"engine": 1})
-    nodes.add(THIRD, {"engine": 1})
-    args = options_in(tmp_path / "run", rollout_num_engines=2, ray_address=nodes.address)
-    fleet = Fleet(nodes, args, tmp_path / "run")
-    try:
-        router, *engines = json.loads(fleet.line())
-        assert router.startswith(f"http://{HEAD}:")
-        assert {url.rpartition(":")[0] for url in engines} == {f"http://{SECOND}", f"http://{THIRD}"}
-        on = {0: engines[0].split("/")[2].split(":")[0], 1: engines[1].split("/")[2].split(":")[0]}
-
-        t = time.monotonic()
-        servers = nodes.processes(SERVER)
-        assert len(servers) == 2
-        hosts = {process.pid: process for process in nodes.processes("ray::EngineHost")}
-        assert len(hosts) == 2
-        victim = servers[0]
-        os.kill(victim.parent, signal.SIGKILL)
-        assert holds_within(5, lambda: not victim.alive())
-        print("actor killed", time.monotonic() - t)
-        print(fleet.line(), time.monotonic() - t)
-        print(fleet.line(), time.monotonic() - t)
-        t = time.monotonic()
-        nodes.remove(THIRD)
-        for _ in range(2):
-            print(fleet.line(), time.monotonic() - t)
-        print(nodes.processes(SERVER))
-        nodes.add(FOURTH, {"engine": 1})
-        print(fleet.line(), time.monotonic() - t)
-    finally:
-        print(fleet.end())
+    nodes.add(HEAD, cpus=0)
+    nodes.add(SECOND, cpus=1)
+    nodes.add(THIRD, cpus=1)
+    args = options_in(tmp_path / "run", rollout_num_engines=2, ray_address=nodes.address, debug_rollout_only=True)
+    fleet = Fleet(nodes, args)
+    router, *engines = json.loads(fleet.next_line())
+    assert [address_of(url) for url in (router, *engines)] == [HEAD, SECOND, THIRD]
+    first, second = sorted(nodes.processes(SERVER), key=lambda server: engines.index(server_url(server)))
+    os.kill(first.parent, signal.SIGKILL)
+    assert holds_within(5, lambda: not first.alive())
+    line = fleet.next_line()
+    assert line.startswith("engine 0: its process was killed (")
+    assert f"engine_0.log on node {SECOND}); the run goes on with 1 engine while another one starts" in line
+    assert fleet.next_line() == "engine 0 is back, with the initial weights"
+    nodes.remove(THIRD)
+    assert holds_within(10, lambda: not second.alive())
+    line = fleet.next_line()
+    assert line.startswith("engine 1")
+    assert f"engine_1.log on node {THIRD}); the run goes on with 1 engine while another one starts" in line
+    assert fleet.next_line() == "engine 1 waits for a node that has room for it (1 CPU on any node)"
+    nodes.add(FOURTH, cpus=1)
+    assert fleet.next_line() == "engine 1 is back, with the initial weights"
+    longest, *workers = json.loads(fleet.end())
+    assert longest < 1.0  # of the checks, which the driver makes while it waits
+    assert {address_of(url) for url in workers} == {SECOND, FOURTH}
+    assert nodes.processes(SERVER) == []
