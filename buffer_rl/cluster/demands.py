@@ -38,16 +38,16 @@ def seating(args: Any, nodes: Sequence[Node], *, engines: bool) -> Seating:
     roles with a model; engines have theirs where the options count them or some are left. What computes on the CPU is
     placed where there are several nodes.
 
-    engines: whether the run starts engines. Raises ConfigError, with the arithmetic, where devices that the options ask
-    for are not there.
+    engines: whether the run generates, with its own engines unless ``--engine-urls`` names others. Raises ConfigError,
+    with the arithmetic, where devices that the options ask for are not there.
     """
     gpus = sum(node.gpus for node in nodes)
     trainers = _trainer_demands(args)
     notices: list[str] = []
     unit = Unit.GPU if _trains_on_gpu(args, gpus, trainers, notices) else Unit.CPU
-    demands = {Unit.GPU: [], Unit.CPU: []}
+    demands: dict[Unit, list[Demand]] = {Unit.GPU: [], Unit.CPU: []}
     demands[unit] += [*trainers, *_role_demands(args)]
-    if engines:
+    if engines and not args.engine_urls:
         demands[_engine_unit(args, gpus)].append(_engine_demand(args, _engine_unit(args, gpus)))
     seats = {Unit.GPU: _gpu_seats(args, nodes, demands[Unit.GPU]), Unit.CPU: []}
     if len(nodes) > 1:
@@ -102,17 +102,15 @@ def _engine_unit(args: Any, gpus: int) -> Unit:
 def _trains_on_gpu(args: Any, gpus: int, trainers: Sequence[Demand], notices: list[str]) -> bool:
     if args.train_device != "auto" or not trainers:
         return bool(args.train_device == "cuda" or (gpus and args.train_device != "cpu"))
-    wanted = sum(demand.members for demand in trainers)
-    if gpus and (gpus >= wanted or _share_the_only_one(trainers, gpus) or _shares(args) or counts_devices(args)):
+    members = [demand.members for demand in trainers]
+    wanted = max(members) if args.colocate else sum(members)
+    if gpus and (gpus >= wanted or _share_the_only_one(trainers, gpus) or counts_devices(args)):
         return True
-    if gpus or (counts_devices(args) and args.actor_num_gpus_per_node):
-        there = f"there {_are(gpus, 'GPU')}" if gpus else "there is no GPU"
-        notices.append(f"{there} for {_trainers_text(args, trainers)}: they compute on the CPU (--train-device auto)")
+    if gpus or counts_devices(args):
+        there = f"there {'is' if gpus == 1 else 'are'} {_count(gpus, 'GPU')}" if gpus else "there is no GPU"
+        text = _joined([demand_text(args, demand, Unit.GPU) for demand in trainers])
+        notices.append(f"{there} for {text}: they compute on the CPU (--train-device auto)")
     return False
-
-
-def _shares(args: Any) -> bool:
-    return bool(args.colocate)
 
 
 def _share_the_only_one(trainers: Sequence[Demand], gpus: int) -> bool:
@@ -208,16 +206,12 @@ def demand_text(args: Any, demand: Demand, unit: Unit) -> str:
     return what if demand.each == 1 else f"{what} x {_count(demand.each, unit.value)}"
 
 
-def _trainers_text(args: Any, trainers: Sequence[Demand]) -> str:
-    return _joined([demand_text(args, demand, Unit.GPU) for demand in trainers])
-
-
 def _found(args: Any, nodes: Sequence[Node], unit: Unit, limit: int | None) -> tuple[str, int]:
     """What the cluster has, in words, and the sum."""
     counts = [min(node.count(unit), limit or node.count(unit)) for node in nodes if node.count(unit)]
     total, limited = sum(counts), f" (--num-gpus-per-node {limit})" if limit else ""
     if args.ray_address is None:
-        return f"this machine has {_count(total, unit.value)}{limited}", total
+        return f"this machine has {_count(total, unit.value) if total else f'no {unit}'}{limited}", total
     if not counts:
         return f"the cluster has no {unit.value}", 0
     if len(set(counts)) == 1:
@@ -245,10 +239,6 @@ def _flags(args: Any, role: str) -> list[str]:
 def _count(number: int, noun: str) -> str:
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
-
-
-def _are(number: int, noun: str) -> str:
-    return f"{'is' if number == 1 else 'are'} {_count(number, noun)}"
 
 
 def _joined(parts: Sequence[str]) -> str:
