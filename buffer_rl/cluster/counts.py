@@ -6,7 +6,8 @@ Without torch and Ray, so that options can be checked before either is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from buffer_rl.config import Section, flag_of
@@ -47,108 +48,116 @@ def own_roles(args: Any) -> dict[str, tuple[int, int]]:
     return {role: count for role, count in replicas_of(args).items() if role not in counted}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """A number of processes that follows from another option, ``option``; ``how``: the arithmetic, that flag first."""
+
+    number: int
+    option: str
+    how: str
+
+
 def with_counts(args: Run) -> Run:
     """The options of a run, with the numbers of processes that follow from its numbers of devices; ``args`` itself
     where none does.
 
     Raises ConfigError where two options say different numbers, or one does not divide another."""
-    wanted = derived_counts(args)
-    for name, (number, reason) in wanted.items():
-        given = getattr(args, name)
-        if name in args.model_fields_set and given != number:
+    changes = {}
+    for name, derived in derived_counts(args).items():
+        given, source = getattr(args, name), flag_of(derived.option)
+        if given == derived.number:
+            continue
+        if name in args.model_fields_set:
             raise ConfigError(
-                f"{flag_of(name)} is {given}, and {reason} is {number}",
-                where=f"{flag_of(name)} and {reason.split()[0]}",
-                hint=f"leave one of them out: {flag_of(name)} follows from {reason.split()[0]}",
+                f"{flag_of(name)} is {given}, and {derived.how} is {derived.number}",
+                where=f"{flag_of(name)} and {source}",
+                hint=f"without {flag_of(name)} it follows from {source}",
             )
-    changes = {name: number for name, (number, _) in wanted.items() if getattr(args, name) != number}
+        changes[name] = derived.number
     return args.model_copy(update=changes) if changes else args
 
 
-def derived_counts(args: Any) -> dict[str, tuple[int, str]]:
-    """By option, the number of processes that other options mean, and the arithmetic behind it, their flag first."""
-    replicas = replicas_of(args)
-    wanted: dict[str, tuple[int, str]] = {}
-    _derive(wanted, "num_train_ranks", _ranks(args), _replicas(replicas, ACTOR))
-    _derive(wanted, "rollout_num_engines", _engines(args, wanted), _replica_engines(args, replicas))
-    for role, row in DEDICATED.items():
-        _derive(wanted, row.workers, None, _replicas(replicas, role))
-    ranks = wanted.get("num_train_ranks", (args.num_train_ranks,))[0]
-    if CRITIC in replicas and (critics := _replicas(replicas, CRITIC)) is not None and critics[0] != ranks:
+def derived_counts(args: Any) -> dict[str, Derived]:
+    """The options that count processes, by name, where others say their number. Raises ConfigError as above."""
+    found: dict[str, list[Derived | None]] = {"num_train_ranks": [_ranks(args), _one_device_each(args, ACTOR)]}
+    found |= {row.workers: [_one_device_each(args, role)] for role, row in DEDICATED.items()}
+    counts = {name: _agreed(candidates) for name, candidates in found.items()}
+    ranks = counts["num_train_ranks"].number if counts["num_train_ranks"] else args.num_train_ranks
+    counts["rollout_num_engines"] = _agreed([_engines(args, ranks), _engines_of_resource(args)])
+    critics = _one_device_each(args, CRITIC)
+    if critics is not None and critics.number != ranks:
         raise ConfigError(
-            f"the critic has {critics[0]} ranks, and the actor {ranks}",
+            f"the critic has {critics.number} ranks, and the actor {ranks}",
             where="--resource",
             expected=f'"critic": [1, {ranks}]; a critic has as many ranks as the policy',
         )
-    return wanted
+    return {name: derived for name, derived in counts.items() if derived is not None}
 
 
-def _derive(
-    wanted: dict[str, tuple[int, str]], name: str, by_flags: tuple[int, str] | None, by_role: tuple[int, str] | None
-) -> None:
-    if by_flags is not None and by_role is not None and by_flags[0] != by_role[0]:
+def _agreed(candidates: Sequence[Derived | None]) -> Derived | None:
+    said = [derived for derived in candidates if derived is not None]
+    if len({derived.number for derived in said}) > 1:
+        first, second = said
         raise ConfigError(
-            f"{by_flags[1]} is {by_flags[0]}, and {by_role[1]} is {by_role[0]}",
-            where=f"{by_flags[1].split()[0]} and --resource",
+            f"{first.how} is {first.number}, and {second.how} is {second.number}",
+            where=f"{flag_of(first.option)} and {flag_of(second.option)}",
             hint="leave one of them out",
         )
-    if (found := by_flags or by_role) is not None:
-        wanted[name] = found
+    return said[0] if said else None
 
 
-def _ranks(args: Any) -> tuple[int, str] | None:
+def _ranks(args: Any) -> Derived | None:
     nodes, per_node, ranks = args.actor_num_nodes, args.actor_num_gpus_per_node, args.num_train_ranks
-    if nodes is None and per_node is None:
-        return None
-    if per_node is None and "num_train_ranks" in args.model_fields_set:
-        if ranks % nodes:
-            raise ConfigError(
-                f"{ranks} trainer ranks are not the same number on each of {nodes} nodes",
-                where="--num-train-ranks and --actor-num-nodes",
-                expected=f"a multiple of {nodes}",
-            )
-        return None
-    if per_node is None:
+    if per_node is not None:
+        product = f"--actor-num-gpus-per-node {per_node} x --actor-num-nodes {nodes or 1}"
+        return Derived(number=(nodes or 1) * per_node, option="actor_num_gpus_per_node", how=product)
+    if nodes is not None and ranks % nodes:
         raise ConfigError(
-            "the number of ranks on each node is not given",
-            where="--actor-num-nodes",
-            hint="add --actor-num-gpus-per-node N",
+            f"{ranks} trainer ranks are not the same number on each of {nodes} nodes",
+            where="--num-train-ranks and --actor-num-nodes",
+            expected=f"a multiple of {nodes}",
+            hint="or --actor-num-gpus-per-node N, in place of --num-train-ranks",
         )
-    return (nodes or 1) * per_node, f"--actor-num-gpus-per-node {per_node} x {nodes or 1} nodes"
+    return None
 
 
-def _engines(args: Any, wanted: Mapping[str, tuple[int, str]]) -> tuple[int, str] | None:
+def _engines(args: Any, ranks: int) -> Derived | None:
     gpus, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
-    if gpus is None:
-        ranks = wanted.get("num_train_ranks", (args.num_train_ranks,))[0]
-        if not args.colocate or "rollout_num_engines" in args.model_fields_set or ranks % per_engine or args.resource:
-            return None
-        return ranks // per_engine, f"--colocate with {ranks} trainer ranks and {per_engine} GPUs an engine"
+    if gpus is not None:
+        _require_whole_engines(gpus, per_engine, "--rollout-num-gpus")
+        how = f"--rollout-num-gpus {gpus} / --rollout-num-gpus-per-engine {per_engine}"
+        return Derived(number=gpus // per_engine, option="rollout_num_gpus", how=how)
+    given = "rollout_num_engines" in args.model_fields_set or ENGINE in replicas_of(args)
+    if not args.colocate or given or ranks % per_engine:
+        return None
+    how = f"--colocate with {ranks} ranks / --rollout-num-gpus-per-engine {per_engine}"
+    return Derived(number=ranks // per_engine, option="colocate", how=how)
+
+
+def _engines_of_resource(args: Any) -> Derived | None:
+    replicas, per_engine = replicas_of(args), args.rollout_num_gpus_per_engine
+    if ENGINE not in replicas:
+        return None
+    count, gpus = replicas[ENGINE]
+    _require_whole_engines(gpus, per_engine, "--resource")
+    how = f"--resource [{count}, {gpus}] of the engines / --rollout-num-gpus-per-engine {per_engine}"
+    return Derived(number=count * max(gpus // per_engine, 1), option="resource", how=how)
+
+
+def _require_whole_engines(gpus: int, per_engine: int, flag: str) -> None:
     if gpus % per_engine:
+        whole = sorted({max(1, gpus // per_engine) * per_engine, (gpus // per_engine + 1) * per_engine})
         raise ConfigError(
             f"{gpus} GPUs are not whole engines of {per_engine} GPUs",
-            where="--rollout-num-gpus and --rollout-num-gpus-per-engine",
-            expected=f"a multiple of {per_engine}, such as {max(1, gpus // per_engine) * per_engine}",
+            where=f"{flag} and --rollout-num-gpus-per-engine",
+            expected=f"a multiple of {per_engine}, such as {' or '.join(map(str, whole))}",
         )
-    return gpus // per_engine, f"--rollout-num-gpus {gpus} with {per_engine} GPUs an engine"
 
 
-def _replicas(replicas: Mapping[str, tuple[int, int]], role: str) -> tuple[int, str] | None:
-    """Processes of a role whose processes have one device each, or none."""
+def _one_device_each(args: Any, role: str) -> Derived | None:
+    """The processes that ``--resource`` gives a role whose processes have one device each, or none."""
+    replicas = replicas_of(args)
     if role not in replicas:
         return None
     count, devices = replicas[role]
-    return count * max(devices, 1), f"--resource [{count}, {devices}] of {role!r}"
-
-
-def _replica_engines(args: Any, replicas: Mapping[str, tuple[int, int]]) -> tuple[int, str] | None:
-    if ENGINE not in replicas:
-        return None
-    (count, devices), per_engine = replicas[ENGINE], args.rollout_num_gpus_per_engine
-    if devices % per_engine:
-        raise ConfigError(
-            f"{devices} GPUs are not whole engines of {per_engine} GPUs",
-            where="--resource and --rollout-num-gpus-per-engine",
-            expected=f"a multiple of {per_engine}",
-        )
-    return count * max(devices // per_engine, 1), f"--resource [{count}, {devices}] of 'rollout'"
+    return Derived(number=count * max(devices, 1), option="resource", how=f"--resource [{count}, {devices}] of {role}")

@@ -6,7 +6,7 @@ Pure: from the options and the nodes, without Ray.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from buffer_rl.cluster.counts import ENGINE, own_roles, replicas_of
@@ -38,16 +38,18 @@ def seating(args: Any, nodes: Sequence[Node], *, engines: bool) -> Seating:
     roles with a model; engines have theirs where the options count them or some are left. What computes on the CPU is
     placed where there are several nodes.
 
-    engines: whether the run starts engines. Raises ConfigError, with the arithmetic, where devices that the options ask
-    for are not there.
+    engines: whether the run generates, with its own engines unless ``--engine-urls`` names others. Raises ConfigError,
+    with the arithmetic, where devices that the options ask for are not there.
     """
+    if (most := args.num_gpus_per_node) is not None:
+        nodes = [replace(node, gpus=min(node.gpus, most)) for node in nodes]
     gpus = sum(node.gpus for node in nodes)
     trainers = _trainer_demands(args)
     notices: list[str] = []
     unit = Unit.GPU if _trains_on_gpu(args, gpus, trainers, notices) else Unit.CPU
-    demands = {Unit.GPU: [], Unit.CPU: []}
+    demands: dict[Unit, list[Demand]] = {Unit.GPU: [], Unit.CPU: []}
     demands[unit] += [*trainers, *_role_demands(args)]
-    if engines:
+    if engines and not args.engine_urls:
         demands[_engine_unit(args, gpus)].append(_engine_demand(args, _engine_unit(args, gpus)))
     seats = {Unit.GPU: _gpu_seats(args, nodes, demands[Unit.GPU]), Unit.CPU: []}
     if len(nodes) > 1:
@@ -102,17 +104,15 @@ def _engine_unit(args: Any, gpus: int) -> Unit:
 def _trains_on_gpu(args: Any, gpus: int, trainers: Sequence[Demand], notices: list[str]) -> bool:
     if args.train_device != "auto" or not trainers:
         return bool(args.train_device == "cuda" or (gpus and args.train_device != "cpu"))
-    wanted = sum(demand.members for demand in trainers)
-    if gpus and (gpus >= wanted or _share_the_only_one(trainers, gpus) or _shares(args) or counts_devices(args)):
+    members = [demand.members for demand in trainers]
+    wanted = max(members) if args.colocate else sum(members)
+    if gpus and (gpus >= wanted or _share_the_only_one(trainers, gpus) or counts_devices(args)):
         return True
-    if gpus or (counts_devices(args) and args.actor_num_gpus_per_node):
-        there = f"there {_are(gpus, 'GPU')}" if gpus else "there is no GPU"
-        notices.append(f"{there} for {_trainers_text(args, trainers)}: they compute on the CPU (--train-device auto)")
+    if gpus or counts_devices(args):
+        there = f"there {'is' if gpus == 1 else 'are'} {_count(gpus, 'GPU')}" if gpus else "there is no GPU"
+        text = _joined([demand_text(args, demand, Unit.GPU) for demand in trainers])
+        notices.append(f"{there} for {text}: they compute on the CPU (--train-device auto)")
     return False
-
-
-def _shares(args: Any) -> bool:
-    return bool(args.colocate)
 
 
 def _share_the_only_one(trainers: Sequence[Demand], gpus: int) -> bool:
@@ -123,8 +123,6 @@ def _share_the_only_one(trainers: Sequence[Demand], gpus: int) -> bool:
 
 def _gpu_seats(args: Any, nodes: Sequence[Node], demands: Sequence[Demand]) -> list[Seat]:
     devices = all_devices(nodes, Unit.GPU)
-    if args.num_gpus_per_node is not None:
-        devices = [device for device in devices if device.slot < args.num_gpus_per_node]
     groups = _groups(args, demands, len(devices))
     engines_counted = args.rollout_num_gpus is not None or ENGINE in replicas_of(args) or args.colocate
     if not engines_counted:
@@ -183,17 +181,18 @@ def too_few(
     name = "GPU" if unit is Unit.GPU else "CPU"
     needs = _joined([" together with ".join(demand_text(args, demand, unit) for demand in group) for group in groups])
     verb = "needs" if len(groups) == 1 and sum(demand.members for demand in groups[0]) == 1 else "need"
-    limit = args.num_gpus_per_node if unit is Unit.GPU else None
-    there, found = _found(args, nodes, unit, limit)
+    there, found = _found(args, nodes, unit)
     what = f"{needs} {verb} {_count(wanted, name)}; {there}"
     if wanted <= found:
-        what += (
-            f", and {demand_text(args, error.demand, unit)} need {error.on_one_node} on one node, where at most "
-            f"{error.free} are left"
-        )
-    flags = [flag for group in groups for demand in group for flag in _flags(args, demand.role)]
-    cpu = "" if unit is Unit.CPU else ", or compute on the CPU with --train-device cpu"
-    return ConfigError(what, where=", ".join(dict.fromkeys(flags)), hint=f"lower them, share with --colocate{cpu}")
+        piece, one = demand_text(args, error.demand, unit), "needs" if error.demand.members == 1 else "need"
+        what += f", of which {piece} {one} {error.on_one_node} on one node, and at most {error.free} are left on one"
+    flags = dict.fromkeys(flag for group in groups for demand in group for flag in _flags(args, demand.role))
+    of_role = any(flag_of(row.workers) in flags for row in DEDICATED.values())
+    lower = "lower them (without processes of its own, a role's work is the trainer's)" if of_role else "lower them"
+    share = ", or share with --colocate"
+    if unit is Unit.GPU:
+        share = ", share with --colocate, or compute on the CPU with --train-device cpu"
+    return ConfigError(what, where=", ".join(flags), hint=lower + share)
 
 
 def demand_text(args: Any, demand: Demand, unit: Unit) -> str:
@@ -208,26 +207,22 @@ def demand_text(args: Any, demand: Demand, unit: Unit) -> str:
     return what if demand.each == 1 else f"{what} x {_count(demand.each, unit.value)}"
 
 
-def _trainers_text(args: Any, trainers: Sequence[Demand]) -> str:
-    return _joined([demand_text(args, demand, Unit.GPU) for demand in trainers])
-
-
-def _found(args: Any, nodes: Sequence[Node], unit: Unit, limit: int | None) -> tuple[str, int]:
+def _found(args: Any, nodes: Sequence[Node], unit: Unit) -> tuple[str, int]:
     """What the cluster has, in words, and the sum."""
-    counts = [min(node.count(unit), limit or node.count(unit)) for node in nodes if node.count(unit)]
-    total, limited = sum(counts), f" (--num-gpus-per-node {limit})" if limit else ""
-    if args.ray_address is None:
-        return f"this machine has {_count(total, unit.value)}{limited}", total
-    if not counts:
-        return f"the cluster has no {unit.value}", 0
-    if len(set(counts)) == 1:
-        each = " each" if len(counts) > 1 else ""
-        sum_text = f" = {total}" if len(counts) > 1 else ""
-        there = f"{_count(len(counts), 'node')} with {_count(counts[0], unit.value)}{each}{limited}{sum_text}"
+    counts = [node.count(unit) for node in nodes if node.count(unit)]
+    total = sum(counts)
+    if not counts or args.ray_address is None:
+        here = "this machine" if args.ray_address is None else "the cluster"
+        there = f"{here} has {_count(total, unit.value) if total else f'no {unit}'}"
+    elif len(counts) == 1:
+        there = f"the cluster has 1 node with {_count(total, unit.value)}"
+    elif len(set(counts)) == 1:
+        there = f"the cluster has {len(counts)} nodes with {_count(counts[0], unit.value)} each = {total}"
     else:
-        numbers = " + ".join(map(str, counts))
-        there = f"{len(counts)} nodes with {numbers} = {total} {unit.value}s{limited}"
-    return f"the cluster has {there}", total
+        there = f"the cluster has {len(counts)} nodes with {' + '.join(map(str, counts))} = {total} {unit}s"
+    if unit is Unit.GPU and args.num_gpus_per_node is not None:
+        there += f" (--num-gpus-per-node {args.num_gpus_per_node})"
+    return there, total
 
 
 def _flags(args: Any, role: str) -> list[str]:
@@ -245,10 +240,6 @@ def _flags(args: Any, role: str) -> list[str]:
 def _count(number: int, noun: str) -> str:
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
-
-
-def _are(number: int, noun: str) -> str:
-    return f"{'is' if number == 1 else 'are'} {_count(number, noun)}"
 
 
 def _joined(parts: Sequence[str]) -> str:

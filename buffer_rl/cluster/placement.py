@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from buffer_rl.cluster.counts import own_roles
-from buffer_rl.cluster.demands import seating
+from buffer_rl.cluster.demands import Seating, seating
 from buffer_rl.cluster.devices import Device, Node, Seat, Unit
 from buffer_rl.errors import DeadlineError
 from buffer_rl.roles import ACTOR, CRITIC, DEDICATED
@@ -42,15 +43,15 @@ class BundleGroup:
 class Placement:
     """The devices of every member of every role.
 
-    seats: by role and index, with the kind of device. notices: lines for the user about what was chosen.
+    notices: lines for the user about what was chosen. groups: what is reserved; empty where nothing is.
     """
 
-    def __init__(self, args: Any, nodes: Sequence[Node], seats: dict[tuple[str, int], tuple[Unit, Seat]]) -> None:
+    def __init__(self, args: Any, nodes: Sequence[Node], chosen: Seating) -> None:
+        self.notices = chosen.notices
+        self.groups: list[BundleGroup] = []
         self._args = args
         self._nodes = list(nodes)
-        self._seats = seats
-        self.notices: list[str] = []
-        self.groups: list[BundleGroup] = []
+        self._seats = {(seat.role, seat.index): (unit, seat) for unit, seats in chosen.seats.items() for seat in seats}
         self._bundle_of: dict[tuple[Unit, Device], tuple[int, int]] = {}  # group and bundle of each device
         self._reserved: list[Any] = []
         self._gpu_ids: dict[Device, str] = {}
@@ -60,13 +61,9 @@ class Placement:
     def of(cls, args: Any, nodes: Sequence[Node], *, engines: bool = True) -> Placement:
         """The placement of a run.
 
-        engines: whether the run starts engines. Raises ConfigError, with the arithmetic, where the options ask for more
+        engines: whether the run generates. Raises ConfigError, with the arithmetic, where the options ask for more
         devices than ``nodes`` have."""
-        chosen = seating(args, nodes, engines=engines)
-        seats = {(seat.role, seat.index): (unit, seat) for unit, found in chosen.seats.items() for seat in found}
-        placement = cls(args, nodes, seats)
-        placement.notices = chosen.notices
-        return placement
+        return cls(args, nodes, seating(args, nodes, engines=engines))
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """The ``.options`` of the actor of a member: its CPUs and GPUs, where Ray starts it, and its environment."""
@@ -74,11 +71,8 @@ class Placement:
         environment = self._environment(role)
         if (found := self._seats.get((role, index))) is not None:
             unit, seat = found
-            group, bundle = self._bundle_of[unit, seat.devices[0]]
             if self._reserved:
-                chosen["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                    self._reserved[group], placement_group_bundle_index=bundle
-                )
+                chosen["scheduling_strategy"] = self._strategy(unit, seat.devices[0])
             if len(seat.devices) == 1 or seat.share == 1.0:
                 amount = "num_gpus" if unit is Unit.GPU else "num_cpus"
                 chosen[amount] = seat.share if len(seat.devices) == 1 else len(seat.devices)
@@ -91,25 +85,19 @@ class Placement:
     def node_of(self, role: str, index: int) -> Node | None:
         """The node of a member; None where Ray chooses it."""
         found = self._seats.get((role, index))
-        return None if found is None else self._nodes[found[1].devices[0].node]
+        return None if found is None else self._home(found[1])
 
     def describe(self) -> str:
-        """A table: role, members, devices of each, nodes; a line for each role on each set of nodes."""
-        rows: dict[tuple[str, ...], int] = {}
-        for (role, index), (unit, seat) in self._seats.items():
-            share = "" if seat.share == 1.0 else f" x {seat.share:g}"
-            row = (
-                role,
-                f"{len(seat.devices)} {unit}{share}",
-                self._nodes[self._seats[role, index][1].devices[0].node].address,
-            )
-            rows[row] = rows.get(row, 0) + 1
-        lines = [("role", "members", "devices each", "node")]
-        lines += [(role, str(members), devices, node) for (role, devices, node), members in rows.items()]
-        widths = [max(len(line[column]) for line in lines) for column in range(4)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        """A table: role, members, devices of each, node; a line for each role and node."""
+        rows = Counter(
+            (role, f"{len(seat.devices)} {unit}" + (f" x {seat.share:g}" if seat.share < 1.0 else ""), self._home(seat))
+            for (role, _), (unit, seat) in self._seats.items()
         )
+        lines = [("role", "members", "devices each", "node")]
+        lines += [(role, str(members), devices, node.address) for (role, devices, node), members in rows.items()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+        return "\n".join("  ".join(line).rstrip() for line in padded)
 
     # ------------------------------------------------------------------ reservation
 
@@ -139,6 +127,9 @@ class Placement:
             with suppress(Exception):  # fault boundary: Ray itself may be gone
                 remove_placement_group(group)
 
+    def _home(self, seat: Seat) -> Node:
+        return self._nodes[seat.devices[0].node]
+
     def _make_groups(self) -> None:
         """A bundle for each device, or for all devices of a member that has several to itself; a group for each node
         and kind of device."""
@@ -160,24 +151,19 @@ class Placement:
     def _ask_gpu_ids(self) -> None:
         """Learn the ids of the devices of members that share several, which Ray does not set for them."""
         asked = {
-            device: (self._bundle_of[unit, device])
+            device: self._strategy(unit, device)
             for unit, seat in self._seats.values()
             for device in seat.devices
             if unit is Unit.GPU and len(seat.devices) > 1 and seat.share < 1.0
         }
         ask = cast(Any, ray.remote)(num_cpus=0, num_gpus=1, max_retries=0)(_gpu_id)
-        found = ray.get(
-            [
-                ask.options(
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        self._reserved[group], placement_group_bundle_index=bundle
-                    )
-                ).remote()
-                for group, bundle in asked.values()
-            ],
-            timeout=self._args.placement_timeout_s,
-        )
+        answers = [ask.options(scheduling_strategy=strategy).remote() for strategy in asked.values()]
+        found = ray.get(answers, timeout=self._args.placement_timeout_s)
         self._gpu_ids = dict(zip(asked, found, strict=True))
+
+    def _strategy(self, unit: Unit, device: Device) -> PlacementGroupSchedulingStrategy:
+        group, bundle = self._bundle_of[unit, device]
+        return PlacementGroupSchedulingStrategy(self._reserved[group], placement_group_bundle_index=bundle)
 
     def _visible_devices(self, seat: Seat) -> dict[str, str]:
         ids = ",".join(self._gpu_ids[device] for device in seat.devices if device in self._gpu_ids)
