@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from buffer_rl.algo.options import AlgorithmOptions
     from buffer_rl.buffer.options import BufferOptions
+    from buffer_rl.cluster.options import PlacementOptions
     from buffer_rl.config import Options
     from buffer_rl.data.options import DataOptions
     from buffer_rl.driver.options import DebugOptions, RunOptions
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         EvalOptions,
         BufferOptions,
         EngineOptions,
+        PlacementOptions,
         TrainOptions,
         OptimizerOptions,
         CriticOptions,
@@ -45,6 +47,7 @@ CORE_SECTIONS: tuple[str, ...] = (
     "buffer_rl.rollout.options:EvalOptions",
     "buffer_rl.buffer.options:BufferOptions",
     "buffer_rl.engine.options:EngineOptions",
+    "buffer_rl.cluster.options:PlacementOptions",
     "buffer_rl.train.options:TrainOptions",
     "buffer_rl.train.options:OptimizerOptions",
     "buffer_rl.train.options:CriticOptions",

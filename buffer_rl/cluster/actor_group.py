@@ -159,6 +159,8 @@ class ActorGroup:
 
 
 def _kill(actor: Any) -> None:
+    if not ray.is_initialized():  # or the call would start it
+        return
     with contextlib.suppress(Exception):  # fault boundary: a member, or Ray itself, may be gone
         ray.kill(getattr(actor, "process", actor), no_restart=True)
 

@@ -1,5 +1,4 @@
-"""The Ray session of a run, joined where an address is given, else started on this machine and ended with the run; and
-its accelerators."""
+"""The Ray session of a run, joined where an address is given, else started on this machine and ended with the run."""
 
 from __future__ import annotations
 
@@ -11,17 +10,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ray
 
 from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray
-from buffer_rl.config import flag_of
 from buffer_rl.errors import ConfigError, WorkerError
 from buffer_rl.resolution.shipping import CodeBundle, use_shipped_code
-from buffer_rl.roles import MODEL_OF_ROLE, worker_counts
-from buffer_rl.train.options import TrainOptions
-from buffer_rl.train.roles import uses_critic
 
 WORKING_DIRECTORY = "BUFFER_RL_WORKING_DIRECTORY"
 SETUP_HOOK = "buffer_rl.cluster.session.enter_working_directory"
@@ -110,40 +105,3 @@ def _own_sigterm_handler() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
-
-
-def train_gpus(args: TrainOptions) -> float:
-    """Accelerators of each trainer rank: one where the device allows it and the cluster has them, else none. A policy
-    and a critic of one rank each share the only one; with more ranks, two of a role could meet on it, which the
-    collectives between them do not allow."""
-    if args.train_device == "cpu":
-        return 0.0
-    found, ranks = int(cast(Any, ray).cluster_resources().get("GPU", 0)), num_trainer_ranks(args)
-    if found == args.num_train_ranks == 1:
-        return 1.0 / ranks
-    return 1.0 if found >= ranks or args.train_device == "cuda" else 0.0
-
-
-def num_trainer_ranks(args: TrainOptions) -> int:
-    """Ranks of all trained roles: a critic has as many as the policy. An evaluation has none."""
-    return args.num_train_ranks * (1 + (uses_critic(args) and args.num_rollout != 0))
-
-
-def role_gpus(args: TrainOptions) -> float:
-    """Accelerators of each worker of a role that has a model, beside those of the trainer ranks.
-
-    Raises ConfigError if the cluster has too few for them, or for a critic: they would wait until a deadline passes."""
-    num_gpus = train_gpus(args)
-    trainers = round(num_trainer_ranks(args) * (num_gpus or 1.0))
-    wanted = trainers + sum(worker_counts(args)[role] for role in MODEL_OF_ROLE)
-    found = int(cast(Any, ray).cluster_resources().get("GPU", 0))
-    if num_gpus and wanted > args.num_train_ranks and found < wanted:
-        of_critic = " (half of them the critic's)" if trainers > args.num_train_ranks else ""
-        flags = [flag_of(f"num_{role}_workers") for role in MODEL_OF_ROLE]
-        raise ConfigError(
-            f"{trainers} trainer ranks{of_critic} and {wanted - trainers} workers of roles need an "
-            f"accelerator each, and there are {found}",
-            where=", ".join(flags if wanted > trainers else ["--train-device", "--num-train-ranks"]),
-            hint="lower them (the trainer then does the work of roles), or add --train-device cpu",
-        )
-    return 1.0 if num_gpus else 0.0

@@ -68,6 +68,9 @@ def resolve(
         raws[name] = raw
         origins[name] = Origin(source=Source.FLAG, where=flag_of(name))
     values = {name: convert(option_type(known[name]), raw) for name, raw in raws.items()}
+    for name in flags:
+        for key, value in values[name].items() if isinstance(values[name], Mapping) else ():
+            _refuse_secret(name, str(value), key)
     try:
         args = options_class.model_validate(values)
     except ValidationError as error:
@@ -75,13 +78,13 @@ def resolve(
     return Resolved(args=args, origins=origins)
 
 
-def _refuse_secret(name: str, raw: Raw) -> None:
-    """A flag's value is in the process list, which every user of the machine can read."""
+def _refuse_secret(name: str, raw: Raw, key: str = "") -> None:
+    """A flag's value is in the process list, which every user of the machine can read. ``key``: of a value in it."""
     elsewhere = f"the variable {env_of(name)}, or a line in the --config file"
-    if is_secret(name) and raw and str(raw).lower() != "none":
+    if is_secret(key or name) and raw and str(raw).lower() != "none":
         raise ConfigError(
             "a secret on a command line can be read by every user of the machine",
-            where=flag_of(name),
+            where=f"{flag_of(name)} {key}".rstrip(),
             expected=elsewhere,
         )
     addresses = [text for text in (raw if isinstance(raw, list) else [raw]) if isinstance(text, str)]

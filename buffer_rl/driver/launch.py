@@ -18,7 +18,8 @@ from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.cluster.actor_group import ActorGroup
-from buffer_rl.cluster.session import train_gpus
+from buffer_rl.cluster.counts import with_counts
+from buffer_rl.cluster.placement import placed
 from buffer_rl.config import dump_args
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints
@@ -39,6 +40,7 @@ from buffer_rl.driver.schedule import (
 )
 from buffer_rl.driver.session import RunSession
 from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.engine.host import at_this_node, placed_launcher, places_engines
 from buffer_rl.engine.process import with_engine_key
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
@@ -63,6 +65,7 @@ from buffer_rl.weights.sender import Senders
 from buffer_rl.weights.tensor import require_local_trainer
 
 if TYPE_CHECKING:
+    from buffer_rl.contracts import EngineLauncher
     from buffer_rl.engine.control import EngineControlClient
     from buffer_rl.options import Args
 
@@ -79,7 +82,7 @@ def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping
     the run, after all of its processes have stopped.
     """
     run_dir = Path(args.run_dir)
-    args = with_engine_key(with_steps(args))
+    args = with_engine_key(with_steps(with_counts(args)))
     with ExitStack() as stack:
         stack.enter_context(termination_as_exception())
         stack.enter_context(folder_lock(run_dir))
@@ -121,18 +124,21 @@ class _Run:
         self.rollouts_use_engine = bool(
             getattr(registry.resolve("rollout", args.rollout_function_path), "uses_engine", True)
         )
-        # The engines load while Ray starts: they are separate processes and take the longest.
+        # Engines load while Ray starts: they are separate processes and take the longest. Those on nodes need it.
         self.fleet: EngineFleet | None = None
         self.evaluates = bool(args.eval_prompt_data or args.eval_config) and not train_only(args)
-        if self.evaluates or (self.rollouts_use_engine and not train_only(args)):
-            self.fleet = stack.enter_context(EngineFleet(args, str(run_dir), registry, self.observer.notice))
+        asks_engine = self.evaluates or (self.rollouts_use_engine and not train_only(args))
+        on_nodes = asks_engine and places_engines(args)
+        if asks_engine and not on_nodes:
+            self._start_fleet(args, registry)
         session.connect()
+        starts_engines = asks_engine and args.router_url is None
+        self.placement = stack.enter_context(placed(args, starts_engines, self.observer.notice))
+        if on_nodes:
+            self._start_fleet(at_this_node(args), placed_launcher(self.placement, self.observer.notice))
         self.engines: EngineControlClient | None = None
         logs = str((run_dir / "logs").absolute())
         self.source = self._start_source(args, logs) if reads_data_source(args) else None
-        if self.fleet is not None:
-            self.fleet.wait_ready()
-            args = args.model_copy(update=self.fleet.addresses)
         self.args = args
         args_text = dump_args(args)
         # Each is on the stack before the next is started; what is stopped last is what the others ask.
@@ -143,21 +149,29 @@ class _Run:
         self.role_plan = self._role_plan()
         self.trained: dict[str, ActorGroup] = {}
         for role in self.role_plan.trained:
-            group = start_train_group(role, args, dump_args(self._train_args(role)), actor, logs, train_gpus(args))
+            group = start_train_group(role, args, dump_args(self._train_args(role)), actor, logs, self.placement)
             self.trained[role] = group
             stack.stops(group)
-        self.roles = start_roles(args, self.registry, self.role_plan.dedicated_roles, args_text, actor, logs)
+        dedicated = self.role_plan.dedicated_roles
+        self.roles = start_roles(args, self.registry, dedicated, args_text, actor, logs, self.placement)
         for group in self.roles.values():
             stack.stops(group)
-        self.rollout = None if train_only(args) else self._start_rollout(args, args_text, actor, logs)
+        if self.fleet is not None:
+            self.fleet.wait_ready()
+            self.args = args = args.model_copy(update=self.fleet.addresses)
+        self.rollout = None if train_only(args) else self._start_rollout(args, dump_args(args), actor, logs)
         self.reference = self._reference_updates()
         self._wait_ready()
 
     def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> ActorGroup:
         storage = self._start_storage(args.num_data_storage_units, buffer)
-        workers = start_rollout_workers(args, args_text, buffer, logs, storage, self.source)
+        workers = start_rollout_workers(args, args_text, buffer, logs, self.placement, storage, self.source)
         self.stack.stops(workers, "close", CLOSE_TIMEOUT_S)
         return workers
+
+    def _start_fleet(self, args: Args, launcher: PluginRegistry | EngineLauncher) -> None:
+        self.fleet = EngineFleet(args, str(self.run_dir), launcher, self.observer.notice)
+        self.stack.enter_context(self.fleet)
 
     @property
     def train(self) -> ActorGroup | None:

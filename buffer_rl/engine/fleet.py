@@ -143,6 +143,7 @@ class EngineFleet:
                 request_timeout_s=max(int(self._args.generate_timeout_s) + 60, 60),
                 deadline=deadline,
                 api_key=self._args.engine_api_key,
+                host=self._args.engine_host,
             )
             self._heartbeat = Heartbeat(self._registry, self._args.rollout_health_check_timeout)
             self._heartbeat.start()
@@ -190,7 +191,7 @@ class EngineFleet:
         self._last_death = death
         self._registry.remove(replica)
         replica.engine.stop()  # what is left of its process group
-        self._listed_dead.append(replica.url)
+        self._listed_dead += filter(None, [replica.url])  # one that is still placed has none
 
     def _unlist_dead(self) -> None:
         """Have the router send nothing more to engines that are gone. One that is too busy to answer is asked again at

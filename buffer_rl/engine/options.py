@@ -35,6 +35,11 @@ class EngineOptions(Section):
         "command line is no place for it. Made for each run where absent; of --router-url it is the key to send",
         metavar="KEY",
     )
+    engine_host: str = option(
+        "127.0.0.1",
+        "address that engines and router listen on; with --ray-address the run sets it to that of the node of each",
+        metavar="ADDRESS",
+    )
     router_url: str | None = option(
         None, "the URL that every generation request goes to; set by the run where absent", metavar="URL"
     )

@@ -11,6 +11,7 @@ import http.client
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -130,6 +131,21 @@ class ChildProcess:
             os.killpg(self.pid, number)
         except (ProcessLookupError, PermissionError):
             return
+
+
+def listening_socket(host: str, backlog: int | None = None) -> socket.socket:
+    """A socket that listens on a free port of the address ``host``. Raises EngineError if this machine has no such
+    address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=backlog)
+    except OSError as error:
+        raise EngineError(f"no port of {host} can be listened on: {error}", where="--engine-host") from error
+
+
+def base_url(host: str, port: int) -> str:
+    """``http://HOST:PORT``."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def wait_until_ready(url: str, process: ChildProcess, timeout_s: float) -> None:

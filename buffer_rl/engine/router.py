@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import sys
 import time
 import urllib.request
@@ -12,17 +11,25 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from buffer_rl.engine.process import POLL_INTERVAL_S, ChildProcess, auth_headers, key_environment, wait_until_ready
+from buffer_rl.engine.process import (
+    POLL_INTERVAL_S,
+    ChildProcess,
+    auth_headers,
+    base_url,
+    key_environment,
+    listening_socket,
+    wait_until_ready,
+)
 from buffer_rl.errors import DeadlineError, EngineError
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 START_ATTEMPTS = 3
 CALL_TIMEOUT_S = 10.0
 """Deadline of one change of the worker list; the router answers at once and does the work in the background."""
 
 
 class Router:
-    """The router in front of ``worker_urls``, which answer already.
+    """The router in front of ``worker_urls``, which answer already, on a free port of the address ``host``.
 
     Raises EngineError with the end of its log if it ends, DeadlineError if it is not ready before ``deadline`` (of
     ``time.monotonic``). request_timeout_s: after which it gives up on a generation. api_key: what clients must send,
@@ -37,10 +44,11 @@ class Router:
         request_timeout_s: int,
         deadline: float,
         api_key: str | None = None,
+        host: str = LOOPBACK,
     ) -> None:
-        command = partial(_command, worker_urls, request_timeout_s)
+        command = partial(_command, worker_urls, request_timeout_s, host)
         self._api_key = api_key
-        self.process, self.url = _start(command, log_path, key_environment(api_key), deadline)
+        self.process, self.url = _start(host, command, log_path, key_environment(api_key), deadline)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
 
     @property
@@ -98,12 +106,12 @@ class Router:
 
 
 def _start(
-    command: Callable[[int, int], list[str]], log_path: str, env: Mapping[str, str], deadline: float
+    host: str, command: Callable[[int, int], list[str]], log_path: str, env: Mapping[str, str], deadline: float
 ) -> tuple[ChildProcess, str]:
     """The router takes no inherited socket, so another process may take its port first: try again then."""
     for attempt in range(START_ATTEMPTS):
-        port, metrics_port = free_ports(2)
-        url = f"http://{HOST}:{port}"
+        port, metrics_port = free_port(host), free_port(LOOPBACK)
+        url = base_url(host, port)
         process = ChildProcess("sglang-router", command(port, metrics_port), log_path, env=env)
         try:
             wait_until_ready(f"{url}/readiness", process, max(deadline - time.monotonic(), 0.0))
@@ -123,7 +131,7 @@ def _start(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _command(worker_urls: Sequence[str], request_timeout_s: int, port: int, metrics_port: int) -> list[str]:
+def _command(worker_urls: Sequence[str], request_timeout_s: int, host: str, port: int, metrics_port: int) -> list[str]:
     """The policy ``manual`` sends equal routing keys to one engine, so that the samples of a prompt share its
     prefill; a new key goes to the engine with the fewest requests. Retries and the circuit breaker are off: the
     client retries by ``rid``, and a bad request (400) must not count against an engine."""
@@ -131,7 +139,7 @@ def _command(worker_urls: Sequence[str], request_timeout_s: int, port: int, metr
         sys.executable,
         "-m",
         "buffer_rl.engine.router_process",
-        *("--host", HOST, "--port", str(port)),
+        *("--host", host, "--port", str(port)),
         *("--worker-urls", *worker_urls),
         *("--policy", "manual", "--assignment-mode", "min_load"),
         "--disable-retries",
@@ -140,16 +148,12 @@ def _command(worker_urls: Sequence[str], request_timeout_s: int, port: int, metr
         *("--health-check-interval-secs", "5", "--health-check-timeout-secs", "20"),
         *("--request-timeout-secs", str(request_timeout_s)),
         *("--shutdown-grace-period-secs", "1"),
-        *("--prometheus-host", HOST, "--prometheus-port", str(metrics_port)),
+        *("--prometheus-host", LOOPBACK, "--prometheus-port", str(metrics_port)),
         *("--log-level", "warn"),
     ]
 
 
-def free_ports(count: int) -> list[int]:
-    """Different ports of the loopback interface that are free now."""
-    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
-    try:
-        return [int(listener.getsockname()[1]) for listener in sockets]
-    finally:
-        for listener in sockets:
-            listener.close()
+def free_port(host: str) -> int:
+    """A port of the address ``host`` that is free now. Raises EngineError if this machine has no such address."""
+    with listening_socket(host) as listener:
+        return int(listener.getsockname()[1])

@@ -17,6 +17,7 @@ from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.storage import StorageUnit
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.dispatch import To, dispatch
+from buffer_rl.cluster.placement import Placement
 from buffer_rl.config import load_args
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.observe.run_folder import sample_record
@@ -120,7 +121,13 @@ class RolloutWorker:
 
 
 def start_rollout_workers(
-    args: Any, args_text: str, buffer: Any, log_dir: str, storage: Sequence[StorageUnit] = (), source: Any = None
+    args: Any,
+    args_text: str,
+    buffer: Any,
+    log_dir: str,
+    placement: Placement,
+    storage: Sequence[StorageUnit] = (),
+    source: Any = None,
 ) -> ActorGroup:
     """Start ``--num-rollout-workers`` processes.
 
@@ -131,6 +138,7 @@ def start_rollout_workers(
         RolloutWorker,
         lambda index: (args_text, buffer, f"{log_dir}/rollout_{index}.log", storage, source),
         args.num_rollout_workers,
+        options=partial(placement.options, "rollout"),
         independent=True,
     )
 

@@ -14,6 +14,7 @@ state          files of a rank in a checkpoint
 torch_trainer  the default trainer backend
 kl_control     the KL coefficient of a run with --kl-target, in a rank
 logprob_gate   comparison of the engine's log-probabilities with the trainer's
+layout         places of ranks in pipeline, data and tensor parallelism
 group          ranks as Ray actors, and where they meet
 worker         processes of the roles ref, teacher, actor_fwd and advantages
 options        flags

@@ -21,6 +21,7 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.dispatch import all_answers, dispatch
+from buffer_rl.cluster.placement import Placement
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Topology, Trainer
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
@@ -327,20 +328,16 @@ def streamed_rows(share: Callable[[], TrainBatch]) -> TrainBatch | None:
 
 
 def start_train_group(
-    role: str, args: TrainOptions, args_text: str, buffer: Any, log_dir: str, num_gpus: float
+    role: str, args: TrainOptions, args_text: str, buffer: Any, log_dir: str, placement: Placement
 ) -> ActorGroup:
-    """Start the ranks of a trained role; they have built their models when ``setup`` has answered (see ``launch``).
-
-    num_gpus: accelerators of each rank; 0 on a machine without.
-    """
+    """Start the ranks of a trained role; they have built their models when ``setup`` has answered (see ``launch``)."""
     world_size = args.num_train_ranks
-    environment = {"env_vars": {"OMP_NUM_THREADS": str(args.num_train_threads)}}
     return ActorGroup.of(
         role,
         TrainRank,
         lambda rank: (args_text, buffer, role, rank, world_size, f"{log_dir}/{role}_{rank}.log"),
         world_size,
-        options=lambda rank: {"num_gpus": num_gpus, "runtime_env": environment},
+        options=partial(placement.options, role),
     )
 
 

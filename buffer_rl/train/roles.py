@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from buffer_rl.algo.algorithms import algorithm_of
+from buffer_rl.cluster.counts import replicas_of
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import place
@@ -127,9 +128,11 @@ def own_roles(args: Any, registry: PluginRegistry) -> dict[str, tuple[str, Role]
 
 
 def process_counts(args: Any, own: Mapping[str, tuple[str, Role]]) -> dict[str, int]:
-    """Processes of each role that has some, the user's ``own`` after the others."""
+    """Processes of each role that has some; the user's ``own`` come after the others, and ``--resource`` counts them
+    before their rows do."""
     counts = {name: count for name, count in worker_counts(args).items() if count}
-    return counts | {name: row.processes for name, (_, row) in own.items()}
+    replicas = replicas_of(args)
+    return counts | {name: replicas.get(name, (row.processes, 0))[0] for name, (_, row) in own.items()}
 
 
 def fused_roles(args: Any, counts: Mapping[str, int]) -> list[list[str]]:

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from buffer_rl.contracts import Objective, Topology
+from buffer_rl.contracts import Objective
 from buffer_rl.errors import TrainError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.roles import CRITIC, MODEL_OF_ROLE
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import batch_outputs, response_log_probs, response_values
+from buffer_rl.train.layout import topology_of
 from buffer_rl.train.model import (
     ModelFactory,
     initial_folder,
@@ -43,7 +44,7 @@ class TorchTrainer:
     """
 
     def __init__(self, args: Any, rank: int, world_size: int, objective: Objective) -> None:
-        self.topology = Topology(dp_rank=rank, dp_size=world_size)
+        self.topology = topology_of(rank, world_size)
         self._args = args
         self._rank = rank
         self._objective = objective

@@ -16,7 +16,7 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.dispatch import dispatch
 from buffer_rl.cluster.fused import Deferred, FusedProcesses
-from buffer_rl.cluster.session import role_gpus
+from buffer_rl.cluster.placement import Placement
 from buffer_rl.config import load_args
 from buffer_rl.errors import TrainError
 from buffer_rl.observe.timeline import WorkReport
@@ -122,15 +122,23 @@ class RoleWorker:
 
 
 def start_roles(
-    args: Any, registry: PluginRegistry, roles: Sequence[str], args_text: str, buffer: Any, log_dir: str
+    args: Any,
+    registry: PluginRegistry,
+    roles: Sequence[str],
+    args_text: str,
+    buffer: Any,
+    log_dir: str,
+    placement: Placement,
 ) -> dict[str, ActorGroup]:
     """Start the roles with processes of their own; they have their models when ``ready`` is answered. Those of
     ``--fuse-roles`` have the same processes."""
-    counts, gpus = process_counts(args, own_roles(args, registry)), role_gpus(args)
-    environment = {"env_vars": {"OMP_NUM_THREADS": str(args.num_train_threads)}}
+    if not roles:
+        return {}
+    counts = process_counts(args, own_roles(args, registry))
 
     def start(together: Sequence[str]) -> dict[str, ActorGroup]:
         label = "+".join(together)
+        placed = next((role for role in together if placement.node_of(role, 0) is not None), together[0])
 
         def members(rank: int) -> dict[str, Deferred]:
             log_path = f"{log_dir}/{label}_{rank}.log"
@@ -138,8 +146,7 @@ def start_roles(
                 role: Deferred(RoleWorker, (args_text, buffer, role, rank, counts[role], log_path)) for role in together
             }
 
-        devices = gpus if MODEL_OF_ROLE.keys() & set(together) else 0.0
-        processes = FusedProcesses(members, lambda rank: {"num_gpus": devices, "runtime_env": environment})
+        processes = FusedProcesses(members, partial(placement.options, placed))
         return {
             role: ActorGroup(
                 role,
@@ -151,5 +158,5 @@ def start_roles(
             for role in together
         }
 
-    groups = {role: group for together in fused_roles(args, counts) for role, group in start(together).items()}
+    groups = {role: group for names in fused_roles(args, counts) for role, group in start(names).items()}
     return {role: groups[role] for role in roles}

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.checkpoint import opened_checkpoint
+from buffer_rl.cluster.counts import with_counts
 from buffer_rl.config import compose
 from buffer_rl.configuration.help import add_options, given_flags
 from buffer_rl.configuration.sources import resolve
@@ -67,7 +68,7 @@ def run(namespace: argparse.Namespace) -> int:
         compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_path=namespace.config
     )
     with ExitStack() as stack:
-        args: Any = resolved.args
+        args: Any = with_counts(resolved.args)
         if args.load:
             checkpoint = stack.enter_context(opened_checkpoint(args.load))
             args = args.model_copy(update={"hf_checkpoint": str(checkpoint.folder / "hf")})

@@ -11,6 +11,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from buffer_rl.checkpoint import make_folder, read_manifest
+from buffer_rl.cluster.demands import counts_devices, seating
+from buffer_rl.cluster.devices import Node
 from buffer_rl.config import flag_of
 from buffer_rl.data.source import EvalSource
 from buffer_rl.driver.process import check_lineage
@@ -76,7 +78,7 @@ def check_row_lengths(args: Any) -> None:
 
 
 def check_devices(args: Any) -> None:
-    """Raises ConfigError if CUDA is asked for on this machine and is not there.
+    """Raises ConfigError if CUDA, or a number of GPUs, is asked for on this machine and is not there.
 
     Trainer ranks of a cluster that is joined run on its nodes; engines run on this machine.
     """
@@ -85,16 +87,19 @@ def check_devices(args: Any) -> None:
         asked.append("engine_device")
     if args.train_device == "cuda" and args.ray_address is None:
         asked.append("train_device")
-    if not asked:
+    if not (asked or counts_devices(args)):
         return
     import torch  # takes seconds, so only where a GPU is requested
 
-    if not torch.cuda.is_available():
+    if asked and not torch.cuda.is_available():
         raise ConfigError(
             "there is no CUDA device, or torch is a build without CUDA",
             where=" and ".join(f"{flag_of(name)} cuda" for name in asked),
             hint="nvidia-smi shows the devices; 'auto' takes one where there is one",
         )
+    if args.ray_address is None:
+        here = Node(node_id="", address="127.0.0.1", gpus=torch.cuda.device_count())
+        seating(args, [here], engines=not train_only(args))
 
 
 def check_checkpoint(args: Any, data: Sequence[Mapping[str, Any]]) -> None:

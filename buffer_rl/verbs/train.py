@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from buffer_rl.checkpoint import open_checkpoint
+from buffer_rl.cluster.counts import derived_counts, with_counts
 from buffer_rl.config import Section, compose, load_section, plugin_kind_of
 from buffer_rl.configuration.help import add_options, given_flags
 from buffer_rl.configuration.sources import Resolved, resolve
@@ -81,10 +82,12 @@ def run(namespace: argparse.Namespace) -> int:
     resolved = resolve(
         compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_path=namespace.config
     )
-    args: Any = with_steps(resolved.args)
-    if args is not resolved.args:
-        derived = {"num_steps_per_rollout": resolved.origins["global_batch_size"]}
-        resolved = Resolved(args=args, origins={**resolved.origins, **derived})
+    args: Any = with_steps(with_counts(resolved.args))
+    sources = {name: derived.option for name, derived in derived_counts(args).items()}
+    sources["num_steps_per_rollout"] = "global_batch_size"
+    changed = {name for name in sources if getattr(args, name) != getattr(resolved.args, name)}
+    origins = {**resolved.origins, **{name: resolved.origins[sources[name]] for name in changed}}
+    resolved = Resolved(args=args, origins=origins)
     check_options(args)
     for text in notices(args):
         print(f"buffer-rl: notice: {text}", file=sys.stderr)

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from buffer_rl.contracts import Objective, Topology
+from buffer_rl.contracts import Objective
 from buffer_rl.errors import CheckpointError, ConfigError, NonFiniteError
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import batch_outputs, response_log_probs
+from buffer_rl.train.layout import topology_of
 from buffer_rl.train.model import initial_folder, load_model, load_tokenizer, pick_device, unique_state, weight_buckets
 from buffer_rl.train.optimizer import learning_rate
 from buffer_rl.train.roles import frozen_models_of_trainer
@@ -88,7 +89,7 @@ class TensorParallelTrainer:
     """Implements ``buffer_rl.contracts.Trainer``; the ranks have joined the default process group."""
 
     def __init__(self, args: Any, rank: int, world_size: int, objective: Objective) -> None:
-        self.topology = Topology(dp_rank=0, dp_size=1, is_head=rank == 0)
+        self.topology = topology_of(rank, world_size, tp_size=world_size)
         self._args, self._rank, self._world_size, self._objective = args, rank, world_size, objective
         self._device = pick_device(args.train_device)
         self._tokenizer = load_tokenizer(args.hf_checkpoint, "--hf-checkpoint")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from typing import Any
 
-from buffer_rl.engine.process import ChildProcess, key_environment, wait_until_ready
+from buffer_rl.engine.process import ChildProcess, base_url, key_environment, listening_socket, wait_until_ready
 from buffer_rl.errors import EngineError
 
 
@@ -37,15 +36,15 @@ class EmbeddedEngine:
 
 
 def launch(args: Any, index: int, log_path: str) -> EmbeddedEngine:
-    """Start embedded engine ``index`` for ``args.hf_checkpoint`` on a free port of the loopback interface.
+    """Start embedded engine ``index`` for ``args.hf_checkpoint`` on a free port of ``args.engine_host``.
 
     The listening socket is made here and inherited, so no other process can take the port in between. Raises
     EngineError if there is no model or the process cannot be started; it does not wait for the engine.
     """
     if not args.hf_checkpoint:
         raise EngineError("there is no model to serve", where="--hf-checkpoint", expected="a Hugging Face folder")
-    with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with listening_socket(args.engine_host, backlog=4096) as listener:
+        url = base_url(args.engine_host, listener.getsockname()[1])
         command = [
             sys.executable,
             "-m",

@@ -40,6 +40,7 @@ def engine_args(model_folder: Callable[..., str]) -> Callable[..., Any]:
     def make(**changes: Any) -> Any:
         args = {
             "hf_checkpoint": model_folder("qwen3"),
+            "engine_host": "127.0.0.1",
             "router_url": None,
             "engine_urls": [],
             "engine_api_key": None,

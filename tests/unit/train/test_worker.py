@@ -71,7 +71,6 @@ class Role:
         return self.group.call("stream", rollout_id, timeout_s=1)
 
 
-@pytest.mark.slow
 def test_replaced_processes_have_the_weights_of_those_that_died() -> None:
     role = Role()
     role.update(3)

@@ -1,0 +1,250 @@
+"""The devices that the roles of a run need, which of them share, and what is said where a cluster has too few.
+
+Pure: from the options and the nodes, without Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from buffer_rl.cluster.counts import ENGINE, replicas_of, roles_in_resource
+from buffer_rl.cluster.devices import Demand, Node, NoRoomError, Seat, Unit, all_devices, allocate
+from buffer_rl.config import flag_of
+from buffer_rl.errors import ConfigError
+from buffer_rl.roles import ACTOR, CRITIC, DEDICATED, worker_counts
+from buffer_rl.train.roles import uses_critic
+
+WITH_ACTOR = ("ref", "actor_fwd")
+"""Roles that ``--colocate-actor-ref`` puts on the devices of the trainer."""
+
+WITH_CRITIC = ("reward",)
+"""Roles that ``--colocate-critic-reward`` puts on the devices of the critic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seating:
+    """The seats of a run by kind of device, and lines for the user about what was chosen."""
+
+    seats: dict[Unit, list[Seat]]
+    notices: list[str]
+
+
+def seating(args: Any, nodes: Sequence[Node], *, engines: bool) -> Seating:
+    """Which devices of ``nodes`` each member of each role gets.
+
+    GPUs first: ranks have one each where ``--train-device`` allows it and there are enough, and so do the workers of
+    roles with a model; engines have theirs where the options count them or some are left. What computes on the CPU is
+    placed where there are several nodes.
+
+    engines: whether the run generates, with its own engines unless ``--engine-urls`` names others. Raises ConfigError,
+    with the arithmetic, where devices that the options ask for are not there.
+    """
+    if (most := args.num_gpus_per_node) is not None:
+        nodes = [replace(node, gpus=min(node.gpus, most)) for node in nodes]
+    gpus = sum(node.gpus for node in nodes)
+    trainers = _trainer_demands(args)
+    notices: list[str] = []
+    unit = Unit.GPU if _trains_on_gpu(args, gpus, trainers, notices) else Unit.CPU
+    demands: dict[Unit, list[Demand]] = {Unit.GPU: [], Unit.CPU: []}
+    demands[unit] += [*trainers, *_role_demands(args)]
+    if engines and not args.engine_urls:
+        demands[_engine_unit(args, gpus)].append(_engine_demand(args, _engine_unit(args, gpus)))
+    seats = {Unit.GPU: _gpu_seats(args, nodes, demands[Unit.GPU]), Unit.CPU: []}
+    if len(nodes) > 1:
+        seats[Unit.CPU] = _cpu_seats(args, nodes, demands[Unit.CPU], notices)
+    return Seating(seats=seats, notices=notices)
+
+
+def counts_devices(args: Any) -> bool:
+    """Whether options ask for devices by number: too few are an error then."""
+    asked = (args.actor_num_nodes, args.actor_num_gpus_per_node, args.rollout_num_gpus, args.resource)
+    return any(value is not None for value in asked)
+
+
+def _trainer_demands(args: Any) -> list[Demand]:
+    if args.debug_rollout_only:
+        return []
+    ranks, together = args.num_train_ranks, 1
+    if args.actor_num_nodes is not None or args.actor_num_gpus_per_node is not None:
+        together = ranks // (args.actor_num_nodes or 1)
+    roles = [ACTOR, CRITIC] if uses_critic(args) and args.num_rollout != 0 else [ACTOR]
+    return [Demand(role=role, members=ranks, together=together) for role in roles]
+
+
+def _role_demands(args: Any) -> list[Demand]:
+    """Of the workers of roles with a model, and of the roles of ``--resource`` that have devices."""
+    if args.debug_rollout_only or args.num_rollout == 0:
+        return []
+    counts = {role: count for role, count in worker_counts(args).items() if count and DEDICATED[role].model}
+    replicas = replicas_of(args)
+    demands = [Demand(role=role, members=n) for role, n in counts.items() if replicas.get(role, (1, 1))[1]]
+    demands += [
+        Demand(role=role, members=members, each=each)
+        for role, (members, each) in roles_in_resource(args).items()
+        if each
+    ]
+    together = {role: text for text in args.fuse_roles for role in text.split("+")}
+    return list({together.get(demand.role, demand.role): demand for demand in reversed(demands)}.values())[::-1]
+
+
+def _engine_demand(args: Any, unit: Unit) -> Demand:
+    each = args.rollout_num_gpus_per_engine if unit is Unit.GPU else 1
+    if each > 1 and args.rollout_engine == "embedded":
+        raise ConfigError(
+            f"the embedded engine computes on one GPU, and {each} are asked for",
+            where="--rollout-num-gpus-per-engine",
+            expected="1, or another --rollout-engine",
+        )
+    return Demand(role=ENGINE, members=args.rollout_num_engines, each=each)
+
+
+def _engine_unit(args: Any, gpus: int) -> Unit:
+    on_cpu = args.rollout_engine == "embedded" and args.engine_device == "cpu"
+    return Unit.CPU if on_cpu or not gpus else Unit.GPU
+
+
+def _trains_on_gpu(args: Any, gpus: int, trainers: Sequence[Demand], notices: list[str]) -> bool:
+    if args.train_device != "auto" or not trainers:
+        return bool(args.train_device == "cuda" or (gpus and args.train_device != "cpu"))
+    members = [demand.members for demand in trainers]
+    wanted = max(members) if args.colocate else sum(members)
+    if gpus and (gpus >= wanted or _share_the_only_one(trainers, gpus) or counts_devices(args)):
+        return True
+    if gpus or counts_devices(args):
+        there = f"there {'is' if gpus == 1 else 'are'} {_count(gpus, 'GPU')}" if gpus else "there is no GPU"
+        text = _joined([demand_text(args, demand, Unit.GPU) for demand in trainers])
+        notices.append(f"{there} for {text}: they compute on the CPU (--train-device auto)")
+    return False
+
+
+def _share_the_only_one(trainers: Sequence[Demand], gpus: int) -> bool:
+    """Whether a policy and a critic of one rank each share the only GPU. With more ranks, two of a role could meet on
+    it, which the collectives between them do not allow."""
+    return gpus == 1 and all(demand.members == 1 for demand in trainers)
+
+
+def _gpu_seats(args: Any, nodes: Sequence[Node], demands: Sequence[Demand]) -> list[Seat]:
+    devices = all_devices(nodes, Unit.GPU)
+    groups = _groups(args, demands, len(devices))
+    engines_counted = args.rollout_num_gpus is not None or ENGINE in replicas_of(args) or args.colocate
+    if not engines_counted:
+        try:
+            return allocate(groups, devices)
+        except NoRoomError:  # engines share what is there, as far as Ray knows
+            groups = [group for group in groups if group[0].role != ENGINE]
+    try:
+        return allocate(groups, devices)
+    except NoRoomError as error:
+        raise too_few(args, nodes, groups, error, Unit.GPU) from error
+
+
+def _cpu_seats(args: Any, nodes: Sequence[Node], demands: Sequence[Demand], notices: list[str]) -> list[Seat]:
+    """On the CPUs of several nodes: ranks together, others where the fewest are."""
+    spread = [
+        demand if demand.role in (ACTOR, CRITIC) else Demand(role=demand.role, members=demand.members, spread=True)
+        for demand in demands
+    ]
+    groups = _groups(args, spread, 0)
+    try:
+        return allocate(groups, all_devices(nodes, Unit.CPU))
+    except NoRoomError as error:
+        if counts_devices(args):
+            raise too_few(args, nodes, groups, error, Unit.CPU) from error
+        notices.append(f"{too_few(args, nodes, groups, error, Unit.CPU).what}: Ray chooses the nodes of the processes")
+        return []
+
+
+def _groups(args: Any, demands: Sequence[Demand], gpus: int) -> list[list[Demand]]:
+    """The demands, those that share devices in one list."""
+    if args.colocate:
+        return [list(demands)] if demands else []
+    leader: dict[str, str] = {}
+    if args.colocate_actor_ref:
+        leader |= dict.fromkeys(WITH_ACTOR, ACTOR)
+    if args.colocate_critic_reward:
+        leader |= dict.fromkeys(WITH_CRITIC, CRITIC)
+    trainers = [demand for demand in demands if demand.role in (ACTOR, CRITIC)]
+    if len(trainers) == 2 and _share_the_only_one(trainers, gpus):
+        leader[CRITIC] = ACTOR
+    groups: dict[str, list[Demand]] = {}
+    for demand in demands:
+        groups.setdefault(leader.get(demand.role, demand.role), []).append(demand)
+    return list(groups.values())
+
+
+# ------------------------------------------------------------------ what is said
+
+
+def too_few(
+    args: Any, nodes: Sequence[Node], groups: Sequence[Sequence[Demand]], error: NoRoomError, unit: Unit
+) -> ConfigError:
+    """The error for demands without room, with the arithmetic."""
+    wanted = sum(max(demand.devices for demand in group) for group in groups)
+    name = "GPU" if unit is Unit.GPU else "CPU"
+    needs = _joined([" together with ".join(demand_text(args, demand, unit) for demand in group) for group in groups])
+    verb = "needs" if len(groups) == 1 and sum(demand.members for demand in groups[0]) == 1 else "need"
+    there, found = _found(args, nodes, unit)
+    what = f"{needs} {verb} {_count(wanted, name)}; {there}"
+    if wanted <= found:
+        piece, one = demand_text(args, error.demand, unit), "needs" if error.demand.members == 1 else "need"
+        what += f", of which {piece} {one} {error.on_one_node} on one node, and at most {error.free} are left on one"
+    flags = dict.fromkeys(flag for group in groups for demand in group for flag in _flags(args, demand.role))
+    of_role = any(flag_of(row.workers) in flags for row in DEDICATED.values())
+    lower = "lower them (without processes of its own, a role's work is the trainer's)" if of_role else "lower them"
+    share = ", or share with --colocate"
+    if unit is Unit.GPU:
+        share = ", share with --colocate, or compute on the CPU with --train-device cpu"
+    return ConfigError(what, where=", ".join(flags), hint=lower + share)
+
+
+def demand_text(args: Any, demand: Demand, unit: Unit) -> str:
+    """``8 trainer ranks (1 node x 8 GPUs)``, ``2 engines x 4 GPUs``, ``1 process of ref``."""
+    members = demand.members
+    if demand.role in (ACTOR, CRITIC):
+        ranks = _count(members, "trainer rank" if demand.role == ACTOR else "critic rank")
+        if demand.together == 1 and not args.actor_num_nodes:
+            return ranks
+        return f"{ranks} ({_count(members // demand.together, 'node')} x {_count(demand.together, unit.value)})"
+    what = _count(members, "engine") if demand.role == ENGINE else f"{_count(members, 'process')} of {demand.role}"
+    return what if demand.each == 1 else f"{what} x {_count(demand.each, unit.value)}"
+
+
+def _found(args: Any, nodes: Sequence[Node], unit: Unit) -> tuple[str, int]:
+    """What the cluster has, in words, and the sum."""
+    counts = [node.count(unit) for node in nodes if node.count(unit)]
+    total = sum(counts)
+    if not counts or args.ray_address is None:
+        here = "this machine" if args.ray_address is None else "the cluster"
+        there = f"{here} has {_count(total, unit.value) if total else f'no {unit}'}"
+    elif len(counts) == 1:
+        there = f"the cluster has 1 node with {_count(total, unit.value)}"
+    elif len(set(counts)) == 1:
+        there = f"the cluster has {len(counts)} nodes with {_count(counts[0], unit.value)} each = {total}"
+    else:
+        there = f"the cluster has {len(counts)} nodes with {' + '.join(map(str, counts))} = {total} {unit}s"
+    if unit is Unit.GPU and args.num_gpus_per_node is not None:
+        there += f" (--num-gpus-per-node {args.num_gpus_per_node})"
+    return there, total
+
+
+def _flags(args: Any, role: str) -> list[str]:
+    if role in (ACTOR, CRITIC):
+        names = [name for name in ("actor_num_nodes", "actor_num_gpus_per_node") if getattr(args, name) is not None]
+        names = names or ["num_train_ranks"]
+    elif role == ENGINE:
+        names = ["rollout_num_gpus" if args.rollout_num_gpus is not None else "rollout_num_engines"]
+    else:
+        names = [DEDICATED[role].workers] if role in DEDICATED else []
+    in_resource = role in replicas_of(args)
+    return ["--resource"] if in_resource else [flag_of(name) for name in names]
+
+
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

@@ -1,0 +1,157 @@
+"""Which devices of a cluster each process of a run gets: pure data, without Ray.
+
+A device is a GPU, or one CPU of a cluster of several nodes without GPUs. Groups of roles get devices of their own one
+after another; the roles of one group share theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+SHARE_STEPS = 10_000
+"""Ray counts parts of a device in steps of 1 / 10,000; shares are rounded down to one."""
+
+
+class Unit(StrEnum):
+    """Kind of device, by Ray's name of the resource."""
+
+    GPU = "GPU"
+    CPU = "CPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine of the cluster: Ray's id of it, its address, and the CPUs and GPUs that Ray counts there."""
+
+    node_id: str
+    address: str
+    cpus: int = 0
+    gpus: int = 0
+
+    def count(self, unit: Unit) -> int:
+        """Devices of the kind."""
+        return self.gpus if unit is Unit.GPU else self.cpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Device:
+    """Device ``slot`` of the node at position ``node`` of the list of nodes."""
+
+    node: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """The devices that a role needs.
+
+    each: devices of one member, all on one node. together: consecutive members that must be on one node, as the ranks
+    of one ``--actor-num-nodes``; divides ``members``. spread: members go to the nodes with the fewest others, in place
+    of filling one node after another.
+    """
+
+    role: str
+    members: int
+    each: int = 1
+    together: int = 1
+    spread: bool = False
+
+    @property
+    def devices(self) -> int:
+        """Devices of all members."""
+        return self.members * self.each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """The devices of one member, all on one node, and its share of each: 1.0 where it has them to itself."""
+
+    role: str
+    index: int
+    devices: tuple[Device, ...]
+    share: float = 1.0
+
+
+class NoRoomError(Exception):
+    """A group of demands does not fit: of the first demand without room, its role, the devices that must be on one
+    node, and the largest number that is free on one."""
+
+    def __init__(self, demand: Demand, free: int) -> None:
+        super().__init__(f"{demand.role}: {demand.each * demand.together} on one node, {free} free")
+        self.demand = demand
+        self.on_one_node = demand.each * demand.together
+        self.free = free
+
+
+def all_devices(nodes: Sequence[Node], unit: Unit) -> list[Device]:
+    """Every device of the kind, in the order of the nodes."""
+    return [Device(node=at, slot=slot) for at, node in enumerate(nodes) for slot in range(node.count(unit))]
+
+
+def allocate(groups: Sequence[Sequence[Demand]], devices: Sequence[Device]) -> list[Seat]:
+    """The seat of every member.
+
+    groups: the demands of a group share devices, and no two groups do. Groups are served in their order, or where that
+    leaves none with enough devices on one node, the largest pieces first. Raises NoRoomError.
+    """
+    try:
+        return _allocate_in_order(groups, devices)
+    except NoRoomError:
+        by_size = sorted(groups, key=lambda group: -max(demand.each * demand.together for demand in group))
+        return _allocate_in_order(by_size, devices)
+
+
+def _allocate_in_order(groups: Sequence[Sequence[Demand]], devices: Sequence[Device]) -> list[Seat]:
+    free, on_node = list(devices), Counter[int]()
+    seats: list[Seat] = []
+    for group in groups:
+        widest = max(group, key=lambda demand: (demand.devices, demand.each * demand.together))
+        load = Counter[Device]()  # processes on each device of the group
+        held: dict[str, list[tuple[Device, ...]]] = {}
+        for demand in (widest, *(demand for demand in group if demand is not widest)):
+            held[demand.role] = _place(demand, sorted(load) or free, load, on_node)
+            load.update(device for member in held[demand.role] for device in member)
+        for demand in group:
+            seats += _seats(demand.role, held[demand.role], load)
+        free = [device for device in free if device not in load]
+        on_node.update(device.node for device in load)
+    return seats
+
+
+def _place(
+    demand: Demand, devices: Sequence[Device], load: Mapping[Device, int], on_node: Mapping[int, int]
+) -> list[tuple[Device, ...]]:
+    """The devices of each member: on the first node with room for those that belong together, or on that with the
+    fewest devices in use (``on_node``), and there on the devices with the fewest processes (``load``)."""
+    needed, used, in_use = demand.each * demand.together, set[Device](), Counter(on_node)
+    members: list[tuple[Device, ...]] = []
+    for _ in range(demand.members // demand.together):
+        rooms: dict[int, list[Device]] = {}
+        for device in devices:
+            if device not in used:
+                rooms.setdefault(device.node, []).append(device)
+        fitting = [node for node, room in rooms.items() if len(room) >= needed]
+        if not fitting:
+            raise NoRoomError(demand, max(map(len, rooms.values()), default=0))
+        evens = demand.spread or demand.together > 1
+        node = min(fitting, key=lambda node: (in_use[node] if evens else 0, node))
+        chosen = sorted(sorted(rooms[node], key=lambda device: (load.get(device, 0), device))[:needed])
+        used.update(chosen)
+        in_use[node] += needed
+        members += [tuple(chosen[at : at + demand.each]) for at in range(0, needed, demand.each)]
+    return members
+
+
+def _seats(role: str, members: Iterable[tuple[Device, ...]], load: Mapping[Device, int]) -> list[Seat]:
+    return [
+        Seat(role=role, index=index, devices=devices, share=share_of(max(load[device] for device in devices)))
+        for index, devices in enumerate(members)
+    ]
+
+
+def share_of(tenants: int) -> float:
+    """The equal share of one device among its processes, rounded down so that all of them fit."""
+    return SHARE_STEPS // tenants / SHARE_STEPS

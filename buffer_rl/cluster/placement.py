@@ -1,0 +1,241 @@
+"""Where the members of each role run: devices, bundles of Ray's placement groups, and the ``.options`` of their actors.
+
+``Placement.of`` computes it from the options and the nodes; as a context it reserves the devices. A run on one machine
+without GPUs reserves nothing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, cast
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from buffer_rl.cluster.counts import ENGINE
+from buffer_rl.cluster.demands import Seating, seating
+from buffer_rl.cluster.devices import Device, Node, Seat, Unit
+from buffer_rl.errors import DeadlineError
+from buffer_rl.roles import ACTOR
+from buffer_rl.train.layout import grouping
+
+NODE_LABEL = "ray.io/node-id"
+NO_DEVICE = {"num_cpus": 0, "num_gpus": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleGroup:
+    """A placement group: the bundles of one kind of device that a run reserves on one node."""
+
+    node: Node
+    unit: Unit
+    bundles: list[int] = field(default_factory=list)
+    """Devices of each bundle."""
+
+
+class Placement:
+    """The devices of every member of every role.
+
+    notices: lines for the user about what was chosen. groups: what is reserved; empty where nothing is.
+    """
+
+    def __init__(self, args: Any, nodes: Sequence[Node], chosen: Seating) -> None:
+        self.notices = chosen.notices
+        self.groups: list[BundleGroup] = []
+        self._args = args
+        self._nodes = list(nodes)
+        self._seats = {(seat.role, seat.index): (unit, seat) for unit, seats in chosen.seats.items() for seat in seats}
+        self._bundle_of: dict[tuple[Unit, Device], tuple[int, int]] = {}  # group and bundle of each device
+        self._reserved: list[Any] = []
+        self._gpu_ids: dict[Device, str] = {}
+        self._make_groups()
+
+    @classmethod
+    def of(cls, args: Any, nodes: Sequence[Node], *, engines: bool = True) -> Placement:
+        """The placement of a run.
+
+        engines: whether the run generates. Raises ConfigError, with the arithmetic, where the options ask for more
+        devices than ``nodes`` have."""
+        return cls(args, nodes, seating(args, nodes, engines=engines))
+
+    def options(self, role: str, index: int) -> dict[str, Any]:
+        """The ``.options`` of the actor of a member: its CPUs and GPUs, where Ray starts it, and its environment."""
+        chosen: dict[str, Any] = dict(NO_DEVICE)
+        environment = self._environment(role)
+        if (found := self._seats.get((role, index))) is not None:
+            unit, seat = found
+            if self._reserved:
+                chosen["scheduling_strategy"] = self._strategy(unit, seat.devices[0])
+            if len(seat.devices) == 1 or seat.share == 1.0:
+                amount = "num_gpus" if unit is Unit.GPU else "num_cpus"
+                chosen[amount] = seat.share if len(seat.devices) == 1 else len(seat.devices)
+            else:  # Ray divides single devices only
+                environment |= self._visible_devices(seat)
+        elif (node := self._near(role, index)) is not None:
+            chosen["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node.node_id, soft=True)
+        return {**chosen, "runtime_env": {"env_vars": environment}} if environment else chosen
+
+    def node_of(self, role: str, index: int) -> Node | None:
+        """The node of a member; None where Ray chooses it."""
+        found = self._seats.get((role, index))
+        return None if found is None else self._home(found[1])
+
+    def describe(self) -> str:
+        """A table: role, members, devices of each, node; a line for each role and node."""
+        rows = Counter(
+            (role, f"{len(seat.devices)} {unit}" + (f" x {seat.share:g}" if seat.share < 1.0 else ""), self._home(seat))
+            for (role, _), (unit, seat) in self._seats.items()
+        )
+        lines = [("role", "members", "devices each", "node")]
+        lines += [(role, str(members), devices, node.address) for (role, devices, node), members in rows.items()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+        return "\n".join("  ".join(line).rstrip() for line in padded)
+
+    # ------------------------------------------------------------------ reservation
+
+    def __enter__(self) -> Placement:
+        """Reserve the devices. Raises DeadlineError where they are not free within ``--placement-timeout-s``."""
+        deadline = time.monotonic() + self._args.placement_timeout_s
+        try:
+            for group in self.groups:
+                self._reserved.append(_reserve(group))
+            for group, reserved in zip(self.groups, self._reserved, strict=True):
+                if not reserved.wait(max(0.0, deadline - time.monotonic())):
+                    raise _not_free(group, self._args.placement_timeout_s)
+            self._ask_gpu_ids()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        reserved, self._reserved = self._reserved, []
+        for group in reserved:
+            with suppress(Exception):  # fault boundary: Ray itself may be gone
+                remove_placement_group(group)
+
+    def _home(self, seat: Seat) -> Node:
+        return self._nodes[seat.devices[0].node]
+
+    def _make_groups(self) -> None:
+        """A bundle for each device, or for all devices of a member that has several to itself; a group for each node
+        and kind of device."""
+        at: dict[tuple[int, Unit], int] = {}
+        for unit, seat in self._seats.values():
+            pieces = [seat.devices] if seat.share == 1.0 else [(device,) for device in seat.devices]
+            for devices in pieces:
+                if (unit, devices[0]) in self._bundle_of:
+                    continue
+                where = (devices[0].node, unit)
+                if where not in at:
+                    at[where] = len(self.groups)
+                    self.groups.append(BundleGroup(node=self._nodes[devices[0].node], unit=unit))
+                bundles = self.groups[at[where]].bundles
+                for device in devices:
+                    self._bundle_of[unit, device] = (at[where], len(bundles))
+                bundles.append(len(devices))
+
+    def _ask_gpu_ids(self) -> None:
+        """Learn the ids of the devices of members that share several, which Ray does not set for them."""
+        asked = {
+            device: self._strategy(unit, device)
+            for unit, seat in self._seats.values()
+            for device in seat.devices
+            if unit is Unit.GPU and len(seat.devices) > 1 and seat.share < 1.0
+        }
+        ask = cast(Any, ray.remote)(num_cpus=0, num_gpus=1, max_retries=0)(_gpu_id)
+        answers = [ask.options(scheduling_strategy=strategy).remote() for strategy in asked.values()]
+        found = ray.get(answers, timeout=self._args.placement_timeout_s)
+        self._gpu_ids = dict(zip(asked, found, strict=True))
+
+    def _strategy(self, unit: Unit, device: Device) -> PlacementGroupSchedulingStrategy:
+        group, bundle = self._bundle_of[unit, device]
+        return PlacementGroupSchedulingStrategy(self._reserved[group], placement_group_bundle_index=bundle)
+
+    def _visible_devices(self, seat: Seat) -> dict[str, str]:
+        ids = ",".join(self._gpu_ids[device] for device in seat.devices if device in self._gpu_ids)
+        return {"CUDA_VISIBLE_DEVICES": ids, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} if ids else {}
+
+    def _environment(self, role: str) -> dict[str, str]:
+        """The environment of a member that computes with torch, beside the run's own."""
+        if role in ("rollout", ENGINE):
+            return {}
+        return {"OMP_NUM_THREADS": str(self._args.num_train_threads), **self._args.train_env_vars}
+
+    def _near(self, role: str, index: int) -> Node | None:
+        """The node that a rollout worker is best on, where its rows are read: that of the trainer rank it belongs to
+        when workers are dealt out to ranks."""
+        if role != "rollout" or len(self._nodes) == 1:
+            return None
+        ranks = grouping(self._args.num_rollout_workers, self._args.num_train_ranks)
+        return next((self.node_of(ACTOR, rank) for rank, units in ranks.items() if index in units), None)
+
+
+def _reserve(group: BundleGroup) -> Any:
+    bundles = [{group.unit.value: float(devices)} for devices in group.bundles]
+    labels = [{NODE_LABEL: group.node.node_id} for _ in bundles]
+    return placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=labels)
+
+
+def _not_free(group: BundleGroup, timeout_s: float) -> DeadlineError:
+    return DeadlineError(
+        f"{sum(group.bundles)} {group.unit}s of the node {group.node.address} are not free after {timeout_s:g} s",
+        where="the placement of the run",
+        hint="other jobs hold them: wait for these, or ask for fewer; --placement-timeout-s waits longer",
+    )
+
+
+def _gpu_id() -> str:
+    """The id of the one GPU of this process."""
+    return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+
+
+def cluster_nodes() -> list[Node]:
+    """The nodes of the cluster that this process is connected to: its own first, then by address."""
+    own = ray.get_runtime_context().get_node_id()
+    nodes = [
+        Node(
+            node_id=found["NodeID"],
+            address=found["NodeManagerAddress"],
+            cpus=int(found["Resources"].get("CPU", 0)),
+            gpus=int(found["Resources"].get("GPU", 0)),
+        )
+        for found in cast(Any, ray).nodes()
+        if found["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (node.node_id != own, _numbers(node.address), node.node_id))
+
+
+def _numbers(address: str) -> tuple[int, str]:
+    """Addresses in numeric order, names after them."""
+    try:
+        return int(ipaddress.ip_address(address)), ""
+    except ValueError:
+        return 1 << 128, address
+
+
+@contextmanager
+def placed(args: Any, engines: bool, notice: Callable[[str], None]) -> Iterator[Placement]:
+    """The placement of a run on the cluster that this process is connected to, its devices reserved for the length of
+    the block. Raises what ``Placement.of`` and entering it do."""
+    placement = Placement.of(args, cluster_nodes(), engines=engines)
+    for line in placement.notices:
+        notice(line)
+    with placement:
+        if placement.groups:
+            for line in placement.describe().splitlines():
+                notice(line)
+        yield placement
