@@ -19,7 +19,7 @@ from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray
 from buffer_rl.config import flag_of
 from buffer_rl.errors import ConfigError, WorkerError
 from buffer_rl.resolution.shipping import CodeBundle, use_shipped_code
-from buffer_rl.roles import MODEL_OF_ROLE, worker_counts
+from buffer_rl.roles import PLACED, worker_counts
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.train.roles import uses_critic
 
@@ -135,11 +135,12 @@ def role_gpus(args: TrainOptions) -> float:
     Raises ConfigError if the cluster has too few for them, or for a critic: they would wait until a deadline passes."""
     num_gpus = train_gpus(args)
     trainers = round(num_trainer_ranks(args) * (num_gpus or 1.0))
-    wanted = trainers + sum(worker_counts(args)[role] for role in MODEL_OF_ROLE)
+    with_model = [name for name, role in PLACED.items() if role.model]
+    wanted = trainers + sum(worker_counts(args)[role] for role in with_model)
     found = int(cast(Any, ray).cluster_resources().get("GPU", 0))
     if num_gpus and wanted > args.num_train_ranks and found < wanted:
         of_critic = " (half of them the critic's)" if trainers > args.num_train_ranks else ""
-        flags = [flag_of(f"num_{role}_workers") for role in MODEL_OF_ROLE]
+        flags = [flag_of(f"num_{role}_workers") for role in with_model]
         raise ConfigError(
             f"{trainers} trainer ranks{of_critic} and {wanted - trainers} workers of roles need an "
             f"accelerator each, and there are {found}",

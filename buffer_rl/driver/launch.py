@@ -42,10 +42,12 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
 from buffer_rl.roles import ACTOR
 from buffer_rl.rollout.data_source import SourceAnswers, SourceWatch, start_data_source
+from buffer_rl.rollout.reward_model import RewardModelWatch
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
 from buffer_rl.train.batch_sizes import optimizer_steps, with_steps
 from buffer_rl.train.group import start_train_group
+from buffer_rl.train.reward_model import start_reward_model
 from buffer_rl.train.roles import (
     REFERENCE_FOLDER,
     checkpoint_folder,
@@ -147,13 +149,17 @@ class _Run:
         self.roles = start_roles(args, self.role_plan.dedicated_roles, args_text, actor, logs)
         for group in self.roles.values():
             stack.callback(group.stop)
+        self.reward = start_reward_model(args, logs) if args.rm_model and not train_only(args) else None
+        if self.reward is not None:
+            stack.callback(self.reward.stop)
         self.rollout = None if train_only(args) else self._start_rollout(args, args_text, actor, logs)
         self.reference = self._reference_updates()
         self._wait_ready()
 
     def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> WorkerGroup:
         storage = self._start_storage(args.num_data_storage_units, buffer)
-        workers = start_rollout_workers(args, args_text, buffer, logs, storage, self.source)
+        reward = self.reward.actors if self.reward is not None else ()
+        workers = start_rollout_workers(args, args_text, buffer, logs, storage, self.source, reward)
         self.stack.callback(workers.stop, "close", CLOSE_TIMEOUT_S)
         return workers
 
@@ -201,6 +207,8 @@ class _Run:
         watchers: list[Callable[[], None]] = [self._buffer_watch()]
         watchers += [self.fleet.check] if self.fleet is not None else []
         watchers += [SourceWatch(self.source, args, self.observer.notice)] if self.source is not None else []
+        if self.reward is not None:
+            watchers.append(RewardModelWatch(self.reward.actors, args, self.observer.notice))
         self.observer.planned(plan.num_rollouts)
         return Driver(plan, RayRuntime(targets, watchers), self.observer)
 
@@ -301,6 +309,8 @@ class _Run:
             self.buffer.load(str(self.checkpoint.folder))
         for group in self.roles.values():
             group.wait_ready()
+        if self.reward is not None:
+            self.reward.call("ready", timeout_s=limit)
         if self.rollout is not None:
             for _ in self.rollout.actors:
                 self.rollout.call("ready", timeout_s=limit)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.roles import ACTOR, ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, ROLES, worker_counts
+from buffer_rl.roles import ACTOR, ADVANTAGE_FIELDS, CRITIC, DEDICATED, FIELD_OF_MODEL, worker_counts
 from buffer_rl.scope import Scope
 from buffer_rl.train.batch_sizes import optimizer_steps
 from buffer_rl.train.roles import frozen_models_of_trainer, is_supervised, uses_critic
@@ -146,7 +146,7 @@ class RolePlan:
 
 def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope) -> RolePlan:
     """The roles that the options ask for, and what is left to the trainer. scope: of the advantage estimator."""
-    dedicated = tuple(role for role, count in worker_counts(args).items() if count)
+    dedicated = tuple(role for role, count in worker_counts(args).items() if count and role in DEDICATED)
     models = frozen_models_of_trainer(args)
     if needs_old_log_probs(args, rollouts_use_engine) and "actor_fwd" not in dedicated:
         models.append("actor")
@@ -155,7 +155,7 @@ def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope) -> RolePlan:
         trained=(ACTOR, *critic),
         passes=(*((ACTOR, model) for model in models), *((role, role) for role in critic)),
         dedicated_roles=dedicated,
-        external_fields=tuple(name for role in dedicated for name in ROLES[role].fields),
+        external_fields=tuple(name for role in dedicated for name in DEDICATED[role].fields),
         # An estimator of scope row is called by each rank on its own rows, unless it reads those of another role.
         estimates=not (is_supervised(args) or "advantages" in dedicated or args.stream_gradients)
         and (scope is not Scope.ROW or bool(critic)),

@@ -66,7 +66,7 @@ class TrainOptions(Section):
     role_max_restarts: int = option(
         2,
         "how often in a run the processes of these roles, and rollout workers, are replaced after one of them died; "
-        "and, counted by itself, how often that of --data-source-path is",
+        "and, each counted by itself, how often that of --data-source-path and those of --rm-model are",
         ge=0,
     )
     balance_data: bool = option(

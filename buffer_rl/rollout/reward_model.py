@@ -1,0 +1,160 @@
+"""The rollout worker's side of the reward model (``--rm-model``): samples as its token ids, calls on its processes.
+
+Where every token of the policy's tokenizer has the same id in the reward model's, a sample's own tokens are scored.
+Else its text is: as a conversation under the reward model's chat template, where the prompt is a list of messages and
+there is one, else as one text.
+
+Ray starts a process that died again, and calls that it had not answered are repeated: a score is a function of the row
+alone, so nothing changes. The driver counts the deaths of all processes (``RewardModelWatch``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from buffer_rl.buffer.calling import Answers
+from buffer_rl.cluster.worker_group import PATIENCE_S
+from buffer_rl.errors import WorkerDiedError
+from buffer_rl.model_config import length_problem, max_positions, text_config
+from buffer_rl.rollout.failures import FailureKind
+from buffer_rl.rollout.prompts import load_tokenizer
+from buffer_rl.rollout.reward_process import Outcome
+from buffer_rl.types import Sample
+
+ROLE = "reward"
+FLAG = "--rm-model"
+
+
+def answers_of(args: Any) -> Answers:
+    """Answers of the reward model's processes."""
+    return Answers(who="the reward model", role=ROLE, timeout_s=args.rm_model_timeout_s, flag="--rm-model-timeout-s")
+
+
+class RewardRows:
+    """Token ids of the reward model for a sample. tokenizer: the policy's, of whose tokens samples are.
+
+    shares_tokens: whether the samples' own tokens are scored. Raises RolloutError if the folder has no tokenizer."""
+
+    def __init__(self, args: Any, tokenizer: Any) -> None:
+        self._policy = tokenizer
+        self._own = load_tokenizer(args.rm_model, FLAG, trust_remote_code=args.trust_remote_code)
+        self.shares_tokens = tokenizer.get_vocab().items() <= self._own.get_vocab().items()
+        config = json.loads(Path(args.rm_model, "config.json").read_text(encoding="utf-8"))
+        steady = length_problem(config, None)
+        limits = [max_positions(config), self._own.model_max_length, steady[1] if steady else None]
+        self._longest = min(limit for limit in limits if limit is not None)
+        self._vocabulary = text_config(config).get("vocab_size")
+
+    def encode(self, sample: Sample) -> np.ndarray | Outcome:
+        """``[num_tokens]`` int32 of prompt and response, at least one; or why the model cannot score them."""
+        try:
+            row = np.asarray(self._tokens(sample), dtype=np.int32)
+        except Exception as error:  # fault boundary: chat templates raise whatever their authors raise
+            return Outcome(kind=FailureKind.EXCEPTION, text=f"{type(error).__name__}: {error}")
+        if not 0 < len(row) <= self._longest:
+            expected = f"1 to {self._longest} tokens, which is what the reward model takes"
+            return Outcome(kind=FailureKind.INVALID, text=f"the sample has {len(row)} tokens", expected=expected)
+        if self._vocabulary is not None and (largest := int(row.max())) >= self._vocabulary:
+            text = f"the token {largest} is not in the vocabulary of the reward model"
+            return Outcome(kind=FailureKind.INVALID, text=text, expected=f"token ids below {self._vocabulary}")
+        return row
+
+    def _tokens(self, sample: Sample) -> Sequence[int]:
+        if self.shares_tokens:
+            return sample.tokens
+        if isinstance(sample.prompt, str) or not self._own.chat_template:
+            text = self._policy.decode(sample.tokens, skip_special_tokens=True)
+            ids: list[int] = self._own(text)["input_ids"]
+            return ids
+        turns = [*sample.prompt, {"role": "assistant", "content": sample.response}]
+        rendered = self._own.apply_chat_template(turns, tokenize=False)
+        ids = self._own(rendered, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+class RewardModelClient:
+    """Asks the processes of the reward model for rewards. Belongs to one event loop of a rollout worker.
+
+    A call goes to the process that works on the fewest rows of this client. Raises DeadlineError after
+    ``--rm-model-timeout-s``, WorkerDiedError once a process is not started again, WorkerError or ConfigError if the
+    model fails.
+    """
+
+    def __init__(self, args: Any, tokenizer: Any, actors: Sequence[Any]) -> None:
+        self._rows = RewardRows(args, tokenizer)
+        self._actors = list(actors)
+        self._answers = answers_of(args)
+        self._num_asked = [0] * len(self._actors)
+
+    async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """One outcome for each sample, in order; a score that is no finite number is one, too."""
+        encoded = [self._rows.encode(sample) for sample in samples]
+        rows = [row for row in encoded if not isinstance(row, Outcome)]
+        scores = iter(await self._ask(rows) if rows else ())
+        return [row if isinstance(row, Outcome) else Outcome(value=next(scores)) for row in encoded]
+
+    async def _ask(self, rows: Sequence[np.ndarray]) -> list[float]:
+        index = min(range(len(self._actors)), key=self._num_asked.__getitem__)
+        self._num_asked[index] += len(rows)
+        try:
+            scores: list[float] = await self._answers.until("score", partial(self._actors[index].score.remote, rows))
+            return scores
+        finally:
+            self._num_asked[index] -= len(rows)
+
+
+class RewardModelWatch:
+    """A watcher of the driver, whose looks never wait: calls ``notice`` with a line when a process was replaced.
+
+    max_deaths: of all processes of the role over the run, ``--role-max-restarts`` where absent.
+    """
+
+    def __init__(
+        self, actors: Sequence[Any], args: Any, notice: Callable[[str], None], max_deaths: int | None = None
+    ) -> None:
+        self._actors = list(actors)
+        self._notice = notice
+        self._max_deaths: int = args.role_max_restarts if max_deaths is None else max_deaths
+        self._questions: list[Any] = [None] * len(self._actors)
+        self._pids = [answers_of(args).wait("pid", actor.pid.remote) for actor in self._actors]
+        self._deaths = 0
+
+    def __call__(self) -> None:
+        """One look. Raises WorkerDiedError once there were more deaths than ``max_deaths``, or where a process is not
+        started again."""
+        for index, actor in enumerate(self._actors):
+            if self._questions[index] is None:
+                self._questions[index] = actor.pid.remote()
+            if ray.wait([self._questions[index]], timeout=0)[0]:
+                question, self._questions[index] = self._questions[index], None
+                self._look(index, question)
+
+    def _look(self, index: int, question: Any) -> None:
+        with suppress(ray.exceptions.ActorUnavailableError):  # it is being started again
+            try:
+                pid = ray.get(question, timeout=PATIENCE_S)  # it is there
+            except ray.exceptions.ActorDiedError as error:
+                raise self._too_many(index, self._deaths + 1) from error
+            if pid == self._pids[index]:
+                return
+            self._pids[index] = pid
+            self._deaths += 1
+            if self._deaths > self._max_deaths:
+                raise self._too_many(index, self._deaths)
+            text = f"process {index} of the reward model died and was replaced"
+            self._notice(f"{text} ({self._deaths} of {self._max_deaths}; process {pid})")
+
+    def _too_many(self, index: int, deaths: int) -> WorkerDiedError:
+        return WorkerDiedError(
+            f"process {index} of the reward model died; {deaths} deaths of the role in all",
+            where=ROLE,
+            hint=f"logs/reward_{index}.log has what it printed; --role-max-restarts says how often one is replaced",
+        )
