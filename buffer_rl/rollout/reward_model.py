@@ -83,16 +83,16 @@ class RewardRows:
 class RewardModelClient:
     """Asks the processes of the reward model for rewards. Belongs to one event loop of a rollout worker.
 
-    A call goes to the process that works on the fewest rows of this client. Raises DeadlineError after
-    ``--rm-model-timeout-s``, WorkerDiedError once a process is not started again, WorkerError or ConfigError if the
-    model fails.
+    num_asked: rows that each process was asked for and did not answer yet; a call goes to the one with the fewest.
+    Raises DeadlineError after ``--rm-model-timeout-s``, WorkerDiedError once a process is not started again,
+    WorkerError or ConfigError if the model fails.
     """
 
     def __init__(self, args: Any, tokenizer: Any, actors: Sequence[Any]) -> None:
         self._rows = RewardRows(args, tokenizer)
         self._actors = list(actors)
         self._answers = answers_of(args)
-        self._num_asked = [0] * len(self._actors)
+        self.num_asked = [0] * len(self._actors)
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """One outcome for each sample, in order; a score that is no finite number is one, too."""
@@ -102,13 +102,13 @@ class RewardModelClient:
         return [row if isinstance(row, Outcome) else Outcome(value=next(scores)) for row in encoded]
 
     async def _ask(self, rows: Sequence[np.ndarray]) -> list[float]:
-        index = min(range(len(self._actors)), key=self._num_asked.__getitem__)
-        self._num_asked[index] += len(rows)
+        index = min(range(len(self._actors)), key=self.num_asked.__getitem__)
+        self.num_asked[index] += len(rows)
         try:
             scores: list[float] = await self._answers.until("score", partial(self._actors[index].score.remote, rows))
             return scores
         finally:
-            self._num_asked[index] -= len(rows)
+            self.num_asked[index] -= len(rows)
 
 
 class RewardModelWatch:
@@ -123,18 +123,17 @@ class RewardModelWatch:
         self._actors = list(actors)
         self._notice = notice
         self._max_deaths: int = args.role_max_restarts if max_deaths is None else max_deaths
-        self._questions: list[Any] = [None] * len(self._actors)
         self._pids = [answers_of(args).wait("pid", actor.pid.remote) for actor in self._actors]
+        self._questions = [actor.pid.remote() for actor in self._actors]
         self._deaths = 0
 
     def __call__(self) -> None:
         """One look. Raises WorkerDiedError once there were more deaths than ``max_deaths``, or where a process is not
         started again."""
         for index, actor in enumerate(self._actors):
-            if self._questions[index] is None:
+            question = self._questions[index]
+            if ray.wait([question], timeout=0)[0]:
                 self._questions[index] = actor.pid.remote()
-            if ray.wait([self._questions[index]], timeout=0)[0]:
-                question, self._questions[index] = self._questions[index], None
                 self._look(index, question)
 
     def _look(self, index: int, question: Any) -> None:

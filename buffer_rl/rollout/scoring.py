@@ -71,7 +71,7 @@ class Scorer:
 
     def __init__(self, args: Any, registry: PluginRegistry, model: RewardModelClient | None = None) -> None:
         self._args = args
-        self._model = model
+        self.model = model
         self._registry = registry
         self._functions: dict[RewardTarget, _Function] = {}
         self._pool: RewardPool | None = None
@@ -162,9 +162,9 @@ class Scorer:
 
     async def _run(self, target: RewardTarget, samples: Sequence[Sample | SampleGroup]) -> list[Outcome]:
         if target == MODEL:
-            if self._model is None:
+            if self.model is None:
                 raise ConfigError("no reward model runs here", where=MODEL.reference)
-            return await self._model.score(cast("Sequence[Sample]", samples))
+            return await self.model.score(cast("Sequence[Sample]", samples))
         if target not in self._functions:
             call = target.resolve(self._registry)
             self._functions[target] = _Function(call, is_async(call))
