@@ -42,12 +42,11 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
 from buffer_rl.roles import ACTOR
 from buffer_rl.rollout.data_source import SourceAnswers, SourceWatch, start_data_source
-from buffer_rl.rollout.reward_model import RewardModelWatch
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
 from buffer_rl.train.batch_sizes import optimizer_steps, with_steps
 from buffer_rl.train.group import start_train_group
-from buffer_rl.train.reward_model import start_reward_model
+from buffer_rl.train.reward_model import RewardModelWatch, start_reward_model
 from buffer_rl.train.roles import (
     REFERENCE_FOLDER,
     checkpoint_folder,

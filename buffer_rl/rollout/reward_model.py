@@ -5,24 +5,20 @@ Else its text is: as a conversation under the reward model's chat template, wher
 there is one, else as one text.
 
 Ray starts a process that died again, and calls that it had not answered are repeated: a score is a function of the row
-alone, so nothing changes. The driver counts the deaths of all processes (``RewardModelWatch``).
+alone, so nothing changes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from buffer_rl.buffer.calling import Answers
-from buffer_rl.cluster.worker_group import PATIENCE_S
-from buffer_rl.errors import WorkerDiedError
 from buffer_rl.model_config import length_problem, max_positions, text_config
 from buffer_rl.rollout.failures import FailureKind
 from buffer_rl.rollout.prompts import load_tokenizer
@@ -109,51 +105,3 @@ class RewardModelClient:
             return scores
         finally:
             self.num_asked[index] -= len(rows)
-
-
-class RewardModelWatch:
-    """A watcher of the driver, whose looks never wait: calls ``notice`` with a line when a process was replaced.
-
-    max_deaths: of all processes of the role over the run, ``--role-max-restarts`` where absent.
-    """
-
-    def __init__(
-        self, actors: Sequence[Any], args: Any, notice: Callable[[str], None], max_deaths: int | None = None
-    ) -> None:
-        self._actors = list(actors)
-        self._notice = notice
-        self._max_deaths: int = args.role_max_restarts if max_deaths is None else max_deaths
-        self._pids = [answers_of(args).wait("pid", actor.pid.remote) for actor in self._actors]
-        self._questions = [actor.pid.remote() for actor in self._actors]
-        self._deaths = 0
-
-    def __call__(self) -> None:
-        """One look. Raises WorkerDiedError once there were more deaths than ``max_deaths``, or where a process is not
-        started again."""
-        for index, actor in enumerate(self._actors):
-            question = self._questions[index]
-            if ray.wait([question], timeout=0)[0]:
-                self._questions[index] = actor.pid.remote()
-                self._look(index, question)
-
-    def _look(self, index: int, question: Any) -> None:
-        with suppress(ray.exceptions.ActorUnavailableError):  # it is being started again
-            try:
-                pid = ray.get(question, timeout=PATIENCE_S)  # it is there
-            except ray.exceptions.ActorDiedError as error:
-                raise self._too_many(index, self._deaths + 1) from error
-            if pid == self._pids[index]:
-                return
-            self._pids[index] = pid
-            self._deaths += 1
-            if self._deaths > self._max_deaths:
-                raise self._too_many(index, self._deaths)
-            text = f"process {index} of the reward model died and was replaced"
-            self._notice(f"{text} ({self._deaths} of {self._max_deaths}; process {pid})")
-
-    def _too_many(self, index: int, deaths: int) -> WorkerDiedError:
-        return WorkerDiedError(
-            f"process {index} of the reward model died; {deaths} deaths of the role in all",
-            where=ROLE,
-            hint=f"logs/reward_{index}.log has what it printed; --role-max-restarts says how often one is replaced",
-        )

@@ -15,6 +15,7 @@ torch_trainer  the default trainer backend
 kl_control     the KL coefficient of a run with --kl-target, in a rank
 logprob_gate   comparison of the engine's log-probabilities with the trainer's
 group          ranks as Ray actors, and where they meet
+reward_model   processes of the reward model
 worker         processes of the roles ref, teacher, actor_fwd and advantages
 options        flags
 """

@@ -15,6 +15,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, cast
@@ -25,13 +26,12 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from buffer_rl.cluster.session import role_gpus
-from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
+from buffer_rl.cluster.worker_group import PATIENCE_S, WorkerGroup, redirect_output
 from buffer_rl.config import dump_args, load_args
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, WorkerDiedError
+from buffer_rl.rollout.reward_model import FLAG, ROLE, answers_of
 from buffer_rl.train.collate import micro_batches
 from buffer_rl.train.model import load_pretrained, pick_device, prepare_torch
-
-FLAG = "--rm-model"
 
 
 class RewardModel:
@@ -52,7 +52,7 @@ class RewardModel:
             raise ConfigError(f"{folder} has {config.num_labels} labels", where=FLAG, expected="one, the reward")
         config.use_cache = False
         # A head finds a row's last token by what is not padding; without a padding token it takes one row at a time.
-        self._pad: int | None = config.get_text_config(decoder=True).pad_token_id
+        self._pad: int | None = config.get_text_config().pad_token_id
 
     def scores(self, rows: Sequence[np.ndarray], max_tokens: int) -> list[float]:
         """The logit of each row of token ids, ``[num_tokens]`` int, at least one. max_tokens: of one forward pass,
@@ -160,4 +160,52 @@ def start_reward_model(args: Any, log_dir: str) -> WorkerGroup:
     )(RewardModelWorker)
     text = dump_args(args)
     workers = [remote.remote(text, f"{log_dir}/reward_{index}.log") for index in range(args.num_reward_workers)]
-    return WorkerGroup("reward", workers)
+    return WorkerGroup(ROLE, workers)
+
+
+class RewardModelWatch:
+    """A watcher of the driver, whose looks never wait: calls ``notice`` with a line when a process was replaced.
+
+    max_deaths: of all processes of the role over the run, ``--role-max-restarts`` where absent.
+    """
+
+    def __init__(
+        self, actors: Sequence[Any], args: Any, notice: Callable[[str], None], max_deaths: int | None = None
+    ) -> None:
+        self._actors = list(actors)
+        self._notice = notice
+        self._max_deaths: int = args.role_max_restarts if max_deaths is None else max_deaths
+        self._pids = [answers_of(args).wait("pid", actor.pid.remote) for actor in self._actors]
+        self._questions = [actor.pid.remote() for actor in self._actors]
+        self._deaths = 0
+
+    def __call__(self) -> None:
+        """One look. Raises WorkerDiedError once there were more deaths than ``max_deaths``, or where a process is not
+        started again."""
+        for index, actor in enumerate(self._actors):
+            question = self._questions[index]
+            if ray.wait([question], timeout=0)[0]:
+                self._questions[index] = actor.pid.remote()
+                self._look(index, question)
+
+    def _look(self, index: int, question: Any) -> None:
+        with suppress(ray.exceptions.ActorUnavailableError):  # it is being started again
+            try:
+                pid = ray.get(question, timeout=PATIENCE_S)  # it is there
+            except ray.exceptions.ActorDiedError as error:
+                raise self._too_many(index, self._deaths + 1) from error
+            if pid == self._pids[index]:
+                return
+            self._pids[index] = pid
+            self._deaths += 1
+            if self._deaths > self._max_deaths:
+                raise self._too_many(index, self._deaths)
+            text = f"process {index} of the reward model died and was replaced"
+            self._notice(f"{text} ({self._deaths} of {self._max_deaths}; process {pid})")
+
+    def _too_many(self, index: int, deaths: int) -> WorkerDiedError:
+        return WorkerDiedError(
+            f"process {index} of the reward model died; {deaths} deaths of the role in all",
+            where=ROLE,
+            hint=f"logs/reward_{index}.log has what it printed; --role-max-restarts says how often one is replaced",
+        )

@@ -39,5 +39,13 @@ def test_a_critic_that_would_wait_for_an_accelerator_is_refused(monkeypatch: pyt
         gpus_of(monkeypatch, 1, num_ref_workers=1, train_device="cuda")
 
 
+def test_each_process_of_a_reward_model_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = {"rm_model": "classifier", "num_reward_workers": 2}
+    assert gpus_of(monkeypatch, 3, **reward) == (1.0, 1.0)
+    with pytest.raises(ConfigError, match=r"--num-reward-workers, .*: 1 trainer ranks and 2 workers .* there are 2"):
+        gpus_of(monkeypatch, 2, **reward)
+    assert gpus_of(monkeypatch, 1, num_reward_workers=1) == (1.0, 1.0)  # of no model
+
+
 def test_an_evaluation_has_no_critic_to_give_one_to(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus_of(monkeypatch, 1, **PPO, num_rollout=0) == (1.0, 1.0)
