@@ -11,26 +11,26 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import string
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / "quickstart" / "build"
 BATCH = 64
+LAYERS = 4  # those of the policy, and two more
 MAX_ANSWER = 12  # tokens, as --rollout-max-response-len
 
 
-def wrong_answer(label: str, rng: random.Random) -> tuple[str, bool]:
+def wrong_answer(label: str, alphabet: str, rng: random.Random) -> tuple[str, bool]:
     """An answer that is not ``label``, in one of the ways in which a policy errs, and whether it ends."""
     letters, place = list(label), rng.randrange(len(label))
     if rng.random() < 0.1:  # it runs on, or stops in mid-answer
-        return (label + "".join(rng.choices(string.ascii_lowercase, k=MAX_ANSWER)))[:MAX_ANSWER], False
+        return (label + "".join(rng.choices(alphabet, k=MAX_ANSWER)))[:MAX_ANSWER], False
     for _ in range(rng.choice((1, 1, 2, 3))):
         place = rng.randrange(len(letters))
         kind = rng.choice(("replace", "swap", "drop", "double"))
         if kind == "replace":
-            letters[place] = rng.choice(string.ascii_lowercase)
+            letters[place] = rng.choice(alphabet)
         elif kind == "swap":
             other = rng.randrange(len(letters))
             letters[place], letters[other] = letters[other], letters[place]
@@ -39,49 +39,64 @@ def wrong_answer(label: str, rng: random.Random) -> tuple[str, bool]:
         else:
             letters.insert(place, letters[place])
     answer = "".join(letters)[:MAX_ANSWER]
-    return (answer, True) if answer != label else wrong_answer(label, rng)
+    return (answer, True) if answer != label else wrong_answer(label, alphabet, rng)
 
 
-def make_batch(rows: list[dict[str, Any]], tokenizer: Any, rng: random.Random) -> tuple[list[list[int]], list[float]]:
-    """Token ids of prompts with answers, half of them right, and 1 for those that are."""
-    tokens, labels = [], []
-    for number in range(BATCH):
-        row = rng.choice(rows)
-        answer, ends = (row["label"], True) if number % 2 else wrong_answer(row["label"], rng)
-        tokens.append(tokenizer.encode(row["prompt"] + answer) + [tokenizer.eos_token_id] * ends)
-        labels.append(float(number % 2))
-    return tokens, labels
+def make_row(
+    row: dict[str, Any], right: bool, alphabet: str, tokenizer: Any, rng: random.Random
+) -> tuple[list[int], list[float]]:
+    """Token ids of a prompt with a right or a wrong answer, and for each token 1 where all of the answer is right so
+    far, 0 where it is not, and -1 in the prompt."""
+    answer, ends = (row["label"], True) if right else wrong_answer(row["label"], alphabet, rng)
+    end = [tokenizer.eos_token_id]
+    prompt, label = tokenizer.encode(row["prompt"]), tokenizer.encode(row["label"]) + end
+    tokens = tokenizer.encode(answer) + end * ends
+    so_far = [float(tokens[: place + 1] == label[: place + 1]) for place in range(len(tokens))]
+    return prompt + tokens, [-1.0] * len(prompt) + so_far
 
 
 def fit(policy: Path, data: Path, out: Path, *, steps: int, seed: int = 0) -> float:
-    """Fit a classifier to the words of the file ``data``, write it to ``out``, and return the share of the last 20
-    batches that it got right, each before it was trained on."""
+    """Fit a classifier to the words of the file ``data`` and write it to ``out``. Returns the share of the last 20
+    batches of whole answers that it judged as the rule does, each before it was trained on.
+
+    The classifier reads the last token of an answer, but it is trained at every token of it: an answer that went wrong
+    stays wrong."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     torch.manual_seed(seed)
     rng = random.Random(seed)
     tokenizer: Any = AutoTokenizer.from_pretrained(policy)
-    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32)
+    sizes = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS}
+    model: Any = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, **sizes)
     rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+    alphabet = "".join(sorted({letter for row in rows for letter in row["prompt"] + row["label"]}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1)
-    right: list[float] = []
+    judged: list[float] = []
     for _ in range(steps):
-        tokens, labels = make_batch(rows, tokenizer, rng)
-        padded = tokenizer.pad({"input_ids": tokens}, return_tensors="pt", padding_side="right")
-        logits, wanted = model(**padded).logits[:, 0], torch.tensor(labels)
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, wanted)
+        batch = [make_row(rng.choice(rows), bool(number % 2), alphabet, tokenizer, rng) for number in range(BATCH)]
+        ids, mask, wanted = (
+            torch.nn.utils.rnn.pad_sequence([torch.tensor(line) for line in lines], True, fill)
+            for lines, fill in (
+                ([tokens for tokens, _ in batch], tokenizer.pad_token_id),
+                ([[1] * len(tokens) for tokens, _ in batch], 0),
+                ([labels for _, labels in batch], -1.0),
+            )
+        )
+        logits = model.score(model.model(input_ids=ids, attention_mask=mask).last_hidden_state)[..., 0]
+        answered = wanted >= 0
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits[answered], wanted[answered])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        right.append(float(((logits > 0) == (wanted > 0)).float().mean()))
+        row, last = torch.arange(BATCH), mask.sum(-1) - 1
+        judged.append(float(((logits[row, last] > 0) == (wanted[row, last] > 0)).float().mean()))
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    last = right[-20:]
-    return sum(last) / len(last)
+    return sum(judged[-20:]) / len(judged[-20:])
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from buffer_rl.testing.tiny import make_tiny_model
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 Run = Callable[..., Any]
+FIT = Path(__file__).resolve().parents[2] / "examples" / "reward_model" / "fit.py"
 
 KILLER = """
 import asyncio, os, signal
@@ -99,6 +102,35 @@ def test_a_reward_model_that_is_killed_in_mid_rollout_changes_no_bit(
     assert len(set(rewards)) == 6, rewards  # the policy changes, and its scores with it
     assert outcome(run("killed")) == undisturbed
     assert "process 0 of the reward model died and was replaced (1 of 2" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_learns_what_its_reward_model_was_fitted_to(run: Run, task: Path, tmp_path: Path) -> None:
+    """The rule, which labelled what the reward model was fitted to, sees only the evaluation."""
+    spec = importlib.util.spec_from_file_location("reward_model_fit", FIT)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{word}=", "label": "ab"}) + "\n" for word in ("ab", "ca", "bcb")))
+    assert example.fit(task / "model", data, tmp_path / "fitted", steps=80) > 0.9
+    sets = {
+        "datasets": [{"name": "held", "path": str(data), "rm_type": "exact_match", "n_samples_per_eval_prompt": 32}]
+    }
+    (tmp_path / "eval.yaml").write_text(json.dumps(sets))  # JSON is YAML
+    options = {"eval_prompt_data": [], "eval_config": str(tmp_path / "eval.yaml"), "eval_interval": None}
+    args = run(
+        "learns",
+        rm_model=str(tmp_path / "fitted"),
+        prompt_data=str(data),
+        n_samples_per_prompt=16,
+        num_rollout=20,
+        **options,
+    )
+    before, after = [step["eval/held"] for step in read_metrics(args.run_dir) if "eval/held" in step]
+    assert before < 0.2
+    assert after > 0.6
 
 
 def test_one_death_more_than_role_max_restarts_ends_the_run(run: Run) -> None:
