@@ -22,6 +22,7 @@ RAY_MODULES = (
     "buffer_rl/driver/runtime.py",
     "buffer_rl/rollout/data_source.py",
     "buffer_rl/train/group.py",
+    "buffer_rl/train/reward_model.py",
 )
 OPTIONS_MAY_IMPORT = {"__future__", "typing", "buffer_rl.config"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,31 @@ def test_another_model_is_looked_at_under_its_own_flag(model: Path, tmp_path: Pa
     (tmp_path / "other").mkdir()
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}"):
         check_folders(options(model, **{name: str(tmp_path / "other")}))
+
+
+def test_a_reward_model_is_a_sequence_classifier_with_one_label_and_a_tokenizer(model: Path, tmp_path: Path) -> None:
+    kind = "AutoModelForSequenceClassification"
+    good = make_tiny_model(tmp_path / "good", auto_class=kind, num_labels=1)
+    check_folders(options(model, rm_model=good))
+    three = make_tiny_model(tmp_path / "three", auto_class=kind, num_labels=3)
+    two = make_tiny_model(tmp_path / "two", auto_class=kind)  # as a configuration that says nothing
+    language = make_tiny_model(tmp_path / "language", num_labels=1)
+    silent = Path(make_tiny_model(tmp_path / "silent", auto_class=kind, num_labels=1))
+    for file in silent.glob("tokenizer*"):
+        file.unlink()
+    small = make_tiny_model(tmp_path / "small", auto_class=kind, num_labels=1, characters="ab")
+    make_char_tokenizer("abcd").save_pretrained(small)
+    for folder, message in (
+        (str(tmp_path / "absent"), "no Hugging Face folder"),
+        (language, "is no sequence classifier: its architecture is Qwen3ForCausalLM"),
+        (three, "config.json: the classifier has 3 labels"),
+        (two, "config.json: the classifier has 2 labels"),
+        (str(silent), "there is no tokenizer"),
+        (small, "the tokenizer has 7 tokens, and the model 5"),
+    ):
+        with pytest.raises(ConfigError, match=f"--rm-model.*{re.escape(message)}"):
+            check_folders(options(model, rm_model=folder))
+    check_folders(options(model, rm_model=language, debug_train_only=True))  # nothing is scored
 
 
 def test_a_teacher_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
