@@ -27,7 +27,8 @@ from buffer_rl.weights.shared_memory import as_bytes
 
 FLATTENED = "flattened_bucket"
 """``load_format`` of a bucket that is sent as one broadcast; SGLang's name."""
-_PAUSE_S = 0.05  # between two attempts to reach a sender that does not listen yet
+_REACH_S = 5.0  # for a sender that starts to listen at the same time as engines are told to join
+_PAUSE_S = 0.05  # between two attempts to reach it
 
 
 class WeightGroup:
@@ -135,7 +136,7 @@ def join(
     """Any rank but 0: join the group of the sender that listens, or soon will, at ``address``. is_cancelled: asked
     while the sender is not there. Raises EngineError if not all members are there within ``timeout_s`` seconds."""
     deadline = time.monotonic() + timeout_s
-    own = _own_address(address, port, deadline, is_cancelled)
+    own = _own_address(address, port, min(deadline, time.monotonic() + _REACH_S), is_cancelled)
     make: Any = dist.TCPStore
     try:
         # It counts itself among the workers, for which a sender that torch's own rendezvous made waits.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from buffer_rl.weights.process_group import Rendezvous, WeightGroup
     from buffer_rl.weights.sender import Senders
 
-JOIN_TIMEOUT_S = 30.0
+JOIN_TIMEOUT_S = 15.0
 """An engine that dies while the group is made is noticed after so long; later deaths are noticed at once."""
 
 
@@ -94,11 +94,11 @@ class GlooBroadcast:
         still be in a group that failed."""
         self.close()
         self._trainer, self._engines = trainer, engines
+        receivers = sorted(engines.versions())  # of those that live
         address, port, self._plan = next(answer for answer in trainer.send("listen") if answer is not None)
         self._name = f"buffer_rl_{secrets.token_hex(4)}"
-        world_size = 1 + len(engines.targets())
-        joining = trainer.start("join", self._name, world_size)
-        engines.init_weights_update_group(address, port, name=self._name, world_size=world_size)
+        joining = trainer.start("join", self._name, 1 + len(receivers))
+        engines.init_weights_update_group(address, port, receivers, name=self._name)
         joining.wait()
 
     def prepare(self, version: int) -> None:
