@@ -191,8 +191,10 @@ def _reserve(group: BundleGroup) -> Any:
 
 
 def _not_free(group: BundleGroup, timeout_s: float) -> DeadlineError:
+    wanted = sum(group.bundles)
+    devices, are = (f"{wanted} {group.unit}s", "are") if wanted > 1 else (f"1 {group.unit}", "is")
     return DeadlineError(
-        f"{sum(group.bundles)} {group.unit}s of the node {group.node.address} are not free after {timeout_s:g} s",
+        f"{devices} of the node {group.node.address} {are} not free after {timeout_s:g} s",
         where="the placement of the run",
         hint="other jobs hold them: wait for these, or ask for fewer; --placement-timeout-s waits longer",
     )

@@ -204,6 +204,22 @@ def test_a_gpu_that_is_not_there_is_said_before_anything_starts(model: Path, nam
     check_devices(options(model, train_device="cuda", ray_address="10.0.0.1:6379"))  # the ranks run elsewhere
 
 
+def test_gpus_that_are_counted_and_not_there_are_said_before_anything_starts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    asked = {"actor_num_gpus_per_node": 2, "num_train_ranks": 2, "rollout_num_gpus": 1}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"2 trainer ranks \(1 node x 2 GPUs\) and 1 engine need 3 GPUs; this machine"):
+        check_devices(options(model, **asked))
+    check_devices(options(model, **asked, colocate=True))
+    check_devices(options(model, **asked, debug_train_only=True))
+    check_devices(options(model, **asked, ray_address="10.0.0.1:6379"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    check_devices(options(model, **asked))  # on the CPU
+
+
 def source(source_hash: str, use: str = "train") -> dict[str, Any]:
     return {"use": use, "path": f"{source_hash}.jsonl", "source_hash": source_hash, "num_rows": 3}
 
