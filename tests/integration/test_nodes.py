@@ -233,7 +233,7 @@ def test_a_run_on_four_nodes_goes_on_without_one_that_is_removed_and_ends_as_a_r
     engines = {address_of(server_url(server)): server for server in nodes.processes(SERVER)}
     assert set(engines) == {THIRD, FOURTH}
     mine = descendants(run.process.pid)
-    (router,) = (process for process in mine if "router_process" in process.command)
+    (router,) = (process for process in mine if process.command == "sglang::router")
     assert {address for address, _ in listening(router.pid)} == {HEAD, "127.0.0.1"}  # the latter for its metrics
     assert not [process for process in [*mine, *nodes.processes(KEY)] if KEY in process.command]
     nodes.remove(FOURTH)
