@@ -26,12 +26,12 @@ from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
-from buffer_rl.weights.shared_bucket import SharedWeights
 from buffer_rl.weights.tensor import TensorTransport
 
 SIZES: dict[str, dict[str, int]] = {
@@ -48,42 +48,25 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-class Source:
-    """The trainer of this process, as a transport sees it."""
-
-    def __init__(self, trainer: TorchTrainer) -> None:
-        self.trainer = trainer
-        self.shared = SharedWeights()
-
-    def save_hf(self, path: str) -> None:
-        """Write a folder."""
-        self.trainer.save_hf(path)
-
-    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
-        """Share the weights' memory."""
-        return self.shared.share(self.trainer.export(), num_receivers)
-
-    def release_weights(self) -> None:
-        """Give it up."""
-        self.shared.release()
-
-
 def measure(folder: Path, sizes: dict[str, int], repeats: int) -> tuple[int, dict[str, dict[str, float]]]:
     """The number of parameters, and the median seconds of each part for each transport."""
     path = make_tiny_model(folder / "model", init_scale=0.02, **sizes)  # type: ignore[arg-type]
     args: Any = compose(CORE_SECTIONS)(run_dir=str(folder / "run"), hf_checkpoint=path, train_device="cpu")
     args = args.model_copy(update={"num_train_threads": 1})
-    source = Source(TorchTrainer(args, 0, 1, Objective(args, PluginRegistry())))
-    count = sum(tensor.numel() for bucket in source.trainer.export() for tensor in bucket.values())
+    trainer = TorchTrainer(args, 0, 1, Objective(args, PluginRegistry()))
+    count = sum(tensor.numel() for bucket in trainer.export() for tensor in bucket.values())
     engine = launch(args, 0, str(folder / "engine.log"))
     try:
         engine.wait_ready(120)
         with EngineControlClient([engine.url], timeout_s=120) as control:
-            transports = {"disk": DiskTransport(args), "tensor": TensorTransport(args)}
-            times: dict[str, list[dict[str, float]]] = {name: [] for name in transports}
+            publishers = {
+                name: Publisher(transport(args), local_senders(transport, args, trainer.export), control)
+                for name, transport in (("disk", DiskTransport), ("tensor", TensorTransport))
+            }
+            times: dict[str, list[dict[str, float]]] = {name: [] for name in publishers}
             for version in range(1, repeats + 2):
-                for name, transport in transports.items():
-                    parts = Publisher(transport, source, control).publish(version)
+                for name, publisher in publishers.items():
+                    parts = publisher.publish(version)
                     started = time.monotonic()
                     control.checksums()
                     parts["checksum"] = time.monotonic() - started

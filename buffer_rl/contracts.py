@@ -39,53 +39,42 @@ class RolloutBuffer(Protocol):
     @property
     def ticket(self) -> Ticket:
         """The rollout that this buffer works for. ``num_groups`` is how many groups it still needs."""
-        ...
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
         """Lease up to ``num_samples`` **groups**: first from the queue, then from the data source.
 
         Training never runs out (the next epoch follows); an evaluation returns fewer, then none."""
-        ...
 
     def add_samples(self, groups: Sequence[SampleGroup]) -> None:
         """Give leased groups back to the queue, each to its old place: as prompts, or, where ``ticket.keeps_tokens``
         says so, with what was generated of them so far."""
-        ...
 
     def encode(self, group: SampleGroup) -> Any:
         """What ``finish`` would store of a group, for it to take. Reports nothing and does not block: there is no
         asynchronous twin. Raises RolloutError for a group that cannot be trained on."""
-        ...
 
     def finish(self, group: SampleGroup, encoded: Any = None) -> None:
         """Report a finished group; its rewards must be set and finite. Raises RolloutError for one that cannot be
         trained on. encoded: what ``encode`` gave for it, where it was asked and the group is as it was then."""
-        ...
 
     def reject(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group; the reason is counted and shown."""
-        ...
 
     def quarantine(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group that fails by itself, for good; the ledger keeps the reason."""
-        ...
 
     def count_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
         """Count a failed attempt at a group as ``infra`` or ``data``. Returns how many of its kind the run had, and
         how many of them this group had."""
-        ...
 
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""
-        ...
 
     def get_metadata(self) -> dict[str, Any]:
         """The user's notes that are saved with the Buffer."""
-        ...
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Merge ``metadata`` (JSON values) into the notes."""
-        ...
 
     async def aget_samples(self, num_samples: int) -> list[SampleGroup]: ...
     async def aadd_samples(self, groups: Sequence[SampleGroup]) -> None: ...
@@ -258,12 +247,10 @@ class ModelConverter(Protocol):
     def load(self, model: Any, folder: str) -> None:
         """Copy the folder's weights into the model, without gradient. Every element of every floating-point weight
         must be written: it holds NaN before."""
-        ...
 
     def export(self, model: Any) -> Iterator[tuple[str, Any]]:
         """The weights under the folder's names, each name once, one tensor at a time, so that a large model is never
         gathered whole. A tensor may be the model's own memory; it stays as it is until the next optimizer step."""
-        ...
 
 
 class ModelProvider(Protocol):
@@ -292,7 +279,6 @@ class Objective(Protocol):
         log_probs, entropy: ``[num_rows, width]`` float32 in nats, of the response tokens of ``rows``, with any padding
         on the right. values: the same of a critic. A loss of the backend's own (such as one that balances experts) is
         multiplied by ``sums.divisor`` and added."""
-        ...
 
 
 class Trainer(Protocol):
@@ -309,18 +295,15 @@ class Trainer(Protocol):
     @property
     def topology(self) -> Topology:
         """The rank's place; it never changes."""
-        ...
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
         """Log-probabilities of the response tokens under ``model`` ("actor", "ref" or "teacher"): per row
         ``[response_length]`` float32, in nats; None on ranks that do not have them. A backend for a critic has
         ``values(batch)`` beside it, the same of the value model before each token (see ``Objective.critic``)."""
-        ...
 
     def accumulate(self, batch: TrainBatch) -> Sums:
         """Forward and backward of the rows, in micro-batches: adds their gradient, which is not divided by anything, to
         that of the step. Called any number of times for one step, with zero rows only where ``in_step``."""
-        ...
 
     def optimizer_step(self, scale: float) -> dict[str, float]:
         """Sum the gradients over replicas, multiply by ``scale``, clip, step, zero them. Metrics: ``grad_norm``,
@@ -328,29 +311,23 @@ class Trainer(Protocol):
 
         Raises NonFiniteError, on every rank or on none and with nothing changed, if the gradient is not finite: the
         step is then left out (``--max-non-finite-steps``)."""
-        ...
 
     def zero_grad(self) -> None:
         """Drop what was accumulated of a step that is not taken."""
-        ...
 
     def export(self) -> Iterator[dict[str, Any]]:
         """The weights under Hugging Face names, in buckets of bounded size; every rank iterates to the end, as
         gathering a bucket may need all, and the head of replica 0 has the tensors. They may be the weights themselves:
         they are read before the next ``optimizer_step``."""
-        ...
 
     def save_hf(self, path: str) -> None:
         """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads, tokenizer included."""
-        ...
 
     def save(self, path: str) -> None:
         """Write this rank's weights, optimizer, schedule and random state into the folder ``path``."""
-        ...
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. Raises CheckpointError if something is missing or does not fit."""
-        ...
 
 
 class EngineProcess(Protocol):
@@ -372,25 +349,32 @@ class EngineLauncher(Protocol):
 
 
 class WeightTransport(Protocol):
-    """Moves one version of the weights from the trainer to the engines. Constructed as ``cls(args)``.
+    """Brings the weights from the trainer to the engines, version by version. Constructed as ``cls(args)``.
 
-    ``source`` and ``engines`` are those of ``buffer_rl.weights``: what writes weights, and the control of all engines.
-    It may also have ``discard(prepared)``, which is called in place of ``cleanup`` when a publication failed after
-    ``prepare``: free what was prepared; engines may be at the older version.
+    sender: its side in the trainer, a class constructed as ``sender(args, topology)`` in each rank of the actor. Its
+    methods get ``Trainer.export()``, which all ranks iterate to the end or none does, and the arguments of ``start``.
+    staged: ``publish`` runs within one ``begin_weight_update`` and ``end_weight_update`` of the engines.
+    It may also have ``release(version)``: all engines that go on have the version, so free what it took.
     """
 
-    def prepare(self, source: Any, version: int) -> Any:
-        """Bring the version to where the engines can take it, while they still generate."""
-        ...
+    sender: type[Any]
+    staged: bool
 
-    def load(self, engines: Any, prepared: Any, version: int) -> None:
-        """Have the engines, which are paused, take it. Raises EngineError if one refuses; the publication is then
-        tried again, with the same ``prepared``."""
-        ...
+    def connect(self, trainer: Any, engines: Any) -> None:
+        """Fix what is sent to whom; idempotent. Called first, before each retry, and when engines joined or left.
 
-    def cleanup(self, prepared: Any) -> None:
-        """All engines have it: free what older versions hold."""
-        ...
+        trainer: ``start(method, *arguments)`` calls every rank's sender; the ``wait()`` of what it returns has the
+        answers in rank order; ``send`` does both. engines: ``buffer_rl.engine.control.EngineControlClient``, whose
+        calls wait for all engines: start the trainer's side of an exchange first."""
+
+    def prepare(self, version: int) -> None:
+        """Copy the version to where the engines can take it, while they still generate. Once for all retries."""
+
+    def publish(self, version: int) -> None:
+        """Have the engines, which are paused, take it. Raises EngineError if one refuses: it is called again then."""
+
+    def close(self) -> None:
+        """Free everything: the run ends, or a publication failed for good. May be called twice."""
 
 
 class MetricLogger(Protocol):

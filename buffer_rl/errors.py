@@ -85,7 +85,8 @@ class WorkerError(BufferRLError):
 
 
 class WorkerDiedError(WorkerError):
-    """A worker process is gone. Where its work can be done again, it is replaced."""
+    """A worker process is gone; ``where`` begins with its role. It is replaced where its work can be done again alone;
+    else all processes of the run are started again from a checkpoint."""
 
 
 class PayloadLostError(WorkerError):

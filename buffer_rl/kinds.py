@@ -30,6 +30,7 @@ from buffer_rl.contracts import (
     WeightTransport,
 )
 from buffer_rl.errors import ConfigError
+from buffer_rl.roles import FieldRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +233,15 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         ),
     ),
     PluginKind(
+        name="role",
+        flags=("--role-path",),
+        protocol=FieldRole,
+        signature="class (args) with role (a buffer_rl.roles.Role) and compute(batch) -> columns",
+        positional=("args",),
+        methods=("compute",),
+        constructed=True,
+    ),
+    PluginKind(
         name="engine",
         flags=("--rollout-engine",),
         protocol=EngineLauncher,
@@ -242,10 +252,15 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         name="weight_transport",
         flags=("--weight-sync-mode",),
         protocol=WeightTransport,
-        signature="class (args) with prepare, load, cleanup",
+        signature="class (args) with sender, staged, connect, prepare, publish, close",
         positional=("args",),
-        methods=("prepare", "load", "cleanup"),
+        methods=("connect", "prepare", "publish", "close"),
         constructed=True,
+        changed=dict.fromkeys(
+            ("load", "cleanup"),
+            "a weight transport has two sides now: connect(trainer, engines), prepare(version), publish(version) and "
+            "close() in the driver, and a class `sender` in each rank of the trainer; see docs/models.md",
+        ),
     ),
     PluginKind(
         name="logger",

@@ -1,13 +1,18 @@
 """The roles of a run, one row each: what a role computes, with which model, in how many processes, and how it is shown.
 
 Pure data, without Ray and torch: the options, their checks, the plan, the Buffer's fields and the timeline derive from
-it. A role that adds a field to the rows of a rollout is a row here and a stage in ``buffer_rl.train.worker``.
+it. A role that adds a field to the rows of a rollout is a row and a class (``FieldRole``), which ``--role-path`` names;
+the built-in ones are rows here and stages of ``buffer_rl.train.worker``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from typing import Any, ClassVar, Protocol
+
+from buffer_rl.types import Column, TrainBatch
 
 ACTOR = "train"
 """The trained role whose weights are published, by the name that the driver calls it with."""
@@ -16,20 +21,47 @@ CRITIC = "critic"
 """The trained role that has the value model, of that name too."""
 
 
+class Restart(StrEnum):
+    """What follows the death of one of a role's processes: they are replaced in place, or all processes of the run are
+    started again from the newest checkpoint."""
+
+    IN_PLACE = "in_place"
+    GLOBAL = "global"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
     """name: also that of its reading task. title, colour: of its work on the timeline; colours are those of the page's
     style. model: whose forward pass it makes. fields: that it adds to rows; of a model, the one that holds its
-    log-probabilities or values. workers: the option that counts its processes; without them, or where it has none, the
-    trainer does its work. trains: whether it takes optimizer steps."""
+    log-probabilities or values. needs: fields that it waits for, beside ``SAMPLED_FIELDS``. workers: the option that
+    counts its processes; without them, or where it has none, the trainer does its work. processes: their number where
+    the role is the user's own. trains: whether it takes optimizer steps. restart: after the death of one; in place as
+    often as ``--role-max-restarts`` says, and global from then on."""
 
     name: str
-    title: str
-    colour: int
+    title: str = ""
+    colour: int = 7
     model: str = ""
     fields: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
     workers: str = ""
+    processes: int = 1
     trains: bool = False
+    restart: Restart = Restart.IN_PLACE
+
+
+class FieldRole(Protocol):
+    """A role of the user's own (``--role-path``), constructed as ``cls(args)`` in each of its processes.
+
+    role: its row of the table: a ``name``, the ``fields`` that it adds, what it ``needs``, the number of ``processes``.
+    """
+
+    role: ClassVar[Role]
+
+    def compute(self, batch: TrainBatch) -> Mapping[str, Column]:
+        """The role's fields for some finished groups: of each a list of ``[response_length]`` arrays or an array
+        ``[num_rows]``. Called again for rows whose process died; losses and estimators read the fields by name."""
+        ...
 
 
 ROLES = {
@@ -74,8 +106,15 @@ ROLES = {
             model="critic",
             fields=("values",),
             trains=True,
+            restart=Restart.GLOBAL,
         ),
-        Role(name=ACTOR, title="forward and backward of finished groups", colour=4, trains=True),
+        Role(
+            name=ACTOR,
+            title="forward and backward of finished groups",
+            colour=4,
+            trains=True,
+            restart=Restart.GLOBAL,
+        ),
         Role(name="publish", title="publish", colour=5),
         Role(name="save", title="checkpoint", colour=7),
     )

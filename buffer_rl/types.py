@@ -355,6 +355,11 @@ class Topology:
     is_head: bool = True
     in_step: bool = False
 
+    @property
+    def is_source(self) -> bool:
+        """Whether the rank has the tensors of ``Trainer.export``: the head of replica 0."""
+        return self.is_head and self.dp_rank == 0
+
 
 def sample_means(samples: Iterable[Hashable], values: Iterable[float]) -> list[float]:
     """The mean of ``values`` over the parts of each sample, so that a sample counts once however many rows it is.

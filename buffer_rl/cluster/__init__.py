@@ -7,5 +7,7 @@ counts        the numbers of processes that follow from them
 devices       which devices of the nodes each process gets
 demands       what the roles of a run need, and what is said where a cluster has too few
 placement     bundles that are reserved, and the actor options of each member
-worker_group  calls on the actors of a role, their failures, their log files
+actor_group   the members of a role: started, called, replaced, stopped; their failures and log files
+dispatch      which members a call goes to, and how their answers become one
+fused         several roles in one process
 """

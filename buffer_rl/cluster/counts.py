@@ -42,7 +42,7 @@ def replicas_of(args: Any) -> dict[str, tuple[int, int]]:
     return counts
 
 
-def own_roles(args: Any) -> dict[str, tuple[int, int]]:
+def roles_in_resource(args: Any) -> dict[str, tuple[int, int]]:
     """The roles of ``--resource`` whose processes no option of this package counts: replicas, and devices of each."""
     counted = {ACTOR, CRITIC, ENGINE, *DEDICATED}
     return {role: count for role, count in replicas_of(args).items() if role not in counted}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from buffer_rl.cluster.counts import ENGINE, own_roles, replicas_of
+from buffer_rl.cluster.counts import ENGINE, replicas_of, roles_in_resource
 from buffer_rl.cluster.devices import Demand, Node, NoRoomError, Seat, Unit, all_devices, allocate
 from buffer_rl.config import flag_of
 from buffer_rl.errors import ConfigError
@@ -80,9 +80,13 @@ def _role_demands(args: Any) -> list[Demand]:
     counts = {role: count for role, count in worker_counts(args).items() if count and DEDICATED[role].model}
     replicas = replicas_of(args)
     demands = [Demand(role=role, members=n) for role, n in counts.items() if replicas.get(role, (1, 1))[1]]
-    return demands + [
-        Demand(role=role, members=members, each=each) for role, (members, each) in own_roles(args).items() if each
+    demands += [
+        Demand(role=role, members=members, each=each)
+        for role, (members, each) in roles_in_resource(args).items()
+        if each
     ]
+    together = {role: text for text in args.fuse_roles for role in text.split("+")}
+    return list({together.get(demand.role, demand.role): demand for demand in reversed(demands)}.values())[::-1]
 
 
 def _engine_demand(args: Any, unit: Unit) -> Demand:

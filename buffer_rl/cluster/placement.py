@@ -19,11 +19,11 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from buffer_rl.cluster.counts import own_roles
+from buffer_rl.cluster.counts import ENGINE
 from buffer_rl.cluster.demands import Seating, seating
 from buffer_rl.cluster.devices import Device, Node, Seat, Unit
 from buffer_rl.errors import DeadlineError
-from buffer_rl.roles import ACTOR, CRITIC, DEDICATED
+from buffer_rl.roles import ACTOR
 from buffer_rl.train.layout import grouping
 
 NODE_LABEL = "ray.io/node-id"
@@ -171,7 +171,7 @@ class Placement:
 
     def _environment(self, role: str) -> dict[str, str]:
         """The environment of a member that computes with torch, beside the run's own."""
-        if role not in (ACTOR, CRITIC, *DEDICATED, *own_roles(self._args)):
+        if role in ("rollout", ENGINE):
             return {}
         return {"OMP_NUM_THREADS": str(self._args.num_train_threads), **self._args.train_env_vars}
 

@@ -9,6 +9,8 @@ launch       assembles a run from its options
 checks       options that contradict each other; notices about options
 algorithm_checks  those of estimator, loss, critic, teacher, rewards
 role_checks  the same, for what depends on imported plugins
+session      what a run keeps when its processes are started again
+restart      when and how they are
 process      signals, and locks of folders
 provenance   versions, plugins, code and data of a run
 options      flags

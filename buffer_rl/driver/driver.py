@@ -15,7 +15,7 @@ What is lost, and what goes on:
 - Rollout worker: its open leases. Another one goes on with its ticket; an evaluation is made again, since its metrics
   are of all groups.
 - A role's process: what it had not written. The role is replaced, and gets those groups again.
-- A trainer rank ends the run.
+- Trainer rank: all since the newest checkpoint, from which a global restart goes on (``buffer_rl.driver.restart``).
 """
 
 from __future__ import annotations
@@ -112,15 +112,17 @@ class Driver:
         self._update_reference(step)
         if self._plan.saves_at(step, stopped_early=False):
             self._save(step)
-        if self._plan.publish_each_step or self._plan.evaluates_at(step):
-            self._publish()
-        self._buffer(BufferState.release, step)
-        metrics |= self._buffer_times()
-        metrics |= {f"perf/{name}_time": seconds for name, seconds in self._times.items()}
-        metrics["perf/step_time"] = self._runtime.now() - started
-        if self._times["rollout"] > 0 and "rollout/generated_tokens" in metrics:
-            metrics["perf/tokens_per_s"] = metrics["rollout/generated_tokens"] / self._times["rollout"]
-        self._observer.step(rollout_id, metrics)
+        try:
+            if self._plan.publish_each_step or self._plan.evaluates_at(step):
+                self._publish()
+            self._buffer(BufferState.release, step)
+            metrics |= self._buffer_times()
+        finally:  # a restart does not take a step again that is in a checkpoint
+            metrics |= {f"perf/{name}_time": seconds for name, seconds in self._times.items()}
+            metrics["perf/step_time"] = self._runtime.now() - started
+            if self._times["rollout"] > 0 and "rollout/generated_tokens" in metrics:
+                metrics["perf/tokens_per_s"] = metrics["rollout/generated_tokens"] / self._times["rollout"]
+            self._observer.step(rollout_id, metrics)
         if self._plan.evaluates_at(step):
             self._evaluate()
         if self._result.stopped_early and self._plan.saves_at(step, stopped_early=True):

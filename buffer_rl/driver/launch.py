@@ -6,6 +6,7 @@ Everything that is started is put on one exit stack, so that whatever fails, not
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,16 +17,16 @@ from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
+from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.counts import with_counts
 from buffer_rl.cluster.placement import placed
-from buffer_rl.cluster.session import ray_session
-from buffer_rl.cluster.worker_group import WorkerGroup
 from buffer_rl.config import dump_args
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.process import check_lineage, folder_lock, save_lock, termination_as_exception
-from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, provenance_of, ships_code
-from buffer_rl.driver.runtime import LocalTarget, RayRuntime, Target
+from buffer_rl.driver.provenance import provenance_of
+from buffer_rl.driver.restart import Processes, run_with_restarts
+from buffer_rl.driver.runtime import RayRuntime, Target
 from buffer_rl.driver.schedule import (
     RolePlan,
     RunPlan,
@@ -37,10 +38,10 @@ from buffer_rl.driver.schedule import (
     rollout_only,
     train_only,
 )
+from buffer_rl.driver.session import RunSession
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.engine.host import at_this_node, placed_launcher, places_engines
 from buffer_rl.engine.process import with_engine_key
-from buffer_rl.observe.observer import RunObserver
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
 from buffer_rl.roles import ACTOR
@@ -55,10 +56,12 @@ from buffer_rl.train.roles import (
     estimator_of,
     estimator_scope,
     is_supervised,
+    own_roles,
     uses_reference,
 )
 from buffer_rl.train.worker import start_roles
 from buffer_rl.weights.publish import Publisher, ReferenceUpdates, RolePublisher
+from buffer_rl.weights.sender import Senders
 from buffer_rl.weights.tensor import require_local_trainer
 
 if TYPE_CHECKING:
@@ -67,7 +70,9 @@ if TYPE_CHECKING:
     from buffer_rl.options import Args
 
 CLOSE_TIMEOUT_S = 10.0
+"""For rollout workers to close what they opened, and for a checkpoint that is being written to fail and be removed."""
 PUBLISH_END_S = 2.0
+"""For a publication that is under way to end, so that no engine stays paused. What it waits for may be gone."""
 
 
 def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = ()) -> RunResult:
@@ -86,15 +91,20 @@ def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping
         check_lineage(args, checkpoint.step if checkpoint else 0)  # no other run can write to the folder by now
         provenance = provenance_of(args, registry, data)
         registry.call_hook("buffer_rl_configure", config=args)
-        run = _Run(args, registry, run_dir, checkpoint, provenance, stack)
-        result = run.driver().run()
-        if run.train is not None:
-            run.train.call("save_hf", str((run_dir / "hf").absolute()), timeout_s=args.train_timeout_s)
-    return result
+        session = RunSession(args, registry, checkpoint, provenance, stack)
+
+        def attempt(start: Checkpoint | None, processes: Processes) -> RunResult:
+            run = _Run(args, registry, run_dir, start, session, processes)
+            result = run.driver().run()
+            if run.train is not None:
+                run.save_hf(str((run_dir / "hf").absolute()))
+            return result
+
+        return run_with_restarts(args, checkpoint, session.observer, attempt)
 
 
 class _Run:
-    """The parts of a run, started in the order in which they need each other."""
+    """The parts of a run that a global restart starts again, in the order in which they need each other."""
 
     def __init__(
         self,
@@ -102,22 +112,18 @@ class _Run:
         registry: PluginRegistry,
         run_dir: Path,
         checkpoint: Checkpoint | None,
-        provenance: Provenance,
-        stack: ExitStack,
+        session: RunSession,
+        stack: Processes,
     ) -> None:
         self.stack = stack
         self.registry = registry
         self.run_dir = run_dir
         self.checkpoint = checkpoint
-        self.provenance = provenance
+        self.session = session
+        self.observer = session.observer
         self.rollouts_use_engine = bool(
             getattr(registry.resolve("rollout", args.rollout_function_path), "uses_engine", True)
         )
-        self.observer = stack.enter_context(
-            RunObserver(args, registry, checkpoint.step if checkpoint else None, provenance.facts())
-        )
-        for line in changed_plugins(checkpoint.facts, provenance) if checkpoint else ():
-            self.observer.notice(line)
         # Engines load while Ray starts: they are separate processes and take the longest. Those on nodes need it.
         self.fleet: EngineFleet | None = None
         self.evaluates = bool(args.eval_prompt_data or args.eval_config) and not train_only(args)
@@ -125,35 +131,31 @@ class _Run:
         on_nodes = asks_engine and places_engines(args)
         if asks_engine and not on_nodes:
             self._start_fleet(args, registry)
-        code = collect_user_code(args, registry) if ships_code(args) else None
-        stack.enter_context(ray_session(args.ray_address, code, round(args.object_store_gb * 1e9)))
+        session.connect()
         starts_engines = asks_engine and args.router_url is None
         self.placement = stack.enter_context(placed(args, starts_engines, self.observer.notice))
         if on_nodes:
             self._start_fleet(at_this_node(args), placed_launcher(self.placement, self.observer.notice))
-        self.saving: LocalTarget | None = None
-        stack.callback(self._end_saving)
         self.engines: EngineControlClient | None = None
-        self.publishing: LocalTarget | None = None
-        stack.callback(self._end_publishing)
         logs = str((run_dir / "logs").absolute())
         self.source = self._start_source(args, logs) if reads_data_source(args) else None
         self.args = args
         args_text = dump_args(args)
         # Each is on the stack before the next is started; what is stopped last is what the others ask.
         actor = start_buffer(args_text)
-        stack.callback(WorkerGroup("buffer", [actor]).stop)
+        stack.stops(ActorGroup("buffer", lambda _: actor))
         self.buffer = BufferClient(actor, timeout_s=args.buffer_timeout_s, caller="driver")
         self.num_rollouts = self._num_rollouts()
         self.role_plan = self._role_plan()
-        self.trained: dict[str, WorkerGroup] = {}
+        self.trained: dict[str, ActorGroup] = {}
         for role in self.role_plan.trained:
             group = start_train_group(role, args, dump_args(self._train_args(role)), actor, logs, self.placement)
             self.trained[role] = group
-            stack.callback(group.stop)
-        self.roles = start_roles(args, self.role_plan.dedicated_roles, args_text, actor, logs, self.placement)
+            stack.stops(group)
+        dedicated = self.role_plan.dedicated_roles
+        self.roles = start_roles(args, self.registry, dedicated, args_text, actor, logs, self.placement)
         for group in self.roles.values():
-            stack.callback(group.stop)
+            stack.stops(group)
         if self.fleet is not None:
             self.fleet.wait_ready()
             self.args = args = args.model_copy(update=self.fleet.addresses)
@@ -161,10 +163,10 @@ class _Run:
         self.reference = self._reference_updates()
         self._wait_ready()
 
-    def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> WorkerGroup:
+    def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> ActorGroup:
         storage = self._start_storage(args.num_data_storage_units, buffer)
         workers = start_rollout_workers(args, args_text, buffer, logs, self.placement, storage, self.source)
-        self.stack.callback(workers.stop, "close", CLOSE_TIMEOUT_S)
+        self.stack.stops(workers, "close", CLOSE_TIMEOUT_S)
         return workers
 
     def _start_fleet(self, args: Args, launcher: PluginRegistry | EngineLauncher) -> None:
@@ -172,7 +174,7 @@ class _Run:
         self.stack.enter_context(self.fleet)
 
     @property
-    def train(self) -> WorkerGroup | None:
+    def train(self) -> ActorGroup | None:
         """The actor's ranks."""
         return self.trained.get(ACTOR)
 
@@ -183,35 +185,39 @@ class _Run:
         if self.num_rollouts == 0:  # no rollout has work for a role
             return RolePlan(max_restarts=args.role_max_restarts)
         estimator = self.registry.resolve("advantage", estimator_of(args)[1])
-        return role_plan(args, self.rollouts_use_engine, estimator_scope(args, estimator))
+        own = [row for _, row in own_roles(args, self.registry).values()]
+        return role_plan(args, self.rollouts_use_engine, estimator_scope(args, estimator), own)
 
     def driver(self) -> Driver:
         """The driver, with its plan, roles and watchers."""
         args = self.args
-        targets: dict[str, Target] = {"buffer": self._local("buffer", self.buffer)}
+        local = self.stack.local
+        targets: dict[str, Target] = {"buffer": local("buffer", self.buffer)}
         if self.rollout is not None:
             targets["rollout"] = self.rollout
         else:
             template, replays = args.load_debug_rollout_data or "", args.replay_kept_tokens
             recorded = RecordedRollouts(template, self.buffer, replays=replays)
-            targets["rollout"] = self._local("rollout", recorded)
+            targets["rollout"] = local("rollout", recorded)
         targets.update(self.trained)
         targets.update(self.roles)
         publisher = self._publisher()
         if publisher is not None:
-            targets["publish"] = self.publishing = self._local("publish", publisher)
+            then = self.engines.close if self.engines is not None else None
+            targets["publish"] = publishing = local("publish", publisher, end_s=PUBLISH_END_S, then=then)
+            self.stack.callback(lambda: wait(publishing.start("close").futures, timeout=PUBLISH_END_S))
         if self.reference is not None:
-            targets["reference"] = self._local("reference", self.reference)
+            targets["reference"] = local("reference", self.reference)
         plan = self._plan()
         if plan.saves:
-            facts = self.provenance.facts()
+            facts = self.session.provenance.facts()
             checkpoints = RunCheckpoints(
                 args, buffer=self.buffer, trained=self.trained, reference=self.reference, provenance=facts
             )
-            targets["save"] = self.saving = self._local("save", checkpoints)
+            targets["save"] = local("save", checkpoints, end_s=CLOSE_TIMEOUT_S)
         if args.save_debug_rollout_data:
             recorder = RolloutRecorder(args.save_debug_rollout_data, self.buffer)
-            targets["record"] = self._local("record", recorder)
+            targets["record"] = local("record", recorder)
         watchers: list[Callable[[], None]] = [self._buffer_watch()]
         watchers += [self.fleet.check] if self.fleet is not None else []
         watchers += [SourceWatch(self.source, args, self.observer.notice)] if self.source is not None else []
@@ -220,25 +226,30 @@ class _Run:
 
     def _publisher(self) -> Publisher | RolePublisher | None:
         """The publisher to the engines and to the roles that need the actor's weights; None without any."""
-        args, publisher = self.args, None
-        if self.train is None:
+        args, train, publisher = self.args, self.train, None
+        if train is None:
             return None
-        source = _TrainExport(self.train, args.train_timeout_s)
         if self.fleet is not None:
             name = args.weight_sync_mode
             transport = construct("weight_transport", name, self.registry.resolve("weight_transport", name), args)
             self.engines = self.fleet.control(args.update_weights_timeout_s)
             publisher = Publisher(
                 transport,
-                source,
+                Senders(lambda *call: train.start("send_weights", *call).futures, args.train_timeout_s),
                 self.engines,
                 compare=args.check_weight_update_equal,
                 timeout_s=args.update_weights_timeout_s,
                 notice=self.observer.notice,
             )
         if "actor_fwd" in self.roles:
-            return RolePublisher(publisher, source, self.roles["actor_fwd"], self.run_dir / "weights_actor_fwd")
+            folder = self.run_dir / "weights_actor_fwd"
+            return RolePublisher(publisher, self.save_hf, self.roles["actor_fwd"], folder)
         return publisher
+
+    def save_hf(self, path: str) -> None:
+        """Write the actor's weights as a Hugging Face folder."""
+        assert self.train is not None
+        self.train.call("save_hf", path, timeout_s=self.args.train_timeout_s)
 
     def _reference_updates(self) -> ReferenceUpdates | None:
         """What updates the reference model, which the trainer or a role has; None without one."""
@@ -248,11 +259,11 @@ class _Run:
 
         def load(path: str, version: int) -> None:
             if "ref" in self.roles:
-                self.roles["ref"].update_weights_from_disk(path, version)
+                self.roles["ref"].call_and_keep("update_weights_from_disk", path, version)
             else:
                 train.call("load_ref", path, timeout_s=args.train_timeout_s)
 
-        return ReferenceUpdates(_TrainExport(train, args.train_timeout_s), load, self.run_dir / "weights_ref")
+        return ReferenceUpdates(self.save_hf, load, self.run_dir / "weights_ref")
 
     def _num_rollouts(self) -> int:
         args = self.args
@@ -287,6 +298,7 @@ class _Run:
             evaluate=self.evaluates,
             eval_interval=args.eval_interval,
             eval_before_train=not args.skip_eval_before_train,
+            owes_evaluation=self.session.owes_evaluation(self.checkpoint),
             saves=bool(args.save) and self.train is not None,
             save_interval=args.save_interval,
             records=bool(args.save_debug_rollout_data),
@@ -314,15 +326,14 @@ class _Run:
             # A run that only evaluates may have other data, or none.
             self.buffer.load(str(self.checkpoint.folder))
         for group in self.roles.values():
-            group.wait_ready()
+            group.call("ready", timeout_s=limit)
         if self.rollout is not None:
-            for _ in self.rollout.actors:
-                self.rollout.call("ready", timeout_s=limit)
+            self.rollout.call("ready", timeout_s=limit)
 
     def _start_source(self, args: Args, logs: str) -> Any:
         """The user's data source, constructed: what its constructor raises must not wait for the engines."""
         actor = start_data_source(args, logs)
-        self.stack.callback(WorkerGroup("data_source", [actor]).stop)
+        self.stack.stops(ActorGroup("data_source", lambda _: actor))
         SourceAnswers.from_args(args).wait("setup", actor.setup.remote)
         return actor
 
@@ -331,8 +342,8 @@ class _Run:
         if num_units == 0:
             return ()
         units = start_storage(num_units, buffer, self.args.buffer_timeout_s)
-        storage = WorkerGroup("storage", [unit.actor for unit in units])
-        self.stack.callback(storage.stop)
+        storage = ActorGroup("storage", lambda index: units[index].actor, num_units)
+        self.stack.stops(storage)
         storage.call("ready", timeout_s=self.args.train_timeout_s)
         return units
 
@@ -351,48 +362,8 @@ class _Run:
             process=lambda: ledger_writer(self.run_dir / FILE_NAME),
         )
 
-    def _end_saving(self) -> None:
-        """Let a checkpoint that is being written fail and remove its files: the processes that it waits for have
-        ended."""
-        if self.saving is not None:
-            self.saving.join(CLOSE_TIMEOUT_S)
-
-    def _end_publishing(self) -> None:
-        """Let a publication that is under way end, so that no engine stays paused, but do not wait long: the processes
-        that it waits for may have ended."""
-        if self.publishing is not None and self.publishing.join(PUBLISH_END_S) and self.engines is not None:
-            self.engines.close()
-
-    def _local(self, role: str, obj: object) -> LocalTarget:
-        target = LocalTarget(role, obj)
-        self.stack.callback(target.stop)
-        return target
-
 
 def engines_may_differ(args: Args) -> bool:
     """Whether engines may have started with other weights than the trainer: engines behind ``--router-url`` were
     not started by the run, and a model provider or converter may change what is in ``--hf-checkpoint``."""
     return any((args.engine_urls, args.custom_model_provider_path, args.model_converter_path))
-
-
-class _TrainExport:
-    """The trainer's ranks as a weight transport sees them."""
-
-    def __init__(self, train: WorkerGroup, timeout_s: float) -> None:
-        self._train = train
-        self._timeout_s = timeout_s
-
-    def save_hf(self, path: str) -> None:
-        """Write the newest weights as a Hugging Face folder."""
-        self._train.call("save_hf", path, timeout_s=self._timeout_s)
-
-    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
-        """Put the newest weights into the memory of rank 0's machine."""
-        handles: list[list[str]] = self._train.call(
-            "share_weights", load_format, num_receivers, timeout_s=self._timeout_s
-        )
-        return handles
-
-    def release_weights(self) -> None:
-        """Free what ``share_weights`` took."""
-        self._train.call("release_weights", timeout_s=self._timeout_s)

@@ -13,7 +13,7 @@ from buffer_rl import __version__
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.row_file import read_rollout, write_rollout
 from buffer_rl.checkpoint import upload_checkpoint, write_checkpoint
-from buffer_rl.cluster.worker_group import WorkerGroup
+from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.errors import BufferRLError, DataError, DeadlineError
 from buffer_rl.redaction import mask_secrets
 from buffer_rl.remote import is_remote, local_path
@@ -41,7 +41,7 @@ class RunCheckpoints:
         args: Args,
         *,
         buffer: BufferClient,
-        trained: Mapping[str, WorkerGroup],
+        trained: Mapping[str, ActorGroup],
         reference: ReferenceUpdates | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:

@@ -24,6 +24,12 @@ class RunOptions(Section):
     save_interval: int | None = option(None, "checkpoint every this many steps (and at the end)", ge=1)
     save_timeout_s: float = option(3600.0, "deadline of one checkpoint, its upload included, in seconds", gt=0)
     load: str | None = option(None, "resume from this checkpoint: a folder or a URL", metavar="PATH")
+    max_global_restarts: int = option(
+        3,
+        "how often in a run all of its processes are started again from its newest checkpoint: after a trainer rank "
+        "died, or another process more often than it is replaced; 0: such a death ends the run",
+        ge=0,
+    )
     early_stop: str | None = option(
         None, "end the run once an evaluation metric is reached, for example 'eval/dev>=0.25'", metavar="EXPR"
     )

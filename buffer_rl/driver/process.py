@@ -76,10 +76,8 @@ def check_lineage(args: Any, first_step: int) -> None:
 
     first_step: 0, or the step of the checkpoint that the run continues from.
     """
-    if not _saves(args) or (args.num_rollout is not None and args.num_rollout <= first_step):
-        return
-    found = newest_step(args.save)
-    if found <= first_step:
+    found = later_checkpoint(args, first_step)
+    if found is None:
         return
     folder = mask_url(args.save)
     raise ConfigError(
@@ -88,6 +86,15 @@ def check_lineage(args: Any, first_step: int) -> None:
         expected=f"no checkpoint beyond step {first_step}: the newest one would be of another run",
         hint=f"another folder; or --load {folder} to go on from step {found}; or move the later checkpoints away",
     )
+
+
+def later_checkpoint(args: Any, first_step: int) -> int | None:
+    """The step of the newest checkpoint in ``--save``, if it is beyond ``first_step``; None for a run that writes none.
+    After ``check_lineage`` it is of this run. Raises CheckpointError if it cannot be found out."""
+    if not _saves(args) or (args.num_rollout is not None and args.num_rollout <= first_step):
+        return None
+    found = newest_step(args.save)
+    return found if found > first_step else None
 
 
 @contextmanager

@@ -14,14 +14,18 @@ from buffer_rl.driver.checks import STREAM
 from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.roles import CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, worker_counts
+from buffer_rl.roles import CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, ROLES, worker_counts
 from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of, unit_of
 from buffer_rl.train.roles import (
     estimator_needs,
     estimator_of,
     frozen_models,
+    frozen_models_of_trainer,
+    fused_roles,
     is_supervised,
     loss_of,
+    own_roles,
+    process_counts,
     uses_critic,
     uses_reference,
 )
@@ -30,6 +34,7 @@ from buffer_rl.train.roles import (
 def check_roles(args: Any, registry: PluginRegistry) -> None:
     """Raises ConfigError for roles without work, for gradients that cannot be streamed, and for an advantage estimator
     that would not see what it reads, as the plugins tell."""
+    _check_own_roles(args, registry)
     _check_post_processors(args, registry)
     if args.num_actor_fwd_workers:
         _check_actor_fwd(args, registry)
@@ -38,6 +43,30 @@ def check_roles(args: Any, registry: PluginRegistry) -> None:
     if not rollout_only(args):
         _check_loss(args, registry)
         _check_trainer(args, registry)
+
+
+def _check_own_roles(args: Any, registry: PluginRegistry) -> None:
+    """Roles of ``--role-path`` wait for fields that come before theirs, and roles that are fused have processes."""
+    own = own_roles(args, registry)
+    if own and rollout_only(args):
+        raise ConfigError("no trainer reads what these roles add", where="--role-path and --debug-rollout-only")
+    counts = process_counts(args, own)
+    fused_roles(args, counts)
+    added = {field for role in counts if role in ROLES for field in ROLES[role].fields}
+    if Schedule.named(args.schedule).streams and not args.stream_gradients:  # the trainer works beside the roles
+        added |= {FIELD_OF_MODEL[model] for model in frozen_models_of_trainer(args)}
+    waiting = dict(own)
+    while ready := [name for name, (_, row) in waiting.items() if added.issuperset(row.needs)]:
+        added.update(field for name in ready for field in waiting.pop(name)[1].fields)
+    for reference, row in waiting.values():
+        raise ConfigError(
+            f"the role {reference!r} needs {sorted(set(row.needs) - added)}, which no role with processes of its own "
+            "adds before it",
+            where="--role-path",
+            expected=f"fields among {', '.join(sorted(added)) or 'none, as there is no such role'}; columns of the "
+            "rollout are there without being named",
+            hint="give the role that adds it processes: --num-ref-workers 1, or --role-path",
+        )
 
 
 def _check_estimator(args: Any, registry: PluginRegistry) -> None:

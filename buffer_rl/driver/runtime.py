@@ -11,11 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol, cast
 
-from buffer_rl.cluster.worker_group import name_failure, root_failure
+from buffer_rl.cluster.actor_group import Call
 from buffer_rl.driver.tasks import Task
 from buffer_rl.errors import DeadlineError, WorkerError
 
@@ -23,11 +22,9 @@ POLL_S = 0.5
 
 
 class Target(Protocol):
-    """Something that a role's calls go to; ``WorkerGroup`` is one."""
+    """Something that a role's calls go to; ``ActorGroup`` is one."""
 
-    def start(self, method: str, *args: Any) -> list[Future[Any]]: ...
-    @property
-    def combine(self) -> Callable[[str, list[Any]], Any]: ...
+    def start(self, method: str, *args: Any) -> Call: ...
 
 
 class LocalTarget:
@@ -37,19 +34,16 @@ class LocalTarget:
     """
 
     def __init__(self, role: str, obj: Any) -> None:
+        self._role = role
         self._object = obj
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=role, daemon=True)
         self._thread.start()
 
-    def start(self, method: str, *args: Any) -> list[Future[Any]]:
+    def start(self, method: str, *args: Any) -> Call:
         future: Future[Any] = Future()
         self._calls.put((future, getattr(self._object, method), args))
-        return [future]
-
-    @property
-    def combine(self) -> Callable[[str, list[Any]], Any]:
-        return lambda method, answers: answers[0]
+        return Call(role=self._role, method=method, members=[self._role], futures=[future])
 
     def stop(self) -> None:
         """End the thread after the calls that were started; they are not waited for."""
@@ -61,10 +55,10 @@ class LocalTarget:
         return not self._thread.is_alive()
 
 
-_Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+_Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
-def _work(calls: SimpleQueue[_Call | None]) -> None:
+def _work(calls: SimpleQueue[_Work | None]) -> None:
     while (call := calls.get()) is not None:
         future, function, args = call
         try:
@@ -74,24 +68,8 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
         del call, future, function, args  # an idle thread must not keep the last answer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RayTask:
-    """A call on every member of a target."""
-
-    role: str
-    method: str
-    target: Target
-    futures: list[Future[Any]]
-
-    def ended(self) -> bool:
-        """Whether all members answered, or one failed."""
-        return all(future.done() for future in self.futures) or any(
-            future.done() and future.exception() is not None for future in self.futures
-        )
-
-
 class RayRuntime:
-    """Implements ``buffer_rl.driver.tasks.Runtime``: a task's answer is that of all members, combined.
+    """Implements ``buffer_rl.driver.tasks.Runtime``; its tasks are ``Call``s.
 
     watchers: called about twice a second while the driver waits, over all its calls; what one raises ends the wait.
     """
@@ -101,13 +79,12 @@ class RayRuntime:
         self._watchers = list(watchers)
         self._watch_at = 0.0
 
-    def submit(self, role: str, method: str, *args: Any) -> RayTask:
-        target = self._targets[role]
-        return RayTask(role=role, method=method, target=target, futures=target.start(method, *args))
+    def submit(self, role: str, method: str, *args: Any) -> Call:
+        return self._targets[role].start(method, *args)
 
     def wait_any(self, tasks: Sequence[Task], timeout_s: float) -> Task:
         deadline = self.now() + timeout_s
-        mine = [cast(RayTask, task) for task in tasks]
+        mine = [cast(Call, task) for task in tasks]
         while True:
             if ended := next((task for task in mine if task.ended()), None):
                 return ended
@@ -121,16 +98,7 @@ class RayRuntime:
             wait(pending, timeout=min(until_watch, left), return_when=FIRST_COMPLETED)
 
     def result(self, task: Task) -> Any:
-        mine = cast(RayTask, task)
-        failures = {}
-        for rank, future in enumerate(mine.futures):  # once one failed, the others may still be at work
-            if future.done() and (error := future.exception()) is not None:
-                member = f" {rank}" if len(mine.futures) > 1 else ""
-                failures[f"{mine.role}{member}.{mine.method}"] = error
-        if failures:
-            role, error = root_failure(failures)
-            raise name_failure(role, error) from error
-        return mine.target.combine(mine.method, [future.result() for future in mine.futures])
+        return cast(Call, task).result()
 
     def restart(self, role: str) -> None:
         restart = getattr(self._targets[role], "restart", None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.roles import ACTOR, ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, ROLES, worker_counts
+from buffer_rl.roles import ACTOR, ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, ROLES, Role, worker_counts
 from buffer_rl.scope import Scope
 from buffer_rl.train.batch_sizes import optimizer_steps
 from buffer_rl.train.roles import frozen_models_of_trainer, is_supervised, uses_critic
@@ -110,7 +110,7 @@ class RolePlan:
     they add. estimates: the actor's advantage estimator is called once, with all rows of the rollout.
     critic_only_steps: rollouts at the start of the run that only the critic takes an optimizer step on.
     stream_gradients: trained roles go on to forward and backward while the rollout still runs.
-    max_restarts: how often, over the whole run, dead processes of these roles, or rollout workers, are replaced.
+    max_restarts: how often the dead processes of each role, and rollout workers, are replaced in place.
     """
 
     trained: tuple[str, ...] = (ACTOR,)
@@ -144,9 +144,11 @@ class RolePlan:
         return [model for owner, model in self.passes if owner == role]
 
 
-def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope) -> RolePlan:
-    """The roles that the options ask for, and what is left to the trainer. scope: of the advantage estimator."""
-    dedicated = tuple(role for role, count in worker_counts(args).items() if count)
+def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope, own: Sequence[Role] = ()) -> RolePlan:
+    """The roles that the options ask for, and what is left to the trainer. scope: of the advantage estimator. own: the
+    roles of ``--role-path``."""
+    rows = [*(ROLES[role] for role, count in worker_counts(args).items() if count), *own]
+    dedicated = tuple(row.name for row in rows)
     models = frozen_models_of_trainer(args)
     if needs_old_log_probs(args, rollouts_use_engine) and "actor_fwd" not in dedicated:
         models.append("actor")
@@ -155,7 +157,7 @@ def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope) -> RolePlan:
         trained=(ACTOR, *critic),
         passes=(*((ACTOR, model) for model in models), *((role, role) for role in critic)),
         dedicated_roles=dedicated,
-        external_fields=tuple(name for role in dedicated for name in ROLES[role].fields),
+        external_fields=tuple(name for row in rows for name in row.fields),
         # An estimator of scope row is called by each rank on its own rows, unless it reads those of another role.
         estimates=not (is_supervised(args) or "advantages" in dedicated or args.stream_gradients)
         and (scope is not Scope.ROW or bool(critic)),
@@ -188,6 +190,7 @@ class RunPlan:
     ref_update_interval: the reference model takes the actor's weights after every so many rollouts.
     roles: the roles that add fields to each rollout's groups, and those that are trained. Without the latter nothing is
     published, and every rollout comes from the initial weights.
+    owes_evaluation: whether a death came between the checkpoint that the run continues from and its evaluation.
     saves: whether checkpoints are written. records: whether each rollout's rows are kept, for debugging.
     max_rollout_retries: how often, over the whole run, a rollout that was lost is produced again.
     passes_on_tickets: whether a rollout worker can go on where another died; not where functions see the whole rollout,
@@ -205,6 +208,7 @@ class RunPlan:
     evaluate: bool = False
     eval_interval: int | None = None
     eval_before_train: bool = True
+    owes_evaluation: bool = False
     saves: bool = False
     save_interval: int | None = None
     records: bool = False
@@ -221,9 +225,10 @@ class RunPlan:
         """Whether an evaluation follows ``step`` optimizer steps."""
         if not self.evaluate:
             return False
+        is_due = self.eval_interval is not None and step % self.eval_interval == 0
         if step == self.first_rollout and step < self.num_rollouts:  # the run that saved this step evaluated it
-            return self.eval_before_train and step == 0
-        return step >= self.num_rollouts or (self.eval_interval is not None and step % self.eval_interval == 0)
+            return (self.eval_before_train and step == 0) or (self.owes_evaluation and is_due)
+        return step >= self.num_rollouts or is_due
 
     def saves_at(self, step: int, *, stopped_early: bool) -> bool:
         """Whether a checkpoint follows ``step`` optimizer steps."""

@@ -4,12 +4,14 @@ A runtime with processes and one with virtual time both fit, so that a schedule 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from buffer_rl.driver.schedule import RolePlan
 from buffer_rl.errors import BufferRLError, WorkerDiedError
+from buffer_rl.roles import ROLES, Restart
 
 if TYPE_CHECKING:
     from buffer_rl.observe.observer import RunObserver
@@ -62,7 +64,7 @@ class RoleCalls:
     _runtime: Runtime
     _observer: RunObserver
     _calls: dict[int, dict[str, Task]] = field(default_factory=dict)
-    _restarts: int = 0
+    _restarts: Counter[str] = field(default_factory=Counter)
 
     def start(self, rollout_id: int, *, trainer_too: bool) -> None:
         """Have the roles work on a rollout; trained ones too, if they are to work while the rollout runs."""
@@ -99,17 +101,20 @@ class RoleCalls:
         return [*calls, *(self._runtime.submit(role, "ready") for role in self._plan.dedicated_roles)]
 
     def restart(self, role: str, error: BufferRLError) -> None:
-        """Replace the processes of a role that died with ``error``; raises it if there were too many restarts."""
-        self._require_restart(error)
-        self._restarts += 1
-        self._observer.notice(
-            f"{role} died and is replaced ({self._restarts} of {self._plan.max_restarts}): {error.what}"
-        )
+        """Replace the processes of a role that died with ``error``; raises it if they are not replaced in place, or
+        were replaced too often."""
+        self._require_restart(role, error)
+        self._restarts[role] += 1
+        count, limit = self._restarts[role], self._plan.max_restarts
+        self._observer.notice(f"{role} died and is replaced ({count} of {limit}): {error.what}")
         self._runtime.restart(role)
 
-    def _require_restart(self, error: BufferRLError) -> None:
-        if self._restarts >= self._plan.max_restarts:
-            error.hint = error.hint or f"--role-max-restarts: {self._restarts} of {self._plan.max_restarts} were used"
+    def _require_restart(self, role: str, error: BufferRLError) -> None:
+        if role in ROLES and ROLES[role].restart is Restart.GLOBAL:
+            raise error
+        if (count := self._restarts[role]) >= self._plan.max_restarts:
+            used = f"{count} of {self._plan.max_restarts} were used for {role}"
+            error.hint = error.hint or f"--role-max-restarts: {used}"
             raise error
 
     def replace(self, ended: Task, error: BufferRLError, requeue: Callable[[str, str], object]) -> Task:
@@ -121,8 +126,8 @@ class RoleCalls:
         place = self.rollout_of(ended) if ended.role in self._plan.dedicated_roles else None
         if place is None or not is_worker_death(ended.role, error):
             raise error
-        self._require_restart(error)
         role = ended.role
+        self._require_restart(role, error)
         # Removed first: the wait for the Buffer below looks at every call, and would find these dead again.
         lost = [rollout_id for rollout_id, calls in self._calls.items() if calls.pop(role, None) is not None]
         self.restart(role, error)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, ParamSpec, Self, TypeVar
 
 import aiohttp
 import orjson
@@ -15,6 +15,7 @@ import orjson
 from buffer_rl.engine.process import auth_headers
 from buffer_rl.errors import EngineError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -83,9 +84,12 @@ class EngineFanOut:
         """Close all connections."""
         await self._http.close()
 
-    async def post(self, path: str, body: Mapping[str, Any], *, reachable_only: bool = False) -> None:
-        """Send ``body`` to all engines. reachable_only: pass over engines that cannot be reached."""
-        await self._all("POST", path, orjson.dumps(dict(body)), reachable_only=reachable_only)
+    async def post(
+        self, path: str, body: Mapping[str, Any], *, reachable_only: bool = False, only: Collection[str] | None = None
+    ) -> None:
+        """Send ``body`` to all engines, or to those at the URLs ``only``. reachable_only: pass over engines that cannot
+        be reached."""
+        await self._all("POST", path, orjson.dumps(dict(body)), reachable_only=reachable_only, only=only)
 
     async def post_each(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> None:
         """``post`` with a body for each engine; at least as many as there are engines."""
@@ -110,9 +114,15 @@ class EngineFanOut:
         return found
 
     async def _all(
-        self, method: str, path: str, body: bytes | Sequence[bytes] | None, *, reachable_only: bool = False
+        self,
+        method: str,
+        path: str,
+        body: bytes | Sequence[bytes] | None,
+        *,
+        reachable_only: bool = False,
+        only: Collection[str] | None = None,
     ) -> dict[str, bytes]:
-        urls = self._urls() or await self._urls_of_router()
+        urls = [url for url in self._urls() or await self._urls_of_router() if only is None or url in only]
         bodies = [body] * len(urls) if isinstance(body, bytes) or body is None else body[: len(urls)]
         calls = [self._one(method, url + path, own) for url, own in zip(urls, bodies, strict=True)]
         results = await asyncio.gather(*calls)
@@ -275,9 +285,9 @@ class EngineControlClient:
         """Stop decoding on every engine; mode is ``abort``, ``in_place`` or ``retract``."""
         self._post("/pause_generation", {"mode": mode})
 
-    def resume(self) -> None:
-        """End a pause on every engine."""
-        self._post("/continue_generation", {})
+    def resume(self, urls: Collection[str] | None = None) -> None:
+        """End a pause on the engines at ``urls``; None: on every engine."""
+        self._run(lambda engines: engines.post("/continue_generation", {}, only=urls))
 
     def flush(self) -> None:
         """Have every engine forget what it cached. EngineError while requests run."""
@@ -305,12 +315,63 @@ class EngineControlClient:
         bodies = [{"serialized_named_tensors": [handle], **common} for handle in serialized]
         self._run(lambda engines: engines.post_each("/update_weights_from_tensor", bodies))
 
+    def start(self, call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> Future[T]:
+        """One of this client's calls, in a thread of its own: for calls that need a counterpart before they can end."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call(*args, **keywords))
+            except BaseException as error:  # fault boundary: the caller of result() gets it
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="engine-control-call", daemon=True).start()
+        return future
+
+    def init_weights_update_group(self, address: str, port: int, *, name: str, world_size: int) -> None:
+        """Have every engine join a group whose rank 0 listens at ``address``; the engines are ranks 1, 2, … in order of
+        ``targets``. It ends when all members are there: ``start`` it. Raises EngineError at once if there are not as
+        many engines as ``world_size`` asks for."""
+        if (found := len(self.targets())) != world_size - 1:
+            raise EngineError(f"{found} engines for a group of {world_size} members", where=f"weight group {name!r}")
+        common = {"master_address": address, "master_port": port, "world_size": world_size}
+        common |= {"group_name": name, "backend": "gloo"}
+        bodies = [{"rank_offset": rank, **common} for rank in range(1, world_size)]
+        self._run(lambda engines: engines.post_each("/init_weights_update_group", bodies))
+
+    def update_weights_from_distributed(
+        self, bucket: Mapping[str, Sequence[Any]], *, name: str, version: int | None = None, flattened: bool = False
+    ) -> None:
+        """Have every engine receive a bucket from rank 0 of a group; it ends when all have it: ``start`` it.
+
+        bucket: ``names``, ``dtypes`` and ``shapes``, in the order of the broadcasts. version: what the weights are
+        called, with the last bucket. flattened: the bucket is one broadcast."""
+        body = {
+            **bucket,
+            "group_name": name,
+            "flush_cache": False,
+            "load_format": "flattened_bucket" if flattened else None,
+            "weight_version": None if version is None else str(version),
+        }
+        self._post("/update_weights_from_distributed", body)
+
+    def destroy_weights_update_group(self, name: str) -> None:
+        """Have every engine leave a group. EngineError if one is not in it."""
+        self._post("/destroy_weights_update_group", {"group_name": name})
+
     def end_weight_update(self) -> None:
         """Have every engine serve what was sent since ``begin_weight_update``."""
         self._post("/end_weight_update", {})
 
     def drop_failed_engines(self) -> None:
         """Does nothing: these engines are not replaced, so the failure of one fails the call."""
+
+    def drop(self, urls: Collection[str]) -> bool:
+        """Drop the engines at ``urls``. Returns whether that was done; False here, as they are not replaced."""
+        return False
+
+    def end_publication(self) -> None:
+        """Forget what was noted since ``pause``; engines that are paused stay so."""
 
     def versions(self) -> dict[str, str]:
         """The weight version of each engine, by URL."""

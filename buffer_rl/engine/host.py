@@ -21,10 +21,10 @@ from urllib.parse import urlsplit
 
 import ray
 
+from buffer_rl.cluster.actor_group import name_failure
 from buffer_rl.cluster.counts import ENGINE
 from buffer_rl.cluster.devices import Node
 from buffer_rl.cluster.placement import Placement
-from buffer_rl.cluster.worker_group import name_failure
 from buffer_rl.config import dump_args, load_args
 from buffer_rl.contracts import EngineLauncher, EngineProcess
 from buffer_rl.engine.fleet import named_launcher

@@ -8,8 +8,8 @@ Engines come and go while others generate and take weights. Who waits for whom:
 - The heartbeat finds engines that hang: their process lives, their connections open, and nothing is answered. A thread
   of its own asks every engine that has answered once for ``/health``, again and again; no other thread waits for it.
   What it finds is the replica's failure, and ``EngineFleet.check`` replaces the engine as one that died.
-- A publication, from ``pause`` to ``resume``, waits for a replacement that is just taking the newest weights by itself,
-  and holds back one that would (``EngineRegistry.publication``, with a deadline).
+- A publication, from its first ``pause`` to its end, waits for a replacement that is just taking the newest weights by
+  itself, and holds back one that would (``EngineRegistry.publication``, with a deadline).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import http.client
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -244,15 +244,23 @@ class FleetControl(EngineControlClient):
         return self._registry.in_state(ReplicaState.SERVING)
 
     def drop_failed_engines(self) -> None:
-        """Until ``resume``, drop an engine that fails a call that another one answers: it gets no more calls of this
-        publication, and the fleet replaces it as one that died."""
+        """Until the publication ends, drop an engine that fails a call that another one answers: it gets no more calls,
+        and the fleet replaces it as one that died."""
         self._drops_failed = True
 
+    def drop(self, urls: Collection[str]) -> bool:
+        """Drop the engines at ``urls``, after ``drop_failed_engines``. Returns whether that was done."""
+        for replica in self._replicas() if self._drops_failed else ():
+            if replica.url in urls:
+                self._drop(replica)
+        return self._drops_failed
+
     def pause(self, mode: str = "retract") -> None:
-        """Begin a publication: stop decoding on every engine that answers."""
-        if not self._registry.publication.acquire(timeout=self.timeout_s):
-            raise DeadlineError(f"an engine that joins took longer than {self.timeout_s:g} s", where="publish")
-        self._in_publication = self._registry.in_state(ReplicaState.SERVING, ReplicaState.WAITING)
+        """Begin a publication, or another attempt of it: stop decoding on every engine that answers."""
+        if self._in_publication is None:
+            if not self._registry.publication.acquire(timeout=self.timeout_s):
+                raise DeadlineError(f"an engine that joins took longer than {self.timeout_s:g} s", where="publish")
+            self._in_publication = self._registry.in_state(ReplicaState.SERVING, ReplicaState.WAITING)
         self._folder, self._versions = None, {}
         super().pause(mode)
 
@@ -266,23 +274,24 @@ class FleetControl(EngineControlClient):
         self._versions = super().versions()
         return self._versions
 
-    def resume(self) -> None:
-        """End the publication: every engine goes on, and replacements that have the weights of the others join."""
-        try:
-            super().resume()
-            if self._in_publication is None:
-                return
-            if len(set(self._versions.values())) == 1:  # versions() was asked for, and all have the same
-                self._registry.published = Published(version=next(iter(self._versions.values())), folder=self._folder)
-                for replica in self._in_publication:
-                    waits = replica.state is ReplicaState.WAITING and replica.failure is None
-                    if waits and replica.url in self._versions:
-                        self._admit(replica)
-        finally:
-            self._drops_failed = False
-            if self._in_publication is not None:
-                self._in_publication = None
-                self._registry.publication.release()
+    def resume(self, urls: Collection[str] | None = None) -> None:
+        """End the publication: the engines at ``urls`` go on, or all; replacements among them join, if all have the
+        same weights. Where an engine fails it, the publication goes on."""
+        super().resume(urls)
+        found = {url: version for url, version in self._versions.items() if urls is None or url in urls}
+        if len(set(found.values())) == 1:  # versions() was asked for, and all have the same
+            self._registry.published = Published(version=next(iter(found.values())), folder=self._folder)
+            for replica in self._replicas():
+                if replica.state is ReplicaState.WAITING and replica.failure is None and replica.url in found:
+                    self._admit(replica)
+        self.end_publication()
+
+    def end_publication(self) -> None:
+        """Engines may join from now on; those that did not go on stay paused."""
+        self._drops_failed, self._versions = False, {}
+        if self._in_publication is not None:
+            self._in_publication = None
+            self._registry.publication.release()
 
     def _run(self, call: Callable[[EngineFanOut], Coroutine[Any, Any, T]]) -> T:
         replicas = self._replicas()
@@ -302,9 +311,13 @@ class FleetControl(EngineControlClient):
         failing = next((replica for replica in self._replicas() if replica.url == url), None)
         if not self._drops_failed or failing is None:
             return False
-        failing.failure = EngineError(
-            f"engine {failing.index} failed the last attempt of a publication",
-            where=url,
+        self._drop(failing)
+        return True
+
+    @staticmethod
+    def _drop(replica: Replica) -> None:
+        replica.failure = EngineError(
+            f"engine {replica.index} failed the last attempt of a publication",
+            where=replica.url,
             hint="the notices of the attempts before, and its log, say why",
         )
-        return True

@@ -59,8 +59,15 @@ class MetricHub:
     def __init__(
         self, run_dir: str | Path, loggers: Mapping[str, MetricLogger] | None = None, *, resume_step: int | None = None
     ) -> None:
+        self._run_dir = run_dir
         self._file = MetricsFile(run_dir, resume_step=resume_step)
         self._loggers = dict(loggers or {})
+
+    def went_back(self, step: int) -> None:
+        """The run goes on after ``step`` steps (-1: before everything): the file's later lines are removed. Loggers get
+        them a second time."""
+        self._file.close()
+        self._file = MetricsFile(self._run_dir, resume_step=step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write ``metrics`` of ``step`` everywhere. Raises ``OSError`` if the JSONL file cannot be written."""

@@ -24,7 +24,8 @@ class RunObserver:
     """Sees what happens in a run; what it raises ends the run. A context manager.
 
     resume_step: steps of the checkpoint that the run goes on from; its files are then continued from there.
-    provenance: what code and data the run is made of, for ``run.json``.
+    provenance: what code and data the run is made of, for ``run.json``. ``evaluated``: the newest version of which this
+    run reported an evaluation.
     """
 
     def __init__(
@@ -34,12 +35,13 @@ class RunObserver:
         resume_step: int | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        run_dir = str(args.run_dir)
+        self._run_dir = run_dir = str(args.run_dir)
         if isinstance(args, Options):
             write_facts(run_dir, args, provenance)
         loggers = {
             name: construct("logger", name, registry.resolve("logger", name), args, run_dir) for name in args.logger
         }
+        self.evaluated = -1
         self._registry = registry
         self._metrics = MetricHub(run_dir, loggers, resume_step=resume_step)
         self._dump = SampleDump(run_dir, resume_step=resume_step)
@@ -56,7 +58,7 @@ class RunObserver:
 
     def __enter__(self) -> RunObserver:
         self._stack.callback(self._metrics.close)
-        self._stack.callback(self._dump.close)
+        self._stack.callback(lambda: self._dump.close())  # the one of then
         if self._trace is not None:
             self._stack.enter_context(self._trace)
         self._stack.enter_context(self._progress)
@@ -67,6 +69,20 @@ class RunObserver:
     ) -> None:
         self._say(self._incidents.summary())
         self._stack.__exit__(kind, error, trace)
+
+    def went_back(self, step: int | None) -> None:
+        """The run goes on from the checkpoint after ``step`` steps, or from the start (None), and does again what came
+        after it. Its files go back as well, as for a resumed run; loggers and hooks see those steps twice."""
+        before = -1 if step is None else step
+        self.evaluated = min(self.evaluated, before)
+        self._metrics.went_back(before)
+        self._dump.close()
+        self._dump = SampleDump(self._run_dir, resume_step=before)
+        if self._trace is not None:
+            self._trace.went_back(before)
+        self._spans = {}
+        self._progress.went_back(max(0, before))
+        self._incidents.went_back(max(0, before))
 
     def phase(self, name: str) -> None:
         """The driver entered a phase: generate, train, save, publish, evaluate."""
@@ -116,6 +132,7 @@ class RunObserver:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The weights of version ``step`` were evaluated."""
+        self.evaluated = step
         self._metrics.log(metrics, step)
         self._progress.eval(metrics, step)
 
@@ -131,32 +148,39 @@ class Incidents:
 
     def __init__(self, run_dir: str) -> None:
         self._run_dir = Path(run_dir)
-        self._quarantined = 0
-        self._left_out = Counter[str]()
+        self._quarantined: dict[int, int] = {}  # groups of a rollout
+        self._left_out: dict[tuple[str, int], int] = {}  # optimizer steps of a role in a training step
+        self._counted = Counter[str]()  # by the trainer, since its processes began
 
     def rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> list[str]:
         """The incidents of a training rollout."""
         count = int(metrics.get("rollout/drop_quarantined", 0))
-        self._quarantined += count
+        self._quarantined[rollout_id] = count
         return [f"rollout {rollout_id}: {_groups(count)} put into quarantine"] if count else []
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """The incidents of a training step."""
         lines = []
         for role, whose in ((ACTOR, ""), (CRITIC, "the critic's ")):
-            total, before = int(metrics.get(f"{role}/non_finite_steps", 0)), self._left_out[role]
+            total, before = int(metrics.get(f"{role}/non_finite_steps", 0)), self._counted[role]
             if total > before:
-                self._left_out[role] = total
+                self._counted[role], self._left_out[role, step] = total, total - before
                 lines.append(f"step {step}: {whose}loss or gradient not finite; the weights stay as they were")
         return lines
+
+    def went_back(self, step: int) -> None:
+        """Forget the incidents of ``step`` and later ones, which are done again, by other trainer processes."""
+        self._quarantined = {rollout: count for rollout, count in self._quarantined.items() if rollout < step}
+        self._left_out = {(role, at): count for (role, at), count in self._left_out.items() if at < step}
+        self._counted.clear()
 
     def summary(self) -> list[str]:
         """All incidents of the run."""
         lines = []
-        if self._quarantined:
+        if quarantined := sum(self._quarantined.values()):
             where = self._run_dir / "quarantine.jsonl"
-            lines.append(f"{_groups(self._quarantined)} of this run in quarantine: {where}")
-        if left_out := self._left_out.total():
+            lines.append(f"{_groups(quarantined)} of this run in quarantine: {where}")
+        if left_out := sum(self._left_out.values()):
             where = self._run_dir / "non_finite"
             lines.append(f"{left_out} optimizer steps were not finite and were left out; their rows: {where}")
         return lines

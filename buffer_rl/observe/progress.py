@@ -76,6 +76,13 @@ class Board:
         self.groups_done = 0
         self.running_drops = {}
 
+    def go_back(self, step: int) -> None:
+        """The training steps from ``step`` on are done again."""
+        if self.last_step is not None and (again := self.last_step + 1 - step) > 0:
+            del self.rewards[-again:]
+            self.last_step = step - 1 if step else None
+        self.first_step = None
+
     def record_eval(self, metrics: Mapping[str, float], step: int) -> None:
         """Store the results of the evaluation after ``step`` training steps."""
         self.evals = eval_scores(metrics)
@@ -140,6 +147,11 @@ class Progress:
                 if self._board.phase in _ROLLOUT_PHASES and name != _STOPPED:
                     self._board.groups_done = self._board.groups_wanted  # the last groups end between two looks
                 self._board.phase, self._board.phase_since = name, self._clock()
+
+    def went_back(self, step: int) -> None:
+        """The run does training step ``step`` and later ones again."""
+        with self._lock:
+            self._board.go_back(step)
 
     def planned(self, total_steps: int) -> None:
         """How many training steps the run has."""

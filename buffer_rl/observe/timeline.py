@@ -136,6 +136,13 @@ class TraceFile:
             self._file.close()
             self._file = None
 
+    def went_back(self, step: int) -> None:
+        """Go on from the checkpoint after ``step`` steps, as for ``resume_step``; -1: from the start."""
+        self.__exit__(None, None, None)
+        self._resume_step, self._rows, self._lanes = step, {}, {}
+        self._end, self._offset, self._is_empty = 0, None, True
+        self.__enter__()
+
     def write(self, role: str, spans: Iterable[WorkSpan]) -> None:
         """Add spans of a role, as complete events; spans at the same time get lanes of their own."""
         assert self._file is not None, "the trace is not open"

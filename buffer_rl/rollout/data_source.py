@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.cluster.worker_group import PATIENCE_S, redirect_output
+from buffer_rl.cluster.actor_group import PATIENCE_S, redirect_output
 from buffer_rl.config import dump_args, load_args
 from buffer_rl.data.custom import CustomSource, Delivery, DeliveryRequest, StateNeeded
 from buffer_rl.errors import BufferRLError, WorkerDiedError, WorkerError

@@ -7,18 +7,17 @@ call; the driver waits for ``run``, with a deadline for the whole rollout.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import ray
-
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.storage import StorageUnit
+from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
+from buffer_rl.cluster.dispatch import To, dispatch
 from buffer_rl.cluster.placement import Placement
-from buffer_rl.cluster.worker_group import WorkerGroup, is_dead, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.observe.run_folder import sample_record
@@ -78,6 +77,7 @@ class RolloutWorker:
             if isinstance(self._opened.engine, EngineClient):
                 await self._opened.engine.aclose()
 
+    @dispatch(To.ONE)
     async def run(self, ticket: Ticket) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Produce the ticket's groups. Returns flat metrics and some samples to show."""
         if ticket.num_groups == 0:  # the worker before this one died when all were finished
@@ -120,20 +120,6 @@ class RolloutWorker:
         ]
 
 
-class RolloutWorkers(WorkerGroup):
-    """Rollout workers; a rollout goes to the next one in turn. start_member: starts the one of an index."""
-
-    def __init__(self, start_member: Callable[[int], Any], num_workers: int) -> None:
-        super().__init__("rollout", [start_member(index) for index in range(num_workers)], one_at_a_time=True)
-        self._start_member = start_member
-
-    def restart(self) -> None:
-        """Replace those that died; the others may be at work."""
-        for index, actor in enumerate(self.actors):
-            if is_dead(actor, "ready"):
-                self.actors[index] = self._start_member(index)
-
-
 def start_rollout_workers(
     args: Any,
     args_text: str,
@@ -142,18 +128,19 @@ def start_rollout_workers(
     placement: Placement,
     storage: Sequence[StorageUnit] = (),
     source: Any = None,
-) -> RolloutWorkers:
+) -> ActorGroup:
     """Start ``--num-rollout-workers`` processes.
 
     storage: the storage processes; without them the Buffer owns large payloads.
     source: the actor of the user's data source, where there is one."""
-    remote = cast(Any, ray.remote)(max_restarts=0)(RolloutWorker)
-
-    def start_member(index: int) -> Any:
-        started = remote.options(**placement.options("rollout", index))
-        return started.remote(args_text, buffer, f"{log_dir}/rollout_{index}.log", storage, source)
-
-    return RolloutWorkers(start_member, args.num_rollout_workers)
+    return ActorGroup.of(
+        "rollout",
+        RolloutWorker,
+        lambda index: (args_text, buffer, f"{log_dir}/rollout_{index}.log", storage, source),
+        args.num_rollout_workers,
+        options=partial(placement.options, "rollout"),
+        independent=True,
+    )
 
 
 def _construct(registry: PluginRegistry, reference: str, args: Args) -> Any:

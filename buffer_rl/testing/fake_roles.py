@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,11 @@ import numpy as np
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
-from buffer_rl.types import SampleGroup, Ticket
+from buffer_rl.types import SampleGroup, Ticket, Topology
+from buffer_rl.weights.sender import Senders
+
+URL = "http://engine-0"
+"""Of ``FakeEngines``."""
 
 
 class FakeRollouts:
@@ -129,6 +134,20 @@ class FakePublisher:
         return {}
 
 
+def local_senders(factory: Any, args: Any, export: Callable[[], Iterator[Mapping[str, Any]]]) -> Senders:
+    """A trainer of one rank in this process, as the weight transport ``factory`` sees it: its sender in a thread.
+
+    export: as of ``Trainer``.
+    """
+    sender = factory.sender(args, Topology(dp_rank=0, dp_size=1))
+    thread = ThreadPoolExecutor(1, thread_name_prefix="sender")
+
+    def start(method: str, *arguments: Any) -> list[Any]:
+        return [thread.submit(getattr(sender, method), export(), *arguments)]
+
+    return Senders(start, timeout_s=60.0)
+
+
 class FakeEngines:
     """The control of engines that obey: notes every call, holds a version.
 
@@ -192,16 +211,27 @@ class FakeEngines:
     def versions(self) -> dict[str, str]:
         """What the engines say."""
         self._note("versions")
-        return {"http://engine-0": str(self.version)}
+        return {URL: str(self.version)}
 
-    def resume(self) -> None:
+    def resume(self, urls: Collection[str] | None = None) -> None:
         """Go on."""
         self._note("resume")
         self.paused = False
 
+    def targets(self) -> Sequence[str]:
+        """The one engine."""
+        return [URL]
+
     def drop_failed_engines(self) -> None:
         """Nothing: they are one."""
         self._note("drop failed")
+
+    def drop(self, urls: Collection[str]) -> bool:
+        """Nothing: they are one."""
+        return False
+
+    def end_publication(self) -> None:
+        """The engine stays as it is."""
 
     def _note(self, call: str) -> None:
         self.calls.append(call)

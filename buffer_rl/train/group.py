@@ -19,8 +19,9 @@ import torch
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.readers import Splitting
+from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
+from buffer_rl.cluster.dispatch import all_answers, dispatch
 from buffer_rl.cluster.placement import Placement
-from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Topology, Trainer
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
@@ -46,12 +47,22 @@ from buffer_rl.train.steps import (
     train_steps,
 )
 from buffer_rl.train.stream import gradient_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
+from buffer_rl.train.worker import joined_reports
 from buffer_rl.types import TrainBatch
-from buffer_rl.weights.shared_bucket import SharedWeights
-from buffer_rl.weights.tensor import LOAD_FORMAT
+from buffer_rl.weights.sender import RankSender
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
+
+
+def named_metrics(role: str, answers: list[StepReport]) -> dict[str, float]:
+    """The metrics of an optimizer step, of all ranks, named after the role."""
+    return {f"{role}/{name}": value for name, value in StepReport.metrics_of(answers).items()}
+
+
+def widest_gap(role: str, answers: list[LogProbGap]) -> LogProbGap:
+    """The largest difference that a rank found."""
+    return LogProbGap.worst(answers)
 
 
 class TrainRank:
@@ -71,7 +82,7 @@ class TrainRank:
         self._calls_objective = True
         folder = Path(log_path).parent.parent / NON_FINITE_FOLDER / ("" if role == ACTOR else role)
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
-        self._shared = SharedWeights(use_cuda_ipc=self._args.engine_device != "cpu")
+        self._sender: RankSender | None = None
 
     def host(self) -> tuple[str, int]:
         """This node's address and a port, which this rank listens on from now, for the ranks to meet at."""
@@ -139,6 +150,7 @@ class TrainRank:
         if columns:
             self._buffer.put_fields(batch.task, batch.row_ids, columns)
 
+    @dispatch(collect=widest_gap)
     def compare_log_probs(self, rollout_id: int) -> LogProbGap:
         """Compare the engine's log-probabilities with this trainer's on the first of this rank's rows, which were
         fetched or streamed. Raises TrainError above ``--max-logprob-diff``."""
@@ -157,6 +169,7 @@ class TrainRank:
         gap = compare_log_probs(self._args, batch, lambda rows: self._trainer.log_probs("actor", rows), where=where)
         return gap if place.is_head else LogProbGap()
 
+    @dispatch(collect=joined_reports)
     def stream(
         self, rollout_id: int, models: Sequence[str], external_fields: Sequence[str], gradients: bool
     ) -> WorkReport:
@@ -195,6 +208,7 @@ class TrainRank:
             timeout_s=longest_wait(self._args),
         )
 
+    @dispatch(collect=named_metrics)
     def finish_stream(self) -> StepReport:
         """The optimizer step on the gradients that ``stream`` accumulated, over all ranks."""
         report = StepReport()
@@ -202,6 +216,7 @@ class TrainRank:
         self._kl.adapt(report)
         return report
 
+    @dispatch(collect=named_metrics)
     def train(self) -> StepReport:
         """Advantages, forward and backward, and the optimizer steps on the mini-batches of the fetched rows."""
         batches, passes = self._fetched(), self._args.num_passes_per_rollout
@@ -222,20 +237,14 @@ class TrainRank:
         """Write the weights as a Hugging Face folder."""
         self._trainer.save_hf(path)
 
-    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
-        """Put the weights into shared memory: for every bucket a handle for each receiver. Ranks but the head of
-        replica 0 share nothing; they take part because gathering a bucket may need them."""
-        buckets = self._trainer.export()
-        if self._trainer.topology.dp_rank > 0 or not self._trainer.topology.is_head:
-            for _ in buckets:
-                pass
-            return []
-        share = self._shared.share if load_format == LOAD_FORMAT else self._shared.share_pickled
-        return share(buckets, num_receivers)
-
-    def release_weights(self) -> None:
-        """Free the memory that ``share_weights`` took."""
-        self._shared.release()
+    @dispatch(collect=all_answers)
+    def send_weights(self, method: str, *arguments: Any) -> Any:
+        """Have this rank's side of the weight transport do ``method`` with the weights."""
+        if self._sender is None:
+            name = self._args.weight_sync_mode
+            factory = PluginRegistry.from_flags(self._args.plugin).resolve("weight_transport", name)
+            self._sender = RankSender(name, factory, self._args, self._trainer.topology)
+        return self._sender(method, self._trainer.export(), *arguments)
 
     def save(self, path: str) -> None:
         """Write everything that a resume needs."""
@@ -318,32 +327,18 @@ def streamed_rows(share: Callable[[], TrainBatch]) -> TrainBatch | None:
         return None
 
 
-def combine(role: str, method: str, answers: list[Any]) -> Any:
-    """All ranks' answers as one; metrics are named after the role."""
-    if method == "stream":
-        return WorkReport.joined(answers)
-    if method == "compare_log_probs":
-        return LogProbGap.worst(answers)
-    if method in ("train", "finish_stream"):
-        return {f"{role}/{name}": value for name, value in StepReport.metrics_of(answers).items()}
-    if method == "share_weights":  # of the one rank that shares them
-        return next((answer for answer in answers if answer), answers[0])
-    return answers[0]
-
-
 def start_train_group(
     role: str, args: TrainOptions, args_text: str, buffer: Any, log_dir: str, placement: Placement
-) -> WorkerGroup:
+) -> ActorGroup:
     """Start the ranks of a trained role; they have built their models when ``setup`` has answered (see ``launch``)."""
     world_size = args.num_train_ranks
-    remote = cast(Any, ray.remote)(max_restarts=0)(TrainRank)
-    actors = [
-        remote.options(**placement.options(role, rank)).remote(
-            args_text, buffer, role, rank, world_size, f"{log_dir}/{role}_{rank}.log"
-        )
-        for rank in range(world_size)
-    ]
-    return WorkerGroup(role, actors, combine=partial(combine, role))
+    return ActorGroup.of(
+        role,
+        TrainRank,
+        lambda rank: (args_text, buffer, role, rank, world_size, f"{log_dir}/{role}_{rank}.log"),
+        world_size,
+        options=partial(placement.options, role),
+    )
 
 
 def splitting(args: Any, unit: Unit) -> Splitting:

@@ -63,10 +63,16 @@ class TrainOptions(Section):
     num_advantage_workers: int = option(
         0, "processes that compute advantages of finished groups; 0: the trainer does", ge=0
     )
+    role_path: list[str] = option(
+        [], "roles of your own, which add fields to finished groups in processes of their own", kind="role"
+    )
+    fuse_roles: list[str] = option(
+        [], "roles whose processes are one, for example 'ref+actor_fwd'; they have as many each", metavar="A+B"
+    )
     role_max_restarts: int = option(
         2,
-        "how often in a run the processes of these roles, and rollout workers, are replaced after one of them died; "
-        "and, counted by itself, how often that of --data-source-path is",
+        "how often the processes of each of these roles, and rollout workers, are replaced after one of them died; the "
+        "next death is a global restart (--max-global-restarts). Also how often that of --data-source-path is replaced",
         ge=0,
     )
     balance_data: bool = option(

@@ -5,10 +5,15 @@ Without torch and Ray, so that options can be checked before either is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from buffer_rl.algo.algorithms import algorithm_of
-from buffer_rl.roles import ACTOR, CRITIC, worker_counts
+from buffer_rl.cluster.counts import replicas_of
+from buffer_rl.errors import ConfigError, PluginError
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.calls import place
+from buffer_rl.roles import ACTOR, CRITIC, DERIVED_FIELDS, MODEL_FIELDS, ROLES, SAMPLED_FIELDS, Role, worker_counts
 from buffer_rl.scope import Scope, needs_of, scope_of
 
 REFERENCE_FOLDER = "ref"
@@ -96,3 +101,56 @@ def policy_field(args: Any) -> str:
     """The column of log-probabilities under the policy that sampled the tokens, for the KL penalty in the reward and
     for distillation."""
     return "rollout_log_probs" if args.use_rollout_logprobs or args.stream_gradients else "old_log_probs"
+
+
+def own_roles(args: Any, registry: PluginRegistry) -> dict[str, tuple[str, Role]]:
+    """The roles of ``--role-path``, by name: each its reference and its row.
+
+    Raises PluginError for a class without a row, ConfigError for names and fields that another role has."""
+    found: dict[str, tuple[str, Role]] = {}
+    taken = {*SAMPLED_FIELDS, *DERIVED_FIELDS, *MODEL_FIELDS}
+    for reference in args.role_path:
+        row = getattr(registry.resolve("role", reference), "role", None)
+        if not (isinstance(row, Role) and row.fields):
+            expected = "role = buffer_rl.roles.Role(name=..., fields=(...,)) in the class"
+            raise PluginError("it has no row of the table of roles", where=place("role", reference), expected=expected)
+        if row.name in ROLES or row.name in found or not row.name.isidentifier():
+            raise ConfigError(
+                f"{reference!r} is named {row.name!r}",
+                where="--role-path",
+                expected=f"a Python name that no other role has: {', '.join([*ROLES, *found])}",
+            )
+        if twice := taken.intersection(row.fields):
+            raise ConfigError(f"{reference!r} adds {sorted(twice)}, as another role does", where="--role-path")
+        taken.update(row.fields)
+        found[row.name] = (reference, row)
+    return found
+
+
+def process_counts(args: Any, own: Mapping[str, tuple[str, Role]]) -> dict[str, int]:
+    """Processes of each role that has some; the user's ``own`` come after the others, and ``--resource`` counts them
+    before their rows do."""
+    counts = {name: count for name, count in worker_counts(args).items() if count}
+    replicas = replicas_of(args)
+    return counts | {name: replicas.get(name, (row.processes, 0))[0] for name, (_, row) in own.items()}
+
+
+def fused_roles(args: Any, counts: Mapping[str, int]) -> list[list[str]]:
+    """The roles that share processes, and each other one alone, in the order of ``counts``, of their processes.
+
+    Raises ConfigError for a role that has no processes, stands twice, or has not as many as those that it is fused
+    with."""
+    groups = [text.split("+") for text in args.fuse_roles]
+    names = [name for group in groups for name in group]
+    for name in names:
+        if name not in counts or names.count(name) > 1:
+            what = "stands twice" if name in counts else "has no processes of its own"
+            expected = f"each of these at most once: {', '.join(counts) or 'there are none'}"
+            raise ConfigError(f"the role {name!r} {what}", where="--fuse-roles", expected=expected)
+    for group in groups:
+        if len({counts[name] for name in group}) > 1:
+            found = ", ".join(f"{name} {counts[name]}" for name in group)
+            raise ConfigError(
+                f"fused roles have as many processes each: {found}", where="--fuse-roles and the numbers of workers"
+            )
+    return [*groups, *([name] for name in counts if name not in names)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -195,16 +195,16 @@ def log_prob_stage(
     return Stage(name=name, needs=SAMPLED_FIELDS, produces=produces, compute=compute, is_final=is_final)
 
 
-def advantage_stage(objective: Objective) -> Stage:
+def advantage_stage(objective: Objective, added: Iterable[str] = ()) -> Stage:
     """Advantages and returns of each group, and the columns that the estimator adds, once the log-probabilities that it
-    needs are there."""
+    needs are there, and those of the fields ``added`` by the user's roles."""
 
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
         before = set(batch.columns)
         objective.compute_advantages(batch)
         return {name: batch.columns[name] for name in sorted(batch.columns.keys() - before)}
 
-    needs = SAMPLED_FIELDS | objective.needs.intersection(MODEL_FIELDS)
+    needs = SAMPLED_FIELDS | objective.needs.intersection({*MODEL_FIELDS, *added})
     return Stage(name="advantages", needs=needs, produces=ADVANTAGE_FIELDS, compute=compute)
 
 

@@ -8,31 +8,54 @@ died is replaced, and rows that it read and did not write are delivered again.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import ray
-
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
+from buffer_rl.cluster.dispatch import dispatch
+from buffer_rl.cluster.fused import Deferred, FusedProcesses
 from buffer_rl.cluster.placement import Placement
-from buffer_rl.cluster.worker_group import WorkerGroup, redirect_output
 from buffer_rl.config import load_args
-from buffer_rl.errors import TrainError, WorkerDiedError
+from buffer_rl.errors import TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.roles import MODEL_OF_ROLE, worker_counts
+from buffer_rl.resolution.calls import construct, returned
+from buffer_rl.roles import MODEL_OF_ROLE, SAMPLED_FIELDS, Role
 from buffer_rl.train.forward import batch_outputs
 from buffer_rl.train.model import ModelFactory, initial_folder, pick_device, prepare_torch
 from buffer_rl.train.objective import Objective
+from buffer_rl.train.roles import fused_roles, own_roles, process_counts
 from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
+from buffer_rl.types import Column, TrainBatch
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
 
 
+def joined_reports(role: str, answers: list[WorkReport]) -> WorkReport:
+    """What all members of a role have worked on."""
+    return WorkReport.joined(answers)
+
+
+def own_stage(reference: str, row: Role, args: Any, registry: PluginRegistry) -> Stage:
+    """What a role of ``--role-path`` does. Raises PluginError if its class cannot be constructed; so do calls that
+    return other fields than those of its row."""
+    role = construct("role", reference, registry.resolve("role", reference), args)
+
+    def compute(batch: TrainBatch) -> Mapping[str, Column]:
+        columns = role.compute(batch)
+        if not isinstance(columns, Mapping) or set(columns) != set(row.fields):
+            raise returned("role", reference, columns, f"a mapping with the fields {', '.join(row.fields)}")
+        return columns
+
+    needs, produces = SAMPLED_FIELDS.union(row.needs), frozenset(row.fields)
+    return Stage(name=row.name, needs=needs, produces=produces, compute=compute)
+
+
 class RoleWorker:
-    """One process of a role of ``buffer_rl.roles.DEDICATED``."""
+    """One process of a role of ``buffer_rl.roles.DEDICATED``, or of ``--role-path``."""
 
     def __init__(self, args_text: str, buffer: Any, role: str, index: int, num_workers: int, log_path: str) -> None:
         redirect_output(log_path)
@@ -61,6 +84,7 @@ class RoleWorker:
         """The weight version that it computes with."""
         return self._version
 
+    @dispatch(collect=joined_reports)
     def stream(self, rollout_id: int) -> WorkReport:
         """Work on rollout ``rollout_id`` until it is closed and read to its end.
 
@@ -84,9 +108,12 @@ class RoleWorker:
 
     def _make_stage(self) -> Stage:
         args = self._args
+        own = own_roles(args, self._registry)
+        if self._role in own:
+            return own_stage(*own[self._role], args, self._registry)
         objective = Objective(args, self._registry)
         if self._role == "advantages":
-            return advantage_stage(objective)
+            return advantage_stage(objective, [field for _, row in own.values() for field in row.fields])
         return log_prob_stage(
             self._role,
             [MODEL_OF_ROLE[self._role]],
@@ -94,70 +121,42 @@ class RoleWorker:
         )
 
 
-class RoleGroup(WorkerGroup):
-    """The processes of one role, which a restart replaces.
-
-    start_members: starts the actors, at first and for each restart.
-    """
-
-    def __init__(self, role: str, start_members: Callable[[], Sequence[Any]], ready_timeout_s: float) -> None:
-        super().__init__(role, start_members(), combine=_combine)
-        self._start_members = start_members
-        self._ready_timeout_s = ready_timeout_s
-        self._weights: tuple[str, int] | None = None
-
-    def wait_ready(self) -> None:
-        """Wait until every worker has its model. Raises DeadlineError or WorkerError."""
-        self.call("ready", timeout_s=self._ready_timeout_s)
-
-    def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Load the version into every worker, and into those that replace them later.
-
-        A dead worker is not replaced here: the role's next call fails with WorkerDiedError, and replaces the role."""
-        self._weights = (path, version)
-        with contextlib.suppress(WorkerDiedError):
-            self._send_weights()
-
-    def versions(self) -> dict[str, str]:
-        """The weight version of the role."""
-        return {self.role: str(self.call("version", timeout_s=self._ready_timeout_s))}
-
-    def restart(self) -> None:
-        """End all workers and start others, with the weights of the ended ones."""
-        self.stop()
-        self.actors = list(self._start_members())
-        self.wait_ready()
-        if self._weights is not None:
-            self._send_weights()
-
-    def _send_weights(self) -> None:
-        self.call("update_weights_from_disk", *(self._weights or ()), timeout_s=self._ready_timeout_s)
-
-
-def _combine(method: str, answers: list[Any]) -> Any:
-    return WorkReport.joined(answers) if method == "stream" else answers[0]
-
-
-def start_role(
-    role: str, num_workers: int, args: Any, args_text: str, buffer: Any, log_dir: str, placement: Placement
-) -> RoleGroup:
-    """Start the processes of a role; they have their models when ``wait_ready`` has returned."""
-    remote = cast(Any, ray.remote)(max_restarts=0)(RoleWorker)
-
-    def start_members() -> Sequence[Any]:
-        return [
-            remote.options(**placement.options(role, index)).remote(
-                args_text, buffer, role, index, num_workers, f"{log_dir}/{role}_{index}.log"
-            )
-            for index in range(num_workers)
-        ]
-
-    return RoleGroup(role, start_members, args.train_timeout_s)
-
-
 def start_roles(
-    args: Any, roles: Sequence[str], args_text: str, buffer: Any, log_dir: str, placement: Placement
-) -> dict[str, RoleGroup]:
-    """Start the roles with processes of their own."""
-    counts = worker_counts(args)
-    return {role: start_role(role, counts[role], args, args_text, buffer, log_dir, placement) for role in roles}
+    args: Any,
+    registry: PluginRegistry,
+    roles: Sequence[str],
+    args_text: str,
+    buffer: Any,
+    log_dir: str,
+    placement: Placement,
+) -> dict[str, ActorGroup]:
+    """Start the roles with processes of their own; they have their models when ``ready`` is answered. Those of
+    ``--fuse-roles`` have the same processes."""
+    if not roles:
+        return {}
+    counts = process_counts(args, own_roles(args, registry))
+
+    def start(together: Sequence[str]) -> dict[str, ActorGroup]:
+        label = "+".join(together)
+        placed = next((role for role in together if placement.node_of(role, 0) is not None), together[0])
+
+        def members(rank: int) -> dict[str, Deferred]:
+            log_path = f"{log_dir}/{label}_{rank}.log"
+            return {
+                role: Deferred(RoleWorker, (args_text, buffer, role, rank, counts[role], log_path)) for role in together
+            }
+
+        processes = FusedProcesses(members, partial(placement.options, placed))
+        return {
+            role: ActorGroup(
+                role,
+                partial(processes.start_member, role),
+                counts[role],
+                member_class=RoleWorker,
+                timeout_s=args.train_timeout_s,
+            )
+            for role in together
+        }
+
+    groups = {role: group for names in fused_roles(args, counts) for role, group in start(names).items()}
+    return {role: groups[role] for role in roles}

@@ -21,6 +21,7 @@ from buffer_rl.verbs.plugin_templates import (
     MyConverter,
     MyDataSource,
     MyLogger,
+    MyRole,
     MyTrainer,
     MyWeightTransport,
     my_advantage,
@@ -188,6 +189,11 @@ def test_my_model_provider(tmp_path):
 
 def test_my_trainer(tmp_path):
     assert issubclass(MyTrainer, TorchTrainer)
+
+
+def test_my_role(tmp_path):
+    batch = TrainBatch(rollout_id=0, task="train_0", row_ids=[], columns={"response_length": np.array([3, 5])})
+    assert MyRole(None).compute(batch)["tail"].tolist() == [0, 2]
 
 
 def test_my_engine(tmp_path):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.contracts import EngineProcess, LossInputs, Objective, RolloutBuffer, TokenLoss
+from buffer_rl.roles import Role
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.generate import generate
 from buffer_rl.scope import loss_unit, scoped
@@ -210,6 +211,21 @@ class MyTrainer(TorchTrainer):
     def optimizer_step(self, scale: float) -> dict[str, float]:
         """Step, and say something about it."""
         return {**super().optimizer_step(scale), "my_metric": 1.0}
+
+
+class MyRole:
+    """Adds ``tail`` ``[num_rows]`` to finished groups, which a loss reads as inputs["tail"]: how far a response goes on
+    after the shortest one of the batch, in tokens."""
+
+    role = Role(name="my_role", fields=("tail",))
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
+    def compute(self, batch: TrainBatch) -> Mapping[str, Column]:
+        """The fields of the role for whole groups."""
+        lengths = np.asarray(batch.columns["response_length"], dtype=np.float32)
+        return {"tail": lengths - lengths.min()}
 
 
 def my_engine(args: Any, index: int, log_path: str) -> EngineProcess:

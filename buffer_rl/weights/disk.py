@@ -1,51 +1,100 @@
-"""Weights by disk: a versioned folder of safetensors that the engines read.
+"""Weights by disk: a folder of safetensors for each version, which the engines read.
 
 The folder gets its name by one rename, so that no engine ever reads half a version.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.weights.options import WeightOptions
 
 if TYPE_CHECKING:
+    from buffer_rl.contracts import Topology
     from buffer_rl.engine.control import EngineControlClient
+    from buffer_rl.weights.sender import Senders
+
+VERSION_GLOB = "v" + "[0-9]" * 6
+COPIED = (".json", ".jinja", ".model", ".py", ".txt")
+"""Endings of the files beside the weights: configuration, tokenizer, code of the model."""
+INDEX = "model.safetensors.index.json"
 
 
-class WeightSource(Protocol):
-    """The newest weights of the trainer: as a Hugging Face folder, or shared with processes of rank 0's machine."""
+class DiskSender:
+    """Writes one rank's weights, a file for each bucket."""
 
-    def save_hf(self, path: str) -> None: ...
-    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]: ...
-    def release_weights(self) -> None: ...
+    def __init__(self, args: Any, topology: Topology) -> None:
+        self._model = Path(args.hf_checkpoint)
+        self._is_source = topology.is_source
+
+    def write(self, buckets: Iterator[Mapping[str, Any]], folder: str) -> None:
+        """Write a Hugging Face folder, with the configuration of ``--hf-checkpoint``; on other ranks nothing."""
+        if not self._is_source:
+            for _ in buckets:
+                pass
+            return
+        from safetensors.torch import save_file
+
+        target = Path(folder)
+        target.mkdir(parents=True)
+        files, num_bytes = {}, 0
+        for number, bucket in enumerate(buckets, start=1):
+            name = f"model-{number:05d}.safetensors"
+            tensors = {key: _alone(tensor) for key, tensor in bucket.items()}
+            save_file(tensors, target / name, metadata={"format": "pt"})
+            files.update(dict.fromkeys(tensors, name))
+            num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        (target / INDEX).write_text(json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": files}))
+        for path in self._model.iterdir():
+            if path.suffix in COPIED and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, target / path.name)
+
+
+def _alone(tensor: Any) -> Any:
+    """The tensor on the CPU, contiguous, and in memory of its own, as its file needs it."""
+    found = tensor.detach().cpu().contiguous()
+    return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
 
 
 class DiskTransport:
     """``--weight-sync-mode disk``."""
 
-    def __init__(self, args: WeightOptions) -> None:
-        self._folder = Path(args.run_dir).absolute() / "weights"  # type: ignore[attr-defined]  # of RunOptions
+    sender = DiskSender
+    staged = False
 
-    def prepare(self, source: WeightSource, version: int) -> Any:
-        """Write the version; engines go on generating meanwhile. Returns the folder."""
-        target = self._folder / f"v{version:06d}"
+    def __init__(self, args: WeightOptions) -> None:
+        options: Any = args
+        self._folder = Path(args.update_weight_disk_dir or Path(options.run_dir, "weights")).absolute()
+
+    def connect(self, trainer: Senders, engines: EngineControlClient) -> None:
+        """Only note both sides: the folder is there for every engine."""
+        self._trainer, self._engines = trainer, engines
+
+    def prepare(self, version: int) -> None:
+        """Write the version; engines go on generating meanwhile."""
+        target = self._target(version)
         temporary = target.with_name(f".{target.name}.tmp")
-        self._folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
-        source.save_hf(str(temporary))
+        self._trainer.send("write", str(temporary))
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
-        return target
 
-    def load(self, engines: EngineControlClient, prepared: Any, version: int) -> None:
+    def publish(self, version: int) -> None:
         """Have the paused engines read the version."""
-        engines.update_weights_from_disk(str(prepared), version)
+        self._engines.update_weights_from_disk(str(self._target(version)), version)
 
-    def cleanup(self, prepared: Any) -> None:
-        """All engines have the version: forget the older ones."""
-        for folder in (*self._folder.glob("v*"), *self._folder.glob(".v*.tmp")):  # the latter of a run that was killed
-            if folder != prepared:
+    def release(self, version: int) -> None:
+        """All engines have the version: forget the older ones, and what a run that was killed has left half written."""
+        for folder in (*self._folder.glob(VERSION_GLOB), *self._folder.glob(f".{VERSION_GLOB}.tmp")):
+            if folder != self._target(version):
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Nothing to free: the newest version stays for engines that join."""
+
+    def _target(self, version: int) -> Path:
+        return self._folder / f"v{version:06d}"

@@ -15,6 +15,11 @@ class WeightOptions(Section):
     weight_sync_mode: str = option(
         "disk", "weight transport: disk, or tensor (through the memory of one machine)", kind="weight_transport"
     )
+    update_weight_disk_dir: str | None = option(
+        None,
+        "folder of the versions of --weight-sync-mode disk, for this run alone, on a file system that trainer and "
+        "engines share; without it: weights in --run-dir",
+    )
     update_weights_timeout_s: float = option(600.0, "deadline of one publication, in seconds", gt=0)
     check_weight_update_equal: bool = option(
         False, "after each publication compare the checksums of the weights that the engines serve"

@@ -1,8 +1,8 @@
 """Weights by tensor: the engines read the trainer's memory, and no file is written.
 
-On one machine only. Rank 0 puts the buckets into shared memory while the engines still generate; all engines read the
-same memory. An engine stages the buckets between ``/begin_weight_update`` and ``/end_weight_update`` and takes them
-all at once at the end, so what fails in between leaves it with the old weights.
+On one machine only. The trainer's rank that has the weights puts the buckets into shared memory while the engines still
+generate; all engines read the same memory. An engine stages the buckets between ``/begin_weight_update`` and
+``/end_weight_update`` and takes them all at once at the end, so what fails in between leaves it with the old weights.
 """
 
 from __future__ import annotations
@@ -10,62 +10,86 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from buffer_rl.errors import ConfigError, EngineError
-from buffer_rl.weights.disk import WeightSource
 from buffer_rl.weights.options import WeightOptions
 
 if TYPE_CHECKING:
+    from buffer_rl.contracts import Topology
     from buffer_rl.engine.control import EngineControlClient
+    from buffer_rl.weights.sender import Senders
 
 LOAD_FORMAT = "buffer_rl_shared_memory"
 """``load_format`` of the embedded engine: JSON handles (see ``buffer_rl.weights.shared_bucket``). Other engines get
 SGLang's own form, a pickle, which is ``load_format`` null."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedVersion:
-    """A version in shared memory: of every bucket a handle for each engine, and who owns the memory."""
+class TensorSender:
+    """Shares one rank's weights."""
 
-    source: WeightSource
-    buckets: list[list[str]]
+    def __init__(self, args: Any, topology: Topology) -> None:
+        from buffer_rl.weights.shared_bucket import SharedWeights
+
+        self._is_source = topology.is_source
+        self._shared = SharedWeights(use_cuda_ipc=args.engine_device != "cpu")
+
+    def share(self, buckets: Iterator[Any], load_format: str | None, num_receivers: int) -> list[list[str]]:
+        """Put the weights into shared memory: for every bucket a handle for each receiver. Nothing on a rank that has
+        none of them."""
+        if not self._is_source:
+            for _ in buckets:
+                pass
+            return []
+        share = self._shared.share if load_format == LOAD_FORMAT else self._shared.share_pickled
+        return share(buckets, num_receivers)
+
+    def release(self, buckets: Iterator[Any]) -> None:
+        """Free the memory that ``share`` took."""
+        self._shared.release()
 
 
 class TensorTransport:
     """``--weight-sync-mode tensor``."""
+
+    sender = TensorSender
+    staged = True
 
     def __init__(self, args: WeightOptions) -> None:
         options: Any = args
         self._load_format = LOAD_FORMAT if options.rollout_engine == "embedded" else None
         # Of a fleet of the run's own it is the most that there are at any time: some may have died.
         self._num_engines = len(options.engine_urls) or options.rollout_num_engines
+        self._buckets: list[list[str]] = []
 
-    def prepare(self, source: WeightSource, version: int) -> SharedVersion:
+    def connect(self, trainer: Senders, engines: EngineControlClient) -> None:
+        """Only note both sides: every engine reads the same handles."""
+        self._trainer, self._engines = trainer, engines
+
+    def prepare(self, version: int) -> None:
         """Put the version into shared memory; engines go on generating meanwhile."""
-        buckets = source.share_weights(self._load_format, self._num_engines)
-        if not buckets:
+        answers = self._trainer.send("share", self._load_format, self._num_engines)
+        self._buckets = [bucket for buckets in answers for bucket in buckets]
+        if not self._buckets:
             raise EngineError("the trainer has no weights to share", where=f"publication of version {version}")
-        return SharedVersion(source, buckets)
 
-    def load(self, engines: EngineControlClient, prepared: SharedVersion, version: int) -> None:
+    def publish(self, version: int) -> None:
         """Have the paused engines read the version; it gets its number with the last bucket."""
-        engines.begin_weight_update()
-        last = len(prepared.buckets) - 1
-        for index, handles in enumerate(prepared.buckets):
-            engines.update_weights_from_tensor(handles, self._load_format, version if index == last else None)
-        engines.end_weight_update()
+        last = len(self._buckets) - 1
+        for index, handles in enumerate(self._buckets):
+            self._engines.update_weights_from_tensor(handles, self._load_format, version if index == last else None)
 
-    def cleanup(self, prepared: SharedVersion) -> None:
+    def release(self, version: int) -> None:
         """All engines have the version: free the memory."""
-        prepared.source.release_weights()
+        self.close()
 
-    def discard(self, prepared: SharedVersion) -> None:
-        """The publication failed: free the memory."""
-        prepared.source.release_weights()
+    def close(self) -> None:
+        """Free the memory."""
+        if self._buckets:
+            self._buckets = []
+            self._trainer.send("release")
 
 
 def has_memory_files() -> bool:
@@ -98,7 +122,7 @@ def require_local_engines(mode: str, urls: Sequence[str]) -> None:
             raise ConfigError(
                 f"the engine {url} is not on this machine, so it cannot read the trainer's memory",
                 where="--weight-sync-mode tensor and --engine-urls",
-                hint="use --weight-sync-mode disk, with --run-dir on a file system that the engines see",
+                hint="use --weight-sync-mode disk, with --update-weight-disk-dir on a file system that the engines see",
             )
 
 
@@ -108,7 +132,7 @@ def require_local_trainer(mode: str, host: str) -> None:
         raise ConfigError(
             f"the trainer runs on {host}, so the engines here cannot read its memory",
             where="--weight-sync-mode tensor and --ray-address",
-            hint="use --weight-sync-mode disk, with --run-dir on a file system that both see",
+            hint="use --weight-sync-mode disk, with --update-weight-disk-dir on a file system that both see",
         )
 
 

@@ -223,7 +223,7 @@ def test_a_killed_actor_ends_the_run_and_is_named(
     (tmp_path / "my_rollout.py").write_text(f"{ROLLOUTS}\nblocking.uses_engine = False\n")
     function = {} if with_engine else {"rollout_function_path": f"{tmp_path / 'my_rollout.py'}:blocking"}
     endless = {"num_rollout": 100_000, "eval_prompt_data": [], "eval_interval": None}
-    args = make_options(**endless, **function, buffer_max_restarts=0, role_max_restarts=0)
+    args = make_options(**endless, **function, buffer_max_restarts=0, role_max_restarts=0, max_global_restarts=0)
     victim = threading.Thread(target=_kill_when_training, args=(args.run_dir, role))
     victim.start()
     try:

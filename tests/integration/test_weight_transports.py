@@ -26,15 +26,21 @@ def weights_of(run_dir: str) -> dict[str, torch.Tensor]:
     return load_file(Path(run_dir) / "hf" / "model.safetensors")
 
 
-def test_two_engines_that_read_the_trainer_s_memory_train_as_one_that_reads_files(
-    train: Callable[[Any], Any], whole_run: Any, make_options: Callable[..., Any]
+GLOO = Path(__file__).resolve().parents[2] / "examples" / "weight_transports" / "gloo_broadcast.py"
+
+
+@pytest.mark.parametrize(
+    "transport", ["tensor", pytest.param(f"{GLOO}:GlooBroadcast", marks=pytest.mark.slow, id="gloo broadcast")]
+)
+def test_two_engines_that_read_the_trainer_s_memory_or_its_broadcasts_train_as_one_that_reads_files(
+    train: Callable[[Any], Any], whole_run: Any, make_options: Callable[..., Any], transport: str
 ) -> None:
     same = {name: getattr(whole_run, name) for name in ("deterministic", "num_rollout", "lr_decay_style")}
     args = make_options(
         **same,
         lr_decay_iters=whole_run.lr_decay_iters,
         rollout_num_engines=2,
-        weight_sync_mode="tensor",
+        weight_sync_mode=transport,
         check_weight_update_equal=True,
     )
     train(args)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -17,9 +18,11 @@ import ray
 from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.cluster.worker_group import WorkerGroup
+from buffer_rl.cluster.actor_group import ActorGroup
+from buffer_rl.cluster.dispatch import To, all_answers, dispatch
+from buffer_rl.cluster.fused import Deferred, FusedProcesses
 from buffer_rl.config import dump_args
-from buffer_rl.errors import BufferStateError, DeadlineError, PluginError, TrainError, WorkerError
+from buffer_rl.errors import BufferStateError, DeadlineError, PluginError, TrainError, WorkerDiedError, WorkerError
 from harness.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
@@ -41,6 +44,21 @@ class Member:
     def rank(self) -> int:
         return self._rank
 
+    def ready(self) -> None:
+        pass
+
+    @dispatch(collect=all_answers)
+    def pids(self) -> int:
+        return os.getpid()
+
+    @dispatch(collect=all_answers)
+    def ranks(self) -> int:
+        return self._rank
+
+    @dispatch(To.ONE)
+    def next_rank(self) -> int:
+        return self._rank
+
     def fail(self, victim: int, kind: str) -> None:
         if self._rank != victim:
             threading.Event().wait()
@@ -55,9 +73,8 @@ class Member:
 
 
 @contextmanager
-def group(count: int, **options: Any) -> Iterator[WorkerGroup]:
-    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(Member)
-    members = WorkerGroup("train", [remote.remote(rank) for rank in range(count)], **options)
+def group(count: int, **options: Any) -> Iterator[ActorGroup]:
+    members = ActorGroup.of("train", Member, lambda rank: (rank,), count, **options)
     try:
         yield members
     finally:
@@ -65,10 +82,9 @@ def group(count: int, **options: Any) -> Iterator[WorkerGroup]:
 
 
 def test_a_call_goes_to_all_members_or_to_the_next_one(ray_cluster: None) -> None:
-    with group(2, combine=lambda method, answers: answers) as members:
-        assert members.call("rank", timeout_s=60) == [0, 1]
-        in_turn = WorkerGroup("rollout", members.actors, one_at_a_time=True)
-        assert [in_turn.call("rank", timeout_s=60) for _ in range(3)] == [0, 1, 0]
+    with group(2) as members:
+        assert members.call("ranks", timeout_s=60) == [0, 1]
+        assert [members.call("next_rank", timeout_s=60) for _ in range(3)] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -101,9 +117,33 @@ def test_a_member_that_hangs_is_named_at_the_deadline_and_stopped_though_it_neve
 
 
 def test_a_constructor_that_fails_is_told_in_its_own_words(ray_cluster: None) -> None:
-    actor = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(Member).remote(0, broken=True)
+    broken = ActorGroup.of("rollout", Member, lambda rank: (rank, True), 1)
     with pytest.raises(WorkerError, match="has no attribute 'scor'"):
-        WorkerGroup("rollout", [actor]).call("rank", timeout_s=60)
+        broken.call("rank", timeout_s=60)
+
+
+def test_roles_of_one_process_die_and_are_replaced_together_and_have_their_own_threads(ray_cluster: None) -> None:
+    processes = FusedProcesses(lambda rank: {role: Deferred(Member, (rank,)) for role in ("ref", "teacher")})
+    groups = [
+        ActorGroup(role, partial(processes.start_member, role), 2, member_class=Member) for role in ("ref", "teacher")
+    ]
+    try:
+        pids = [group.call("pids", timeout_s=60) for group in groups]
+        assert pids[0] == pids[1]
+        assert len(set(pids[0])) == 2
+        hanging = groups[0].start("hang")
+        assert groups[1].call("ranks", timeout_s=60) == [0, 1]
+        os.kill(pids[0][0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=r"ref 0\.hang"):
+            hanging.wait(60)
+        for group in groups:
+            group.restart()
+        again = [group.call("pids", timeout_s=60) for group in groups]
+        assert again[0] == again[1]
+        assert not set(again[0]) & set(pids[0])
+    finally:
+        for group in groups:
+            group.stop()
 
 
 def wait_for_end(pid: int) -> None:

@@ -12,5 +12,6 @@ cache          memory of keys and values, and of prompts that several requests s
 model          the fast decoder, for the architectures that it knows
 fallback       the decoder for every other model
 decode_check   compares a decoder with the model's own forward pass, on a small copy
+weight_groups  groups in which a sender broadcasts weights to engines
 loader         models from Hugging Face folders, new weights for them, checksums of the weights served
 """

@@ -55,6 +55,7 @@ def launch(args: Any, index: int, log_path: str) -> EmbeddedEngine:
             *("--dtype", args.engine_dtype),
             *("--num-threads", str(args.engine_num_threads)),
             *("--max-running-requests", str(args.engine_max_running_requests)),
+            *("--weight-update-timeout-s", str(args.update_weights_timeout_s)),
         ]
         if args.engine_context_length is not None:
             command += ["--context-length", str(args.engine_context_length)]

@@ -94,8 +94,19 @@ def context_limit(config: Any, asked: int | None) -> int:
     return min(limits)
 
 
+def _checkpoint_shapes(module: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights under their names in a checkpoint, which may split what the module holds as one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    empty = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(module, empty).items()}
+
+
 class LoadedModel:
-    """A decoder whose weights can be replaced by those of another folder."""
+    """A decoder whose weights can be replaced by those of another folder.
+
+    checkpoint_shapes: of all weights, under the module's own names and those of a checkpoint.
+    """
 
     def __init__(self, options: LoadOptions) -> None:
         trust = options.trust_remote_code
@@ -110,6 +121,7 @@ class LoadedModel:
         else:
             self.decoder = FallbackDecoder(module, limit, deterministic=options.deterministic)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        self.checkpoint_shapes = self._shapes | _checkpoint_shapes(module)
         self._module_class: Any = type(module)
 
     def replace_weights(self, path: str) -> None:
@@ -131,7 +143,8 @@ class LoadedModel:
         """Take weights under the names of a Hugging Face checkpoint, all of them. Raises EngineError, with the old
         weights still in place, if a tensor is missing, unknown or of the wrong shape."""
         where = "the tensors of the update"
-        wrong = [n for n, tensor in tensors.items() if self._shapes.get(n, tensor.shape) != tuple(tensor.shape)]
+        shapes = self.checkpoint_shapes
+        wrong = [n for n, tensor in tensors.items() if shapes.get(n, tensor.shape) != tuple(tensor.shape)]
         _require_none(sorted(wrong), "of the wrong shape", where)
         how = _how(self.options.dtype)
         module, info = _loaded(
@@ -188,15 +201,27 @@ class StagedUpdate:
         are not read), cannot be opened, or names a tensor again.
         """
         try:
-            for name, tensor in _opened(serialized, load_format).items():
-                if self._tensors is None:
-                    raise EngineError(_NOT_BEGUN, hint="call /begin_weight_update first")
-                if name in self._tensors:
-                    raise EngineError(f"the weights {name} came twice in one update")
-                self._tensors[name] = tensor
+            tensors = _opened(serialized, load_format)
+            self.require(tensors)
         except EngineError:
             self.discard()
             raise
+        self.stage(tensors, version, flush_cache=flush_cache)
+
+    def require(self, names: Iterable[str]) -> object:
+        """The update under way; another one is another object. Raises EngineError if there is none, or if it has one
+        of the weights ``names`` already."""
+        if self._tensors is None:
+            raise EngineError(_NOT_BEGUN, hint="call /begin_weight_update first")
+        twice = next((name for name in names if name in self._tensors), None)
+        if twice is not None:
+            raise EngineError(f"the weights {twice} came twice in one update")
+        return self._tensors
+
+    def stage(self, tensors: Mapping[str, torch.Tensor], version: str | None, *, flush_cache: bool) -> None:
+        """Stage what ``require`` has allowed. version: the name of the weights, where this part says it."""
+        assert self._tensors is not None
+        self._tensors.update(tensors)
         self._version = self._version if version is None else version
         self._flush = self._flush or flush_cache
 

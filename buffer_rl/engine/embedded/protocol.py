@@ -219,3 +219,11 @@ def _seed(rid: str, params: SamplingParams, deterministic: bool) -> int:
     if deterministic:
         return int.from_bytes(hashlib.sha256(rid.encode()).digest()[:8], "little")
     return secrets.randbits(64)
+
+
+def weight_version(body: dict[str, Any]) -> str | None:
+    """The name of new weights, where a request says it. Raises BadRequestError."""
+    version = body.get("weight_version")
+    if version is not None and not isinstance(version, str):
+        raise BadRequestError("'weight_version' must be a string")
+    return version

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from buffer_rl.engine.embedded.protocol import BadRequestError, answer
+from buffer_rl.engine.embedded.protocol import BadRequestError, answer, weight_version
 from buffer_rl.engine.embedded.service import EngineService
 from buffer_rl.engine.process import auth_headers
 from buffer_rl.errors import EngineError
@@ -52,6 +52,9 @@ def build_app(service: EngineService) -> Starlette:
         (("/update_weights_from_disk",), handlers.update_weights_from_disk, ["POST"]),
         (("/begin_weight_update",), handlers.begin_weight_update, ["POST"]),
         (("/update_weights_from_tensor",), handlers.update_weights_from_tensor, ["POST"]),
+        (("/init_weights_update_group",), handlers.init_weights_update_group, ["POST"]),
+        (("/update_weights_from_distributed",), handlers.update_weights_from_distributed, ["POST"]),
+        (("/destroy_weights_update_group",), handlers.destroy_weights_update_group, ["POST"]),
         (("/end_weight_update",), handlers.end_weight_update, ["POST"]),
         (("/weights_checker",), handlers.weights_checker, ["POST"]),
     ]
@@ -177,7 +180,7 @@ class _Handlers:
     async def update_weights_from_disk(self, request: HttpRequest) -> Response:
         async def run() -> Response:
             body = await _object(request)
-            path, version = body.get("model_path"), _weight_version(body)
+            path, version = body.get("model_path"), weight_version(body)
             if not isinstance(path, str) or not path:
                 raise BadRequestError("'model_path' must be a folder")
             held = await self.service.update_weights(
@@ -205,10 +208,31 @@ class _Handlers:
             self.service.staged.add(
                 body.get("serialized_named_tensors"),
                 body.get("load_format"),
-                _weight_version(body),
+                weight_version(body),
                 flush_cache=bool(body.get("flush_cache", True)),
             )
             return json_response({"success": True, "message": "Staged until the end of the update."})
+
+        return await _answering_errors(run, _failed)
+
+    async def init_weights_update_group(self, request: HttpRequest) -> Response:
+        async def run() -> Response:
+            await self.service.groups.init(await _object(request))
+            return json_response({"success": True, "message": "Succeeded to initialize custom process group."})
+
+        return await _answering_errors(run, _failed)
+
+    async def update_weights_from_distributed(self, request: HttpRequest) -> Response:
+        async def run() -> Response:
+            await self.service.groups.update(await _object(request))
+            return json_response({"success": True, "message": "Staged until the end of the update."})
+
+        return await _answering_errors(run, _failed)
+
+    async def destroy_weights_update_group(self, request: HttpRequest) -> Response:
+        async def run() -> Response:
+            self.service.groups.destroy(await _object(request))
+            return json_response({"success": True, "message": "Succeeded to destroy custom process group."})
 
         return await _answering_errors(run, _failed)
 
@@ -226,13 +250,6 @@ class _Handlers:
             return json_response(await self.service.checksums())
 
         return await _answering_errors(run, _failed)
-
-
-def _weight_version(body: dict[str, Any]) -> str | None:
-    version = body.get("weight_version")
-    if version is not None and not isinstance(version, str):
-        raise BadRequestError("'weight_version' must be a string")
-    return version
 
 
 def _failed(message: str) -> Any:

@@ -37,6 +37,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--context-length", type=int, help="most tokens of a sequence; the model's limit where absent")
     parser.add_argument("--weight-version", default="0", help="what the initial weights are called")
     parser.add_argument(
+        "--weight-update-timeout-s",
+        type=float,
+        default=600.0,
+        help="deadline of joining a group or receiving a bucket",
+    )
+    parser.add_argument(
         "--deterministic", action="store_true", help="a request's answer does not depend on who shares the batch"
     )
     parser.add_argument(
@@ -84,6 +90,7 @@ def _build_service(args: argparse.Namespace) -> EngineService:
         max_running_requests=args.max_running_requests,
         weight_version=args.weight_version,
         return_kept=args.return_kept_tokens,
+        weight_update_timeout_s=args.weight_update_timeout_s,
     )
 
 

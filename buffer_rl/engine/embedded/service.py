@@ -11,6 +11,7 @@ from buffer_rl.engine.embedded.engine_thread import EngineThread
 from buffer_rl.engine.embedded.loader import LoadedModel, StagedUpdate, checksum_answer
 from buffer_rl.engine.embedded.protocol import BadRequestError, GenerateCall, Limits, parse_generate
 from buffer_rl.engine.embedded.scheduler import Request, Scheduler
+from buffer_rl.engine.embedded.weight_groups import WeightGroups
 from buffer_rl.engine.text import TextCodec
 from buffer_rl.errors import EngineError
 
@@ -41,6 +42,7 @@ class EngineService:
         max_running_requests: int,
         weight_version: str,
         return_kept: bool = False,
+        weight_update_timeout_s: float = 600.0,
     ) -> None:
         self.model = model
         self.model_path = model.options.model_path
@@ -64,6 +66,7 @@ class EngineService:
         )
         self.on_failure: Callable[[], None] = lambda: None
         self.staged = StagedUpdate()
+        self.groups = WeightGroups(model.checkpoint_shapes, self.staged, weight_update_timeout_s)
         self._in_flight: dict[str, _InFlight] = {}
         self._thread = EngineThread(self.scheduler, on_finished=self._finished, on_failure=self._failed)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from buffer_rl.cluster.worker_group import name_failure, root_failure
-from buffer_rl.errors import BufferRLError, PluginError, RolloutError, WorkerError
+from buffer_rl.cluster.actor_group import failures_of, name_failure, root_failure
+from buffer_rl.errors import BufferRLError, PayloadLostError, PluginError, RolloutError, TrainError, WorkerError
 
 
 def raw_error(cause: Exception) -> RayTaskError:
@@ -45,10 +50,51 @@ def test_a_dead_process_is_said_to_have_died() -> None:
     assert name_failure("buffer", ActorDiedError()).what.startswith("the process died")
 
 
-def test_the_root_of_several_failures_is_a_named_error_then_a_death_then_the_first() -> None:
+def test_the_root_of_several_failures_is_a_death_then_a_named_error_then_the_first() -> None:
     lost = RuntimeError("connection closed by peer")
     named: BaseException = task_error(BufferRLError("x"))
     died = ActorDiedError()
-    assert root_failure({"a": lost, "b": died, "c": named}) == ("c", named)
-    assert root_failure({"a": lost, "b": died}) == ("b", died)
+    assert root_failure({"a": lost, "b": named, "c": died}) == ("c", died)
+    assert root_failure({"a": lost, "b": named}) == ("b", named)
     assert root_failure({"a": lost, "b": RuntimeError("other")}) == ("a", lost)
+
+
+class Looked(Future[Any]):
+    """Sets ``seen`` when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = threading.Event()
+
+    def done(self) -> bool:
+        self.seen.set()
+        return super().done()
+
+
+@pytest.mark.parametrize("first", [RuntimeError("connection closed by peer"), TrainError("it raised RuntimeError")])
+def test_a_death_that_is_known_after_the_errors_of_its_peers_is_among_the_failures(
+    first: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer_rl.cluster.actor_group.PATIENCE_S", 60.0)
+    futures, died = [Future[Any](), Looked(), Looked()], ActorDiedError()
+    futures[0].set_exception(first)
+
+    def end() -> None:
+        futures[1].seen.wait(60)  # type: ignore[attr-defined]
+        futures[1].set_exception(first)
+        futures[2].set_exception(died)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    found = failures_of(["train 0", "train 1", "train 2"], "train", futures)
+    thread.join()
+    assert found == {"train 0.train": first, "train 1.train": first, "train 2.train": died}
+    assert root_failure(found) == ("train 2.train", died)
+
+
+@pytest.mark.parametrize("first", [ActorDiedError(), task_error(PayloadLostError("gone"))])
+def test_what_no_death_can_be_behind_is_not_waited_for(first: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffer_rl.cluster.actor_group.PATIENCE_S", 1e9)
+    futures = [Future[Any](), Future[Any]()]
+    futures[1].set_exception(first)
+    assert failures_of(["ref 0", "ref 1"], "stream", futures) == {"ref 1.stream": first}

@@ -516,6 +516,14 @@ def test_a_role_that_dies_too_often_ends_the_run_with_its_error(tmp_path: Path) 
         world.driver(replace(PIPELINED, roles=RolePlan(dedicated_roles=("ref",), max_restarts=1))).run()
 
 
+def test_the_deaths_of_each_role_are_counted_by_themselves(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.roles |= {"ref": FakeRole(fails=2), "advantages": FakeRole(fails=2, where="advantages.stream")}
+    roles = RolePlan(dedicated_roles=("ref", "advantages"), max_restarts=2)
+    assert world.driver(replace(PIPELINED, roles=roles)).run().steps == 3
+    assert [world.roles[role].restarts for role in ("ref", "advantages")] == [2, 2]
+
+
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_role_that_died_between_two_rollouts_is_replaced_by_the_next_call(tmp_path: Path, mode: Mode) -> None:
     world = World(tmp_path)

@@ -11,11 +11,12 @@ from buffer_rl.config import compose
 from buffer_rl.driver.checks import check_role_options
 from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.driver.schedule import needs_old_log_probs, role_plan
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, declared_scope, scope_of
 from buffer_rl.train.batch_sizes import with_steps
+from buffer_rl.train.roles import own_roles
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
@@ -402,3 +403,74 @@ def test_with_streamed_gradients_the_policy_waits_for_the_critic_and_the_critic_
     assert plan.awaited_by("critic") == ["ref_log_probs"]
     assert plan.awaited_by("train") == ["advantages", "ref_log_probs", "returns", "values"]
     assert not plan.estimates
+
+
+OWN_ROLES = """
+from buffer_rl.roles import Role
+
+
+def role(name, fields, needs=()):
+    class Own:
+        role = Role(name=name, fields=fields, needs=needs)
+        def __init__(self, args): ...
+        def compute(self, batch): ...
+    return Own
+
+
+First = role("first", ("a",))
+Second = role("second", ("b",), ("a", "ref_log_probs"))
+Circle = role("circle", ("c",), ("d",))
+Round = role("round", ("d",), ("c",))
+Ref = role("ref", ("e",))
+Again = role("again", ("a",))
+Advantages = role("mine", ("advantages",))
+Empty = role("empty", ())
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN_ROLES)
+    return f"{tmp_path / 'own.py'}:"
+
+
+def test_own_roles_that_wait_for_fields_before_theirs_are_accepted_and_planned_after_the_built_in_ones(
+    own: str,
+) -> None:
+    options: dict[str, Any] = {"role_path": [own + "Second", own + "First"], "use_kl_loss": True, "num_ref_workers": 1}
+    check(**options)
+    check(**{**options, "num_ref_workers": 0, "schedule": "pipelined"})  # the trainer computes them meanwhile
+    args = compose(CORE_SECTIONS).model_validate(options)
+    rows = [row for _, row in own_roles(args, PluginRegistry.from_flags([])).values()]
+    plan = role_plan(args, rollouts_use_engine=True, scope=Scope.ROW, own=rows)
+    assert plan.dedicated_roles == ("ref", "second", "first")
+    assert plan.external_fields == ("ref_log_probs", "b", "a")
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (["First", "Second"], {"use_kl_loss": True}, r"needs \['ref_log_probs'\]"),
+        (["Second"], {"use_kl_loss": True, "num_ref_workers": 1}, r"needs \['a'\]"),
+        (["Circle", "Round"], {}, r"Circle' needs \['d'\]"),
+        (["Ref"], {}, "is named 'ref'"),
+        (["First", "First"], {}, "is named 'first'"),
+        (["First", "Again"], {}, r"adds \['a'\]"),
+        (["Advantages"], {}, r"adds \['advantages'\]"),
+        (["First"], {"debug_rollout_only": True}, "no trainer reads"),
+        (["First"], {"fuse_roles": ["first+ref"]}, "'ref' has no processes of its own"),
+        (["First"], {"fuse_roles": ["first+first"]}, "'first' stands twice"),
+        (["First"], {"fuse_roles": ["first+ref"], "use_kl_loss": True, "num_ref_workers": 2}, "first 1, ref 2"),
+    ],
+)
+def test_own_roles_that_could_not_work_are_refused(
+    own: str, names: list[str], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(role_path=[own + name for name in names], **options)
+
+
+def test_a_role_without_a_row_or_without_fields_is_refused(own: str, mine: str) -> None:
+    for reference in (own + "Empty", mine + "whiten"):
+        with pytest.raises(PluginError):
+            check(role_path=[reference])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import ray
 
+from buffer_rl.cluster.actor_group import Call
+from buffer_rl.cluster.dispatch import all_answers
 from buffer_rl.driver.runtime import POLL_S, LocalTarget, RayRuntime
 from buffer_rl.errors import DeadlineError, EngineError, TrainError, WorkerError
 
@@ -19,15 +20,13 @@ from buffer_rl.errors import DeadlineError, EngineError, TrainError, WorkerError
 class Members:
     """A target whose members answer when the test says so."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, role: str = "train") -> None:
+        self._role = role
         self.futures: list[Future[Any]] = [Future() for _ in range(count)]
 
-    def start(self, method: str, *args: Any) -> list[Future[Any]]:
-        return self.futures
-
-    @property
-    def combine(self) -> Callable[[str, list[Any]], Any]:
-        return lambda method, answers: (method, answers)
+    def start(self, method: str, *args: Any) -> Call:
+        names = [f"{self._role} {rank}" for rank in range(len(self.futures))]
+        return Call(role=self._role, method=method, members=names, futures=self.futures, collect=all_answers)
 
 
 def test_answers_of_all_members_are_combined_in_rank_order() -> None:
@@ -38,7 +37,7 @@ def test_answers_of_all_members_are_combined_in_rank_order() -> None:
         assert not task.ended()
         members.futures[rank].set_result(rank)
     assert runtime.wait_any([task], 60) is task
-    assert runtime.result(task) == ("step", [0, 1, 2])
+    assert runtime.result(task) == [0, 1, 2]
 
 
 def test_one_failing_member_ends_the_wait_while_the_others_are_still_at_work() -> None:
@@ -78,7 +77,7 @@ def test_the_task_that_ends_first_is_returned() -> None:
 
 
 def test_a_deadline_names_all_that_was_waited_for() -> None:
-    runtime = RayRuntime({"rollout": Members(1), "train": Members(2)})
+    runtime = RayRuntime({"rollout": Members(1, "rollout"), "train": Members(2)})
     tasks = [runtime.submit("rollout", "run"), runtime.submit("train", "step")]
     with pytest.raises(DeadlineError, match=r"rollout\.run, train\.step: no answer within 0\.01 s"):
         runtime.wait_any(tasks, 0.01)
@@ -124,12 +123,10 @@ def test_watchers_follow_a_clock_and_not_the_number_of_calls() -> None:
     class Answering:
         """Answers between the first look, when the runtime starts to wait, and the second one."""
 
-        combine = staticmethod(lambda method, answers: answers[0])
-
-        def start(self, method: str, *args: Any) -> list[Future[Any]]:
+        def start(self, method: str, *args: Any) -> Call:
             future = LateFuture()
             future.set_result(None)
-            return [future]
+            return Call(role="buffer", method=method, members=["buffer"], futures=[future])
 
     runtime = Clocked({"buffer": Answering()}, [lambda: seen.append(clock[0])])
 
@@ -185,7 +182,7 @@ def test_local_calls_follow_one_another_and_raise_what_they_raise() -> None:
 def test_a_local_call_that_hangs_holds_up_neither_stop_nor_the_end_of_the_process() -> None:
     before = set(threading.enumerate())
     target, gate = LocalTarget("publish", Local()), threading.Event()
-    (future,) = target.start("hang", gate)
+    (future,) = target.start("hang", gate).futures
     (thread,) = set(threading.enumerate()) - before
     target.stop()
     assert not future.done()
@@ -197,8 +194,8 @@ def test_a_local_call_that_hangs_holds_up_neither_stop_nor_the_end_of_the_proces
 
 def test_calls_that_were_started_are_waited_for_after_stop_and_not_longer_than_allowed() -> None:
     target, gate = LocalTarget("save", Local()), threading.Event()
-    (hanging,) = target.start("hang", gate)
-    (last,) = target.start("note", 1)
+    (hanging,) = target.start("hang", gate).futures
+    (last,) = target.start("note", 1).futures
     target.stop()
     assert not target.join(0.01)
     assert not hanging.done()
@@ -209,9 +206,9 @@ def test_calls_that_were_started_are_waited_for_after_stop_and_not_longer_than_a
 
 def test_an_answer_is_forgotten_with_its_task() -> None:
     target = LocalTarget("buffer", Local())
-    (future,) = target.start("payload")
+    (future,) = target.start("payload").futures
     answer = weakref.ref(future.result(60))
-    target.start("note", 1)[0].result(60)
+    target.start("note", 1).wait(60)
     del future
     gc.collect()
     assert answer() is None

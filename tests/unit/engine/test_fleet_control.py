@@ -13,6 +13,7 @@ import pytest
 from buffer_rl.engine.registry import EngineRegistry, FleetControl, Published, Replica, ReplicaState
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
+from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
 
@@ -114,6 +115,8 @@ def test_an_engine_that_lives_and_does_not_answer_fails_the_publication():
         assert url in str(caught.value)
         with pytest.raises(EngineError):
             control.resume()
+        assert registry.publication.locked()
+        control.end_publication()
     assert not registry.publication.locked()
 
 
@@ -129,20 +132,14 @@ def test_a_publication_waits_for_an_engine_that_joins_with_a_deadline():
         control, registry, _ = control_of(replica(0, engine.url), timeout_s=0.05)
         with registry.publication, pytest.raises(DeadlineError, match="joins"):
             control.pause()
-        control.resume()  # as the publisher does, whatever failed
+        control.end_publication()  # as the publisher does, whatever failed
     assert not registry.publication.locked()
 
 
-class Folder:
-    """A trainer that writes an empty version."""
-
-    def save_hf(self, path: str) -> None:
-        Path(path).mkdir(parents=True)
-
-
 def publisher(control: FleetControl, folder: Path, notices: list[str]) -> Publisher:
-    args: Any = SimpleNamespace(run_dir=str(folder))
-    return Publisher(DiskTransport(args), Folder(), control, first_pause_s=0.0, notice=notices.append)
+    args: Any = SimpleNamespace(run_dir=str(folder), update_weight_disk_dir=None, hf_checkpoint=str(folder))
+    trainer = local_senders(DiskTransport, args, lambda: iter(()))
+    return Publisher(DiskTransport(args), trainer, control, first_pause_s=0.0, notice=notices.append)
 
 
 def published_version(registry: EngineRegistry) -> str | None:
@@ -205,7 +202,7 @@ def test_an_engine_is_given_up_by_the_last_attempt_alone_and_only_where_another_
         assert [replica.error() for replica in registry.all()] == [None, None]
         with pytest.raises(EngineError):
             control.pause()
-        control.resume()
+        control.end_publication()
     assert [replica.error() for replica in registry.all()] == [None, None]
     assert not registry.publication.locked()
 
@@ -225,17 +222,39 @@ def test_an_engine_that_comes_round_in_the_last_attempt_has_three_again_in_the_n
     assert [replica.error() for replica in registry.all()] == [None, None]
 
 
-def test_an_engine_that_takes_the_weights_and_keeps_its_version_ends_the_publication(tmp_path: Path):
-    class Stale(FakeEngine):
-        async def _update(self, request: Any) -> Any:
-            answer = await super()._update(request)
-            self.version = 0
-            return answer
+class Stale(FakeEngine):
+    """Takes an update and keeps its version."""
 
-    with FakeEngine() as well, Stale() as stale:
+    async def _update(self, request: Any) -> Any:
+        answer = await super()._update(request)
+        self.version = 0
+        return answer
+
+
+def test_an_engine_that_takes_the_weights_and_keeps_its_version_is_given_up_and_never_continued(tmp_path: Path):
+    continued: list[str] = []
+
+    def note(asked: str) -> None:
+        continued.extend([asked] if asked == "/continue_generation" else [])
+
+    notices: list[str] = []
+    with FakeEngine() as well, Stale(control_fault=note) as stale:
         control, registry, _ = control_of(replica(0, well.url), replica(1, stale.url))
+        publisher(control, tmp_path, notices).publish(1)
+        assert well.version == 1
+    assert published_version(registry) == "1"
+    assert "failed the last attempt" in str(registry.all()[1].error())
+    assert continued == []
+    assert len(notices) == 2
+    assert "report other weights than version 1" in notices[1]
+
+
+def test_where_all_engines_keep_their_version_none_is_given_up_and_the_publication_fails(tmp_path: Path):
+    with Stale() as one, Stale() as two:
+        control, registry, _ = control_of(replica(0, one.url), replica(1, two.url))
         with pytest.raises(EngineError, match="report other weights than version 1"):
             publisher(control, tmp_path, []).publish(1)
+    assert [replica.error() for replica in registry.all()] == [None, None]
     assert registry.published is None
 
 

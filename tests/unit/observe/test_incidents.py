@@ -35,3 +35,17 @@ def test_a_step_without_the_count_says_nothing(tmp_path: Path) -> None:
     assert [
         len(incidents.step(step, metrics)) for step, metrics in enumerate([{"train/non_finite_steps": 1.0}, {}])
     ] == [1, 0]
+
+
+def test_those_of_steps_that_are_done_again_are_counted_once(tmp_path: Path) -> None:
+    incidents = Incidents(str(tmp_path))
+    for _ in range(2):
+        for step, total in enumerate((1, 1, 3)):
+            incidents.rollout(step, {"rollout/drop_quarantined": 1.0})
+            incidents.step(step, {"train/non_finite_steps": float(total)})
+        incidents.went_back(0)
+    incidents.rollout(0, {"rollout/drop_quarantined": 1.0})
+    assert incidents.step(0, {"train/non_finite_steps": 1.0}) != []
+    incidents.went_back(1)  # the trainer counts from 0 again
+    assert incidents.step(1, {"train/non_finite_steps": 1.0}) != []
+    assert [line.partition(" ")[0] for line in incidents.summary()] == ["1", "2"]

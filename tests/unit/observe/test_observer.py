@@ -10,6 +10,7 @@ import pytest
 from buffer_rl.config import compose
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.observe.observer import RunObserver
+from buffer_rl.observe.progress import Progress
 from buffer_rl.observe.report import write_report
 from buffer_rl.observe.timeline import TRACE_FILE, WorkSpan, read_trace
 from buffer_rl.options import CORE_SECTIONS
@@ -86,3 +87,40 @@ def test_a_run_that_failed_leaves_its_trace(tmp_path: Path) -> None:
     report_step(observer, 0, 10.0, train=1.0)
     observer.__exit__(RuntimeError, RuntimeError("stop"), None)
     assert (tmp_path / TRACE_FILE).read_text().endswith("\n]\n")
+
+
+def test_a_run_that_went_back_has_the_files_of_one_that_did_not(tmp_path: Path) -> None:
+    def steps(observer: RunObserver, first: int, start: float) -> None:
+        for step in range(first, 3):
+            report_step(observer, step, start + 20.0 * step, train=1.0)
+            observer.rollout_ended(step, False, {}, [{"uid": f"{step}"}])
+            observer.evaluation(step + 1, {"eval/held": float(step)})
+
+    for name, back in (("quiet", None), ("checkpoint", 2), ("start", -1)):
+        with observer_of(tmp_path / name, trace=True) as observer:
+            steps(observer, 0, 10.0)
+            if back is not None:
+                observer.went_back(None if back < 0 else back)
+                assert observer.evaluated == back
+                steps(observer, max(0, back), 500.0)
+            assert observer.evaluated == 3
+
+    def content(name: str) -> list[Any]:
+        folder = tmp_path / name
+        spans = [(role, span.name, span.rollout_id) for role, of_role in read_trace(folder).items() for span in of_role]
+        return [read_metrics(folder), (folder / "samples.jsonl").read_text(), spans]
+
+    assert content("checkpoint") == content("start") == content("quiet")
+
+
+def test_the_progress_of_a_run_that_went_back_is_that_of_its_checkpoint(tmp_path: Path) -> None:
+    progress = Progress("none", 10, "run", clock=lambda: 0.0)
+    for step in range(4):
+        progress.step({"rollout/raw_reward": float(step)}, step)
+    progress.went_back(2)
+    board = progress._board
+    assert (board.steps_done, board.rewards, board.remaining_s(1.0)) == (2, [0.0, 1.0], None)
+    progress.step({"rollout/raw_reward": 2.0}, 2)
+    assert (board.steps_done, board.rewards) == (3, [0.0, 1.0, 2.0])
+    progress.went_back(0)
+    assert (board.steps_done, board.rewards) == (0, [])

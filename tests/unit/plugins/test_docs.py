@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,7 +22,7 @@ from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.scope import Scope, is_for_rows, scope_of
 from buffer_rl.testing.lint import failures
-from buffer_rl.types import Sample
+from buffer_rl.types import Sample, TrainBatch
 from harness.losses import objective_of, outcome, rows_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "plugins.md"
@@ -128,10 +129,14 @@ def test_the_examples_of_losses_hold_what_they_declare_as_the_example_of_a_test_
 
 def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
     others = (b for b in blocks("python") if "TokenLoss" not in b and "lint_loss" not in b)
-    reward, marked, scope, stream, renamed, fused, source, hooks = others
+    reward, marked, scope, role, stream, renamed, fused, source, hooks = others
     names: dict[str, Any] = {}
     exec(scope, names)
     assert scope_of(names["centred"]) is Scope.GROUP
+    exec(role, names)
+    columns = {"tokens": [np.array([7, 5, 6, 5])], "response_length": np.array([3])}
+    batch = TrainBatch(rollout_id=0, task="train_0", row_ids=[], columns=columns)
+    assert names["Novelty"](None).compute(batch)["novelty"][0].tolist() == [1, 1, 0]
     compile(stream, "a trainer of your own", "exec")
     assert "NameMap" in renamed
     assert "folder_tensors" in fused
@@ -145,9 +150,9 @@ def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
     assert is_for_rows(registry.resolve("reward", "my_marked_reward:score"))
     assert not is_for_rows(score)
     options: Any = compose(CORE_SECTIONS)(data_source_path="my_source:Sums", n_samples_per_prompt=2)
-    batch = CustomSource(options, registry).take(DeliveryRequest(number=0, num_groups=2, first_group=0))
-    assert batch is not None
-    assert [[sample.prompt for sample in group] for group in batch.groups] == [["1+1="] * 2, ["2+1="] * 2]
+    delivery = CustomSource(options, registry).take(DeliveryRequest(number=0, num_groups=2, first_group=0))
+    assert delivery is not None
+    assert [[sample.prompt for sample in group] for group in delivery.groups] == [["1+1="] * 2, ["2+1="] * 2]
     with pytest.raises(PluginError) as caught:
         registry.locate("reward", "my_reward:scroe")
     assert f"buffer-rl: error: {caught.value}\n" in PAGE.read_text(encoding="utf-8")

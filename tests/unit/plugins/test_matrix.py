@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import textwrap
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from buffer_rl.observe.observer import RunObserver
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
+from buffer_rl.roles import Role
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
@@ -32,8 +34,21 @@ from buffer_rl.testing.fake_roles import FakeEngines
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
 from buffer_rl.train.group import build_trainer
 from buffer_rl.train.objective import Objective
-from buffer_rl.types import GroupUid, QueueHeader, RowId, Sample, SampleGroup, Status, Ticket, TrainBatch, VersionSpan
+from buffer_rl.train.worker import own_stage
+from buffer_rl.types import (
+    GroupUid,
+    QueueHeader,
+    RowId,
+    Sample,
+    SampleGroup,
+    Status,
+    Ticket,
+    Topology,
+    TrainBatch,
+    VersionSpan,
+)
 from buffer_rl.weights.publish import Publisher
+from buffer_rl.weights.sender import RankSender, Senders
 from harness.trainers import make_trainer
 from harness.trainers import step as step_of
 
@@ -57,6 +72,7 @@ OPTION_OF = {
     "converter": "model_converter_path",
     "model_provider": "custom_model_provider_path",
     "trainer": "train_backend",
+    "role": "role_path",
     "engine": "rollout_engine",
     "weight_transport": "weight_sync_mode",
     "logger": "logger",
@@ -89,7 +105,7 @@ class Here:
     def args(self, **changes: Any) -> Any:
         name = OPTION_OF[self.kind]
         options = {"hf_checkpoint": self.model, "run_dir": str(self.run_dir), "progress": "none", "logger": []}
-        named = {name: [self.path] if name == "logger" else self.path}
+        named = {name: [self.path] if name in ("logger", "role_path") else self.path}
         fallback = {} if self.kind == "group_reward" else {"rm_type": "exact_match"}
         return compose(CORE_SECTIONS)(**{**options, **fallback, **changes, **named})
 
@@ -181,6 +197,12 @@ async def step(here: Here) -> Any:
     return build_trainer(args, registry, 0, 1, Objective(args, registry)).optimizer_step(1.0)
 
 
+async def add_fields(here: Here) -> Any:
+    row, batch = Role(name="mine", fields=("length",)), make_batch()
+    columns = own_stage(here.path, row, here.args(), PluginRegistry()).compute(batch)
+    return {name: list(column) for name, column in columns.items()}
+
+
 async def launch(here: Here) -> Any:
     with EngineFleet(here.args(), str(here.run_dir), PluginRegistry()) as fleet:
         return fleet.engine_urls
@@ -188,10 +210,17 @@ async def launch(here: Here) -> Any:
 
 async def publish(here: Here) -> Any:
     args, engines = here.args(), FakeEngines()
-    transport = construct("weight_transport", here.path, PluginRegistry().resolve("weight_transport", here.path), args)
-    source: Any = None
-    Publisher(transport, source, engines).publish(3)
-    return engines.version
+    factory = PluginRegistry().resolve("weight_transport", here.path)
+    transport = construct("weight_transport", here.path, factory, args)
+    place = Topology(dp_rank=0, dp_size=1)
+
+    def start(method: str, *arguments: Any) -> list[Future[Any]]:
+        answer: Future[Any] = Future()
+        answer.set_result(RankSender(here.path, factory, args, place)(method, iter([{"a": 1}, {"b": 2}]), *arguments))
+        return [answer]
+
+    Publisher(transport, Senders(start, 1.0), engines).publish(3)
+    return engines.version, engines.calls
 
 
 async def observe(here: Here) -> Any:
@@ -353,19 +382,35 @@ CASES = {
     "trainer": Case(
         call=step, head=TRAINER, method="optimizer_step", effect={"mine": 1.0}, expected="", wrong="",
     ),
+    "role": Case(
+        call=add_fields, method="compute", effect={"length": [2.0, 2.0]}, expected="a mapping with the fields length",
+        head="""
+        class plug:
+            def __init__(self, args): ...
+            def compute(self, batch): return {"length": [float(n) for n in batch.columns["response_length"]]}
+        """,
+    ),
     "engine": Case(
         call=launch, head="args, index, log_path", effect=["http://mine:0"], expected="an object with url, wait_ready",
         body="class Process:\n    url = f'http://mine:{index}'\n    def wait_ready(self, timeout_s): ...\n"
         "    def stop(self): ...\nreturn Process()",
     ),
     "weight_transport": Case(
-        call=publish, method="prepare", effect=3, expected="", wrong="",
+        call=publish, method="prepare", expected="", wrong="",
+        effect=(3, ["pause", "flush", "begin", "update", "end", "versions", "resume"]),
         head="""
+        class Side:
+            def __init__(self, args, topology): ...
+            def names(self, buckets, version): return f"{version}:" + "".join(name for b in buckets for name in b)
         class plug:
+            sender, staged = Side, True
             def __init__(self, args): ...
-            def prepare(self, source, version): return "folder"
-            def load(self, engines, prepared, version): engines.update_weights_from_disk(prepared, version)
-            def cleanup(self, prepared): ...
+            def connect(self, trainer, engines): self.trainer, self.engines = trainer, engines
+            def prepare(self, version): self.answers = self.trainer.send("names", version)
+            def publish(self, version):
+                assert self.answers == ["3:ab"]
+                self.engines.update_weights_from_disk("folder", version)
+            def close(self): ...
         """,
     ),
     "logger": Case(

@@ -23,6 +23,7 @@ from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.testing.fake_engine import FakeEngine, Fault, FaultPoint
+from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.testing.local_buffer import local_client, local_state
 from buffer_rl.types import GroupUid
 from buffer_rl.weights.disk import DiskTransport
@@ -38,13 +39,6 @@ def seeded(input_ids: list[int], seed: int) -> list[int]:
 
 def row_of(body: dict[str, Any]) -> int:
     return int(body["rid"].split("/")[0].split(":")[2])
-
-
-class Folder:
-    """A trainer that writes an empty version."""
-
-    def save_hf(self, path: str) -> None:
-        Path(path).mkdir(parents=True)
 
 
 class Run:
@@ -74,7 +68,8 @@ class Run:
 
     async def go(self, engine: FakeEngine) -> None:
         with EngineControlClient([engine.url], timeout_s=0.4) as control:
-            publisher = Publisher(DiskTransport(self.args), Folder(), control)
+            trainer = local_senders(DiskTransport, self.args, lambda: iter(()))
+            publisher = Publisher(DiskTransport(self.args), trainer, control)
             for rollout_id in range(STEPS):
                 await self.step(rollout_id, engine)
                 self.state.commit(rollout_id, rollout_id + 1)

@@ -54,11 +54,6 @@ def test_a_rollout_that_was_lost_is_no_rank_without_rows() -> None:
         streamed_rows(lambda: refuses(BufferRestartedError("train_0 was lost")))
 
 
-def test_the_rank_that_shares_weights_need_not_be_the_first() -> None:
-    assert combine("train", "share_weights", [[], [["handle"]]]) == [["handle"]]
-    assert combine("train", "share_weights", [[], []]) == []
-
-
 def test_a_loss_that_compares_a_prompts_rows_needs_a_group_for_each_replica_and_step() -> None:
     args: Any = compose(CORE_SECTIONS)(
         rollout_batch_size=7, num_steps_per_rollout=2, custom_loss_function_path="my:dpo"

@@ -1,37 +1,40 @@
-"""Publication: the order of its calls, and that engines never stay paused."""
+"""Publication: the order of its calls, and that an engine goes on only with a version that it confirmed."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from buffer_rl.config import compose
 from buffer_rl.errors import EngineError, PluginError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.fake_roles import FakeEngines
+from buffer_rl.testing.fake_roles import FakeEngines, local_senders
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher, ReferenceUpdates
 
 
-class Writer:
-    """Writes a file whose text is the number of writes so far."""
+class Weights:
+    """One tensor, in which the number of exports so far stands."""
 
     def __init__(self) -> None:
-        self.writes = 0
+        self.exports = 0
 
-    def save_hf(self, path: str) -> None:
-        self.writes += 1
-        Path(path).mkdir(parents=True)
-        (Path(path) / "model.safetensors").write_text(str(self.writes))
+    def export(self) -> Iterator[dict[str, torch.Tensor]]:
+        self.exports += 1
+        yield {"number": torch.tensor(self.exports)}
 
 
-def publisher(folder: Path, engines: Any, **options: Any) -> Publisher:
-    args: Any = compose(CORE_SECTIONS)(run_dir=str(folder))
-    options = {"source": Writer(), "first_pause_s": 0.0, **options}
-    return Publisher(DiskTransport(args), engines=engines, **options)
+def publisher(folder: Path, engines: Any, weights: Weights | None = None, **options: Any) -> Publisher:
+    args: Any = compose(CORE_SECTIONS)(run_dir=str(folder), hf_checkpoint=str(folder))
+    options = {"first_pause_s": 0.0, **options}
+    trainer = local_senders(DiskTransport, args, (weights or Weights()).export)
+    return Publisher(DiskTransport(args), trainer, engines=engines, **options)
 
 
 def test_engines_are_paused_flushed_updated_checked_and_continued(tmp_path: Path) -> None:
@@ -41,25 +44,29 @@ def test_engines_are_paused_flushed_updated_checked_and_continued(tmp_path: Path
     assert engines.version == 3
 
 
-@pytest.mark.parametrize("call", ["pause", "flush", "update", "versions"])
-def test_engines_are_continued_whatever_fails(tmp_path: Path, call: str) -> None:
-    engines = FakeEngines(fail_on=call, error=EngineError("broken", where="http://engine-0"))
-    with pytest.raises(EngineError, match="broken"):
+@pytest.mark.parametrize("call", ["flush", "update", "versions"])
+def test_an_engine_stays_paused_until_a_publication_to_it_succeeds(tmp_path: Path, call: str) -> None:
+    engines = FakeEngines(fail_on=call, error=EngineError("broken", where="http://engine-0"), failures=3)
+    with pytest.raises(EngineError, match="broken") as caught:
         publisher(tmp_path, engines).publish(1)
-    assert engines.calls[-1] == "resume"
+    assert "resume" not in engines.calls
+    assert engines.paused
+    assert "did not confirm version 1 stay paused" in caught.value.__notes__[0]
+    publisher(tmp_path, engines).publish(1)
     assert not engines.paused
 
 
 @pytest.mark.parametrize("call", ["pause", "flush", "update", "versions", "resume"])
 def test_a_call_that_fails_is_made_again_for_the_version_that_was_written_once(tmp_path: Path, call: str) -> None:
     engines = FakeEngines(fail_on=call, error=EngineError("broken\nfor now", where="http://engine-0"), failures=2)
-    writer, notices = Writer(), []
-    publisher(tmp_path, engines, source=writer, notice=notices.append).publish(3)
+    weights, notices = Weights(), []
+    publisher(tmp_path, engines, weights, notice=notices.append).publish(3)
     assert engines.version == 3
     assert not engines.paused
-    assert engines.calls.count("pause") == engines.calls.count("resume") == 3
-    assert engines.calls.index("drop failed") > engines.calls.index("resume")  # the last attempt alone
-    assert writer.writes == 1
+    assert engines.calls.count("pause") == 3
+    assert engines.calls.count("resume") == (3 if call == "resume" else 1)
+    assert engines.calls[engines.calls.index("drop failed") :].count("pause") == 1  # the last attempt alone
+    assert weights.exports == 1
     assert notices == [
         f"the publication of version 3 is tried again ({number} of 2): http://engine-0: broken for now"
         for number in (1, 2)
@@ -71,7 +78,7 @@ def test_engines_that_keep_failing_end_the_publication_after_three_attempts(tmp_
     engines = FakeEngines(fail_on="update", error=EngineError("broken"))
     with pytest.raises(EngineError, match="broken"):
         publisher(tmp_path, engines).publish(1)
-    assert [engines.calls.count(call) for call in ("pause", "update", "versions", "resume")] == [3, 3, 0, 3]
+    assert [engines.calls.count(call) for call in ("pause", "update", "versions", "resume")] == [3, 3, 0, 0]
     assert engines.version == 0
 
 
@@ -87,7 +94,7 @@ def test_what_is_no_failure_of_an_engine_is_not_tried_again(tmp_path: Path) -> N
     engines = FakeEngines(fail_on="update", error=PluginError("a transport's mistake"))
     with pytest.raises(PluginError):
         publisher(tmp_path, engines).publish(1)
-    assert engines.calls == ["pause", "flush", "update", "resume"]
+    assert engines.calls == ["pause", "flush", "update"]
 
 
 def test_a_version_that_no_engine_reports_is_not_published(tmp_path: Path) -> None:
@@ -104,7 +111,7 @@ def test_an_engine_that_keeps_its_old_weights_is_an_error(tmp_path: Path) -> Non
         publisher(tmp_path, FakeEngines(keeps_version=True)).publish(2)
 
 
-def test_a_failed_continue_is_raised_and_does_not_hide_an_earlier_failure(tmp_path: Path) -> None:
+def test_a_failed_continue_is_raised(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="cannot go on"):
         publisher(tmp_path, FakeEngines(fail_on="resume", error=EngineError("cannot go on"))).publish(1)
 
@@ -115,7 +122,18 @@ def test_the_folder_of_a_version_is_whole_and_older_ones_go(tmp_path: Path) -> N
     chosen.publish(2)
     folders = sorted(path.name for path in (tmp_path / "weights").iterdir())
     assert folders == ["v000002"]
-    assert (tmp_path / "weights" / "v000002" / "model.safetensors").read_text() == "2"
+    assert load_file(tmp_path / "weights" / "v000002" / "model-00001.safetensors")["number"] == 2
+
+
+def test_folders_that_are_no_versions_stay_where_the_versions_are_told_to_go(tmp_path: Path) -> None:
+    args: Any = compose(CORE_SECTIONS)(update_weight_disk_dir=str(tmp_path), hf_checkpoint=str(tmp_path))
+    (tmp_path / "vendor").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    trainer = local_senders(DiskTransport, args, Weights().export)
+    for version in (1, 2):
+        Publisher(DiskTransport(args), trainer, FakeEngines()).publish(version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "v000002", "vendor"]
+    assert (tmp_path / "v000002" / "config.json").read_text() == "{}"
 
 
 def test_a_half_written_version_of_a_killed_run_goes_with_the_next_publication(tmp_path: Path) -> None:
@@ -126,13 +144,24 @@ def test_a_half_written_version_of_a_killed_run_goes_with_the_next_publication(t
 
 
 def test_engines_that_serve_different_weights_are_an_error_where_they_are_compared(tmp_path: Path) -> None:
-    args: Any = compose(CORE_SECTIONS)(run_dir=str(tmp_path))
     for checksums, compare in (({"a": "1", "b": "2"}, False), ({"a": "1", "b": "1"}, True)):
-        Publisher(DiskTransport(args), Writer(), FakeEngines(checksums=checksums), compare=compare).publish(1)
+        publisher(tmp_path, FakeEngines(checksums=checksums), compare=compare).publish(1)
     engines = FakeEngines(checksums={"http://engine-0": "1", "http://engine-1": "2"})
     with pytest.raises(EngineError, match="serve different weights as version 2"):
         publisher(tmp_path, engines, compare=True).publish(2)
-    assert not engines.paused
+    assert engines.paused
+
+
+class Writer:
+    """Writes a file whose text is the number of writes so far."""
+
+    def __init__(self) -> None:
+        self.writes = 0
+
+    def save_hf(self, path: str) -> None:
+        self.writes += 1
+        Path(path).mkdir(parents=True)
+        (Path(path) / "model.safetensors").write_text(str(self.writes))
 
 
 class Reference:
@@ -147,7 +176,7 @@ class Reference:
 
 def test_the_reference_takes_the_newest_weights_and_a_checkpoint_those_that_it_has(tmp_path: Path) -> None:
     reference, folder = Reference(), tmp_path / "weights_ref"
-    updates = ReferenceUpdates(Writer(), reference.load, folder)
+    updates = ReferenceUpdates(Writer().save_hf, reference.load, folder)
     updates.save(tmp_path / "initial")
     assert not (tmp_path / "initial").exists()
     updates.update(2)
@@ -160,7 +189,7 @@ def test_the_reference_takes_the_newest_weights_and_a_checkpoint_those_that_it_h
 
 def test_a_resumed_reference_is_that_of_the_checkpoint_and_saved_again(tmp_path: Path) -> None:
     reference, saved = Reference(), tmp_path / "saved"
-    updates = ReferenceUpdates(Writer(), reference.load, tmp_path / "weights_ref")
+    updates = ReferenceUpdates(Writer().save_hf, reference.load, tmp_path / "weights_ref")
     updates.restore(saved, 5)
     assert reference.loads == []
     Writer().save_hf(str(saved))
@@ -176,7 +205,7 @@ def test_a_resumed_reference_is_that_of_the_checkpoint_and_saved_again(tmp_path:
 def test_a_restored_reference_leaves_the_checkpoint_as_it_is(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     Writer().save_hf(str(saved))
-    updates = ReferenceUpdates(Writer(), Reference().load, tmp_path / "weights_ref")
+    updates = ReferenceUpdates(Writer().save_hf, Reference().load, tmp_path / "weights_ref")
     updates.restore(saved, 5)
     updates.update(6)
     assert (saved / "model.safetensors").read_text() == "1"

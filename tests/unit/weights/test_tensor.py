@@ -9,32 +9,44 @@ import pytest
 from buffer_rl.config import compose
 from buffer_rl.errors import EngineError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.fake_roles import FakeEngines
+from buffer_rl.testing.fake_roles import FakeEngines, local_senders
+from buffer_rl.types import Topology
 from buffer_rl.weights.publish import Publisher
-from buffer_rl.weights.tensor import LOAD_FORMAT, TensorTransport
+from buffer_rl.weights.tensor import LOAD_FORMAT, TensorSender, TensorTransport
 
 
 class Memory:
-    """Shares two buckets; notes what was asked."""
+    """Shares two buckets, in the place of a sender; notes what was asked."""
 
     def __init__(self, buckets: int = 2) -> None:
         self.buckets = buckets
         self.asked: list[tuple[str | None, int]] = []
         self.shared = False
 
-    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
+    def sender(self, args: Any, topology: Any) -> Memory:
+        return self
+
+    def share(self, buckets: Any, load_format: str | None, num_receivers: int) -> list[list[str]]:
         self.asked.append((load_format, num_receivers))
         self.shared = True
         return [["handle"] * num_receivers] * self.buckets
 
-    def release_weights(self) -> None:
+    def release(self, buckets: Any) -> None:
         self.shared = False
 
 
 def publisher(memory: Memory, engines: FakeEngines, **options: Any) -> Publisher:
     args: Any = compose(CORE_SECTIONS)(**options)
-    transport = TensorTransport(args)
-    return Publisher(transport, memory, engines, first_pause_s=0.0)  # type: ignore[arg-type]  # it writes no files
+    trainer: Any = local_senders(memory, args, lambda: iter(()))
+    return Publisher(TensorTransport(args), trainer, engines, first_pause_s=0.0)  # type: ignore[arg-type]  # a fake
+
+
+def test_a_rank_that_is_no_source_iterates_to_the_end_and_shares_nothing() -> None:
+    args: Any = compose(CORE_SECTIONS)()
+    for place in (Topology(dp_rank=1, dp_size=2), Topology(dp_rank=0, dp_size=1, is_head=False)):
+        buckets = iter([{}, {}])
+        assert TensorSender(args, place).share(buckets, LOAD_FORMAT, 1) == []
+        assert next(buckets, None) is None
 
 
 def test_buckets_are_staged_between_begin_and_end_and_the_last_has_the_version() -> None:
@@ -50,8 +62,16 @@ def test_the_memory_is_freed_whatever_fails(call: str) -> None:
     memory, engines = Memory(), FakeEngines(fail_on=call, error=EngineError("broken", where="http://engine-0"))
     with pytest.raises(EngineError, match="broken"):
         publisher(memory, engines).publish(1)
-    assert engines.calls[-1] == "resume"
+    assert engines.paused is (call != "pause")
     assert not memory.shared
+
+
+@pytest.mark.parametrize("call", ["begin", "update"])
+def test_a_failed_attempt_ends_its_update_once(call: str) -> None:
+    engines = FakeEngines(fail_on=call, error=EngineError("broken"), failures=1)
+    publisher(Memory(), engines).publish(1)
+    first = engines.calls[: engines.calls.index("pause", 1)]
+    assert first == ["pause", "flush", "begin", *(["update"] if call == "update" else []), "end"]
 
 
 @pytest.mark.parametrize("call", ["pause", "begin", "update", "end", "resume"])

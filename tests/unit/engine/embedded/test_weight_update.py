@@ -20,9 +20,9 @@ from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.embedded.launcher import EmbeddedEngine, launch
 from buffer_rl.engine.embedded.loader import LoadedModel, LoadOptions, checksum_answer
 from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.testing.tiny import ARCHITECTURES
 from buffer_rl.train.model import hf_state, load_model, weight_buckets
-from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.shared_bucket import SharedWeights, open_bucket
@@ -32,24 +32,6 @@ from harness.trainers import make_trainer
 
 TENSORS = "/update_weights_from_tensor"
 PROMPT = [5, 6, 7]
-
-
-class Source:
-    """A trainer in this process."""
-
-    def __init__(self, trainer: TorchTrainer) -> None:
-        self.trainer = trainer
-        self.shared = SharedWeights()
-
-    def save_hf(self, path: str) -> None:
-        self.trainer.save_hf(path)
-
-    def share_weights(self, load_format: str | None, num_receivers: int) -> list[list[str]]:
-        assert load_format == LOAD_FORMAT
-        return self.shared.share(self.trainer.export(), num_receivers)
-
-    def release_weights(self) -> None:
-        self.shared.release()
 
 
 @pytest.fixture(scope="module")
@@ -113,19 +95,19 @@ def test_tensors_and_disk_give_equal_checksums_tokens_and_log_probs(
     before = served.checksums()
     options = {"hf_checkpoint": model_folder("qwen3", 1), "train_device": "cpu", "rollout_num_engines": 2}
     args: Any = compose(CORE_SECTIONS)(run_dir=str(tmp_path), **options)
-    source = Source(make_trainer(args))
-    found = []
-    for version, transport in enumerate((DiskTransport(args), TensorTransport(args)), start=1):
+    trainer, found = make_trainer(args), []
+    for version, transport in enumerate((DiskTransport, TensorTransport), start=1):
         served.update_weights_from_disk(model_folder("qwen3"), 0)
         assert served.checksums() == before
-        Publisher(transport, source, served, compare=True).publish(version)
+        senders = local_senders(transport, args, trainer.export)
+        Publisher(transport(args), senders, served, compare=True).publish(version)
         assert set(served.versions().values()) == {str(version)}
         found.append((served.checksums(), [generate(engine) for engine in engines]))
     by_disk, by_tensor = found
     assert by_tensor == by_disk
     (checksum,) = set(by_tensor[0].values())
     assert checksum not in before.values()
-    assert source.shared._held == []
+    assert NAME not in " ".join(os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
     assert not any(mapped(engine) for engine in engines)
 
 

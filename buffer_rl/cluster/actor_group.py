@@ -1,0 +1,262 @@
+"""The members of a role: actors that are started, called, replaced and stopped together; their failures, their log
+files.
+
+Who waits for whom: the caller waits for ``Call.wait``, with a deadline. A member waits for no other through the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, cast
+
+import ray
+
+from buffer_rl.cluster.dispatch import Collect, To, dispatch_of, first_answer, plan_calls
+from buffer_rl.errors import BufferRLError, DeadlineError, TrainError, WorkerDiedError, WorkerError
+from buffer_rl.types import Topology
+
+PATIENCE_S = 1.0
+"""How long a process that may be dead is asked; Ray knows of a death by the time a call has failed with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """A call under way. members: names of those that work on it, one for each of ``futures``."""
+
+    role: str
+    method: str
+    members: Sequence[str]
+    futures: Sequence[Future[Any]]
+    collect: Collect = first_answer
+
+    def ended(self) -> bool:
+        """Whether all members answered, or one failed."""
+        done = [future.done() for future in self.futures]
+        return all(done) or any(d and f.exception() is not None for d, f in zip(done, self.futures, strict=True))
+
+    def result(self) -> Any:
+        """The members' answers as one, once the call has ended. Raises the error of the member that failed first of
+        all, named (see ``root_failure``)."""
+        if failures := failures_of(self.members, self.method, self.futures):  # the others may still be at work
+            role, error = root_failure(failures)
+            raise name_failure(role, error) from error
+        return self.collect(self.role, [future.result() for future in self.futures])
+
+    def wait(self, timeout_s: float) -> Any:
+        """``result``, once the call has ended. Raises DeadlineError after ``timeout_s``."""
+        wait(self.futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
+        if not self.ended():
+            raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{self.role}.{self.method}")
+        return self.result()
+
+
+class ActorGroup:
+    """The members of one role.
+
+    start_member: starts the actor of a rank, at first and in place of one that died. member_class: what its methods
+    declare with ``dispatch`` says where calls go; where absent, to all. places: of the members among the ranks of a
+    trainer; where absent, each is a replica of its own.
+    independent: members do not share their work, so that a restart replaces the dead alone. timeout_s: deadline of each
+    call that a restart makes.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        start_member: Callable[[int], Any],
+        size: int = 1,
+        *,
+        member_class: type | None = None,
+        places: Sequence[Topology] = (),
+        independent: bool = False,
+        timeout_s: float = 60.0,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"the group {role!r} has no members")
+        self.role = role
+        self.actors = [start_member(rank) for rank in range(size)]
+        self.places = list(places) or [Topology(dp_rank=rank, dp_size=size) for rank in range(size)]
+        self._start_member = start_member
+        self._class = member_class
+        self._independent = independent
+        self._timeout_s = timeout_s
+        self._turns = itertools.count()
+        self._kept: dict[str, tuple[Any, ...]] = {}
+
+    @classmethod
+    def of(cls, role: str, member_class: type, args: Callable[[int], tuple[Any, ...]], size: int, **more: Any) -> Self:
+        """A group of ``size`` members that Ray starts: their constructors get ``args(rank)``.
+
+        more: ``options``, of a rank for its actor (``num_gpus``, ``runtime_env``, …), and what the class takes."""
+        options: Callable[[int], Mapping[str, Any]] = more.pop("options", lambda rank: {})
+
+        def start(rank: int) -> Any:
+            chosen = {"num_cpus": 0, "max_restarts": 0, **options(rank)}
+            return cast(Any, ray.remote)(**chosen)(member_class).remote(*args(rank))
+
+        return cls(role, start, size, member_class=member_class, **more)
+
+    def start(self, method: str, *args: Any) -> Call:
+        """Call ``method`` on the members that it is dispatched to; returns at once."""
+        declared = dispatch_of(self._class, method)
+        calls = plan_calls(declared, args, self.places, next(self._turns) if declared.to is To.ONE else 0)
+        names = [f"{self.role} {rank}" if len(self.actors) > 1 else self.role for rank in calls.members]
+        futures = [
+            getattr(self.actors[rank], method).remote(*own).future()
+            for rank, own in zip(calls.members, calls.args, strict=True)
+        ]
+        return Call(role=self.role, method=method, members=names, futures=futures, collect=calls.collect)
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """``start`` and wait for the answer. Raises DeadlineError, or a member's error, named."""
+        return self.start(method, *args).wait(timeout_s)
+
+    def call_and_keep(self, method: str, *args: Any) -> bool:
+        """``call`` for what members that replace these must be called with as well, in place of what was kept of
+        ``method`` before. Returns whether all members that are there have done it; one that died is not an error here,
+        since the next call fails with its death and has it replaced."""
+        self._kept[method] = args
+        try:
+            self.call(method, *args, timeout_s=self._timeout_s)
+        except WorkerDiedError:
+            return False
+        return True
+
+    def restart(self) -> None:
+        """Replace the members: those that died where they are independent, else all of them, which are ready then and
+        have been called with what was kept."""
+        for rank, actor in enumerate(self.actors):
+            if not self._independent or is_dead(actor, "ready"):
+                _kill(actor)
+                self.actors[rank] = self._start_member(rank)
+        if self._independent:
+            return
+        self.call("ready", timeout_s=self._timeout_s)
+        for method, args in self._kept.items():
+            self.call(method, *args, timeout_s=self._timeout_s)
+
+    def stop(self, close_method: str = "", timeout_s: float = 0.0) -> None:
+        """End the members' processes. Never raises: it is called while another error is on its way.
+
+        close_method: a method that every member is asked to execute first, within ``timeout_s`` for all of them.
+        """
+        if close_method:
+            asked: list[Future[Any]] = []
+            for actor in self.actors:
+                with contextlib.suppress(Exception):  # fault boundary: a member, or Ray itself, may be gone
+                    asked.append(getattr(actor, close_method).remote().future())
+            wait(asked, timeout=timeout_s)
+        for actor in self.actors:
+            _kill(actor)
+
+
+def _kill(actor: Any) -> None:
+    if not ray.is_initialized():  # or the call would start it
+        return
+    with contextlib.suppress(Exception):  # fault boundary: a member, or Ray itself, may be gone
+        ray.kill(getattr(actor, "process", actor), no_restart=True)
+
+
+def is_dead(actor: Any, method: str) -> bool:
+    """Whether an actor's process is gone. One that does not answer ``method`` at once is at work."""
+    asked = getattr(actor, method).remote()
+    try:
+        ray.get(asked, timeout=PATIENCE_S)
+    except ray.exceptions.RayActorError:
+        return True
+    except Exception:  # fault boundary: whatever it answers, it is there
+        return False
+    return False
+
+
+def name_failure(role: str, error: BaseException) -> BufferRLError:
+    """The error to raise for ``error``, which a call to ``role`` ended with.
+
+    An error of ``buffer_rl.errors`` keeps its class; anything else becomes a WorkerError that names the role, the
+    original exception and the end of its traceback, or a WorkerDiedError.
+    """
+    cause = _cause(error)
+    if isinstance(cause, BufferRLError):
+        cause.where = cause.where or role
+        return cause
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return WorkerError(
+            f"{type(cause).__name__}: {cause}", where=role, hint=f"the end of its traceback:{_tail(str(error))}"
+        )
+    if isinstance(error, ray.exceptions.RayActorError):
+        if error.actor_init_failed:  # Ray keeps the constructor's error as text alone, and it stands at the end
+            return WorkerError(f"the process could not be set up: {_tail(str(error))}", where=role)
+        return WorkerDiedError(f"the process died: {_first_lines(str(error))}", where=role)
+    return WorkerError(f"{type(error).__name__}: {error}", where=role)
+
+
+def failures_of(members: Sequence[str], method: str, futures: Sequence[Future[Any]]) -> dict[str, BaseException]:
+    """The errors of those members' calls that have failed by now, by member.
+
+    Where one may be that of a lost connection, the members that have not answered yet get ``PATIENCE_S``: a peer that
+    died is known to have died a little later than those that lost it say so."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        calls = zip(members, futures, strict=True)
+        errors = {name: error for name, future in calls if future.done() and (error := future.exception())}
+        pending = [future for future in futures if not future.done()]
+        left = deadline - time.monotonic()
+        if not pending or left <= 0 or not errors or not all(map(_may_follow_a_death, errors.values())):
+            return {f"{name}.{method}": error for name, error in errors.items()}
+        wait(pending, timeout=left, return_when=FIRST_EXCEPTION)
+
+
+def _may_follow_a_death(error: BaseException) -> bool:
+    cause = _cause(error)
+    known = isinstance(error, ray.exceptions.RayActorError) or isinstance(cause, BufferRLError)
+    return not known or isinstance(cause, TrainError)
+
+
+def root_failure(errors: Mapping[str, BaseException]) -> tuple[str, BaseException]:
+    """Of the errors that several members of a group ended with, by role, the one to raise.
+
+    When one rank fails, the others lose their connection to it, and may say so first, as a trainer's error too. So a
+    process that died comes first, then an error of ``buffer_rl.errors``, then everything else; equal ones in order.
+    """
+    return min(errors.items(), key=lambda item: _distance_from_root(item[1]))
+
+
+def _distance_from_root(error: BaseException) -> int:
+    if isinstance(error, ray.exceptions.RayActorError):
+        return 0
+    return 1 if isinstance(_cause(error), BufferRLError) else 2
+
+
+def _cause(error: BaseException) -> Any:
+    return getattr(error, "cause", None) if isinstance(error, ray.exceptions.RayTaskError) else error
+
+
+def _tail(text: str, lines: int = 12) -> str:
+    return "".join(f"\n    {line}" for line in text.strip().splitlines()[-lines:])
+
+
+def _first_lines(text: str, lines: int = 6) -> str:
+    return " / ".join(line.strip() for line in text.strip().splitlines()[:lines])
+
+
+def redirect_output(path: str) -> None:
+    """Send this process's standard output and error, and those of its children, to the end of ``path``."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # Python's own streams may write to Ray's copies of the descriptors: point them at the file as well.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

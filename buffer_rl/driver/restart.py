@@ -1,0 +1,147 @@
+"""The global restart inside a run: all of its processes are ended and started again from its newest checkpoint.
+
+It is a resume without leaving the driver's process: weights, optimizer, ledger and position in the data go back
+together, so that a deterministic run ends with the parameters of an undisturbed one. What stays is the driver's: the
+locks of the folders, the observer with its loggers, the connection to Ray, the engines behind ``--router-url``.
+
+It follows the death of a process that is not replaced in place (see ``buffer_rl.roles.Restart``), or not any more.
+Errors that code raised, deadlines and signals end the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
+from buffer_rl.cluster.actor_group import ActorGroup, is_dead
+from buffer_rl.driver.process import later_checkpoint
+from buffer_rl.driver.runtime import LocalTarget
+from buffer_rl.errors import CheckpointError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from buffer_rl.driver.schedule import RunResult
+    from buffer_rl.observe.observer import RunObserver
+    from buffer_rl.options import Args
+
+END_TIMEOUT_S = 10.0
+"""How long the processes of a run may take to end."""
+
+
+class Processes(ExitStack):
+    """What a start of the run's processes has to take down again, the last first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._groups: list[ActorGroup] = []
+        self._targets: list[tuple[str, LocalTarget, float, Callable[[], None] | None]] = []
+
+    def stops(self, group: ActorGroup, close_method: str = "", timeout_s: float = 0.0) -> None:
+        """Stop ``group`` (see ``ActorGroup.stop``)."""
+        self._groups.append(group)
+        self.callback(group.stop, close_method, timeout_s)
+
+    def local(
+        self, role: str, obj: object, *, end_s: float = 0.0, then: Callable[[], None] | None = None
+    ) -> LocalTarget:
+        """Calls on ``obj`` of this process. end_s: how long a call that is under way may take to end, once the
+        processes that it waits for are gone. then: called if it did."""
+        target = LocalTarget(role, obj)
+        self.callback(target.stop)
+        self._targets.append((role, target, end_s, then))
+        return target
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        try:
+            return bool(super().__exit__(kind, error, trace))
+        finally:
+            for _, target, end_s, then in self._targets:
+                if end_s and target.join(end_s) and then is not None:
+                    then()
+
+    def remaining(self) -> list[str]:
+        """After the end: which roles still have a process, or a call in this process, after ``END_TIMEOUT_S``."""
+        deadline = time.monotonic() + END_TIMEOUT_S
+        calls = [role for role, target, _, _ in self._targets if not target.join(max(0.0, deadline - time.monotonic()))]
+        return calls + [group.role for group in self._groups if not _are_gone(group, deadline)]
+
+
+def _are_gone(group: ActorGroup, deadline: float) -> bool:
+    waiting = list(group.actors)
+    while waiting := [actor for actor in waiting if not is_dead(actor, "__ray_ready__")]:
+        if time.monotonic() >= deadline:
+            return False
+    return True
+
+
+def run_with_restarts(
+    args: Args,
+    loaded: Checkpoint | None,
+    observer: RunObserver,
+    attempt: Callable[[Checkpoint | None, Processes], RunResult],
+) -> RunResult:
+    """The result of ``attempt``, which starts the run's processes and runs them to the end of the run. After a death
+    that nothing mends it is called again, from the newest checkpoint that this run wrote, else from ``loaded``, else
+    from the start.
+
+    Raises what ``attempt`` raised otherwise; the death that follows the last of ``--max-global-restarts``, or after
+    which a process of the run did not end; CheckpointError if the newest checkpoint is damaged."""
+    limit = args.max_global_restarts
+    death: WorkerDiedError | None = None
+    for restarts in itertools.count():
+        processes = Processes()
+        try:
+            with processes:
+                checkpoint = loaded
+                if death is not None:
+                    checkpoint = _newest(args, loaded, processes, death)
+                    _tell(observer, death, checkpoint, f"{restarts} of {limit}")
+                return attempt(checkpoint, processes)
+        except WorkerDiedError as error:
+            if role_of(error) in ("", "data_source"):  # the latter ends of the user's own code
+                raise
+            if restarts == limit:
+                if limit:
+                    way_out = "--load goes on from the newest checkpoint"
+                    _add_hint(error, f"--max-global-restarts: {limit} of {limit} were used; {way_out}")
+                raise
+            death = error.with_traceback(None)  # whose frames hold the processes that have ended
+        assert death is not None
+        if remaining := processes.remaining():
+            _add_hint(death, f"the run is not restarted: {', '.join(remaining)} did not end within {END_TIMEOUT_S:g} s")
+            raise death
+    raise AssertionError("unreachable")
+
+
+def _newest(args: Args, loaded: Checkpoint | None, processes: ExitStack, death: WorkerDiedError) -> Checkpoint | None:
+    try:
+        if later_checkpoint(args, loaded.step if loaded is not None else 0) is None:
+            return loaded
+        return processes.enter_context(opened_checkpoint(str(args.save), args.run_dir))
+    except CheckpointError as error:
+        raise error from death
+
+
+def role_of(death: WorkerDiedError) -> str:
+    """The role whose process died; empty if the error does not say it."""
+    found = re.match(r"\w+", death.where)
+    return found[0] if found else ""
+
+
+def _tell(observer: Any, death: WorkerDiedError, checkpoint: Checkpoint | None, count: str) -> None:
+    place = "the start" if checkpoint is None else f"the checkpoint of step {checkpoint.step}"
+    observer.notice(f"{death.where}: {death.what}")
+    observer.notice(f"all processes of the run are started again, from {place} (global restart {count})")
+    observer.went_back(None if checkpoint is None else checkpoint.step)
+
+
+def _add_hint(error: WorkerDiedError, line: str) -> None:
+    error.hint = f"{error.hint}; {line}" if error.hint else line

@@ -1,0 +1,45 @@
+"""What a run keeps when its processes are started again: what it is made of, its observer, the connection to Ray."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from buffer_rl.checkpoint import Checkpoint
+from buffer_rl.cluster.session import ray_session
+from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, ships_code
+from buffer_rl.observe.observer import RunObserver
+from buffer_rl.plugins import PluginRegistry
+
+if TYPE_CHECKING:
+    from buffer_rl.options import Args
+
+
+class RunSession:
+    """Opened on ``stack``, which closes it. loaded: the checkpoint of ``--load``."""
+
+    def __init__(
+        self, args: Args, registry: PluginRegistry, loaded: Checkpoint | None, provenance: Provenance, stack: ExitStack
+    ) -> None:
+        self.provenance = provenance
+        self.observer = stack.enter_context(
+            RunObserver(args, registry, loaded.step if loaded else None, provenance.facts())
+        )
+        for line in changed_plugins(loaded.facts, provenance) if loaded else ():
+            self.observer.notice(line)
+        self._first_step = loaded.step if loaded else 0
+        self._code = collect_user_code(args, registry) if ships_code(args) else None
+        self._args = args
+        self._stack = stack
+        self._is_connected = False
+
+    def owes_evaluation(self, start: Checkpoint | None) -> bool:
+        """Whether a death came between the save of ``start``, which this run wrote, and the evaluation that follows."""
+        return start is not None and start.step > max(self._first_step, self.observer.evaluated)
+
+    def connect(self) -> None:
+        """Connect to Ray, unless it was done before. Raises as ``ray_session``."""
+        if not self._is_connected:
+            store_bytes = round(self._args.object_store_gb * 1e9)
+            self._stack.enter_context(ray_session(self._args.ray_address, self._code, store_bytes))
+            self._is_connected = True

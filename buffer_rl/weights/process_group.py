@@ -1,0 +1,179 @@
+"""A gloo group of one sender, rank 0, and the engines that receive its broadcasts, ranks 1 and up.
+
+Store and keys are those of a group that torch makes by ``tcp://`` and a group name, as SGLang does for
+``/init_weights_update_group``, so a group has members of this module and SGLang servers alike. It is not registered
+with ``torch.distributed``: a process needs no default group, has any number of these, and may make one again under the
+same name. Sockets listen on the address that reaches the sender, never on all.
+
+Who waits for whom: ``Rendezvous`` listens from its start, so engines that are told to join find it;
+``Rendezvous.group`` and ``join`` wait for all members, a broadcast for its counterparts, each with a deadline. After a
+failed broadcast the members no longer agree on what comes next: close the group and make another, of another
+``Rendezvous``, since the old one's keys name members that are gone.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from buffer_rl.errors import EngineError
+from buffer_rl.weights.shared_memory import as_bytes
+
+FLATTENED = "flattened_bucket"
+"""``load_format`` of a bucket that is sent as one broadcast; SGLang's name."""
+_PAUSE_S = 0.05  # between two attempts to reach a sender that does not listen yet
+
+
+class WeightGroup:
+    """One member's end of a group. name: the group's. rank: this member's."""
+
+    def __init__(self, store: Any, *, name: str, rank: int, world_size: int, address: str, timeout_s: float) -> None:
+        self.name, self.rank = name, rank
+        make: Any = dist.ProcessGroupGloo
+        options = make._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [make.create_device(hostname=address)]
+        keys: Any = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+        try:
+            self._backend: Any = make(keys, rank, world_size, options)
+        except RuntimeError as error:
+            raise EngineError(
+                f"the {world_size} members did not meet within {timeout_s:.0f} s: {_first_line(error)}",
+                where=f"weight group {name!r}, rank {rank}",
+                hint="each rank has to join once, with the same world_size",
+            ) from error
+
+    def broadcast(self, flat: torch.Tensor, timeout_s: float) -> None:
+        """Send (rank 0) or fill (all others) contiguous bytes on the CPU, uint8. Raises EngineError if a member is
+        gone or the deadline passes."""
+        if self._backend is None:
+            raise EngineError("the group was closed", where=f"weight group {self.name!r}")
+        options: Any = dist.BroadcastOptions()
+        options.rootRank, options.timeout = 0, timedelta(seconds=max(timeout_s, 0.001))
+        try:
+            self._backend.broadcast([flat], options).wait()
+        except RuntimeError as error:
+            raise EngineError(
+                f"a broadcast failed: {_first_line(error)}", where=f"weight group {self.name!r}"
+            ) from error
+
+    def send(self, tensors: Sequence[torch.Tensor], timeout_s: float, *, flattened: bool = False) -> None:
+        """Rank 0: broadcast tensors one by one, or as one concatenation. timeout_s: for all."""
+        deadline = time.monotonic() + timeout_s
+        parts = [as_bytes(tensor.cpu()) for tensor in tensors]
+        for part in [torch.cat(parts)] if flattened else parts:
+            self.broadcast(part, deadline - time.monotonic())
+
+    def receive(
+        self, expected: Sequence[tuple[torch.dtype, torch.Size]], timeout_s: float, *, flattened: bool = False
+    ) -> list[torch.Tensor]:
+        """The counterpart of ``send`` on the other ranks: tensors on the CPU."""
+        deadline = time.monotonic() + timeout_s
+        sizes = [dtype.itemsize * shape.numel() for dtype, shape in expected]
+        parts = [torch.empty(size, dtype=torch.uint8) for size in ([sum(sizes)] if flattened else sizes)]
+        for part in parts:
+            self.broadcast(part, deadline - time.monotonic())
+        if flattened:  # copied: a view of several bytes a value has to start at a multiple of them
+            parts = [part.clone() for part in parts[0].split(sizes)]
+        return [part.view(dtype).view(shape) for part, (dtype, shape) in zip(parts, expected, strict=True)]
+
+    def close(self) -> None:
+        """Leave the group: the connections close as soon as no broadcast of this member runs."""
+        self._backend = None
+
+
+class Rendezvous:
+    """The sender's listening end, on a free port of ``address``. Close it, or use it as a context manager."""
+
+    def __init__(self, address: str = "127.0.0.1", *, timeout_s: float = 60.0) -> None:
+        self.address, self._timeout_s = address, timeout_s
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self.port = int(listener.getsockname()[1])
+        make: Any = dist.TCPStore
+        self._store = make(
+            address,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def group(self, name: str, world_size: int) -> WeightGroup:
+        """Rank 0 of a group, once all others have joined. Raises EngineError after ``timeout_s`` seconds."""
+        return WeightGroup(
+            self._store, name=name, rank=0, world_size=world_size, address=self.address, timeout_s=self._timeout_s
+        )
+
+    def close(self) -> None:
+        """Stop listening; groups that were made stay."""
+        self._store = None
+
+
+def join(
+    address: str,
+    port: int,
+    *,
+    name: str,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> WeightGroup:
+    """Any rank but 0: join the group of the sender that listens, or soon will, at ``address``. is_cancelled: asked
+    while the sender is not there. Raises EngineError if not all members are there within ``timeout_s`` seconds."""
+    deadline = time.monotonic() + timeout_s
+    own = _own_address(address, port, deadline, is_cancelled)
+    make: Any = dist.TCPStore
+    try:
+        # It counts itself among the workers, for which a sender that torch's own rendezvous made waits.
+        store = make(address, port, world_size, is_master=False, timeout=_left(deadline), wait_for_workers=True)
+    except RuntimeError as error:
+        raise EngineError(f"no store of a group: {_first_line(error)}", where=f"{address}:{port}") from error
+    left_s = _left(deadline).total_seconds()
+    return WeightGroup(store, name=name, rank=rank, world_size=world_size, address=own, timeout_s=left_s)
+
+
+def described(bucket: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
+    """``names``, ``dtypes`` and ``shapes`` of ``/update_weights_from_distributed``."""
+    return {
+        "names": list(bucket),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
+        "shapes": [list(tensor.shape) for tensor in bucket.values()],
+    }
+
+
+def _own_address(address: str, port: int, deadline: float, is_cancelled: Callable[[], bool]) -> str:
+    """This machine's address on the way to the sender. Asked here because torch's client overruns its deadline."""
+    while True:
+        try:
+            with socket.create_connection((address, port), timeout=_left(deadline).total_seconds()) as connection:
+                return str(connection.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() + _PAUSE_S >= deadline or is_cancelled():
+                raise EngineError(
+                    f"the sender of the weights cannot be reached: {error}",
+                    where=f"{address}:{port}",
+                    hint="rank 0 has to listen before engines are told to join",
+                ) from error
+        time.sleep(_PAUSE_S)
+
+
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

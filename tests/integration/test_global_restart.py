@@ -1,0 +1,209 @@
+"""A run in which a trainer rank is killed starts its processes again from its newest checkpoint, and ends with the
+parameters of an undisturbed one, bit by bit. ``benchmarks/faults.py rank`` does the same at random moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.errors import WorkerDiedError
+from buffer_rl.observe.metrics import read_metrics
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+STEPS, GROUPS = 5, 3
+
+# Each moment kills the last rank once; the folder's name says which moments.
+KILLERS = """
+import os, signal
+from pathlib import Path
+
+import transformers
+
+from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.train.torch_trainer import TorchTrainer
+
+
+def model(args):
+    '''That of the folder; the processes of the reference role end themselves three times, in their second pass.'''
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.hf_checkpoint)
+    passes = []
+
+    def die(*_):
+        passes.append(1)
+        deaths = Path(args.run_dir, "deaths")
+        if len(passes) == 2 and (not deaths.exists() or len(deaths.read_text()) < 3):
+            with deaths.open("a") as file:
+                file.write("x")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if b"RoleWorker" in Path("/proc/self/cmdline").read_bytes():
+        model.register_forward_pre_hook(die)
+    return model
+
+
+class Trainer(TorchTrainer):
+    def __init__(self, args, rank, world_size, objective):
+        super().__init__(args, rank, world_size, objective)
+        self.folder, self.is_last, self.steps = Path(args.run_dir), rank == world_size - 1, 0
+
+    def die(self, moment):
+        moment = f"{moment}_{self.steps}"
+        if self.is_last and moment in self.folder.name.split("-") and not (self.folder / moment).exists():
+            (self.folder / moment).touch()
+            pid = os.getpid()
+            if moment.startswith("buffer"):
+                audit = LedgerAudit(self.folder / "ledger.sqlite")
+                pid = int(audit.facts()["note:pid"].split()[0])
+            os.kill(pid, signal.SIGKILL)
+
+    def log_probs(self, model, batch):
+        self.die("forward")
+        return super().log_probs(model, batch)
+
+    def optimizer_step(self, scale):
+        self.die("update")
+        answer = super().optimizer_step(scale)
+        self.steps += 1
+        self.die("buffer")
+        return answer
+
+    def save(self, path):
+        self.die("save")
+        super().save(path)
+
+    def load(self, path):
+        super().load(path)
+        self.steps = int(Path(path).parent.name.removeprefix("step_"))
+
+    def save_hf(self, path):
+        self.die("write")
+        super().save_hf(path)
+
+    def export(self):
+        self.die("publish")
+        yield from super().export()
+"""
+
+Run = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def run(
+    train: Callable[[Any], Any], options_in: Callable[..., Any], task: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    """Trains and returns the run's folder: ``run(name, **options)``."""
+    folder = tmp_path_factory.mktemp("restarts")
+    (folder / "killers.py").write_text(KILLERS)
+
+    def run(name: str, **options: Any) -> Path:
+        options |= {key: value.format(folder=folder) for key, value in options.items() if isinstance(value, str)}
+        saves = {"save": str(folder / f"{name}_saves")} if "save_interval" in options else {}
+        args = options_in(
+            folder / name,
+            train_backend=f"{folder / 'killers.py'}:Trainer",
+            ref_load=str(task / "model"),
+            use_kl_loss=True,
+            kl_loss_coef=0.1,
+            num_rollout=STEPS,
+            deterministic=True,
+            progress="plain",
+            lr_decay_style="cosine",
+            trace=True,
+            **saves,
+            **options,
+        )
+        assert train(args).steps == STEPS
+        return Path(args.run_dir)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run: Run) -> Path:
+    """A run in which nothing dies."""
+    return run("undisturbed")
+
+
+def weights(run_dir: Path) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in load_file(run_dir / "hf" / "model.safetensors").items()}
+
+
+def check_equal(disturbed: Path, undisturbed: Path) -> None:
+    """Equal parameters and metrics, and a ledger in which each step's groups are trained, once."""
+    assert weights(disturbed) == weights(undisturbed)
+    audit = LedgerAudit(disturbed / "ledger.sqlite")
+    assert audit.faults() == []
+    assert audit.commits() == [(step, step + 1, GROUPS) for step in range(STEPS)]
+    found, expected = (
+        [line for line in read_metrics(folder) if line["kind"] in ("train", "eval")]
+        for folder in (disturbed, undisturbed)
+    )
+    assert found == expected
+
+
+def test_a_rank_that_is_killed_in_its_optimizer_step_changes_no_bit(
+    run: Run, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    disturbed = run("update_3", save_interval=2)
+    said = capfd.readouterr().out
+    assert (disturbed / "update_3").exists()
+    assert "from the checkpoint of step 2 (global restart 1 of 3)" in said
+    check_equal(disturbed, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("moments", "options"),
+    [
+        ("update_1-update_4", {"num_train_ranks": 2, "save_interval": 2}),
+        ("forward_2", {"num_train_ranks": 2, "schedule": "pipelined", "save_interval": 2}),
+        ("update_3", {"num_train_ranks": 2, "schedule": "pipelined", "stream_gradients": True, "num_ref_workers": 1}),
+        ("save_4", {"save_interval": 2}),
+        ("write_3", {"save_interval": 2}),
+        ("write_4", {"save_interval": 2}),
+        ("buffer_3", {"save_interval": 2, "buffer_max_restarts": 0}),
+        ("publish_3", {"save_interval": 2, "weight_sync_mode": "tensor"}),
+    ],
+    ids=[
+        "two_ranks",
+        "forward",
+        "streamed_without_checkpoints",
+        "in_save",
+        "in_write",
+        "after_save",
+        "buffer",
+        "in_publish",
+    ],
+)
+def test_a_rank_may_be_killed_at_any_moment_of_a_step(
+    run: Run, undisturbed: Path, moments: str, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    disturbed = run(moments if options.get("num_train_ranks") != 2 else f"{moments}-2", **options)
+    said = capfd.readouterr().out
+    happened = moments.split("-")
+    assert [moment for moment in happened if not (disturbed / moment).exists()] == []
+    assert said.count("all processes of the run are started again") == len(happened)
+    check_equal(disturbed, undisturbed)
+
+
+def test_a_role_that_dies_for_the_third_time_starts_the_whole_run_again(
+    run: Run, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    disturbed = run("three", num_ref_workers=1, custom_model_provider_path="{folder}/killers.py:model")
+    said = capfd.readouterr().out
+    assert (disturbed / "deaths").read_text() == "xxx"
+    assert [number for number in (1, 2) if f"ref died and is replaced ({number} of 2)" not in said] == []
+    assert "from the start (global restart 1 of 3)" in said
+    check_equal(disturbed, undisturbed)
+
+
+def test_after_the_last_global_restart_a_death_ends_the_run_and_says_what_to_do(run: Run) -> None:
+    with pytest.raises(WorkerDiedError) as caught:
+        run("update_1-update_2", max_global_restarts=1)
+    assert caught.value.where == "train.train"
+    assert "--max-global-restarts: 1 of 1 were used; --load goes on" in caught.value.hint
