@@ -213,8 +213,7 @@ class AdvantageEstimator(Protocol):
 
 class PolicyLoss(Protocol):
     """Computes a number for each response token, or each row, of one micro-batch.
-    ``buffer_rl.scope.loss_unit`` says what it must see together, and which columns it reads beside the usual ones.
-    """
+    ``buffer_rl.scope.loss_unit`` says what it must see together, and which columns it reads beside the usual ones."""
 
     def __call__(self, args: Any, inputs: LossInputs) -> TokenLoss: ...
 
@@ -243,8 +242,7 @@ class DataSource(Protocol):
 
 class ModelConverter(Protocol):
     """Loads a Hugging Face folder into the trainer's model and exports its weights. Constructed as ``cls(args)``.
-    ``buffer_rl.train.converter.NameMap`` is the base class for what maps one tensor at a time.
-    """
+    ``buffer_rl.train.converter.NameMap`` is the base class for what maps one tensor at a time."""
 
     def load(self, model: Any, folder: str) -> None:
         """Copy the folder's weights into the model, without gradient. Every element of every floating-point weight
@@ -261,8 +259,7 @@ class ModelProvider(Protocol):
 
     It is a torch module with ``forward(input_ids, use_cache)``, whose answer has ``logits``
     ``[num_rows, num_tokens, vocabulary]``, with ``get_output_embeddings()`` and causal attention. It is moved to the
-    trainer's device and to float32.
-    """
+    trainer's device and to float32."""
 
     def __call__(self, args: Any) -> Any: ...
 
@@ -343,7 +340,10 @@ class EngineProcess(Protocol):
 
 
 class EngineLauncher(Protocol):
-    """Starts one rollout engine."""
+    """Starts one rollout engine, without waiting for it. Called on its node, in a process whose environment names its
+    devices: the server listens on a free port of ``args.engine_host`` and ends with that process, as a child does that
+    ``buffer_rl.engine.process.ChildProcess`` starts. The engine may also have ``check()``, which raises EngineError
+    once the server has ended."""
 
     def __call__(self, args: Any, index: int, log_path: str) -> EngineProcess: ...
 

@@ -56,7 +56,7 @@ class EngineHost:
         self._args: Any = load_args(args_text)
         self._index = index
         self._log_path = log_path
-        self._address = ray.util.get_node_ip_address()
+        self._address = cast(Any, ray.util).get_node_ip_address()
         self._engine: EngineProcess | None = None
 
     def node(self) -> tuple[str, str]:
@@ -117,9 +117,11 @@ class PlacedEngine:
         self._host_args = dump_args(args), index, log_path
         self._options = placement.options(ENGINE, index)
         self._planned: Node | None = placement.node_of(ENGINE, index)
-        self._place()
         self._lock = threading.Lock()
         self._ended = False
+        self._probe: Future[None] | None = None
+        self._silent_since: float | None = None
+        self._place()
 
     @property
     def url(self) -> str:
@@ -179,8 +181,7 @@ class PlacedEngine:
         self._actor = remote.options(**self._options).remote(*self._host_args)
         self._node: Future[tuple[str, str]] = self._actor.node.remote().future()
         self._started: Future[None] = self._actor.start.remote().future()
-        self._probe: Future[None] | None = None
-        self._silent_since: float | None = None
+        self._probe = self._silent_since = None
 
     def _may_move(self) -> bool:
         """Whether the planned node is gone, and another one could have the devices; those that are shared with other
@@ -265,7 +266,7 @@ def places_engines(args: Any) -> bool:
 
 def at_this_node(args: Any) -> Any:
     """``args`` with the address of this node as Ray knows it, which other nodes reach, for the router."""
-    return args.model_copy(update={"engine_host": ray.util.get_node_ip_address()})
+    return args.model_copy(update={"engine_host": cast(Any, ray.util).get_node_ip_address()})
 
 
 def placed_launcher(placement: Placement, notice: Callable[[str], None] | None = None) -> EngineLauncher:

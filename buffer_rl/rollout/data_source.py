@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.client import BufferClient
@@ -58,10 +59,11 @@ class DataSourceActor:
 
 
 def start_data_source(args: Any, log_dir: str) -> Any:
-    """Start the data source's process. Returns its handle; the user's class is constructed once ``setup`` has
-    answered."""
-    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=args.role_max_restarts)(DataSourceActor)
-    return remote.remote(dump_args(args), f"{log_dir}/data_source.log")
+    """Start the data source's process, on this node while it is there: that has the files of a run that is started
+    here. Returns its handle; the user's class is constructed once ``setup`` has answered."""
+    near = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
+    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=args.role_max_restarts, scheduling_strategy=near)
+    return remote(DataSourceActor).remote(dump_args(args), f"{log_dir}/data_source.log")
 
 
 class SourceAnswers(Answers):

@@ -82,14 +82,14 @@ def check_row_lengths(args: Any) -> None:
 def check_devices(args: Any) -> None:
     """Raises ConfigError if CUDA, or a number of GPUs, is asked for on this machine and is not there.
 
-    Trainer ranks of a cluster that is joined run on its nodes; engines run on this machine.
+    Trainer ranks and engines of a cluster that is joined run on its nodes.
     """
     asked = []
     if args.engine_device == "cuda" and args.rollout_engine == "embedded" and args.router_url is None:
         asked.append("engine_device")
-    if args.train_device == "cuda" and args.ray_address is None:
+    if args.train_device == "cuda":
         asked.append("train_device")
-    if not (asked or counts_devices(args)):
+    if args.ray_address is not None or not (asked or counts_devices(args)):
         return
     import torch  # takes seconds, so only where a GPU is requested
 
@@ -99,9 +99,8 @@ def check_devices(args: Any) -> None:
             where=" and ".join(f"{flag_of(name)} cuda" for name in asked),
             hint="nvidia-smi shows the devices; 'auto' takes one where there is one",
         )
-    if args.ray_address is None:
-        here = Node(node_id="", address="127.0.0.1", gpus=torch.cuda.device_count())
-        seating(args, [here], engines=not train_only(args))
+    here = Node(node_id="", address="127.0.0.1", gpus=torch.cuda.device_count())
+    seating(args, [here], engines=not train_only(args))
 
 
 def check_checkpoint(args: Any, data: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Engines on the nodes of a cluster: three nodes on this machine, each with an address of its own."""
+"""Engines behind actors, on the nodes of a cluster: several on this machine, each with an address of its own."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.buffer.ledger_file import FILE_NAME
+from buffer_rl.cli import main
+from buffer_rl.cluster.placement import Placement, cluster_nodes
 from buffer_rl.config import dump_args
+from buffer_rl.contracts import EngineProcess
+from buffer_rl.engine.host import placed_launcher
+from buffer_rl.errors import ConfigError, EngineError
 from harness.nodes import Nodes
-from harness.processes import Process, holds_within
+from harness.processes import Process, descendants, holds_within
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(sys.platform != "linux", reason="one machine has all addresses of 127/8 on Linux only"),
-]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+many_addresses = pytest.mark.skipif(sys.platform != "linux", reason="a machine has all of 127/8 on Linux only")
 
 HEAD, SECOND, THIRD, FOURTH = (f"127.0.0.{number}" for number in range(2, 6))
 LISTENING = "0A"
@@ -37,8 +44,37 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         yield cluster
 
 
+class Joined:
+    """A process that has joined the cluster. It reads options and works with them; its lines are marked, as Ray says
+    something in between."""
+
+    def __init__(self, nodes: Nodes, program: str, args: Any, folder: Path) -> None:
+        folder.mkdir()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=folder,
+            env=nodes.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdin is not None
+        print(dump_args(args), file=self.process.stdin, flush=True)
+
+    def next_line(self) -> str:
+        """What it says next."""
+        assert self.process.stdout is not None
+        return next(line for line in self.process.stdout if line.startswith("said: "))[6:].strip()
+
+    def end(self) -> str:
+        """Ends its input and waits for its end. Returns its last line."""
+        out, _ = self.process.communicate(timeout=120)
+        assert self.process.returncode == 0, out
+        return [line for line in out.splitlines() if line.startswith("said: ")][-1][6:]
+
+
 FLEET = """
-import json, sys, threading, time
+import json, sys, threading
 from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.config import load_args
@@ -48,13 +84,13 @@ from buffer_rl.engine.fleet import EngineFleet
 args = load_args(sys.stdin.readline())
 
 def say(line):
-    print("fleet:", line, flush=True)
+    print("said:", line, flush=True)
 
 def stop_when_asked():
     sys.stdin.read()
     ended.set()
 
-ended, longest = threading.Event(), 0.0
+ended = threading.Event()
 threading.Thread(target=stop_when_asked, daemon=True).start()
 with ray_session(args.ray_address), placed(args, True, lambda line: None) as placement:
     args = host.at_this_node(args)
@@ -63,37 +99,9 @@ with ray_session(args.ray_address), placed(args, True, lambda line: None) as pla
         host.ROOM_NOTICE_S = 4.0
         say(json.dumps([fleet.router_url, *fleet.engine_urls]))
         while not ended.wait(0.1):
-            started = time.monotonic()
             fleet.check()
-            longest = max(longest, time.monotonic() - started)
-        say(json.dumps([longest, *fleet.router.workers()]))
+        say(json.dumps(list(fleet.router.workers())))
 """
-
-
-class Fleet:
-    """A process that has joined the cluster, and that starts engines and checks them until its input ends."""
-
-    def __init__(self, nodes: Nodes, args: Any) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", FLEET],
-            env=nodes.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdin is not None
-        print(dump_args(args), file=self._process.stdin, flush=True)
-
-    def next_line(self) -> str:
-        """What it says next; Ray may say something in between."""
-        assert self._process.stdout is not None
-        return next(line for line in self._process.stdout if line.startswith("fleet: "))[7:].strip()
-
-    def end(self) -> str:
-        """Returns its last line."""
-        out, _ = self._process.communicate(timeout=60)
-        assert self._process.returncode == 0
-        return [line for line in out.splitlines() if line.startswith("fleet: ")][-1][7:]
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
@@ -113,6 +121,8 @@ def address_of(url: str) -> str:
     return urlsplit(url).hostname or ""
 
 
+@pytest.mark.slow
+@many_addresses
 def test_an_engine_whose_actor_or_node_dies_takes_its_server_along_and_is_replaced_where_there_is_room(
     nodes: Nodes, options_in: Any, tmp_path: Path
 ) -> None:
@@ -120,7 +130,7 @@ def test_an_engine_whose_actor_or_node_dies_takes_its_server_along_and_is_replac
     nodes.add(SECOND, cpus=1)
     nodes.add(THIRD, cpus=1)
     args = options_in(tmp_path / "run", rollout_num_engines=2, ray_address=nodes.address, debug_rollout_only=True)
-    fleet = Fleet(nodes, args)
+    fleet = Joined(nodes, FLEET, args, tmp_path / "driver")
     router, *engines = json.loads(fleet.next_line())
     assert [address_of(url) for url in (router, *engines)] == [HEAD, SECOND, THIRD]
     first, second = sorted(nodes.processes(SERVER), key=lambda server: engines.index(server_url(server)))
@@ -138,7 +148,179 @@ def test_an_engine_whose_actor_or_node_dies_takes_its_server_along_and_is_replac
     assert fleet.next_line() == "engine 1 waits for a node that has room for it (1 CPU on any node)"
     nodes.add(FOURTH, cpus=1)
     assert fleet.next_line() == "engine 1 is back, with the initial weights"
-    longest, *workers = json.loads(fleet.end())
-    assert longest < 1.0  # of the checks, which the driver makes while it waits
-    assert {address_of(url) for url in workers} == {SECOND, FOURTH}
+    assert {address_of(url) for url in json.loads(fleet.end())} == {SECOND, FOURTH}
     assert nodes.processes(SERVER) == []
+
+
+RUN = """
+import sys
+from buffer_rl.config import load_args
+from buffer_rl.driver.launch import launch_training
+from buffer_rl.plugins import PluginRegistry
+
+args = load_args(sys.stdin.readline())
+print("said:", launch_training(args, PluginRegistry.from_flags(args.plugin)).steps, flush=True)
+"""
+
+GENERATE = """
+import asyncio, json, time, urllib.request
+from pathlib import Path
+
+from buffer_rl.engine.process import auth_headers
+from buffer_rl.rollout.context import current_scope
+from buffer_rl.rollout.generate import generate
+
+
+def loads(args):
+    request = urllib.request.Request(f"{args.router_url}/workers", headers=auth_headers(args.engine_api_key))
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return {worker["url"]: worker["load"] for worker in json.load(response)["workers"]}
+
+
+def say_when_both_are_at_work(args):
+    deadline = time.monotonic() + 60
+    while min(loads(args).values()) == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    Path(args.run_dir, "both_are_at_work").write_text("\\n".join(loads(args)))
+
+
+tasks = []
+
+
+async def long_in_rollout_1(args, sample, sampling_params):
+    if current_scope().task == "train_1":
+        sampling_params = {**sampling_params, "max_new_tokens": 450, "ignore_eos": True}
+        if not tasks:
+            tasks.append(asyncio.create_task(asyncio.to_thread(say_when_both_are_at_work, args)))
+    return await generate(args, sample, sampling_params)
+"""
+KEY = "the-key-of-these-runs"
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] != "perf"]
+
+
+@pytest.mark.slow
+@many_addresses
+def test_a_run_on_four_nodes_goes_on_without_one_that_is_removed_and_ends_as_a_run_that_is_not_disturbed(
+    nodes: Nodes, options_in: Any, tmp_path: Path
+) -> None:
+    nodes.add(HEAD, cpus=0)  # the driver, the Buffer and the router need none
+    for address in (SECOND, THIRD, FOURTH):
+        nodes.add(address, cpus=1)
+    (tmp_path / "mine.py").write_text(GENERATE)
+
+    def options(name: str) -> Any:
+        return options_in(
+            tmp_path / name,
+            ray_address=nodes.address,
+            rollout_num_engines=2,
+            engine_api_key=KEY,
+            engine_context_length=1024,
+            custom_generate_function_path=f"{tmp_path / 'mine.py'}:long_in_rollout_1",
+            deterministic=True,
+            eval_prompt_data=[],
+            eval_interval=None,
+        )
+
+    whole = Joined(nodes, RUN, options("whole"), tmp_path / "driver_of_whole")
+    assert whole.end() == "3"
+    run_dir = tmp_path / "disturbed"
+    run = Joined(nodes, RUN, options("disturbed"), tmp_path / "driver_of_disturbed")
+    assert holds_within(120, (run_dir / "both_are_at_work").exists)
+    engines = {address_of(server_url(server)): server for server in nodes.processes(SERVER)}
+    assert set(engines) == {THIRD, FOURTH}
+    mine = descendants(run.process.pid)
+    (router,) = (process for process in mine if process.command == "sglang::router")
+    assert {address for address, _ in listening(router.pid)} == {HEAD, "127.0.0.1"}  # the latter for its metrics
+    assert not [process for process in [*mine, *nodes.processes(KEY)] if KEY in process.command]
+    nodes.remove(FOURTH)
+    assert holds_within(10, lambda: not engines[FOURTH].alive())
+    assert run.end() == "3"
+    assert nodes.processes("ray::EngineHost") + nodes.processes(SERVER) == []
+
+    first = (run_dir / "logs" / "fleet.log").read_text().splitlines()[0]
+    assert f"engine_1.log on node {FOURTH}); the run goes on with 1 engine while another one starts" in first
+    assert main(["ledger", "--verify", str(run_dir)]) == 0
+    audit = LedgerAudit(run_dir / FILE_NAME)
+    entries = [audit.entry(uid) for uid, _ in audit.states()]
+    audit.close()
+    trained = [entry for entry in entries if entry.state == "trained"]
+    assert Counter(entry.step for entry in trained) == {1: 3, 2: 3, 3: 3}  # a uid has one entry
+    assert {entry.attempt for entry in trained} == {1}
+    assert metrics_of(run_dir) == metrics_of(tmp_path / "whole")
+    left, right = (load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("disturbed", "whole"))
+    assert all(torch.equal(left[name], right[name]) for name in right)
+
+
+LAUNCHERS = """
+class Elsewhere:
+    url = "http://192.0.2.1:1"
+
+    def wait_ready(self, timeout_s):
+        pass
+
+    def stop(self):
+        pass
+
+
+def elsewhere(args, index, log_path):
+    return Elsewhere()
+
+
+def refuses(args, index, log_path):
+    raise RuntimeError(f"no license on {args.engine_host}")
+"""
+
+
+@pytest.fixture
+def placed_engine(ray_cluster: None, make_options: Any, tmp_path: Path) -> Iterator[Any]:
+    """``placed_engine(**options)``: an engine behind an actor of the tests' own Ray."""
+    (tmp_path / "launchers.py").write_text(LAUNCHERS)
+    with ExitStack() as stack:
+
+        def start(launcher: str = "", **options: Any) -> EngineProcess:
+            reference = {"rollout_engine": f"{tmp_path / 'launchers.py'}:{launcher}"} if launcher else {}
+            args = make_options(**options, **reference)
+            placement = Placement.of(args, cluster_nodes())
+            engine = placed_launcher(placement)(args, 0, str(tmp_path / "logs" / "engine_0.log"))
+            stack.callback(engine.stop)
+            return engine
+
+        yield start
+
+
+def check_until_it_raises(engine: Any) -> None:
+    holds_within(30, lambda: bool(engine.check()))
+
+
+def test_the_error_of_a_server_that_ends_has_the_end_of_its_log_and_its_node(placed_engine: Any) -> None:
+    engine = placed_engine(hf_checkpoint="/no/such/model")
+    with pytest.raises(EngineError, match="/no/such/model") as caught:
+        engine.wait_ready(60.0)
+    assert "exited with status 1; the end of its log:\n" in caught.value.what
+    assert caught.value.where.endswith("engine_0.log on node 127.0.0.1")
+    with pytest.raises(EngineError, match="exited with status 1; the end of its log:"):
+        check_until_it_raises(engine)
+
+
+def test_what_a_launcher_raises_on_its_node_is_the_engines_error_and_it_reads_the_nodes_address(
+    placed_engine: Any,
+) -> None:
+    engine = placed_engine("refuses")
+    with pytest.raises(EngineError, match=r"RuntimeError: no license on 127\.0\.0\.1") as caught:
+        engine.wait_ready(60.0)
+    assert "launchers.py:refuses', engine 0 on node 127.0.0.1" in caught.value.where
+    with pytest.raises(EngineError, match="no license"):
+        check_until_it_raises(engine)
+
+
+def test_an_engine_on_another_machine_is_refused_where_weights_go_through_memory(placed_engine: Any) -> None:
+    engine = placed_engine("elsewhere")
+    engine.wait_ready(60.0)
+    assert engine.url == "http://192.0.2.1:1"
+    with pytest.raises(ConfigError, match=r"the engine http://192\.0\.2\.1:1 is not on this machine"):
+        placed_engine("elsewhere", weight_sync_mode="tensor").wait_ready(60.0)

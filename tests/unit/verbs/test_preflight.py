@@ -201,7 +201,7 @@ def test_a_gpu_that_is_not_there_is_said_before_anything_starts(model: Path, nam
     else:
         with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} cuda: there is no CUDA device"):
             check_devices(args)
-    check_devices(options(model, train_device="cuda", ray_address="10.0.0.1:6379"))  # the ranks run elsewhere
+    check_devices(options(model, **{name: "cuda"}, ray_address="10.0.0.1:6379"))  # ranks and engines run elsewhere
 
 
 def test_gpus_that_are_counted_and_not_there_are_said_before_anything_starts(
