@@ -211,7 +211,9 @@ def test_gpus_that_are_counted_and_not_there_are_said_before_anything_starts(
 
     asked = {"actor_num_gpus_per_node": 2, "num_train_ranks": 2, "rollout_num_gpus": 1}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"2 trainer ranks \(1 node x 2 GPUs\) and 1 engine need 3 GPUs; this machine"):
+    with pytest.raises(
+        ConfigError, match=r"2 trainer ranks \(1 node x 2 GPUs\) and 1 engine need 3 GPUs; this machine"
+    ):
         check_devices(options(model, **asked))
     check_devices(options(model, **asked, colocate=True))
     check_devices(options(model, **asked, debug_train_only=True))
