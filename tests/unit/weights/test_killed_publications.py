@@ -11,7 +11,7 @@ from buffer_rl.errors import BufferRLError, WorkerDiedError
 from buffer_rl.testing.tiny import make_tiny_model
 from harness.killed_publications import Trial, buckets_of
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 SENDS = {"disk": "write", "tensor": "share"}
 
 

@@ -82,6 +82,48 @@ def test_engines_that_keep_failing_end_the_publication_after_three_attempts(tmp_
     assert engines.version == 0
 
 
+class Noting(DiskTransport):
+    """Notes which engines it was connected to."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.connected: list[tuple[str, ...]] = []
+
+    def connect(self, trainer: Any, engines: Any) -> None:
+        super().connect(trainer, engines)
+        self.connected.append(tuple(engines.targets()))
+
+
+def test_a_transport_is_connected_at_first_before_each_retry_and_when_engines_come_and_go(tmp_path: Path) -> None:
+    class Changing(FakeEngines):
+        urls: tuple[str, ...] = ("a",)
+        joins_at_pause = False
+
+        def targets(self) -> tuple[str, ...]:
+            return self.urls
+
+        def pause(self, mode: str) -> None:
+            super().pause(mode)
+            if self.joins_at_pause:
+                self.urls = ("a", "b")
+
+    args: Any = compose(CORE_SECTIONS)(run_dir=str(tmp_path), hf_checkpoint=str(tmp_path))
+    engines = Changing(fail_on="flush", error=EngineError("broken"), failures=2)
+    transport = Noting(args)
+    trainer = local_senders(Noting, args, Weights().export)
+    chosen = Publisher(transport, trainer, engines, first_pause_s=0.0)  # type: ignore[arg-type]  # a fake
+    chosen.publish(1)
+    assert transport.connected == [("a",)] * 3
+    chosen.publish(2)
+    assert len(transport.connected) == 3
+    engines.joins_at_pause = True
+    chosen.publish(3)
+    assert transport.connected[3:] == [("a", "b")]
+    engines.urls, engines.joins_at_pause = ("b",), False
+    chosen.publish(4)
+    assert transport.connected[4:] == [("b",)]
+
+
 def test_no_attempt_begins_after_the_deadline(tmp_path: Path) -> None:
     engines, notices = FakeEngines(fail_on="pause", error=EngineError("broken")), []
     with pytest.raises(EngineError, match="broken"):
