@@ -12,7 +12,8 @@ from buffer_rl.testing.tiny import make_tiny_model
 from harness.killed_publications import Trial, buckets_of
 
 pytestmark = pytest.mark.timeout(300)
-SENDS = {"disk": "write", "tensor": "share"}
+GLOO = f"{Path(__file__).resolve().parents[3] / 'examples' / 'weight_transports' / 'gloo_broadcast.py'}:GlooBroadcast"
+SENDS = {"disk": "write", "tensor": "share", GLOO: "broadcast"}
 
 
 @pytest.fixture(scope="module")
