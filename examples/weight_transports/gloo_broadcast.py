@@ -47,7 +47,8 @@ class BroadcastSender:
         plan = [described(bucket) for bucket in buckets]
         if not self._is_source:
             return None
-        self._rendezvous = Rendezvous(ray.util.get_node_ip_address(), timeout_s=JOIN_TIMEOUT_S)
+        util: Any = ray.util
+        self._rendezvous = Rendezvous(util.get_node_ip_address(), timeout_s=JOIN_TIMEOUT_S)
         return self._rendezvous.address, self._rendezvous.port, plan
 
     def join(self, _: Iterator[Mapping[str, Any]], name: str, world_size: int) -> None:
@@ -118,6 +119,7 @@ class GlooBroadcast:
         """Have both sides leave the group."""
         name, self._name = self._name, None
         if name is not None:
-            with suppress(BufferRLError):  # an engine leaves by itself when a broadcast fails
+            with suppress(BufferRLError):  # an engine that failed has left by itself, and so has a process that died
                 self._engines.destroy_weights_update_group(name)
-            self._trainer.send("close")
+            with suppress(BufferRLError):
+                self._trainer.send("close")

@@ -241,6 +241,13 @@ class Trial:
         senders = Senders(self.sender.start, TIMEOUT_S)
         self.publisher = Publisher(transport, senders, self.control, first_pause_s=0.0)
 
+    def reopen(self) -> None:
+        """Another publisher in place of the one before: its next publication begins by connecting both sides."""
+        self.control.before_call = lambda number: None
+        self.publisher.close()
+        self.control.close()
+        self._open()
+
     def publish(self) -> None:
         """Publish the next version."""
         self.version += 1

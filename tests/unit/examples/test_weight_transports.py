@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +16,13 @@ from buffer_rl.config import compose
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.engine.embedded.loader import LoadedModel, LoadOptions, checksum_answer
 from buffer_rl.engine.fleet import EngineFleet
-from buffer_rl.errors import EngineError, WorkerDiedError
+from buffer_rl.errors import EngineError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.model import hf_state, load_model, weight_buckets
 from buffer_rl.weights.publish import Publisher
-from buffer_rl.weights.sender import Senders
 from harness.processes import holds_within
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -82,61 +76,6 @@ def fleet(folders: list[str], tmp_path: Path) -> Iterator[EngineFleet]:
         yield running
         end.set()
         watcher.join()
-
-
-class TrainerProcess:
-    """A trainer of one rank in a process of its own, that is gone after the first call that kills it."""
-
-    def __init__(self, folder: str, kill_at: int) -> None:
-        script = str(Path(__file__).with_name("one_weight_sender.py"))
-        command = [sys.executable, script, GLOO, folder, str(BUCKET_BYTES), str(kill_at)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._thread = ThreadPoolExecutor(1)
-        self.senders = Senders(self._start, timeout_s=60.0)
-
-    def _start(self, method: str, *arguments: Any) -> list[Future[Any]]:
-        return [self._thread.submit(self._call, method, arguments)]
-
-    def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        assert self._process.stdin
-        assert self._process.stdout
-        try:
-            print(json.dumps([method, arguments]), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            raise WorkerDiedError("the rank has died") from None
-        for line in self._process.stdout:
-            if line.startswith("answer "):
-                return json.loads(line.partition(" ")[2])
-        raise WorkerDiedError("the rank has died")
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-def test_a_trainer_that_is_killed_at_any_bucket_leaves_engines_that_serve_one_whole_version(
-    fleet: EngineFleet, folders: list[str]
-) -> None:
-    old, new = (checksum(folder) for folder in folders)
-    control = fleet.control(30.0)
-    version = 0
-    for kill_at in range(NUM_BUCKETS + 1):
-        control.update_weights_from_disk(folders[0], version)
-        with closing(TrainerProcess(folders[1], kill_at)) as trainer:
-            publisher = Publisher(TRANSPORT(fleet._args), trainer.senders, control, first_pause_s=0.0)
-            with pytest.raises(WorkerDiedError):
-                publisher.publish(version + 1)
-        whole = {(str(version), old), (str(version + 1), new)}
-        served = {(control.versions()[url], control.checksums()[url]) for url in control.targets()}
-        assert len(control.targets()) == 2
-        assert served <= whole
-        if kill_at < NUM_BUCKETS:
-            assert served == {(str(version), old)}, "a version of which not all was sent is taken"
-        again = local_senders(TRANSPORT, fleet._args, lambda: iter(buckets_of(folders[1])))
-        Publisher(TRANSPORT(fleet._args), again, control).publish(version + 2)
-        assert set(control.versions().values()) == {str(version + 2)}
-        assert set(control.checksums().values()) == {new}
-        version += 2
 
 
 def test_an_engine_that_is_killed_at_any_bucket_leaves_the_others_with_the_whole_version_and_is_replaced(

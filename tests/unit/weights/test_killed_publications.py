@@ -12,7 +12,9 @@ from buffer_rl.testing.tiny import make_tiny_model
 from harness.killed_publications import Trial, buckets_of
 
 pytestmark = pytest.mark.timeout(900)
-SENDS = {"disk": "write", "tensor": "share"}
+GLOO = f"{Path(__file__).resolve().parents[3] / 'examples' / 'weight_transports' / 'gloo_broadcast.py'}:GlooBroadcast"
+SENDS = {"disk": "write", "tensor": "share", GLOO: "broadcast"}
+TRANSPORTS = ["disk", "tensor", pytest.param(GLOO, marks=pytest.mark.slow, id="gloo broadcast")]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def start(folders: tuple[str, str], tmp_path: Path) -> Iterator[Callable[..., Tr
         trial.close()
 
 
-@pytest.mark.parametrize("transport", SENDS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_sender_that_is_killed_at_any_bucket_or_between_any_calls_costs_no_whole_version(
     start: Callable[..., Trial], folders: tuple[str, str], transport: str
 ) -> None:
@@ -53,7 +55,7 @@ def test_a_sender_that_is_killed_at_any_bucket_or_between_any_calls_costs_no_who
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("transport", SENDS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_engine_that_is_killed_before_any_call_costs_the_others_no_whole_version(
     start: Callable[..., Trial], transport: str, own: bool
 ) -> None:
@@ -66,6 +68,7 @@ def kill_before_every_call(trial: Trial, victim: Callable[[], None], *, survives
     many calls there are. survives: whether the publications succeed; None: some do."""
     number = 1
     while True:
+        trial.reopen()
         trial.kill_before_call(number, victim)
         failure: BufferRLError | None = None
         try:
