@@ -166,6 +166,7 @@ def test_pairs_of_roles_share_where_their_flag_says_so() -> None:
     asked = {**PPO, "resource": {"reward": [1, 1]}}
     assert gpus_of(2, **asked, colocate_critic_reward=True) == {"train": 1.0, "critic": 0.5, "reward": 0.5}
     assert gpus_of(3, **asked) == {"train": 1.0, "critic": 1.0, "reward": 1.0}
+    assert gpus_of(1, resource={"reference": [2, 0]}) == {"train": 1.0}  # the workers compute on the CPU
 
 
 def test_engines_have_gpus_that_are_left_and_are_refused_none_that_are_counted() -> None:
