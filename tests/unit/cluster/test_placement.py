@@ -190,6 +190,18 @@ def test_a_fall_back_to_the_cpu_is_said() -> None:
     assert notices(0, num_train_ranks=4) == notices(4, num_train_ranks=4) == notices(1, train_device="cpu") == []
 
 
+def test_what_has_no_gpu_sees_none() -> None:
+    def visible(found: int, role: str, **given: Any) -> str | None:
+        placed = Placement.of(options(**given), nodes(found)).options(role, 0)
+        seen: str | None = placed.get("runtime_env", {"env_vars": {}})["env_vars"].get("CUDA_VISIBLE_DEVICES")
+        return seen
+
+    assert visible(3, "train", num_train_ranks=4) == visible(1, "train", train_device="cpu") == ""
+    assert visible(1, "ref", resource={"reference": [2, 0]}) == ""
+    assert visible(1, "train") is visible(0, "train") is visible(1, "rollout") is visible(1, "engine") is None
+    assert visible(1, "train", train_device="cpu", train_env_vars={"CUDA_VISIBLE_DEVICES": "7"}) == "7"
+
+
 def test_the_environment_of_ranks_and_roles_is_the_one_asked_for() -> None:
     args = options(train_env_vars={"NCCL_DEBUG": "INFO"}, num_train_threads=3, resource={"judge": [1, 0]})
     placement = Placement.of(args, nodes(0))
