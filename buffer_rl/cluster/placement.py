@@ -51,6 +51,7 @@ class Placement:
         self.groups: list[BundleGroup] = []
         self._args = args
         self._nodes = list(nodes)
+        self._has_gpus = any(node.gpus for node in nodes)
         self._seats = {(seat.role, seat.index): (unit, seat) for unit, seats in chosen.seats.items() for seat in seats}
         self._bundle_of: dict[tuple[Unit, Device], tuple[int, int]] = {}  # group and bundle of each device
         self._reserved: list[Any] = []
@@ -80,6 +81,8 @@ class Placement:
                 environment |= self._visible_devices(seat)
         elif (node := self._near(role, index)) is not None:
             chosen["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node.node_id, soft=True)
+        if environment and not (chosen["num_gpus"] or "CUDA_VISIBLE_DEVICES" in environment) and self._has_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all of them visible: "auto" would find one
         return {**chosen, "runtime_env": {"env_vars": environment}} if environment else chosen
 
     def node_of(self, role: str, index: int) -> Node | None:
