@@ -1,5 +1,5 @@
 """Fits a reward model for the quickstart's task on the spot: a classifier that starts from the warmed-up policy, and
-learns to tell right answers from wrong ones that a rule has labelled.
+learns what share of an answer's tokens is right, from right and wrong answers that a rule has labelled.
 
     python examples/reward_model/fit.py [--policy FOLDER] [--out FOLDER] [--steps N] [--seed N]
 
@@ -45,22 +45,22 @@ def wrong_answer(label: str, alphabet: str, rng: random.Random) -> tuple[str, bo
 def make_row(
     row: dict[str, Any], right: bool, alphabet: str, tokenizer: Any, rng: random.Random
 ) -> tuple[list[int], list[float]]:
-    """Token ids of a prompt with a right or a wrong answer, and for each token 1 where all of the answer is right so
-    far, 0 where it is not, and -1 in the prompt."""
+    """Token ids of a prompt with a right or a wrong answer, and for each token of the answer the share that is right so
+    far; -1 in the prompt."""
     answer, ends = (row["label"], True) if right else wrong_answer(row["label"], alphabet, rng)
-    end = [tokenizer.eos_token_id]
-    prompt, label = tokenizer.encode(row["prompt"]), tokenizer.encode(row["label"]) + end
-    tokens = tokenizer.encode(answer) + end * ends
-    so_far = [float(tokens[: place + 1] == label[: place + 1]) for place in range(len(tokens))]
-    return prompt + tokens, [-1.0] * len(prompt) + so_far
+    eos = [tokenizer.eos_token_id]
+    prompt, label = tokenizer.encode(row["prompt"]), tokenizer.encode(row["label"]) + eos
+    tokens = tokenizer.encode(answer) + eos * ends
+    right_tokens = [place < len(label) and token == label[place] for place, token in enumerate(tokens)]
+    shares = [sum(right_tokens[:end]) / end for end in range(1, len(tokens) + 1)]
+    return prompt + tokens, [-1.0] * len(prompt) + shares
 
 
 def fit(policy: Path, data: Path, out: Path, *, steps: int, seed: int = 0) -> float:
-    """Fit a classifier to the words of the file ``data`` and write it to ``out``. Returns the share of the last 20
-    batches of whole answers that it judged as the rule does, each before it was trained on.
+    """Fit a classifier to the words of the file ``data`` and write it to ``out``. Returns how far its shares of whole
+    answers were from the rule's, on average over the last 20 batches, each before it was trained on.
 
-    The classifier reads the last token of an answer, but it is trained at every token of it: an answer that went wrong
-    stays wrong."""
+    As a reward model it is asked at the last token of an answer; it is trained at every one."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -73,7 +73,7 @@ def fit(policy: Path, data: Path, out: Path, *, steps: int, seed: int = 0) -> fl
     alphabet = "".join(sorted({letter for row in rows for letter in row["prompt"] + row["label"]}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1)
-    judged: list[float] = []
+    errors: list[float] = []
     for _ in range(steps):
         batch = [make_row(rng.choice(rows), bool(number % 2), alphabet, tokenizer, rng) for number in range(BATCH)]
         ids, mask, wanted = (
@@ -93,10 +93,10 @@ def fit(policy: Path, data: Path, out: Path, *, steps: int, seed: int = 0) -> fl
         schedule.step()
         optimizer.zero_grad()
         row, last = torch.arange(BATCH), mask.sum(-1) - 1
-        judged.append(float(((logits[row, last] > 0) == (wanted[row, last] > 0)).float().mean()))
+        errors.append(float((logits[row, last].sigmoid() - wanted[row, last]).detach().abs().mean()))
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return sum(judged[-20:]) / len(judged[-20:])
+    return sum(errors[-20:]) / len(errors[-20:])
 
 
 def main() -> None:
@@ -108,8 +108,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help=f"batches of {BATCH} answers")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args()
-    accuracy = fit(flags.policy, flags.data, flags.out, steps=flags.steps, seed=flags.seed)
-    print(f"reward model: {100 * accuracy:.1f}% of answers judged as the rule does   {flags.out}")
+    error = fit(flags.policy, flags.data, flags.out, steps=flags.steps, seed=flags.seed)
+    print(f"reward model: {error:.3f} from the share of right tokens, on average   {flags.out}")
 
 
 if __name__ == "__main__":

@@ -113,8 +113,8 @@ def test_a_run_learns_what_its_reward_model_was_fitted_to(run: Run, task: Path, 
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{word}=", "label": "ab"}) + "\n" for word in ("ab", "ca", "bcb")))
-    assert example.fit(task / "model", data, tmp_path / "fitted", steps=80) > 0.9
+    data.write_text("".join(json.dumps({"prompt": f"{word}=", "label": "a"}) + "\n" for word in ("ab", "ca", "bcb")))
+    assert example.fit(task / "model", data, tmp_path / "fitted", steps=80) < 0.2
     sets = {
         "datasets": [{"name": "held", "path": str(data), "rm_type": "exact_match", "n_samples_per_eval_prompt": 32}]
     }
@@ -125,7 +125,7 @@ def test_a_run_learns_what_its_reward_model_was_fitted_to(run: Run, task: Path, 
         rm_model=str(tmp_path / "fitted"),
         prompt_data=str(data),
         n_samples_per_prompt=16,
-        num_rollout=20,
+        num_rollout=16,
         **options,
     )
     before, after = [step["eval/held"] for step in read_metrics(args.run_dir) if "eval/held" in step]
