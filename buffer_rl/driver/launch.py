@@ -250,8 +250,8 @@ class _Run:
                 notice=self.observer.notice,
             )
         if "actor_fwd" in self.roles:
-            folder = self.run_dir / "weights_actor_fwd"
-            return RolePublisher(publisher, self.save_hf, self.roles["actor_fwd"], folder)
+            role, folder = self.roles["actor_fwd"], self._weights_of("actor_fwd")
+            return RolePublisher(publisher, self.save_hf, role, folder, self.observer.notice)
         return publisher
 
     def save_hf(self, path: str) -> None:
@@ -271,7 +271,12 @@ class _Run:
             else:
                 train.call("load_ref", path, timeout_s=args.train_timeout_s)
 
-        return ReferenceUpdates(self.save_hf, load, self.run_dir / "weights_ref")
+        return ReferenceUpdates(self.save_hf, load, self._weights_of("ref"))
+
+    def _weights_of(self, role: str) -> Path:
+        """Where the versions that a role reads are written; other nodes see it under ``--update-weight-disk-dir``."""
+        shared = self.args.update_weight_disk_dir
+        return Path(shared, role) if shared else self.run_dir / f"weights_{role}"
 
     def _num_rollouts(self) -> int:
         args = self.args

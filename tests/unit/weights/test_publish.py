@@ -16,7 +16,7 @@ from buffer_rl.errors import EngineError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakeEngines, local_senders
 from buffer_rl.weights.disk import DiskTransport
-from buffer_rl.weights.publish import Publisher, ReferenceUpdates
+from buffer_rl.weights.publish import Publisher, ReferenceUpdates, RolePublisher
 
 
 class Weights:
@@ -251,3 +251,26 @@ def test_a_restored_reference_leaves_the_checkpoint_as_it_is(tmp_path: Path) -> 
     updates.restore(saved, 5)
     updates.update(6)
     assert (saved / "model.safetensors").read_text() == "1"
+
+
+class Reader:
+    """A role that computes with the actor's weights. dead: its processes."""
+
+    role = "actor_fwd"
+
+    def __init__(self, dead: bool) -> None:
+        self.dead = dead
+
+    def call_and_keep(self, method: str, path: str, version: int) -> bool:
+        assert (method, Path(path).name) == ("update_weights_from_disk", f"v{version:06d}")
+        return not self.dead
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_role_that_is_down_is_passed_over_by_name(tmp_path: Path, dead: bool) -> None:
+    said: list[str] = []
+    reader: Any = Reader(dead)
+    publisher = RolePublisher(None, Writer().save_hf, reader, tmp_path / "weights", said.append)
+    publisher.publish(3)
+    replacement = "its replacement takes version 3 before it works"
+    assert said == [f"actor_fwd is down and passed over: {replacement}"][:dead]
