@@ -87,7 +87,7 @@ def fit(policy: Path, data: Path, out: Path, *, steps: int, seed: int = 0) -> fl
         logits = model.score(model.model(input_ids=ids, attention_mask=mask).last_hidden_state)[..., 0]
         answered = wanted >= 0
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits[answered], wanted[answered])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
