@@ -38,6 +38,11 @@ def signal_reward_model(number):
 async def generate(args, sample, sampling_params, evaluation=False):
     '''In rollout 1 of a run "killed", stops the reward model before the first group is scored, and kills it with the
     third one, when a call waits for its answer.'''
+    if args.run_dir.endswith("thrice") and not evaluation and sample.sample_index == 0 and sample.group_index % 3 == 0:
+        marker = Path(args.run_dir) / f"seen_{sample.group_index}"
+        if not marker.exists() and sample.group_index < 9:
+            marker.touch()
+            signal_reward_model(signal.SIGKILL)
     chosen = not evaluation and sample.sample_index == 0 and sample.group_index in (3, 5)
     if chosen and args.run_dir.endswith("killed"):
         marker = Path(args.run_dir) / f"seen_{sample.group_index}"
@@ -133,7 +138,18 @@ def test_a_run_learns_what_its_reward_model_was_fitted_to(run: Run, task: Path, 
     assert after > 0.6
 
 
-def test_one_death_more_than_role_max_restarts_ends_the_run(run: Run) -> None:
+@pytest.mark.slow
+def test_the_third_death_of_the_reward_model_starts_the_whole_run_again(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    undisturbed = outcome(run("quiet"))
+    assert outcome(run("thrice")) == undisturbed
+    said = capfd.readouterr().out
+    assert "of the reward model died and was replaced (2 of 2" in said
+    assert "all processes of the run are started again, from the start (global restart 1 of 3)" in said
+
+
+def test_one_death_more_than_role_max_restarts_ends_the_run_where_it_may_not_start_again(run: Run) -> None:
     with pytest.raises(WorkerDiedError) as caught:
-        run("not_replaced_killed", role_max_restarts=0)
+        run("not_replaced_killed", role_max_restarts=0, max_global_restarts=0)
     assert caught.value.where.startswith("reward")
