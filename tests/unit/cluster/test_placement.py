@@ -20,6 +20,7 @@ from buffer_rl.options import CORE_SECTIONS
 PPO = {"advantage_estimator": "ppo"}
 SGLANG = {"rollout_engine": "sglang"}
 JOINED = {"ray_address": "10.0.0.2:6379"}
+JUDGED = {"rm_model": "/models/judge"}  # a run without a reward model has no role "reward"
 
 Place = tuple[int, tuple[int, ...]]
 
@@ -80,7 +81,8 @@ def test_a_part_of_a_pool_is_divided_again() -> None:
 
 
 def test_four_roles_of_one_pool_have_a_quarter_of_every_device() -> None:
-    args = options(colocate=True, resource={"actor": [1, 8], "rollout": [1, 8], "genrm": [8, 1], "reference": [1, 8]})
+    resource = {"actor": [1, 8], "rollout": [1, 8], "genrm": [8, 1], "reference": [1, 8]}
+    args = options(**JUDGED, colocate=True, resource=resource)
     chosen = seating(args, nodes(8), engines=True).seats[Unit.GPU]
     assert {(seat.role, seat.devices[0].slot) for seat in chosen} == {
         (role, slot) for role in ("train", "engine", "reward", "ref") for slot in range(8)
@@ -90,7 +92,7 @@ def test_four_roles_of_one_pool_have_a_quarter_of_every_device() -> None:
 
 def test_roles_of_half_a_shared_pool_sit_side_by_side() -> None:
     resource = {"actor": [1, 8], "critic": [1, 8], "genrm": [4, 1], "reference": [1, 4]}
-    found = places(nodes(8), **PPO, colocate=True, resource=resource, engine_device="cpu")
+    found = places(nodes(8), **PPO, **JUDGED, colocate=True, resource=resource, engine_device="cpu")
     assert found["train"] == found["critic"] == singles(0, *range(8))
     assert sorted([found["reward"], found["ref"]]) == [singles(0, 0, 1, 2, 3), singles(0, 4, 5, 6, 7)]
 
@@ -163,7 +165,7 @@ def test_an_evaluation_has_no_critic_to_give_a_gpu_to() -> None:
 
 def test_pairs_of_roles_share_where_their_flag_says_so() -> None:
     assert gpus_of(2, num_train_ranks=2, colocate_actor_ref=True, num_ref_workers=1) == {"train": 0.5, "ref": 0.5}
-    asked = {**PPO, "resource": {"reward": [1, 1]}}
+    asked = {**PPO, **JUDGED, "resource": {"reward": [1, 1]}}
     assert gpus_of(2, **asked, colocate_critic_reward=True) == {"train": 1.0, "critic": 0.5, "reward": 0.5}
     assert gpus_of(3, **asked) == {"train": 1.0, "critic": 1.0, "reward": 1.0}
     assert gpus_of(1, resource={"reference": [2, 0]}) == {"train": 1.0}  # the workers compute on the CPU
