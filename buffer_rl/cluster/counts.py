@@ -159,5 +159,8 @@ def _one_device_each(args: Any, role: str) -> Derived | None:
     replicas = replicas_of(args)
     if role not in replicas:
         return None
+    if (row := PLACED.get(role)) is not None and row.asked_by and not getattr(args, row.asked_by):
+        flag = flag_of(row.asked_by)
+        raise ConfigError(f"the role {role!r} is counted, and there is none", where="--resource", hint=f"add {flag}")
     count, devices = replicas[role]
     return Derived(number=count * max(devices, 1), option="resource", how=f"--resource [{count}, {devices}] of {role}")

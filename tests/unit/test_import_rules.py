@@ -17,6 +17,7 @@ RAY_MODULES = (
     "buffer_rl/buffer/calling.py",
     "buffer_rl/buffer/storage.py",
     "buffer_rl/engine/fleet.py",
+    "buffer_rl/engine/host.py",
     "buffer_rl/weights/publish.py",
     "buffer_rl/cluster/*.py",
     "buffer_rl/driver/runtime.py",
