@@ -11,7 +11,7 @@ from buffer_rl.errors import BufferRLError, WorkerDiedError
 from buffer_rl.testing.tiny import make_tiny_model
 from harness.killed_publications import Trial, buckets_of
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 SENDS = {"disk": "write", "tensor": "share"}
 
 
@@ -51,7 +51,6 @@ def test_a_sender_that_is_killed_at_any_bucket_or_between_any_calls_costs_no_who
     assert kill_before_every_call(trial, lambda: trial.sender.end()) >= 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("transport", SENDS)
 def test_an_engine_that_is_killed_before_any_call_costs_the_others_no_whole_version(
