@@ -33,6 +33,7 @@ ALLOWED: Mapping[str, str] = {
     "fetch": "the driver calls it by its name",
     "estimate": "the driver calls it by its name",
     "finish_stream": "the driver calls it by its name",
+    "send_weights": "the driver calls it by its name",
     "generate_turn": "generate functions of users call it",
     "add_observation": "generate functions of users call it",
     "in_memory": "for a Buffer in the caller's process: examples/minimal.py, tests",

@@ -11,10 +11,10 @@ from buffer_rl.errors import BufferRLError, WorkerDiedError
 from buffer_rl.testing.tiny import make_tiny_model
 from harness.killed_publications import Trial, buckets_of
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 GLOO = f"{Path(__file__).resolve().parents[3] / 'examples' / 'weight_transports' / 'gloo_broadcast.py'}:GlooBroadcast"
 SENDS = {"disk": "write", "tensor": "share", GLOO: "broadcast"}
-TRANSPORTS = ["disk", "tensor", pytest.param(GLOO, marks=pytest.mark.slow, id="gloo broadcast")]
+TRANSPORTS = ["disk", "tensor", pytest.param(GLOO, id="gloo broadcast")]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,6 @@ def test_a_sender_that_is_killed_at_any_bucket_or_between_any_calls_costs_no_who
     assert kill_before_every_call(trial, lambda: trial.sender.end()) >= 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_engine_that_is_killed_before_any_call_costs_the_others_no_whole_version(
