@@ -3,12 +3,12 @@
     python benchmarks/faults.py                          # everything: about twenty minutes on two cores
     python benchmarks/faults.py buffer --kills 25        # the Buffer's process; the run goes on by itself
     python benchmarks/faults.py rollout --kills 25       # the rollout worker; the same
+    python benchmarks/faults.py rank --cuts 10           # one of two trainer ranks; the run restarts its processes
     python benchmarks/faults.py driver --cuts 10         # the driver, then --load: ten times along one lineage
-    python benchmarks/faults.py rank --cuts 10           # a trainer rank, then --load
 
 Each run must end with the parameters of the undisturbed one, bit by bit, and its ledger must hold each group of each
 step as trained, once. After a rollout worker was killed, no finished group may have been made again. After the driver
-or a rank was killed, the checkpoint that the next run continues from is compared with that of the undisturbed run too.
+was killed, the checkpoint that the next run continues from is compared with that of the undisturbed run too.
 Exit status 1 if anything differs.
 """
 
@@ -28,24 +28,34 @@ from harness.faulty_runs import GROUPS, LiveRun, Outcome, make_options, make_tas
 LIMIT_S = 300.0
 STEPS_PER_CUT = 3
 LONGEST_LIFE_S = 1.5  # of a process that is killed: on a quiet machine a few steps
-RESTARTS = {"buffer": "buffer_max_restarts", "rollout": "role_max_restarts"}  # processes that a run replaces by itself
+RESTARTS = {  # what a run replaces by itself, and the option that says how often
+    "buffer": "buffer_max_restarts",
+    "rollout": "role_max_restarts",
+    "rank": "max_global_restarts",
+}
 
 
 def kill(folder: Path, victim: str, kills: int, schedule: str, draw: random.Random) -> tuple[int, list[str]]:
     """One run whose ``victim`` is killed ``kills`` times. Returns how many kills there were, and what is wrong."""
     steps = max(6, 3 * kills)
     options = {"schedule": schedule, RESTARTS[victim]: 2 * kills, "buffer_timeout_s": 120.0}
-    quiet = make_options(folder, f"quiet_{schedule}", steps, **options)
+    options |= {"num_train_ranks": 2, "save_interval": 1} if victim == "rank" else {}
+    saves = folder / f"{victim}_{schedule}_saves"
+    quiet = make_options(folder, f"quiet_{victim}_{schedule}", steps, **options, save=f"{saves}_quiet")
     if LiveRun(quiet).wait(LIMIT_S):
         return 0, ["the undisturbed run failed"]
-    run = LiveRun(make_options(folder, f"{victim}_{schedule}", steps, **options))
+    run = LiveRun(make_options(folder, f"{victim}_{schedule}", steps, **options, save=str(saves)))
     done = 0
     try:
         metrics = run.folder / "metrics.jsonl"  # a process that dies before the first step has never worked
         run.wait_until(lambda: metrics.exists() and "perf/step_time" in metrics.read_text(), LIMIT_S)
-        while done < kills and run.wait_until(lambda: run.kill(victim), LIMIT_S):
+        while done < kills and run.wait_until(lambda: run.kill(victim, draw.randrange(2)), LIMIT_S):
             done += 1
+            saved = newest_step(saves)
             run.pause(draw.uniform(0.0, LONGEST_LIFE_S))
+            if victim == "rank" and done % 2:  # every other time once it is at work again, else while it starts
+                run.wait_until(lambda saved=saved: newest_step(saves) > saved, LIMIT_S)
+                run.pause(draw.uniform(0.0, 0.5))
         status = run.wait(LIMIT_S)
     finally:
         run.stop()
@@ -59,30 +69,30 @@ def kill(folder: Path, victim: str, kills: int, schedule: str, draw: random.Rand
     return done, [*few, *expected.faults, *found.differs(expected)]
 
 
-def cut(folder: Path, victim: str, cuts: int, draw: random.Random) -> tuple[int, list[str]]:
-    """One lineage: a run that is killed and continued from its newest checkpoint, ``cuts`` times. Returns how many cuts
-    there were, and what is wrong."""
+def cut(folder: Path, cuts: int, draw: random.Random) -> tuple[int, list[str]]:
+    """One lineage: a run whose driver is killed and continued from its newest checkpoint, ``cuts`` times. Returns how
+    many cuts there were, and what is wrong."""
     steps = STEPS_PER_CUT * cuts + 2
-    saves = {name: folder / name / "saves" for name in ("whole", victim)}
+    saves = {name: folder / name / "saves" for name in ("whole", "driver")}
     whole = make_options(folder, "whole", steps, save=str(saves["whole"]), save_interval=1)
     if newest_step(saves["whole"]) < steps and LiveRun(whole).wait(LIMIT_S):
         return 0, ["the undisturbed run failed"]
     wrong: list[str] = []
     done = 0
     while True:
-        start = newest_step(saves[victim])
-        load = {"load": str(saves[victim])} if start else {}
-        run = LiveRun(make_options(folder, victim, steps, save=str(saves[victim]), save_interval=1, **load))
+        start = newest_step(saves["driver"])
+        load = {"load": str(saves["driver"])} if start else {}
+        run = LiveRun(make_options(folder, "driver", steps, save=str(saves["driver"]), save_interval=1, **load))
         try:
-            if done < cuts and run.wait_until(lambda start=start: newest_step(saves[victim]) > start, LIMIT_S):
+            if done < cuts and run.wait_until(lambda start=start: newest_step(saves["driver"]) > start, LIMIT_S):
                 run.pause(draw.uniform(0.0, 1.0))
-                done += run.kill(victim)
+                done += run.kill("driver")
             status = run.wait(LIMIT_S)
         finally:
             run.stop()
-        step = newest_step(saves[victim])
+        step = newest_step(saves["driver"])
         expected = Outcome.of(saves["whole"] / f"step_{step:06d}", step * GROUPS)
-        found = Outcome.of(saves[victim] / f"step_{step:06d}", step * GROUPS)
+        found = Outcome.of(saves["driver"] / f"step_{step:06d}", step * GROUPS)
         wrong += [f"step {step}: {what}" for what in (*expected.faults, *found.differs(expected))]
         if status == 0 or step == start:
             break
@@ -95,10 +105,10 @@ def cut(folder: Path, victim: str, cuts: int, draw: random.Random) -> tuple[int,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("victims", nargs="*", choices=["buffer", "rollout", "driver", "rank"], help="all where absent")
+    parser.add_argument("victims", nargs="*", choices=[*RESTARTS, "driver"], help="all where absent")
     parser.add_argument("--kills", type=int, default=25, help="of the Buffer or the rollout worker, over a run")
-    parser.add_argument("--schedule", default="lockstep", choices=["lockstep", "pipelined"], help="for them")
-    parser.add_argument("--cuts", type=int, default=10, help="of the driver or a rank, along one lineage")
+    parser.add_argument("--schedule", default="lockstep", choices=["lockstep", "pipelined"], help="not for the driver")
+    parser.add_argument("--cuts", type=int, default=10, help="of a rank, over a run, or of the driver, along a lineage")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     draw = random.Random(options.seed)
@@ -107,12 +117,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_task(folder)
-        for victim in options.victims or [*RESTARTS, "driver", "rank"]:
+        for victim in options.victims or [*RESTARTS, "driver"]:
             started = time.monotonic()
             if victim in RESTARTS:
-                done, wrong = kill(folder, victim, options.kills, options.schedule, draw)
+                kills = options.cuts if victim == "rank" else options.kills
+                done, wrong = kill(folder, victim, kills, options.schedule, draw)
             else:
-                done, wrong = cut(folder, victim, options.cuts, draw)
+                done, wrong = cut(folder, options.cuts, draw)
             violations += len(wrong)
             print(f"{victim:<10}{done:>6}{len(wrong):>12}{time.monotonic() - started:>9.0f}", flush=True)
             for what in wrong:

@@ -34,9 +34,10 @@ class Role:
     """name: also that of its reading task. title, colour: of its work on the timeline; colours are those of the page's
     style. model: whose forward pass it makes. fields: that it adds to rows; of a model, the one that holds its
     log-probabilities or values. needs: fields that it waits for, beside ``SAMPLED_FIELDS``. workers: the option that
-    counts its processes; without them, or where it has none, the trainer does its work. processes: their number where
-    the role is the user's own. trains: whether it takes optimizer steps. restart: after the death of one; in place as
-    often as ``--role-max-restarts`` says, and global from then on."""
+    counts its processes; without them, or where it has none, the trainer does its work. asked_by: the option without
+    which there are none, whatever their count. called_by: the role whose processes call it; the others read rows from
+    the Buffer. processes: their number where the role is the user's own. trains: whether it takes optimizer steps.
+    restart: after the death of one; in place as often as ``--role-max-restarts`` says, and global from then on."""
 
     name: str
     title: str = ""
@@ -45,6 +46,8 @@ class Role:
     fields: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     workers: str = ""
+    asked_by: str = ""
+    called_by: str = ""
     processes: int = 1
     trains: bool = False
     restart: Restart = Restart.IN_PLACE
@@ -68,6 +71,15 @@ ROLES = {
     role.name: role
     for role in (
         Role(name="rollout", title="generation", colour=0),
+        Role(
+            name="reward",
+            title="scores of the reward model",
+            colour=3,
+            model="reward",
+            workers="num_reward_workers",
+            asked_by="rm_model",
+            called_by="rollout",
+        ),
         Role(
             name="ref",
             title="reference log-probabilities",
@@ -121,17 +133,20 @@ ROLES = {
 }
 """In the order in which the timeline shows them."""
 
-DEDICATED = {name: role for name, role in ROLES.items() if role.workers}
+PLACED = {name: role for name, role in ROLES.items() if role.workers}
 """The roles that may have processes of their own beside the trainer."""
 
-FIELD_OF_MODEL = {role.model: role.fields[0] for role in ROLES.values() if role.model}
+DEDICATED = {name: role for name, role in PLACED.items() if not role.called_by}
+"""Those of them that add fields to the rows of the Buffer."""
+
+FIELD_OF_MODEL = {role.model: role.fields[0] for role in ROLES.values() if role.model and role.fields}
 """The field that holds the log-probabilities under the model of that name, or a critic's values."""
 
 MODEL_FIELDS = tuple(FIELD_OF_MODEL.values())
 """Fields that others than the rollout compute and that an estimator may need (see ``buffer_rl.scope.scoped``)."""
 
 MODEL_OF_ROLE = {name: role.model for name, role in DEDICATED.items() if role.model}
-"""The model of each role with processes of its own that has one."""
+"""The model of each of these roles that has one."""
 
 SAMPLED_FIELDS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
 """Fields that every finished group has."""
@@ -144,5 +159,8 @@ DERIVED_FIELDS = frozenset({field for role in DEDICATED.values() for field in ro
 
 
 def worker_counts(args: Any) -> dict[str, int]:
-    """Processes of each role; 0 where the trainer does its work."""
-    return {name: getattr(args, role.workers) for name, role in DEDICATED.items()}
+    """Processes of each role; 0 where the trainer does its work, or where nothing asks for it."""
+    return {
+        name: getattr(args, role.workers) if not role.asked_by or getattr(args, role.asked_by) else 0
+        for name, role in PLACED.items()
+    }

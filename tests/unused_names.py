@@ -27,6 +27,7 @@ ALLOWED: Mapping[str, str] = {
     "is_compileable": "transformers asks a cache for it",
     "forward": "torch calls it",
     "picture_file": "docs/timelines.py and benchmarks/algorithms_page.py write pictures with it",
+    "described": "examples/weight_transports calls it",
     "enter_working_directory": "Ray calls it by its path in each worker",
     "__getattr__": "Python asks a module for a name that is not there",
     "fetch": "the driver calls it by its name",

@@ -182,7 +182,7 @@ def start_buffer(args_text: str) -> Any:
 
 def can_restart(args: Any) -> bool:
     """Whether a Buffer that died is replaced. Its groups are made again from the data files, so not where they come
-    from a data source of the user's own or from recorded rollouts: its death then ends the run."""
+    from a data source of the user's own or from recorded rollouts: its death is then a global restart."""
     recorded = args.debug_train_only or args.load_debug_rollout_data is not None
     return args.data_source_path is None and not recorded
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from buffer_rl.config import Section, flag_of
 from buffer_rl.errors import ConfigError
-from buffer_rl.roles import ACTOR, CRITIC, DEDICATED
+from buffer_rl.roles import ACTOR, CRITIC, PLACED
 
 Run = TypeVar("Run", bound=Section)
 
@@ -44,7 +44,7 @@ def replicas_of(args: Any) -> dict[str, tuple[int, int]]:
 
 def roles_in_resource(args: Any) -> dict[str, tuple[int, int]]:
     """The roles of ``--resource`` whose processes no option of this package counts: replicas, and devices of each."""
-    counted = {ACTOR, CRITIC, ENGINE, *DEDICATED}
+    counted = {ACTOR, CRITIC, ENGINE, *PLACED}
     return {role: count for role, count in replicas_of(args).items() if role not in counted}
 
 
@@ -80,7 +80,7 @@ def with_counts(args: Run) -> Run:
 def derived_counts(args: Any) -> dict[str, Derived]:
     """The options that count processes, by name, where others say their number. Raises ConfigError as above."""
     found: dict[str, list[Derived | None]] = {"num_train_ranks": [_ranks(args), _one_device_each(args, ACTOR)]}
-    found |= {row.workers: [_one_device_each(args, role)] for role, row in DEDICATED.items()}
+    found |= {row.workers: [_one_device_each(args, role)] for role, row in PLACED.items()}
     counts = {name: _agreed(candidates) for name, candidates in found.items()}
     ranks = counts["num_train_ranks"].number if counts["num_train_ranks"] else args.num_train_ranks
     counts["rollout_num_engines"] = _agreed([_engines(args, ranks), _engines_of_resource(args)])
@@ -159,5 +159,8 @@ def _one_device_each(args: Any, role: str) -> Derived | None:
     replicas = replicas_of(args)
     if role not in replicas:
         return None
+    if (row := PLACED.get(role)) is not None and row.asked_by and not getattr(args, row.asked_by):
+        flag = flag_of(row.asked_by)
+        raise ConfigError(f"the role {role!r} is counted, and there is none", where="--resource", hint=f"add {flag}")
     count, devices = replicas[role]
     return Derived(number=count * max(devices, 1), option="resource", how=f"--resource [{count}, {devices}] of {role}")

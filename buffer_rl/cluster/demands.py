@@ -13,7 +13,7 @@ from buffer_rl.cluster.counts import ENGINE, replicas_of, roles_in_resource
 from buffer_rl.cluster.devices import Demand, Node, NoRoomError, Seat, Unit, all_devices, allocate
 from buffer_rl.config import flag_of
 from buffer_rl.errors import ConfigError
-from buffer_rl.roles import ACTOR, CRITIC, DEDICATED, worker_counts
+from buffer_rl.roles import ACTOR, CRITIC, PLACED, worker_counts
 from buffer_rl.train.roles import uses_critic
 
 WITH_ACTOR = ("ref", "actor_fwd")
@@ -75,9 +75,12 @@ def _trainer_demands(args: Any) -> list[Demand]:
 
 def _role_demands(args: Any) -> list[Demand]:
     """Of the workers of roles with a model, and of the roles of ``--resource`` that have devices."""
-    if args.debug_rollout_only or args.num_rollout == 0:
-        return []
-    counts = {role: count for role, count in worker_counts(args).items() if count and DEDICATED[role].model}
+    trains = not args.debug_rollout_only and args.num_rollout != 0
+    counts = {
+        role: count
+        for role, count in worker_counts(args).items()
+        if count and PLACED[role].model and (trains or PLACED[role].called_by)
+    }
     replicas = replicas_of(args)
     demands = [Demand(role=role, members=n) for role, n in counts.items() if replicas.get(role, (1, 1))[1]]
     demands += [
@@ -191,7 +194,7 @@ def too_few(
         piece, one = demand_text(args, error.demand, unit), "needs" if error.demand.members == 1 else "need"
         what += f", of which {piece} {one} {error.on_one_node} on one node, and at most {error.free} are left on one"
     flags = dict.fromkeys(flag for group in groups for demand in group for flag in _flags(args, demand.role))
-    of_role = any(flag_of(row.workers) in flags for row in DEDICATED.values())
+    of_role = any(flag_of(row.workers) in flags for row in PLACED.values())
     lower = "lower them (without processes of its own, a role's work is the trainer's)" if of_role else "lower them"
     share = ", or share with --colocate"
     if unit is Unit.GPU:
@@ -236,7 +239,7 @@ def _flags(args: Any, role: str) -> list[str]:
     elif role == ENGINE:
         names = ["rollout_num_gpus" if args.rollout_num_gpus is not None else "rollout_num_engines"]
     else:
-        names = [DEDICATED[role].workers] if role in DEDICATED else []
+        names = [PLACED[role].workers] if role in PLACED else []
     in_resource = role in replicas_of(args)
     return ["--resource"] if in_resource else [flag_of(name) for name in names]
 

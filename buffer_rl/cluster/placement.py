@@ -57,6 +57,7 @@ class Placement:
         self.groups: list[BundleGroup] = []
         self._args = args
         self._nodes = list(nodes)
+        self._has_gpus = any(node.gpus for node in nodes)
         self._seats = {(seat.role, seat.index): (unit, seat) for unit, seats in chosen.seats.items() for seat in seats}
         self._bundle_of: dict[tuple[Unit, Device], tuple[int, int]] = {}  # group and bundle of each device
         self._reserved: list[Any] = []
@@ -86,6 +87,8 @@ class Placement:
                 environment |= self._visible_devices(seat)
         elif (node := self._near(role, index)) is not None:
             chosen["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node.node_id, soft=True)
+        if environment and not (chosen["num_gpus"] or "CUDA_VISIBLE_DEVICES" in environment) and self._has_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all of them visible: "auto" would find one
         return {**chosen, "runtime_env": {"env_vars": environment}} if environment else chosen
 
     def node_of(self, role: str, index: int) -> Node | None:
@@ -201,8 +204,10 @@ def _reserve(group: BundleGroup) -> Any:
 
 
 def _not_free(group: BundleGroup, timeout_s: float) -> DeadlineError:
+    wanted = sum(group.bundles)
+    devices, are = (f"{wanted} {group.unit}s", "are") if wanted > 1 else (f"1 {group.unit}", "is")
     return DeadlineError(
-        f"{sum(group.bundles)} {group.unit}s of the node {group.node.address} are not free after {timeout_s:g} s",
+        f"{devices} of the node {group.node.address} {are} not free after {timeout_s:g} s",
         where="the placement of the run",
         hint="other jobs hold them: wait for these, or ask for fewer; --placement-timeout-s waits longer",
     )

@@ -107,13 +107,23 @@ def _check_reward(args: Any) -> None:
     """A rollout function of the user's own may score for itself; the built-in ones cannot. With a teacher a sample that
     nothing scores has the reward 0, but an evaluation of such samples would say nothing."""
     own_rollout = not is_built_in_rollout(args)
-    scores = any((args.rm_type, args.custom_rm_path, args.custom_group_rm_path))
+    others = {"rm_type": args.rm_type, "custom_rm_path": args.custom_rm_path}
+    others["custom_group_rm_path"] = args.custom_group_rm_path
+    if args.rm_model and (given := [flag_of(name) for name, value in others.items() if value]):
+        raise ConfigError(
+            "two rewards are given for every sample",
+            where=f"--rm-model and {given[0]}",
+            hint=f"take one of them out; '{given[0]} none' takes back what a file sets",
+        )
+    if args.num_reward_workers > 1 and not args.rm_model:
+        raise ConfigError("there is no reward model", where="--num-reward-workers", hint="add --rm-model PATH")
+    scores = any((*others.values(), args.rm_model))
     distils = args.use_opd and all(s.rm_type for s in eval_sets_of(args))
     if not scores and not own_rollout and not is_supervised(args) and not distils:
         raise ConfigError(
             "nothing scores the samples",
             where="--rm-type and --custom-rm-path",
-            hint="add --custom-rm-path module:fn (your function) or --rm-type NAME (a registered one)",
+            hint="add --custom-rm-path module:fn (your function), --rm-type NAME (a registered one) or --rm-model PATH",
         )
 
 

@@ -50,6 +50,7 @@ from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
 from buffer_rl.train.batch_sizes import optimizer_steps, with_steps
 from buffer_rl.train.group import start_train_group
+from buffer_rl.train.reward_model import RewardModelWatch, start_reward_model
 from buffer_rl.train.roles import (
     REFERENCE_FOLDER,
     checkpoint_folder,
@@ -156,6 +157,10 @@ class _Run:
         self.roles = start_roles(args, self.registry, dedicated, args_text, actor, logs, self.placement)
         for group in self.roles.values():
             stack.stops(group)
+        self.reward: ActorGroup | None = None
+        if args.rm_model and not train_only(args):
+            self.reward = start_reward_model(args, logs, self.placement)
+            stack.stops(self.reward)
         if self.fleet is not None:
             self.fleet.wait_ready()
             self.args = args = args.model_copy(update=self.fleet.addresses)
@@ -165,7 +170,8 @@ class _Run:
 
     def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> ActorGroup:
         storage = self._start_storage(args.num_data_storage_units, buffer)
-        workers = start_rollout_workers(args, args_text, buffer, logs, self.placement, storage, self.source)
+        reward = self.reward.actors if self.reward is not None else ()
+        workers = start_rollout_workers(args, args_text, buffer, logs, self.placement, storage, self.source, reward)
         self.stack.stops(workers, "close", CLOSE_TIMEOUT_S)
         return workers
 
@@ -221,6 +227,8 @@ class _Run:
         watchers: list[Callable[[], None]] = [self._buffer_watch()]
         watchers += [self.fleet.check] if self.fleet is not None else []
         watchers += [SourceWatch(self.source, args, self.observer.notice)] if self.source is not None else []
+        if self.reward is not None:
+            watchers.append(RewardModelWatch(self.reward.actors, args, self.observer.notice))
         self.observer.planned(plan.num_rollouts)
         return Driver(plan, RayRuntime(targets, watchers), self.observer)
 
@@ -242,8 +250,8 @@ class _Run:
                 notice=self.observer.notice,
             )
         if "actor_fwd" in self.roles:
-            folder = self.run_dir / "weights_actor_fwd"
-            return RolePublisher(publisher, self.save_hf, self.roles["actor_fwd"], folder)
+            role, folder = self.roles["actor_fwd"], self._weights_of("actor_fwd")
+            return RolePublisher(publisher, self.save_hf, role, folder, self.observer.notice)
         return publisher
 
     def save_hf(self, path: str) -> None:
@@ -263,7 +271,12 @@ class _Run:
             else:
                 train.call("load_ref", path, timeout_s=args.train_timeout_s)
 
-        return ReferenceUpdates(self.save_hf, load, self.run_dir / "weights_ref")
+        return ReferenceUpdates(self.save_hf, load, self._weights_of("ref"))
+
+    def _weights_of(self, role: str) -> Path:
+        """Where the versions that a role reads are written; other nodes see it under ``--update-weight-disk-dir``."""
+        shared = self.args.update_weight_disk_dir
+        return Path(shared, role) if shared else self.run_dir / f"weights_{role}"
 
     def _num_rollouts(self) -> int:
         args = self.args
@@ -327,6 +340,8 @@ class _Run:
             self.buffer.load(str(self.checkpoint.folder))
         for group in self.roles.values():
             group.call("ready", timeout_s=limit)
+        if self.reward is not None:
+            self.reward.call("ready", timeout_s=limit)
         if self.rollout is not None:
             self.rollout.call("ready", timeout_s=limit)
 

@@ -106,18 +106,17 @@ def run_with_restarts(
                     _tell(observer, death, checkpoint, f"{restarts} of {limit}")
                 return attempt(checkpoint, processes)
         except WorkerDiedError as error:
-            if role_of(error) in ("", "data_source"):  # the latter ends of the user's own code
+            if role_of(error) in ("", "data_source") or limit == 0:  # the latter ends of the user's own code
                 raise
             if restarts == limit:
-                if limit:
-                    way_out = "--load goes on from the newest checkpoint"
-                    _add_hint(error, f"--max-global-restarts: {limit} of {limit} were used; {way_out}")
-                raise
-            death = error.with_traceback(None)  # whose frames hold the processes that have ended
-        assert death is not None
-        if remaining := processes.remaining():
-            _add_hint(death, f"the run is not restarted: {', '.join(remaining)} did not end within {END_TIMEOUT_S:g} s")
-            raise death
+                obstacle = f"--max-global-restarts: {limit} of {limit} were used; --load goes on from a checkpoint"
+            elif remaining := processes.remaining():
+                obstacle = f"not restarted: {', '.join(remaining)} did not end within {END_TIMEOUT_S:g} s"
+            else:
+                death = error.with_traceback(None)  # whose frames hold the processes that have ended
+                continue
+            error.hint = f"{error.hint}; {obstacle}" if error.hint else obstacle
+            raise
     raise AssertionError("unreachable")
 
 
@@ -141,7 +140,3 @@ def _tell(observer: Any, death: WorkerDiedError, checkpoint: Checkpoint | None, 
     observer.notice(f"{death.where}: {death.what}")
     observer.notice(f"all processes of the run are started again, from {place} (global restart {count})")
     observer.went_back(None if checkpoint is None else checkpoint.step)
-
-
-def _add_hint(error: WorkerDiedError, line: str) -> None:
-    error.hint = f"{error.hint}; {line}" if error.hint else line

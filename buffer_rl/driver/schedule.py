@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.roles import ACTOR, ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, ROLES, Role, worker_counts
+from buffer_rl.roles import ACTOR, ADVANTAGE_FIELDS, CRITIC, DEDICATED, FIELD_OF_MODEL, Role, worker_counts
 from buffer_rl.scope import Scope
 from buffer_rl.train.batch_sizes import optimizer_steps
 from buffer_rl.train.roles import frozen_models_of_trainer, is_supervised, uses_critic
@@ -147,7 +147,8 @@ class RolePlan:
 def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope, own: Sequence[Role] = ()) -> RolePlan:
     """The roles that the options ask for, and what is left to the trainer. scope: of the advantage estimator. own: the
     roles of ``--role-path``."""
-    rows = [*(ROLES[role] for role, count in worker_counts(args).items() if count), *own]
+    counts = worker_counts(args)
+    rows = [*(row for role, row in DEDICATED.items() if counts[role]), *own]
     dedicated = tuple(row.name for row in rows)
     models = frozen_models_of_trainer(args)
     if needs_old_log_probs(args, rollouts_use_engine) and "actor_fwd" not in dedicated:

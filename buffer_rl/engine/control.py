@@ -91,9 +91,13 @@ class EngineFanOut:
         be reached."""
         await self._all("POST", path, orjson.dumps(dict(body)), reachable_only=reachable_only, only=only)
 
-    async def post_each(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> None:
-        """``post`` with a body for each engine; at least as many as there are engines."""
-        await self._all("POST", path, [orjson.dumps(dict(body)) for body in bodies])
+    async def post_each(self, path: str, bodies: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]]) -> None:
+        """``post`` with a body for each engine: at least as many as there are engines, or by the URLs of some."""
+        if isinstance(bodies, Mapping):
+            by_url = {url: orjson.dumps(dict(body)) for url, body in bodies.items()}
+            await self._all("POST", path, by_url, only=by_url)
+        else:
+            await self._all("POST", path, [orjson.dumps(dict(body)) for body in bodies])
 
     async def versions(self) -> dict[str, str]:
         """The weight version of each engine, by URL."""
@@ -117,13 +121,17 @@ class EngineFanOut:
         self,
         method: str,
         path: str,
-        body: bytes | Sequence[bytes] | None,
+        body: bytes | Sequence[bytes] | Mapping[str, bytes] | None,
         *,
         reachable_only: bool = False,
         only: Collection[str] | None = None,
     ) -> dict[str, bytes]:
         urls = [url for url in self._urls() or await self._urls_of_router() if only is None or url in only]
-        bodies = [body] * len(urls) if isinstance(body, bytes) or body is None else body[: len(urls)]
+        bodies: Sequence[bytes | None]
+        if isinstance(body, Mapping):
+            bodies = [body[url] for url in urls]
+        else:
+            bodies = [body] * len(urls) if isinstance(body, bytes) or body is None else body[: len(urls)]
         calls = [self._one(method, url + path, own) for url, own in zip(urls, bodies, strict=True)]
         results = await asyncio.gather(*calls)
         answers = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, bytes)}
@@ -328,21 +336,18 @@ class EngineControlClient:
         threading.Thread(target=run, name="engine-control-call", daemon=True).start()
         return future
 
-    def init_weights_update_group(self, address: str, port: int, *, name: str, world_size: int) -> None:
-        """Have every engine join a group whose rank 0 listens at ``address``; the engines are ranks 1, 2, … in order of
-        ``targets``. It ends when all members are there: ``start`` it. Raises EngineError at once if there are not as
-        many engines as ``world_size`` asks for."""
-        if (found := len(self.targets())) != world_size - 1:
-            raise EngineError(f"{found} engines for a group of {world_size} members", where=f"weight group {name!r}")
-        common = {"master_address": address, "master_port": port, "world_size": world_size}
+    def init_weights_update_group(self, address: str, port: int, urls: Sequence[str], *, name: str) -> None:
+        """Have the engines at ``urls`` join a group as ranks 1, 2, …, whose rank 0 listens at ``address``. It ends when
+        all members are there: start rank 0 before."""
+        common = {"master_address": address, "master_port": port, "world_size": len(urls) + 1}
         common |= {"group_name": name, "backend": "gloo"}
-        bodies = [{"rank_offset": rank, **common} for rank in range(1, world_size)]
+        bodies = {url: {"rank_offset": rank, **common} for rank, url in enumerate(urls, start=1)}
         self._run(lambda engines: engines.post_each("/init_weights_update_group", bodies))
 
     def update_weights_from_distributed(
         self, bucket: Mapping[str, Sequence[Any]], *, name: str, version: int | None = None, flattened: bool = False
     ) -> None:
-        """Have every engine receive a bucket from rank 0 of a group; it ends when all have it: ``start`` it.
+        """Have every engine receive a bucket from rank 0 of a group; it ends when all have it: start rank 0 before.
 
         bucket: ``names``, ``dtypes`` and ``shapes``, in the order of the broadcasts. version: what the weights are
         called, with the last bucket. flattened: the bucket is one broadcast."""

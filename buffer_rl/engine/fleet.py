@@ -258,6 +258,9 @@ class EngineFleet:
                 key = self._args.engine_api_key
                 with EngineControlClient([replica.url], timeout_s=limit, api_key=key) as control:
                     control.update_weights_from_disk(published.folder, int(published.version))
+                    if (found := control.versions()[replica.url]) != published.version:
+                        what = f"its weights are of version {found}"
+                        raise EngineError(what, where=replica.url, expected=published.version)
             self._admit(replica)
         finally:
             self._registry.publication.release()

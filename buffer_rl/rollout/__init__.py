@@ -10,6 +10,7 @@ turns           several turns in one sample, for generate functions of users
 prompts         the tokenizer, chat templates, prompts to token ids
 scoring         chooses each sample's reward function and computes the reward within a deadline
 reward_process  processes that compute synchronous rewards and can be killed
+reward_model    calls on the processes of the reward model
 failures        kinds and domains of failed attempts
 failure_policy  requeue, quarantine or the end of the run after a failed attempt
 baseline        the reward of a greedy response to each prompt, where an estimator needs it

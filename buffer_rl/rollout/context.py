@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.baseline import needs_baseline
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
+from buffer_rl.rollout.reward_model import RewardModelClient
 from buffer_rl.rollout.scoring import Scorer
 from buffer_rl.rollout.user_functions import resolve_function
 
@@ -77,8 +78,9 @@ class RolloutContext:
         engine: EngineClient | None,
         tokenizer: Any = None,
         run_dir: Path | None = None,
+        reward_model: Sequence[Any] = (),
     ) -> RolloutContext:
-        """Load the tokenizer and resolve the plugins that ``args`` names.
+        """Load the tokenizer and resolve the plugins that ``args`` names. reward_model: the actors of ``--rm-model``.
 
         Call it inside the event loop that will run the rollouts. Raises RolloutError or PluginError.
         """
@@ -88,7 +90,7 @@ class RolloutContext:
             args=args,
             tokenizer=tokenizer,
             prompts=PromptEncoder.from_args(args, tokenizer),
-            scorer=Scorer(args, registry),
+            scorer=Scorer(args, registry, RewardModelClient(args, tokenizer, reward_model) if reward_model else None),
             engine=engine,
             semaphore=asyncio.Semaphore(args.rollout_concurrency),
             seed=args.rollout_seed,

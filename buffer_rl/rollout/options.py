@@ -121,6 +121,16 @@ class RewardOptions(Section):
     custom_group_rm_path: str | None = option(
         None, "your reward function for all samples of a prompt together, in place of the others", kind="group_reward"
     )
+    rm_model: str | None = option(
+        None,
+        "a reward model, in place of --rm-type: a Hugging Face folder of a sequence classifier with one label, whose "
+        "logit is the reward",
+        metavar="PATH",
+    )
+    num_reward_workers: int = option(1, "processes that hold the reward model", ge=1)
+    rm_model_timeout_s: float = option(
+        600.0, "deadline of one answer of the reward model, in seconds, a restart of its process included", gt=0
+    )
     custom_reward_post_process_path: str | None = option(
         None,
         "turns a group's rewards into those to train on (else normalised)",

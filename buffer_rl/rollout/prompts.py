@@ -15,17 +15,17 @@ OWN_KWARGS = ("conversation", "tools", "tokenize", "add_generation_prompt", "ret
 CACHE_SIZE = 4096  # prompts; a rollout asks for each prompt n_samples_per_prompt times in close succession
 
 
-def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of the Hugging Face folder ``path``; never asks the network, and runs no code of the folder unless
-    ``trust_remote_code`` says so.
+def load_tokenizer(path: str | None, flag: str = "--hf-checkpoint", *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of the Hugging Face folder ``path``, which ``flag`` names; never asks the network, and runs
+    no code of the folder unless ``trust_remote_code`` says so.
 
     Raises RolloutError if the folder is not named or holds no tokenizer.
     """
     if not path:
-        raise RolloutError("no tokenizer: --hf-checkpoint is not set", hint="name a Hugging Face folder")
+        raise RolloutError(f"no tokenizer: {flag} is not set", hint="name a Hugging Face folder")
     from transformers import AutoTokenizer  # here, because it takes a second and option parsing must not pay for it
 
-    where, expected = f"--hf-checkpoint {path}", "a folder with tokenizer.json or another file that AutoTokenizer reads"
+    where, expected = f"{flag} {path}", "a folder with tokenizer.json or another file that AutoTokenizer reads"
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

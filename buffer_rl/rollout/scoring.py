@@ -6,13 +6,14 @@ import asyncio
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.config import dump_args
 from buffer_rl.contract_check import check_reward, check_statuses
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
 from buffer_rl.resolution.calls import traceback_tail
 from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of
+from buffer_rl.rollout.reward_model import RewardModelClient
 from buffer_rl.rollout.reward_process import Outcome, RewardPool, RewardTarget
 from buffer_rl.rollout.user_functions import is_async
 from buffer_rl.scope import is_for_rows
@@ -20,6 +21,10 @@ from buffer_rl.types import Sample, SampleGroup, Status
 
 if TYPE_CHECKING:
     from buffer_rl.plugins import PluginRegistry
+
+
+MODEL = RewardTarget("--rm-model", registered=False)
+"""Scores of the reward model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +63,15 @@ class Scorer:
 
     ``--custom-group-rm-path`` scores the samples of a prompt together. Else a sample's function is
     ``--custom-rm-path``, else what the row's metadata name as ``rm_type``, where ``--row-rm-types`` lists it or the
-    evaluation set's own configuration chose it, else ``--rm-type``. Synchronous functions run in processes that are
-    killed at ``--rm-timeout-s``, so what they change on the sample is not seen here: they answer with their return
-    value. Asynchronous ones run on the event loop under the same deadline. A sample that already has a reward keeps it,
-    after the same check. With ``--use-opd`` one that nothing scores has the reward 0.
+    evaluation set's own configuration chose it, else ``--rm-model`` or ``--rm-type``. Synchronous functions run in
+    processes that are killed at ``--rm-timeout-s``, so what they change on the sample is not seen here: they answer
+    with their return value. Asynchronous ones run on the event loop under the same deadline. A sample that already has
+    a reward keeps it, after the same check. With ``--use-opd`` one that nothing scores has the reward 0.
     """
 
-    def __init__(self, args: Any, registry: PluginRegistry) -> None:
+    def __init__(self, args: Any, registry: PluginRegistry, model: RewardModelClient | None = None) -> None:
         self._args = args
+        self.model = model
         self._registry = registry
         self._functions: dict[RewardTarget, _Function] = {}
         self._pool: RewardPool | None = None
@@ -129,7 +135,8 @@ class Scorer:
         return self._pool
 
     def _scores(self, sample: Sample) -> bool:
-        return bool(self._args.custom_rm_path or self._args.rm_type or sample.metadata.get("rm_type"))
+        args = self._args
+        return bool(args.custom_rm_path or args.rm_type or args.rm_model or sample.metadata.get("rm_type"))
 
     def _target(self, sample: Sample, of_set: str) -> RewardTarget:
         if self._args.custom_rm_path:
@@ -142,15 +149,22 @@ class Scorer:
             if not is_for_rows(self._registry.resolve_registered("reward", name)):
                 raise unmarked_reward(name)
             return RewardTarget(name, registered=True)
+        if self._args.rm_model:
+            return MODEL
         if self._args.rm_type:
             return RewardTarget(self._args.rm_type, registered=False)
         raise ConfigError(
             "no reward function",
             where=where,
-            expected="--custom-rm-path module:fn, --rm-type NAME, or a row whose metadata choose one of --row-rm-types",
+            expected="--custom-rm-path module:fn, --rm-type NAME, --rm-model PATH, or a row whose metadata choose one "
+            "of --row-rm-types",
         )
 
     async def _run(self, target: RewardTarget, samples: Sequence[Sample | SampleGroup]) -> list[Outcome]:
+        if target == MODEL:
+            if self.model is None:
+                raise ConfigError("no reward model runs here", where=MODEL.reference)
+            return await self.model.score(cast("Sequence[Sample]", samples))
         if target not in self._functions:
             call = target.resolve(self._registry)
             self._functions[target] = _Function(call, is_async(call))

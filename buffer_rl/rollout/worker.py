@@ -39,11 +39,17 @@ NAMESPACES = ("rollout", "eval", "perf")
 class RolloutWorker:
     """Runs one rollout at a time. ``source``: the actor of the user's data source, where there is one.
 
-    storage: the processes that own large payloads; without them the Buffer does.
+    storage: the processes that own large payloads; without them the Buffer does. reward_model: those of ``--rm-model``.
     """
 
     def __init__(
-        self, args_text: str, buffer: Any, log_path: str, storage: Sequence[StorageUnit], source: Any = None
+        self,
+        args_text: str,
+        buffer: Any,
+        log_path: str,
+        storage: Sequence[StorageUnit],
+        source: Any = None,
+        reward_model: Sequence[Any] = (),
     ) -> None:
         redirect_output(log_path)
         self._run_dir = Path(log_path).parent.parent  # absolute, unlike --run-dir
@@ -56,6 +62,7 @@ class RolloutWorker:
             min_bytes=self._args.data_storage_min_bytes,
         )
         self._source = None if source is None else SourceClient(source, self._args, self._client)
+        self._reward_model = reward_model
         self._registry = PluginRegistry.from_flags(self._args.plugin)
         self._converter = GroupConverter.from_args(self._args, self._registry)
         train = _construct(self._registry, self._args.rollout_function_path, self._args)
@@ -104,7 +111,13 @@ class RolloutWorker:
         if self._opened is None:
             args = self._args
             engine = EngineClient.from_args(args) if args.router_url else None
-            self._opened = RolloutContext.build(args, registry=self._registry, engine=engine, run_dir=self._run_dir)
+            self._opened = RolloutContext.build(
+                args,
+                registry=self._registry,
+                engine=engine,
+                run_dir=self._run_dir,
+                reward_model=self._reward_model,
+            )
         return self._opened
 
     def _reference(self, ticket: Ticket) -> str:
@@ -128,15 +141,16 @@ def start_rollout_workers(
     placement: Placement,
     storage: Sequence[StorageUnit] = (),
     source: Any = None,
+    reward_model: Sequence[Any] = (),
 ) -> ActorGroup:
     """Start ``--num-rollout-workers`` processes.
 
     storage: the storage processes; without them the Buffer owns large payloads.
-    source: the actor of the user's data source, where there is one."""
+    source: the actor of the user's data source, where there is one. reward_model: the actors of ``--rm-model``."""
     return ActorGroup.of(
         "rollout",
         RolloutWorker,
-        lambda index: (args_text, buffer, f"{log_dir}/rollout_{index}.log", storage, source),
+        lambda index: (args_text, buffer, f"{log_dir}/rollout_{index}.log", storage, source, reward_model),
         args.num_rollout_workers,
         options=partial(placement.options, "rollout"),
         independent=True,

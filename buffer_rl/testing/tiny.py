@@ -1,4 +1,4 @@
-"""Tiny causal language models with random weights and a character tokenizer, made on the spot."""
+"""Tiny language models with random weights and a character tokenizer, made on the spot."""
 
 from __future__ import annotations
 
@@ -42,17 +42,19 @@ def make_tiny_model(
     *,
     characters: str = DEFAULT_CHARACTERS,
     init_scale: float = 0.1,
+    auto_class: str = "AutoModelForCausalLM",
     **overrides: Any,
 ) -> str:
     """Write a random model and its character tokenizer into the folder ``path`` and return it.
 
     architecture: a key of ``ARCHITECTURES``. vocab: number of embedding rows; the tokenizer's size where absent
     (it may be larger, never smaller). init_scale: standard deviation of every weight matrix; larger values make
-    the distributions less flat. ``overrides`` go to the configuration. Raises ValueError for an unknown
+    the distributions less flat. auto_class: of transformers; "AutoModelForSequenceClassification" with ``num_labels=1``
+    makes a reward model. ``overrides`` go to the configuration. Raises ValueError for an unknown
     architecture or too small a vocabulary.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     if architecture not in ARCHITECTURES:
         raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
@@ -63,7 +65,7 @@ def make_tiny_model(
     config = ARCHITECTURES[architecture](size, overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        maker: Any = AutoModelForCausalLM
+        maker: Any = getattr(transformers, auto_class)
         model = maker.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, weight in model.named_parameters():

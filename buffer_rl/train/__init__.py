@@ -16,6 +16,7 @@ kl_control     the KL coefficient of a run with --kl-target, in a rank
 logprob_gate   comparison of the engine's log-probabilities with the trainer's
 layout         places of ranks in pipeline, data and tensor parallelism
 group          ranks as Ray actors, and where they meet
+reward_model   processes of the reward model
 worker         processes of the roles ref, teacher, actor_fwd and advantages
 options        flags
 """

@@ -70,15 +70,27 @@ def pick_device(requested: str) -> torch.device:
 def load_model(
     path: str | None, device: torch.device, flag: str, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model in the folder ``path``, in float32 on ``device``, without dropout.
+    """The causal language model in the folder ``path``, as ``load_pretrained`` loads it. Raises ConfigError, too, for
+    one that is not causal."""
+    what = "causal language model"
+    model = load_pretrained(AutoModelForCausalLM, what, path, device, flag, trust_remote_code=trust_remote_code)
+    _require_causal(model, str(path), flag)
+    return model
 
-    Nothing is fetched, and no code of the folder is run unless ``trust_remote_code`` says so. ``flag`` is the option
-    that named the folder, for messages. Raises ConfigError if the folder is missing, damaged, or lacks weights that the
-    architecture has (transformers would fill them with random numbers).
+
+def load_pretrained(
+    auto_class: Any, what: str, path: str | None, device: torch.device, flag: str, *, trust_remote_code: bool
+) -> PreTrainedModel:
+    """The model that ``auto_class`` of transformers makes of the folder ``path``, in float32 on ``device``, without
+    dropout. what: such a model, for messages, as ``flag``, the option that named the folder.
+
+    Nothing is fetched, and no code of the folder is run unless ``trust_remote_code`` says so. Raises ConfigError if the
+    folder is missing, damaged, or lacks weights that the architecture has (transformers would fill them with random
+    numbers).
     """
     folder = checked_folder(path, flag)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class.from_pretrained(
             folder,
             dtype=torch.float32,
             local_files_only=True,
@@ -86,9 +98,7 @@ def load_model(
             output_loading_info=True,
         )
     except Exception as error:  # fault boundary: a damaged folder fails in many ways, all for the user to mend
-        raise ConfigError(
-            f"{folder} does not load as a causal language model: {type(error).__name__}: {error}", where=flag
-        ) from error
+        raise ConfigError(f"{folder} does not load as a {what}: {type(error).__name__}: {error}", where=flag) from error
     model: PreTrainedModel = loaded[0]
     absent = sorted(loaded[1]["missing_keys"])
     if absent:
@@ -97,7 +107,6 @@ def load_model(
     # the ratio of new to old probabilities would not start at 1.
     torch.nn.Module.to(model, device)
     torch.nn.Module.eval(model)
-    _require_causal(model, folder, flag)
     return model
 
 

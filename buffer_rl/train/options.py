@@ -72,7 +72,8 @@ class TrainOptions(Section):
     role_max_restarts: int = option(
         2,
         "how often the processes of each of these roles, and rollout workers, are replaced after one of them died; the "
-        "next death is a global restart (--max-global-restarts). Also how often that of --data-source-path is replaced",
+        "next death is a global restart (--max-global-restarts). Also how often those of --data-source-path and "
+        "--rm-model are replaced",
         ge=0,
     )
     balance_data: bool = option(

@@ -13,7 +13,17 @@ from buffer_rl.cluster.counts import replicas_of
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import place
-from buffer_rl.roles import ACTOR, CRITIC, DERIVED_FIELDS, MODEL_FIELDS, ROLES, SAMPLED_FIELDS, Role, worker_counts
+from buffer_rl.roles import (
+    ACTOR,
+    CRITIC,
+    DEDICATED,
+    DERIVED_FIELDS,
+    MODEL_FIELDS,
+    ROLES,
+    SAMPLED_FIELDS,
+    Role,
+    worker_counts,
+)
 from buffer_rl.scope import Scope, needs_of, scope_of
 
 REFERENCE_FOLDER = "ref"
@@ -130,7 +140,7 @@ def own_roles(args: Any, registry: PluginRegistry) -> dict[str, tuple[str, Role]
 def process_counts(args: Any, own: Mapping[str, tuple[str, Role]]) -> dict[str, int]:
     """Processes of each role that has some; the user's ``own`` come after the others, and ``--resource`` counts them
     before their rows do."""
-    counts = {name: count for name, count in worker_counts(args).items() if count}
+    counts = {name: count for name, count in worker_counts(args).items() if count and name in DEDICATED}
     replicas = replicas_of(args)
     return counts | {name: replicas.get(name, (row.processes, 0))[0] for name, (_, row) in own.items()}
 

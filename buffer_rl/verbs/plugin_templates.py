@@ -236,12 +236,12 @@ def my_engine(args: Any, index: int, log_path: str) -> EngineProcess:
 
 
 class MyWeightTransport(DiskTransport):
-    """The transport by disk, with a line for each version."""
+    """The transport by disk, with a line for each version. Its side in the trainer's ranks is the class ``sender``."""
 
-    def prepare(self, source: Any, version: int) -> Any:
+    def prepare(self, version: int) -> None:
         """Bring the version to where the engines can take it."""
         print(f"publishing version {version}")
-        return super().prepare(source, version)
+        super().prepare(version)
 
 
 class MyLogger:

@@ -18,7 +18,7 @@ from buffer_rl.data.source import EvalSource
 from buffer_rl.driver.process import check_lineage
 from buffer_rl.driver.schedule import rollout_only, train_only
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
-from buffer_rl.model_config import length_problem, max_positions
+from buffer_rl.model_config import length_problem, max_positions, text_config
 from buffer_rl.redaction import mask_url
 from buffer_rl.remote import file_system, is_remote, local_path
 from buffer_rl.roles import CRITIC
@@ -42,6 +42,8 @@ def check_folders(args: Any) -> None:
                 check_weights(flag_of(name), folder)
     check_tokenizer(flag_of("hf_checkpoint"), args.hf_checkpoint)
     _check_teacher(args)
+    if args.rm_model is not None and not train_only(args):
+        _check_reward_model(args)
     first_step = read_manifest(args.load).step if args.load is not None else 0
     if is_remote(args.run_dir):
         raise ConfigError(
@@ -300,6 +302,34 @@ def _check_teacher(args: Any) -> None:
             where=f"--opd-teacher-load {folder}",
             expected="a teacher with the tokenizer of the model, whose tokens it scores",
         )
+
+
+def _check_reward_model(args: Any) -> None:
+    """Raises ConfigError for a reward model that is no sequence classifier with one label and a tokenizer."""
+    flag, folder = flag_of("rm_model"), args.rm_model
+    config = read_config(flag, folder)
+    names = [str(name) for name in config.get("architectures") or ()]
+    own = "AutoModelForSequenceClassification" in (config.get("auto_map") or {})
+    if not own and not any(name.endswith("ForSequenceClassification") for name in names):
+        raise ConfigError(
+            f"{folder!r} is no sequence classifier: its architecture is {', '.join(names) or 'not said'}",
+            where=flag,
+            expected="a folder that AutoModelForSequenceClassification loads, with one label",
+            hint="a reward that is no classifier can be a function: --custom-rm-path, --custom-group-rm-path",
+        )
+    labels = len(config.get("id2label") or {}) or config.get("num_labels", 2)  # 2: of configurations that say nothing
+    if labels != 1:
+        raise ConfigError(
+            f"the classifier has {labels} labels",
+            where=f"{flag} config.json",
+            expected="one, whose logit is the reward",
+            hint="which of them is good is for a function to say: --custom-rm-path",
+        )
+    check_weights(flag, folder)
+    check_tokenizer(flag, folder)
+    tokens = len(load_tokenizer(folder, flag, trust_remote_code=args.trust_remote_code))
+    if tokens > (size := text_config(config).get("vocab_size", tokens)):
+        raise ConfigError(f"the tokenizer has {tokens} tokens, and the model {size}", where=f"{flag} {folder}")
 
 
 def _check_file(flag: str, file: Path) -> None:

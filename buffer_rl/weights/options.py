@@ -17,8 +17,8 @@ class WeightOptions(Section):
     )
     update_weight_disk_dir: str | None = option(
         None,
-        "folder of the versions of --weight-sync-mode disk, for this run alone, on a file system that trainer and "
-        "engines share; without it: weights in --run-dir",
+        "folder of the versions of --weight-sync-mode disk and of those that roles read, for this run alone, on a file "
+        "system that all nodes share; without it: in --run-dir",
     )
     update_weights_timeout_s: float = option(600.0, "deadline of one publication, in seconds", gt=0)
     check_weight_update_equal: bool = option(

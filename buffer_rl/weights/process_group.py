@@ -20,14 +20,16 @@ from datetime import timedelta
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
+from torch import distributed
 
 from buffer_rl.errors import EngineError
 from buffer_rl.weights.shared_memory import as_bytes
 
 FLATTENED = "flattened_bucket"
 """``load_format`` of a bucket that is sent as one broadcast; SGLang's name."""
-_PAUSE_S = 0.05  # between two attempts to reach a sender that does not listen yet
+_dist: Any = distributed  # names that its type information lacks
+_REACH_S = 5.0  # for a sender that starts to listen at the same time as engines are told to join
+_PAUSE_S = 0.05  # between two attempts to reach it
 
 
 class WeightGroup:
@@ -35,11 +37,11 @@ class WeightGroup:
 
     def __init__(self, store: Any, *, name: str, rank: int, world_size: int, address: str, timeout_s: float) -> None:
         self.name, self.rank = name, rank
-        make: Any = dist.ProcessGroupGloo
+        make = _dist.ProcessGroupGloo
         options = make._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [make.create_device(hostname=address)]
-        keys: Any = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+        keys = _dist.PrefixStore("cpu/", _dist.PrefixStore(f"{name}/", _dist.PrefixStore(name, store)))
         try:
             self._backend: Any = make(keys, rank, world_size, options)
         except RuntimeError as error:
@@ -54,7 +56,7 @@ class WeightGroup:
         gone or the deadline passes."""
         if self._backend is None:
             raise EngineError("the group was closed", where=f"weight group {self.name!r}")
-        options: Any = dist.BroadcastOptions()
+        options = _dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, timedelta(seconds=max(timeout_s, 0.001))
         try:
             self._backend.broadcast([flat], options).wait()
@@ -80,7 +82,7 @@ class WeightGroup:
         for part in parts:
             self.broadcast(part, deadline - time.monotonic())
         if flattened:  # copied: a view of several bytes a value has to start at a multiple of them
-            parts = [part.clone() for part in parts[0].split(sizes)]
+            parts = [part.clone() for part in torch.split(parts[0], sizes)]
         return [part.view(dtype).view(shape) for part, (dtype, shape) in zip(parts, expected, strict=True)]
 
     def close(self) -> None:
@@ -95,8 +97,7 @@ class Rendezvous:
         self.address, self._timeout_s = address, timeout_s
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.port = int(listener.getsockname()[1])
-        make: Any = dist.TCPStore
-        self._store = make(
+        self._store: Any = _dist.TCPStore(
             address,
             self.port,
             is_master=True,
@@ -135,11 +136,12 @@ def join(
     """Any rank but 0: join the group of the sender that listens, or soon will, at ``address``. is_cancelled: asked
     while the sender is not there. Raises EngineError if not all members are there within ``timeout_s`` seconds."""
     deadline = time.monotonic() + timeout_s
-    own = _own_address(address, port, deadline, is_cancelled)
-    make: Any = dist.TCPStore
+    own = _own_address(address, port, min(deadline, time.monotonic() + _REACH_S), is_cancelled)
     try:
         # It counts itself among the workers, for which a sender that torch's own rendezvous made waits.
-        store = make(address, port, world_size, is_master=False, timeout=_left(deadline), wait_for_workers=True)
+        store = _dist.TCPStore(
+            address, port, world_size, is_master=False, timeout=_left(deadline), wait_for_workers=True
+        )
     except RuntimeError as error:
         raise EngineError(f"no store of a group: {_first_line(error)}", where=f"{address}:{port}") from error
     left_s = _left(deadline).total_seconds()

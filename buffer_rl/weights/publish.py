@@ -163,24 +163,34 @@ class RolePublisher:
     """Publishes a version to the engines, where there are any, and to a role that computes with the actor's weights.
 
     save_hf: writes the newest weights as a Hugging Face folder. folder: where versions are written. The newest stays
-    there: a role that is restarted reads it again.
+    there: a role that is restarted reads it again. notice: called with a line where the role is down.
     """
 
     def __init__(
-        self, engines: Publisher | None, save_hf: Callable[[str], object], reader: ActorGroup, folder: Path
+        self,
+        engines: Publisher | None,
+        save_hf: Callable[[str], object],
+        reader: ActorGroup,
+        folder: Path,
+        notice: Callable[[str], None],
     ) -> None:
         self._engines = engines
         self._save_hf = save_hf
         self._reader = reader
         self._folder = folder.absolute()
+        self._notice = notice
 
     def publish(self, version: int) -> dict[str, float]:
         """Have the engines and the role take ``version``. Returns the seconds of each part."""
         times = {} if self._engines is None else self._engines.publish(version)
         started = time.monotonic()
-        load = partial(self._reader.call_and_keep, "update_weights_from_disk")
-        _pass_on(self._save_hf, version, self._folder, load)
+        _pass_on(self._save_hf, version, self._folder, self._load)
         return times | {"role_time": time.monotonic() - started}
+
+    def _load(self, path: str, version: int) -> None:
+        if not self._reader.call_and_keep("update_weights_from_disk", path, version):
+            role = self._reader.role
+            self._notice(f"{role} is down and passed over: its replacement takes version {version} before it works")
 
     def close(self) -> None:
         """Free what the transport to the engines has."""

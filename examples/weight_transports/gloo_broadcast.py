@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from buffer_rl.weights.process_group import Rendezvous, WeightGroup
     from buffer_rl.weights.sender import Senders
 
-JOIN_TIMEOUT_S = 30.0
+JOIN_TIMEOUT_S = 15.0
 """An engine that dies while the group is made is noticed after so long; later deaths are noticed at once."""
 
 
@@ -47,7 +47,8 @@ class BroadcastSender:
         plan = [described(bucket) for bucket in buckets]
         if not self._is_source:
             return None
-        self._rendezvous = Rendezvous(ray.util.get_node_ip_address(), timeout_s=JOIN_TIMEOUT_S)
+        util: Any = ray.util
+        self._rendezvous = Rendezvous(util.get_node_ip_address(), timeout_s=JOIN_TIMEOUT_S)
         return self._rendezvous.address, self._rendezvous.port, plan
 
     def join(self, _: Iterator[Mapping[str, Any]], name: str, world_size: int) -> None:
@@ -94,11 +95,11 @@ class GlooBroadcast:
         still be in a group that failed."""
         self.close()
         self._trainer, self._engines = trainer, engines
+        receivers = sorted(engines.versions())  # of those that live
         address, port, self._plan = next(answer for answer in trainer.send("listen") if answer is not None)
         self._name = f"buffer_rl_{secrets.token_hex(4)}"
-        world_size = 1 + len(engines.targets())
-        joining = trainer.start("join", self._name, world_size)
-        engines.init_weights_update_group(address, port, name=self._name, world_size=world_size)
+        joining = trainer.start("join", self._name, 1 + len(receivers))
+        engines.init_weights_update_group(address, port, receivers, name=self._name)
         joining.wait()
 
     def prepare(self, version: int) -> None:
@@ -118,6 +119,7 @@ class GlooBroadcast:
         """Have both sides leave the group."""
         name, self._name = self._name, None
         if name is not None:
-            with suppress(BufferRLError):  # an engine leaves by itself when a broadcast fails
+            with suppress(BufferRLError):  # an engine that failed has left by itself, and so has a process that died
                 self._engines.destroy_weights_update_group(name)
-            self._trainer.send("close")
+            with suppress(BufferRLError):
+                self._trainer.send("close")

@@ -51,9 +51,10 @@ class Trainer(TorchTrainer):
     def __init__(self, args, rank, world_size, objective):
         super().__init__(args, rank, world_size, objective)
         self.folder, self.is_last, self.steps = Path(args.run_dir), rank == world_size - 1, 0
+        self.prefix = "critic_" if objective.critic else ""
 
     def die(self, moment):
-        moment = f"{moment}_{self.steps}"
+        moment = f"{self.prefix}{moment}_{self.steps}"
         if self.is_last and moment in self.folder.name.split("-") and not (self.folder / moment).exists():
             (self.folder / moment).touch()
             pid = os.getpid()
@@ -188,6 +189,18 @@ def test_a_rank_may_be_killed_at_any_moment_of_a_step(
     happened = moments.split("-")
     assert [moment for moment in happened if not (disturbed / moment).exists()] == []
     assert said.count("all processes of the run are started again") == len(happened)
+    check_equal(disturbed, undisturbed)
+
+
+def test_the_death_of_a_rank_of_the_critic_takes_the_policy_back_with_it(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ppo = {"advantage_estimator": "ppo", "lambd": 0.9, "num_critic_only_steps": 1, "save_interval": 1}
+    undisturbed = run("undisturbed_critic", **ppo)
+    disturbed = run("critic_update_2", **ppo)
+    said = capfd.readouterr().out
+    assert said.count("critic.train: the process died") == 1
+    assert "from the checkpoint of step 2 (global restart 1 of 3)" in said
     check_equal(disturbed, undisturbed)
 
 

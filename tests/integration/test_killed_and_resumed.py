@@ -27,7 +27,7 @@ def test_a_lineage_of_killed_runs_ends_as_if_nothing_had_happened(train: Callabl
         start = newest_step(saves)
         load = {"load": str(saves)} if start else {}
         # Without an end: it is still at work when it is killed, however slow this test is to notice.
-        sizes = {"num_train_ranks": num_ranks, "lr_decay_iters": STEPS}
+        sizes = {"num_train_ranks": num_ranks, "lr_decay_iters": STEPS, "max_global_restarts": 0}
         run = LiveRun(make_options(tmp_path, "cut", 1000, **sizes, **save, **load))
         try:
             assert run.wait_until(lambda start=start: newest_step(saves) > start + 1, 150), run.last_output()

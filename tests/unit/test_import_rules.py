@@ -17,11 +17,13 @@ RAY_MODULES = (
     "buffer_rl/buffer/calling.py",
     "buffer_rl/buffer/storage.py",
     "buffer_rl/engine/fleet.py",
+    "buffer_rl/engine/host.py",
     "buffer_rl/weights/publish.py",
     "buffer_rl/cluster/*.py",
     "buffer_rl/driver/runtime.py",
     "buffer_rl/rollout/data_source.py",
     "buffer_rl/train/group.py",
+    "buffer_rl/train/reward_model.py",
 )
 OPTIONS_MAY_IMPORT = {"__future__", "typing", "buffer_rl.config"}
 

@@ -18,6 +18,7 @@ from buffer_rl.config import Section, compose, env_of, option
 from buffer_rl.configuration.sources import Source, resolve
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.redaction import mask_secrets
 
 PACKAGES = [Path(package.__file__).parent for package in (buffer_rl, filter_hub, rm_hub)]
 UNPICKLING = {
@@ -122,6 +123,17 @@ def test_a_secret_is_refused_as_a_flag_and_taken_from_the_environment() -> None:
     assert resolved.origins["engine_api_key"].source is Source.ENVIRONMENT
 
 
+def test_a_secret_variable_is_refused_in_a_flag_of_several_and_taken_from_the_environment() -> None:
+    options = compose(CORE_SECTIONS)
+    text = '{"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2"}'
+    with pytest.raises(ConfigError, match=r"^--train-env-vars HF_TOKEN: .* every user of the machine") as caught:
+        resolve(options, flags={"train_env_vars": text}, environ={}, config_path=None)
+    assert "hunter2" not in str(caught.value)
+    resolved: Any = resolve(options, flags={}, environ={env_of("train_env_vars"): text}, config_path=None).args
+    assert resolved.train_env_vars == {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2"}
+    assert "hunter2" not in str(mask_secrets(resolved.model_dump()))
+
+
 @pytest.mark.parametrize(
     ("name", "raw"),
     [
@@ -154,6 +166,10 @@ class KeyedOptions(Section):
 def test_a_wrong_value_that_is_or_holds_a_secret_is_not_shown(tmp_path: Path) -> None:
     options = compose([*CORE_SECTIONS, KeyedOptions])
     file = tmp_path / "c.yaml"
+    file.write_text("train_env_vars: {HF_TOKEN: [hunter2]}")
+    with pytest.raises(ConfigError, match="train-env-vars") as caught:
+        resolve(options, flags={}, environ={}, config_path=str(file))
+    assert "hunter2" not in str(caught.value)
     for text in ("engine_api_key: [hunter2, b]", "engine_api_key: {a: hunter2}", "judge_api_key: hunter2"):
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"api-key: '\*\*\*' is not") as caught:

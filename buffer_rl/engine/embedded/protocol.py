@@ -221,7 +221,7 @@ def _seed(rid: str, params: SamplingParams, deterministic: bool) -> int:
     return secrets.randbits(64)
 
 
-def weight_version(body: dict[str, Any]) -> str | None:
+def weight_version(body: Mapping[str, Any]) -> str | None:
     """The name of new weights, where a request says it. Raises BadRequestError."""
     version = body.get("weight_version")
     if version is not None and not isinstance(version, str):

@@ -159,7 +159,7 @@ class WeightGroups:
                 raise EngineError(f"the model has no weights {str(name)[:MAX_NAME_CHARS]!r}")
             if name in expected:
                 raise EngineError(f"the weights {name} came twice in one update")
-            plain = dtype.removeprefix("torch.") if isinstance(dtype, str) else None
+            plain = str(dtype).removeprefix("torch.")
             if plain not in DTYPES:
                 raise BadRequestError(f"dtype {dtype!r} of {name} is not known; known: {', '.join(DTYPES)}")
             if not isinstance(shape, list) or tuple(shape) != self._shapes[name]:

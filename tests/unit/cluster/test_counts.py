@@ -100,6 +100,10 @@ def test_equal_numbers_given_twice_are_accepted() -> None:
             "  expected: a multiple of 2, such as 2 or 4",
         ),
         (
+            {"resource": {"reward": [2, 0]}},
+            "--resource: the role 'reward' is counted, and there is none\n  hint: add --rm-model",
+        ),
+        (
             {"resource": {"actor": [8]}},
             "--resource: 'actor' has [8]\n"
             "  expected: [replicas, GPUs of each replica], for example [1, 8]; without GPUs [1, 0]",

@@ -20,6 +20,7 @@ from buffer_rl.options import CORE_SECTIONS
 PPO = {"advantage_estimator": "ppo"}
 SGLANG = {"rollout_engine": "sglang"}
 JOINED = {"ray_address": "10.0.0.2:6379"}
+JUDGED = {"rm_model": "/models/judge"}  # a run without a reward model has no role "reward"
 
 Place = tuple[int, tuple[int, ...]]
 
@@ -80,7 +81,8 @@ def test_a_part_of_a_pool_is_divided_again() -> None:
 
 
 def test_four_roles_of_one_pool_have_a_quarter_of_every_device() -> None:
-    args = options(colocate=True, resource={"actor": [1, 8], "rollout": [1, 8], "genrm": [8, 1], "reference": [1, 8]})
+    resource = {"actor": [1, 8], "rollout": [1, 8], "genrm": [8, 1], "reference": [1, 8]}
+    args = options(**JUDGED, colocate=True, resource=resource)
     chosen = seating(args, nodes(8), engines=True).seats[Unit.GPU]
     assert {(seat.role, seat.devices[0].slot) for seat in chosen} == {
         (role, slot) for role in ("train", "engine", "reward", "ref") for slot in range(8)
@@ -90,9 +92,9 @@ def test_four_roles_of_one_pool_have_a_quarter_of_every_device() -> None:
 
 def test_roles_of_half_a_shared_pool_sit_side_by_side() -> None:
     resource = {"actor": [1, 8], "critic": [1, 8], "genrm": [4, 1], "reference": [1, 4]}
-    found = places(nodes(8), **PPO, colocate=True, resource=resource, engine_device="cpu")
+    found = places(nodes(8), **PPO, **JUDGED, colocate=True, resource=resource, engine_device="cpu")
     assert found["train"] == found["critic"] == singles(0, *range(8))
-    assert (found["reward"], found["ref"]) == (singles(0, 4, 5, 6, 7), singles(0, 0, 1, 2, 3))
+    assert sorted([found["reward"], found["ref"]]) == [singles(0, 0, 1, 2, 3), singles(0, 4, 5, 6, 7)]
 
 
 # ------------------------------------------------------------------ nodes and engines
@@ -163,9 +165,10 @@ def test_an_evaluation_has_no_critic_to_give_a_gpu_to() -> None:
 
 def test_pairs_of_roles_share_where_their_flag_says_so() -> None:
     assert gpus_of(2, num_train_ranks=2, colocate_actor_ref=True, num_ref_workers=1) == {"train": 0.5, "ref": 0.5}
-    asked = {**PPO, "resource": {"reward": [1, 1]}}
+    asked = {**PPO, **JUDGED, "resource": {"reward": [1, 1]}}
     assert gpus_of(2, **asked, colocate_critic_reward=True) == {"train": 1.0, "critic": 0.5, "reward": 0.5}
     assert gpus_of(3, **asked) == {"train": 1.0, "critic": 1.0, "reward": 1.0}
+    assert gpus_of(1, resource={"reference": [2, 0]}) == {"train": 1.0}  # the workers compute on the CPU
 
 
 def test_engines_have_gpus_that_are_left_and_are_refused_none_that_are_counted() -> None:
@@ -187,6 +190,18 @@ def test_a_fall_back_to_the_cpu_is_said() -> None:
         "there is no GPU for 8 trainer ranks (1 node x 8 GPUs): they compute on the CPU (--train-device auto)"
     ]
     assert notices(0, num_train_ranks=4) == notices(4, num_train_ranks=4) == notices(1, train_device="cpu") == []
+
+
+def test_what_has_no_gpu_sees_none() -> None:
+    def visible(found: int, role: str, **given: Any) -> str | None:
+        placed = Placement.of(options(**given), nodes(found)).options(role, 0)
+        seen: str | None = placed.get("runtime_env", {"env_vars": {}})["env_vars"].get("CUDA_VISIBLE_DEVICES")
+        return seen
+
+    assert visible(3, "train", num_train_ranks=4) == visible(1, "train", train_device="cpu") == ""
+    assert visible(1, "ref", resource={"reference": [2, 0]}) == ""
+    assert visible(1, "train") is visible(0, "train") is visible(1, "rollout") is visible(1, "engine") is None
+    assert visible(1, "train", train_device="cpu", train_env_vars={"CUDA_VISIBLE_DEVICES": "7"}) == "7"
 
 
 def test_the_environment_of_ranks_and_roles_is_the_one_asked_for() -> None:
@@ -319,7 +334,7 @@ def test_every_layout_gives_each_member_one_seat_and_no_device_away_twice(
     args = options(
         **SGLANG, **JOINED, **dict.fromkeys(flags, True), actor_num_nodes=actor[0], actor_num_gpus_per_node=actor[1],
         rollout_num_gpus=engines[0] * engines[1], rollout_num_gpus_per_engine=engines[1], num_ref_workers=refs,
-        resource=None if judges is None else {"genrm": list(judges)},
+        resource=None if judges is None else {"judge": list(judges)},
     )  # fmt: skip
     try:
         placement = Placement.of(args, nodes(*gpus))
@@ -330,7 +345,7 @@ def test_every_layout_gives_each_member_one_seat_and_no_device_away_twice(
     if not seats:
         assert len(gpus) == 1 or unit is Unit.CPU
         return
-    members = {"train": actor[0] * actor[1], "engine": engines[0], "ref": refs, "reward": (judges or (0, 0))[0]}
+    members = {"train": actor[0] * actor[1], "engine": engines[0], "ref": refs, "judge": (judges or (0, 0))[0]}
     members["critic"] = members["train"] * ("use_critic" in flags)
     assert Counter(seat.role for seat in seats) == Counter({role: count for role, count in members.items() if count})
     assert len({(seat.role, seat.index) for seat in seats}) == len(seats)

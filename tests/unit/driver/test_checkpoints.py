@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,10 +65,10 @@ def test_each_trained_role_has_a_folder_and_the_actor_gives_the_model(tmp_path: 
 def test_a_reference_that_was_updated_has_a_folder(tmp_path: Path) -> None:
     args: Any = compose(CORE_SECTIONS)(save=str(tmp_path / "saves"), save_timeout_s=17.0)
     (tmp_path / "weights").mkdir()
-    ranks, source = Ranks(), cast(Any, type("Source", (), {"save_hf": lambda _, path: Path(path).mkdir()})())
-    reference = ReferenceUpdates(source, lambda path, version: Path(path, "weights").touch(), tmp_path / "weights")
+    folder = tmp_path / "weights"
+    reference = ReferenceUpdates(os.mkdir, lambda path, version: Path(path, "weights").touch(), folder)
     reference.update(3)
-    trained = cast(Any, {"train": ranks})
+    trained = cast(Any, {"train": Ranks()})
     RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), trained=trained, reference=reference).save(4)
     assert (open_checkpoint(tmp_path / "saves").folder / "ref" / "weights").is_file()
 

@@ -304,6 +304,25 @@ class Failing:
         return fail
 
 
+def test_a_step_that_is_saved_is_reported_although_its_publication_fails(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.runtime = VirtualRuntime(
+        {**world.roles, "publish": Failing(WorkerDiedError("it died", where="train.save_hf"))}
+    )
+    with pytest.raises(WorkerDiedError, match="it died"):
+        Driver(replace(PLAN, save_interval=1), world.runtime, world.recorder).run()
+    assert list(world.saves.saved) == [1]  # a restart begins after it
+    assert [event for event in world.recorder.events if event[0] == "step"] == [("step", 0)]
+    assert "perf/step_time" in world.recorder.metrics[0]
+
+
+@pytest.mark.parametrize(("owes", "evaluated"), [(False, [4]), (True, [2, 4])])
+def test_an_evaluation_that_a_death_came_before_is_made_up_for(owes: bool, evaluated: list[int]) -> None:
+    plan = replace(PLAN, num_rollouts=4, first_rollout=2, publish_at_start=True, owes_evaluation=owes)
+    assert [step for step in range(2, 5) if plan.evaluates_at(step)] == evaluated
+    assert not replace(plan, first_rollout=3).evaluates_at(3)  # none was due
+
+
 @pytest.mark.parametrize("role", ["rollout", "train", "publish", "buffer"])
 def test_an_error_of_any_role_ends_the_run_as_it_is(tmp_path: Path, role: str) -> None:
     world = World(tmp_path)

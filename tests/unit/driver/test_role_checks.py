@@ -341,6 +341,7 @@ def test_an_attribute_scope_that_means_something_else_declares_nothing(other: ob
         ({"num_actor_fwd_workers": 1, "num_advantage_workers": 1}, ("actor_fwd", "advantages"), ()),
         ({"use_kl_loss": True, "use_rollout_logprobs": True}, (), ("ref",)),
         ({**STREAM, "use_kl_loss": True}, (), ("ref",)),
+        ({"rm_model": "classifier", "num_reward_workers": 2}, (), ("actor",)),  # which rollout workers call
     ],
 )
 def test_the_trainer_computes_what_no_role_does(

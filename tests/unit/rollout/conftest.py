@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from buffer_rl.config import compose
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
-from buffer_rl.testing.tiny import make_char_tokenizer
+from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
+from buffer_rl.train.reward_model import RewardModel
 from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket, VersionSpan
 
 USER_CODE = Path(__file__).with_name("user_code.py")
@@ -103,10 +108,16 @@ class ScriptedEngine:
 
 
 @asynccontextmanager
-async def opened(engine: Any = None, **options: Any) -> AsyncIterator[RolloutContext]:
+async def opened(
+    engine: Any = None, reward_model: Sequence[Any] = (), tokenizer: Any = None, **options: Any
+) -> AsyncIterator[RolloutContext]:
     """An active context that is closed at the end."""
     context = RolloutContext.build(
-        make_args(**options), registry=PluginRegistry(), engine=engine, tokenizer=make_char_tokenizer()
+        make_args(**options),
+        registry=PluginRegistry(),
+        engine=engine,
+        tokenizer=tokenizer or make_char_tokenizer(),
+        reward_model=reward_model,
     )
     try:
         with context.active():
@@ -120,6 +131,31 @@ def pids(context: RolloutContext) -> list[int]:
     return sorted(process.pid for process in context.scorer.pool.live)
 
 
+class LocalRewardModel:
+    """The handle of a reward model's process, whose model is in this one. open: answers wait for it."""
+
+    def __init__(self, folder: str) -> None:
+        self.model = RewardModel(folder, torch.device("cpu"))
+        self.score = SimpleNamespace(remote=self._score)
+        self.open = threading.Event()
+        self.open.set()
+        self.thread = ThreadPoolExecutor(max_workers=1)
+
+    def _score(self, rows: Sequence[Any]) -> Any:
+        future = self.thread.submit(self._scores, rows)
+        return SimpleNamespace(future=lambda: future)
+
+    def _scores(self, rows: Sequence[Any]) -> list[float]:
+        assert self.open.wait(30)
+        return self.model.scores(rows, 4096)
+
+
+def make_reward_model(folder: Path, **options: Any) -> str:
+    """A random sequence classifier with one label, in ``folder``."""
+    kind = "AutoModelForSequenceClassification"
+    return make_tiny_model(folder, auto_class=kind, num_labels=1, hidden_size=32, **options)
+
+
 class Kit:
     """The builders of this file."""
 
@@ -131,6 +167,8 @@ class Kit:
     opened = staticmethod(opened)
     pids = staticmethod(pids)
     ScriptedEngine = ScriptedEngine
+    LocalRewardModel = LocalRewardModel
+    make_reward_model = staticmethod(make_reward_model)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +69,8 @@ class Run:
 
     async def go(self, engine: FakeEngine) -> None:
         with EngineControlClient([engine.url], timeout_s=0.4) as control:
-            trainer = local_senders(DiskTransport, self.args, lambda: iter(()))
+            place = SimpleNamespace(hf_checkpoint=self.args.run_dir)
+            trainer = local_senders(DiskTransport, place, lambda: iter(()))
             publisher = Publisher(DiskTransport(self.args), trainer, control)
             for rollout_id in range(STEPS):
                 await self.step(rollout_id, engine)

@@ -22,6 +22,7 @@ from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.failure_policy import QUARANTINE_FILE
 from buffer_rl.testing.local_buffer import local_client, local_state
+from buffer_rl.testing.tiny import make_char_tokenizer
 from buffer_rl.types import GroupUid
 from harness.ledger_contents import count_states
 
@@ -90,10 +91,10 @@ class Run:
         self.state = local_state(self.args, self.ledger, max_staleness=None)
         self.ticket = self.state.generate(0)
 
-    async def roll(self) -> dict[str, float]:
+    async def roll(self, *reward_model: Any) -> dict[str, float]:
         engine = self.kit.ScriptedEngine()
         buffer = local_client(self.state, self.ticket, GroupConverter(self.args))
-        async with self.kit.opened(engine, **self.options) as context:
+        async with self.kit.opened(engine, reward_model, **self.options) as context:
             context.run_dir = self.folder
             output = await DefaultRollout(context.args)(context.args, 0, buffer)
         metrics: dict[str, float] = output.metrics
@@ -169,3 +170,25 @@ async def test_the_run_ends_with_the_error_where_the_policy_says_so(kit: Any, tm
         await run.roll()
     assert run.reports == []
     assert sum(count_states(run.state.ledger, run.source, 0, ROWS).values()) == ROWS
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+async def test_a_prompt_whose_score_by_the_reward_model_is_not_finite_is_tried_twice(
+    kit: Any, tmp_path: Path, value: float
+) -> None:
+    folder = kit.make_reward_model(tmp_path / "model")
+    process = kit.LocalRewardModel(folder)
+    process.model._model.get_input_embeddings().weight[token_of("b")] = value  # of the prompt 'bad' alone
+    run = Run(kit, tmp_path, rm_model=folder)
+    metrics = await run.roll(process)
+    assert (metrics["drop_quarantined"], metrics["data_failures"]) == (1.0, 2.0)
+    entry = run.ledger.entry(GroupUid(run.source, BAD, 0))
+    assert (entry.state, entry.attempt, entry.reason) == (GroupState.QUARANTINED, 2, "reward_failed:invalid")
+    assert "nan (float), not finite" in run.reports[0]["error"]
+    run.state.close_rollout(run.ticket)
+    assert {row.uid.row for row in run.state.get_data(0).row_ids} == {0, 2}
+
+
+def token_of(character: str) -> int:
+    (token,) = make_char_tokenizer().encode(character)
+    return int(token)

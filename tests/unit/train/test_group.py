@@ -12,7 +12,7 @@ from buffer_rl.errors import BufferRestartedError, BufferStateError, ConfigError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.scope import Unit
 from buffer_rl.token_loss import Reduction, Sums, Total
-from buffer_rl.train.group import check_groups, combine, streamed_rows
+from buffer_rl.train.group import check_groups, named_metrics, streamed_rows
 from buffer_rl.train.ranks import check_topologies
 from buffer_rl.train.steps import StepReport
 from buffer_rl.types import TrainBatch
@@ -35,12 +35,12 @@ def test_a_steps_metrics_are_those_of_all_ranks_rows_and_a_rollouts_the_means_ov
         sums(8.0, 2.0, ratio=Total(Reduction.MEAN, 2.0, 1.0), largest=Total(Reduction.MAX, 4.0, 1.0)), Sums()
     )
     expected = {"loss": (12 / 4 + 1 / 1) / 2, "ratio": 8 / 4, "largest": 9.0, "grad_norm": 3.0, "lr": 0.2}
-    assert combine("train", "train", [first, second]) == {f"train/{name}": value for name, value in expected.items()}
-    assert combine("critic", "finish_stream", [second, first])["critic/loss"] == 2.0
+    assert named_metrics("train", [first, second]) == {f"train/{name}": value for name, value in expected.items()}
+    assert named_metrics("critic", [second, first])["critic/loss"] == 2.0
 
 
 def test_steps_that_were_left_out_are_counted() -> None:
-    assert combine("train", "train", [StepReport(non_finite=2)] * 2) == {"train/non_finite_steps": 2.0}
+    assert named_metrics("train", [StepReport(non_finite=2)] * 2) == {"train/non_finite_steps": 2.0}
 
 
 def test_a_rollout_that_was_lost_is_no_rank_without_rows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,31 @@ def test_another_model_is_looked_at_under_its_own_flag(model: Path, tmp_path: Pa
         check_folders(options(model, **{name: str(tmp_path / "other")}))
 
 
+def test_a_reward_model_is_a_sequence_classifier_with_one_label_and_a_tokenizer(model: Path, tmp_path: Path) -> None:
+    kind = "AutoModelForSequenceClassification"
+    good = make_tiny_model(tmp_path / "good", auto_class=kind, num_labels=1)
+    check_folders(options(model, rm_model=good))
+    three = make_tiny_model(tmp_path / "three", auto_class=kind, num_labels=3)
+    two = make_tiny_model(tmp_path / "two", auto_class=kind)  # as a configuration that says nothing
+    language = make_tiny_model(tmp_path / "language", num_labels=1)
+    silent = Path(make_tiny_model(tmp_path / "silent", auto_class=kind, num_labels=1))
+    for file in silent.glob("tokenizer*"):
+        file.unlink()
+    small = make_tiny_model(tmp_path / "small", auto_class=kind, num_labels=1, characters="ab")
+    make_char_tokenizer("abcd").save_pretrained(small)
+    for folder, message in (
+        (str(tmp_path / "absent"), "no Hugging Face folder"),
+        (language, "is no sequence classifier: its architecture is Qwen3ForCausalLM"),
+        (three, "config.json: the classifier has 3 labels"),
+        (two, "config.json: the classifier has 2 labels"),
+        (str(silent), "there is no tokenizer"),
+        (small, "the tokenizer has 7 tokens, and the model 5"),
+    ):
+        with pytest.raises(ConfigError, match=f"--rm-model.*{re.escape(message)}"):
+            check_folders(options(model, rm_model=folder))
+    check_folders(options(model, rm_model=language, debug_train_only=True))  # nothing is scored
+
+
 def test_a_teacher_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     student, same, larger, other = (
         Path(make_tiny_model(tmp_path / name, characters=characters))
@@ -176,6 +202,24 @@ def test_a_gpu_that_is_not_there_is_said_before_anything_starts(model: Path, nam
         with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} cuda: there is no CUDA device"):
             check_devices(args)
     check_devices(options(model, **{name: "cuda"}, ray_address="10.0.0.1:6379"))  # ranks and engines run elsewhere
+
+
+def test_gpus_that_are_counted_and_not_there_are_said_before_anything_starts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    asked = {"actor_num_gpus_per_node": 2, "num_train_ranks": 2, "rollout_num_gpus": 1}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        ConfigError, match=r"2 trainer ranks \(1 node x 2 GPUs\) and 1 engine need 3 GPUs; this machine"
+    ):
+        check_devices(options(model, **asked))
+    check_devices(options(model, **asked, colocate=True))
+    check_devices(options(model, **asked, debug_train_only=True))
+    check_devices(options(model, **asked, ray_address="10.0.0.1:6379"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    check_devices(options(model, **asked))  # on the CPU
 
 
 def source(source_hash: str, use: str = "train") -> dict[str, Any]:

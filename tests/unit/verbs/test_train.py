@@ -79,6 +79,17 @@ def test_steps_that_follow_from_the_batch_size_are_shown_with_its_origin(
     assert "one of 4, 8, 12, 24" in refusal(capsys, "--rm-type", "f1", *sizes, "9")
 
 
+def test_processes_that_follow_from_devices_are_shown_with_their_origin(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = ("--actor-num-gpus-per-node", "2", "--resource", '{"rollout": [1, 3]}')
+    assert train("--json", "--rm-type", "f1", "--rollout-batch-size", "2", *devices) == 0
+    shown = json.loads(capsys.readouterr().out)["options"]
+    assert shown["num_train_ranks"] == {"value": 2, "source": "flag", "where": "--actor-num-gpus-per-node"}
+    assert shown["rollout_num_engines"] == {"value": 3, "source": "flag", "where": "--resource"}
+    assert shown["num_ref_workers"]["source"] == "default"
+
+
 def test_a_dry_run_for_people_shows_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--custom-rm-path", "./my_reward.py:score") == 0
     lines = capsys.readouterr().out.splitlines()

@@ -16,7 +16,7 @@ from buffer_rl.errors import EngineError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakeEngines, local_senders
 from buffer_rl.weights.disk import DiskTransport
-from buffer_rl.weights.publish import Publisher, ReferenceUpdates
+from buffer_rl.weights.publish import Publisher, ReferenceUpdates, RolePublisher
 
 
 class Weights:
@@ -80,6 +80,48 @@ def test_engines_that_keep_failing_end_the_publication_after_three_attempts(tmp_
         publisher(tmp_path, engines).publish(1)
     assert [engines.calls.count(call) for call in ("pause", "update", "versions", "resume")] == [3, 3, 0, 0]
     assert engines.version == 0
+
+
+class Noting(DiskTransport):
+    """Notes which engines it was connected to."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.connected: list[tuple[str, ...]] = []
+
+    def connect(self, trainer: Any, engines: Any) -> None:
+        super().connect(trainer, engines)
+        self.connected.append(tuple(engines.targets()))
+
+
+def test_a_transport_is_connected_at_first_before_each_retry_and_when_engines_come_and_go(tmp_path: Path) -> None:
+    class Changing(FakeEngines):
+        urls: tuple[str, ...] = ("a",)
+        joins_at_pause = False
+
+        def targets(self) -> tuple[str, ...]:
+            return self.urls
+
+        def pause(self, mode: str) -> None:
+            super().pause(mode)
+            if self.joins_at_pause:
+                self.urls = ("a", "b")
+
+    args: Any = compose(CORE_SECTIONS)(run_dir=str(tmp_path), hf_checkpoint=str(tmp_path))
+    engines = Changing(fail_on="flush", error=EngineError("broken"), failures=2)
+    transport = Noting(args)
+    trainer = local_senders(Noting, args, Weights().export)
+    chosen = Publisher(transport, trainer, engines, first_pause_s=0.0)  # type: ignore[arg-type]  # a fake
+    chosen.publish(1)
+    assert transport.connected == [("a",)] * 3
+    chosen.publish(2)
+    assert len(transport.connected) == 3
+    engines.joins_at_pause = True
+    chosen.publish(3)
+    assert transport.connected[3:] == [("a", "b")]
+    engines.urls, engines.joins_at_pause = ("b",), False
+    chosen.publish(4)
+    assert transport.connected[4:] == [("b",)]
 
 
 def test_no_attempt_begins_after_the_deadline(tmp_path: Path) -> None:
@@ -209,3 +251,26 @@ def test_a_restored_reference_leaves_the_checkpoint_as_it_is(tmp_path: Path) -> 
     updates.restore(saved, 5)
     updates.update(6)
     assert (saved / "model.safetensors").read_text() == "1"
+
+
+class Reader:
+    """A role that computes with the actor's weights. dead: its processes."""
+
+    role = "actor_fwd"
+
+    def __init__(self, dead: bool) -> None:
+        self.dead = dead
+
+    def call_and_keep(self, method: str, path: str, version: int) -> bool:
+        assert (method, Path(path).name) == ("update_weights_from_disk", f"v{version:06d}")
+        return not self.dead
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_role_that_is_down_is_passed_over_by_name(tmp_path: Path, dead: bool) -> None:
+    said: list[str] = []
+    reader: Any = Reader(dead)
+    publisher = RolePublisher(None, Writer().save_hf, reader, tmp_path / "weights", said.append)
+    publisher.publish(3)
+    replacement = "its replacement takes version 3 before it works"
+    assert said == [f"actor_fwd is down and passed over: {replacement}"][:dead]

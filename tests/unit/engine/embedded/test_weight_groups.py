@@ -101,11 +101,9 @@ def body_of_join(port: int, **changes: Any) -> dict[str, Any]:
 def grouped(engines: EngineControlClient, name: str = "w") -> Iterator[WeightGroup]:
     """Rank 0 of a group with all engines."""
     with Rendezvous(timeout_s=20) as rendezvous:
-        world_size = len(engines.targets()) + 1
-        joined = engines.start(
-            engines.init_weights_update_group, rendezvous.address, rendezvous.port, name=name, world_size=world_size
-        )
-        group = rendezvous.group(name, world_size)
+        urls = engines.targets()
+        joined = engines.start(engines.init_weights_update_group, rendezvous.address, rendezvous.port, urls, name=name)
+        group = rendezvous.group(name, len(urls) + 1)
         joined.result(20)
         yield group
         group.close()
@@ -190,7 +188,7 @@ def test_an_engine_receives_from_a_group_that_torch_made(
     engines: list[EmbeddedEngine], served: EngineControlClient, new: dict[str, torch.Tensor], free_port: int
 ) -> None:
     with EngineControlClient([engines[0].url]) as one:
-        joined = one.start(one.init_weights_update_group, "127.0.0.1", free_port, name="theirs", world_size=2)
+        joined = one.start(one.init_weights_update_group, "127.0.0.1", free_port, one.targets(), name="theirs")
         group = torch_group(free_port, 0, 2, "theirs")
         joined.result(20)
         one.begin_weight_update()
@@ -252,7 +250,7 @@ def test_a_sender_that_is_killed_leaves_the_old_weights_and_the_group_can_be_mad
     assert sender.stdin
     assert sender.stdout
     port = int(sender.stdout.readline())
-    served.init_weights_update_group("127.0.0.1", port, name="w", world_size=3)
+    served.init_weights_update_group("127.0.0.1", port, served.targets(), name="w")
     served.begin_weight_update()
     received = served.start(served.update_weights_from_distributed, described(new), name="w", version=9)
     print(json.dumps([list(tensor.shape) for tensor in list(new.values())[:4]]), file=sender.stdin, flush=True)
@@ -451,8 +449,23 @@ def test_an_engine_that_is_joining_a_group_ends_at_once_on_a_signal(
         engine.stop()
 
 
-def test_a_group_of_another_size_than_the_fleet_is_refused_before_an_engine_is_told(
-    served: EngineControlClient,
+def test_engines_that_are_left_out_of_a_group_are_not_told_and_each_other_one_has_a_rank_of_its_own(
+    engines: list[EmbeddedEngine], served: EngineControlClient, new: dict[str, torch.Tensor]
 ) -> None:
-    with pytest.raises(EngineError, match="2 engines for a group of 2 members"):
-        served.init_weights_update_group("127.0.0.1", 1, name="w", world_size=2)
+    old = served.checksums()
+    only = engines[1].url
+    with Rendezvous(timeout_s=20) as rendezvous, EngineControlClient([only]) as second:
+        joined = served.start(served.init_weights_update_group, rendezvous.address, rendezvous.port, [only], name="w")
+        group = rendezvous.group("w", 2)
+        joined.result(20)
+        assert post(engines[0], LEAVE, group_name="w")[0] == 400
+        second.begin_weight_update()
+        send(second, group, new, 8)
+        second.end_weight_update()
+    assert served.versions() == {engines[0].url: "0", only: "8"}
+    assert served.checksums()[engines[0].url] == old[engines[0].url]
+    with Rendezvous(timeout_s=20) as rendezvous:
+        urls = list(reversed(served.targets()))
+        joined = served.start(served.init_weights_update_group, "127.0.0.1", rendezvous.port, urls, name="w")
+        rendezvous.group("w", 3)
+        joined.result(20)

@@ -1,0 +1,212 @@
+"""The processes of the reward model (``--rm-model``): a sequence classifier that scores prompts with their responses.
+
+Who waits for whom: rollout workers wait for ``score``. A process waits for nothing; it holds no state that cannot be
+loaded again, so Ray starts it again when it dies, and its callers repeat the calls that it had not answered.
+
+Calls that wait while a forward pass is under way share the next one, up to ``--max-tokens-per-gpu`` tokens, padding
+included. Rows are padded on the right under an attention mask, so the score of a row is the same alone and in any
+batch, but for rounding; with ``--deterministic`` no forward pass has rows of two calls, and it is the same to the bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from buffer_rl.cluster.actor_group import PATIENCE_S, ActorGroup, redirect_output
+from buffer_rl.cluster.placement import Placement
+from buffer_rl.config import dump_args, load_args
+from buffer_rl.errors import ConfigError, WorkerDiedError
+from buffer_rl.rollout.reward_model import FLAG, ROLE, answers_of
+from buffer_rl.train.collate import micro_batches
+from buffer_rl.train.model import load_pretrained, pick_device, prepare_torch
+
+
+class RewardModel:
+    """A sequence classifier with one label. device: where it computes, in float32."""
+
+    def __init__(self, folder: str, device: torch.device, *, trust_remote_code: bool = False) -> None:
+        self._device = device
+        self._model: PreTrainedModel = load_pretrained(
+            AutoModelForSequenceClassification,
+            "sequence classifier",
+            folder,
+            device,
+            FLAG,
+            trust_remote_code=trust_remote_code,
+        ).requires_grad_(False)
+        config = self._model.config
+        if config.num_labels != 1:
+            raise ConfigError(f"{folder} has {config.num_labels} labels", where=FLAG, expected="one, the reward")
+        config.use_cache = False
+        # A head finds a row's last token by what is not padding; without a padding token it takes one row at a time.
+        self._pad: int | None = config.get_text_config().pad_token_id
+
+    def scores(self, rows: Sequence[np.ndarray], max_tokens: int) -> list[float]:
+        """The logit of each row of token ids, ``[num_tokens]`` int, at least one. max_tokens: of one forward pass,
+        padding included; a longer row has a pass of its own."""
+        found = [0.0] * len(rows)
+        lengths = [len(row) for row in rows]
+        for indices in micro_batches(lengths, 1 if self._pad is None else max_tokens):
+            logits = self._logits([rows[index] for index in indices])
+            for index, logit in zip(indices, logits, strict=True):
+                found[index] = logit
+        return found
+
+    def _logits(self, rows: Sequence[np.ndarray]) -> list[float]:
+        ids_bl = np.full((len(rows), max(map(len, rows))), self._pad or 0, dtype=np.int64)
+        mask_bl = np.zeros_like(ids_bl)
+        for index, row in enumerate(rows):
+            ids_bl[index, : len(row)] = row
+            mask_bl[index, : len(row)] = 1
+        inputs = {"input_ids": ids_bl, "attention_mask": mask_bl}
+        with torch.no_grad():
+            output = self._model(**{name: torch.from_numpy(array).to(self._device) for name, array in inputs.items()})
+        logits: list[float] = output.logits.float().reshape(len(rows)).tolist()
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    rows: Sequence[np.ndarray]
+    scores: asyncio.Future[list[float]]
+
+
+class RewardModelWorker:
+    """One process of the role ``reward``: an asynchronous actor, whose forward passes have a thread of their own."""
+
+    def __init__(self, args_text: str, log_path: str = "") -> None:
+        if log_path:
+            redirect_output(log_path)
+        self._args: Any = load_args(args_text)
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._waiting: deque[_Call] = deque()
+        self._work: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        """Answers once the model is loaded. Raises ConfigError if it cannot be."""
+        await self._in_thread(lambda: self._model)
+
+    async def pid(self) -> int:
+        """The process, at once, also during a forward pass."""
+        return os.getpid()
+
+    async def score(self, rows: Sequence[np.ndarray]) -> list[float]:
+        """The score of each row of token ids, ``[num_tokens]`` int, at least one; it may be no finite number."""
+        call = _Call(rows, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._answer_waiting())
+        return await call.scores
+
+    async def _answer_waiting(self) -> None:
+        while calls := self._next_calls():
+            rows = [row for call in calls for row in call.rows]
+            try:
+                scores = await self._in_thread(partial(self._scores, rows))
+            except Exception as error:  # fault boundary: the error of a forward pass is the answer of its calls
+                for call in calls:
+                    if not call.scores.done():  # as it is where the caller gave up
+                        call.scores.set_exception(error)
+                continue
+            for call in calls:
+                mine, scores = scores[: len(call.rows)], scores[len(call.rows) :]
+                if not call.scores.done():
+                    call.scores.set_result(mine)
+
+    def _next_calls(self) -> list[_Call]:
+        """The calls to answer together, the oldest first: as many as one forward pass takes, and at least one."""
+        calls: list[_Call] = []
+        num_rows = longest = 0
+        while self._waiting:
+            rows = self._waiting[0].rows
+            num_rows, longest = num_rows + len(rows), max([longest, *map(len, rows)])
+            if calls and (self._args.deterministic or num_rows * longest > self._args.max_tokens_per_gpu):
+                break
+            calls.append(self._waiting.popleft())
+        return calls
+
+    def _scores(self, rows: Sequence[np.ndarray]) -> list[float]:
+        return self._model.scores(rows, self._args.max_tokens_per_gpu)
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    @cached_property
+    def _model(self) -> RewardModel:
+        """Loaded in a call, not with the actor, for Ray keeps a constructor's error as text alone."""
+        args = self._args
+        prepare_torch(args, args.seed)
+        return RewardModel(args.rm_model, pick_device(args.train_device), trust_remote_code=args.trust_remote_code)
+
+
+def start_reward_model(args: Any, log_dir: str, placement: Placement) -> ActorGroup:
+    """Start the processes of the reward model; each has it loaded once ``ready`` is answered."""
+    text = dump_args(args)
+    return ActorGroup.of(
+        ROLE,
+        RewardModelWorker,
+        lambda index: (text, f"{log_dir}/reward_{index}.log"),
+        args.num_reward_workers,
+        options=lambda index: {**placement.options(ROLE, index), "max_restarts": args.role_max_restarts},
+    )
+
+
+class RewardModelWatch:
+    """A watcher of the driver, whose looks never wait: calls ``notice`` with a line when a process was replaced.
+
+    max_deaths: of all processes of the role over the run, ``--role-max-restarts`` where absent.
+    """
+
+    def __init__(
+        self, actors: Sequence[Any], args: Any, notice: Callable[[str], None], max_deaths: int | None = None
+    ) -> None:
+        self._actors = list(actors)
+        self._notice = notice
+        self._max_deaths: int = args.role_max_restarts if max_deaths is None else max_deaths
+        self._pids = [answers_of(args).wait("pid", actor.pid.remote) for actor in self._actors]
+        self._questions = [actor.pid.remote() for actor in self._actors]
+        self._deaths = 0
+
+    def __call__(self) -> None:
+        """One look. Raises WorkerDiedError once there were more deaths than ``max_deaths``, or where a process is not
+        started again."""
+        for index, actor in enumerate(self._actors):
+            question = self._questions[index]
+            if ray.wait([question], timeout=0)[0]:
+                self._questions[index] = actor.pid.remote()
+                self._look(index, question)
+
+    def _look(self, index: int, question: Any) -> None:
+        with suppress(ray.exceptions.ActorUnavailableError):  # it is being started again
+            try:
+                pid = ray.get(question, timeout=PATIENCE_S)  # it is there
+            except ray.exceptions.ActorDiedError as error:
+                raise self._too_many(index, self._deaths + 1) from error
+            if pid == self._pids[index]:
+                return
+            self._pids[index] = pid
+            self._deaths += 1
+            if self._deaths > self._max_deaths:
+                raise self._too_many(index, self._deaths)
+            text = f"process {index} of the reward model died and was replaced"
+            self._notice(f"{text} ({self._deaths} of {self._max_deaths}; process {pid})")
+
+    def _too_many(self, index: int, deaths: int) -> WorkerDiedError:
+        return WorkerDiedError(
+            f"process {index} of the reward model died; {deaths} deaths of the role in all",
+            where=ROLE,
+            hint=f"logs/reward_{index}.log has what it printed; --role-max-restarts says how often one is replaced",
+        )
