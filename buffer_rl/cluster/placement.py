@@ -10,7 +10,7 @@ import ipaddress
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, cast
@@ -27,6 +27,7 @@ from buffer_rl.roles import ACTOR
 from buffer_rl.train.layout import grouping
 
 NODE_LABEL = "ray.io/node-id"
+NODE_POLL_S = 1.0
 NO_DEVICE = {"num_cpus": 0, "num_gpus": 0}
 
 
@@ -38,6 +39,11 @@ class BundleGroup:
     unit: Unit
     bundles: list[int] = field(default_factory=list)
     """Devices of each bundle."""
+
+
+class NodeGoneError(Exception):
+    """Ray, which takes seconds to find a node gone, listed the node when devices were chosen; the text is its
+    address."""
 
 
 class Placement:
@@ -105,14 +111,18 @@ class Placement:
     # ------------------------------------------------------------------ reservation
 
     def __enter__(self) -> Placement:
-        """Reserve the devices. Raises DeadlineError where they are not free within ``--placement-timeout-s``."""
+        """Reserve the devices. Raises DeadlineError where they are not free within ``--placement-timeout-s``, and
+        NodeGoneError."""
         deadline = time.monotonic() + self._args.placement_timeout_s
         try:
             for group in self.groups:
                 self._reserved.append(_reserve(group))
             for group, reserved in zip(self.groups, self._reserved, strict=True):
-                if not reserved.wait(max(0.0, deadline - time.monotonic())):
-                    raise _not_free(group, self._args.placement_timeout_s)
+                while not reserved.wait(min(NODE_POLL_S, max(0.0, deadline - time.monotonic()))):
+                    if is_node_gone(group.node.node_id):
+                        raise NodeGoneError(group.node.address)
+                    if time.monotonic() >= deadline:
+                        raise _not_free(group, self._args.placement_timeout_s)
             self._ask_gpu_ids()
         except BaseException:
             self._remove()
@@ -224,6 +234,14 @@ def cluster_nodes() -> list[Node]:
     return sorted(nodes, key=lambda node: (node.node_id != own, _numbers(node.address), node.node_id))
 
 
+def is_node_gone(node_id: str) -> bool:
+    """Whether Ray has found that the node is gone."""
+    try:
+        return any(node["NodeID"] == node_id and not node["Alive"] for node in cast(Any, ray).nodes())
+    except Exception:  # fault boundary: the cluster itself may be gone
+        return False
+
+
 def _numbers(address: str) -> tuple[int, str]:
     """Addresses in numeric order, names after them."""
     try:
@@ -235,11 +253,17 @@ def _numbers(address: str) -> tuple[int, str]:
 @contextmanager
 def placed(args: Any, engines: bool, notice: Callable[[str], None]) -> Iterator[Placement]:
     """The placement of a run on the cluster that this process is connected to, its devices reserved for the length of
-    the block. Raises what ``Placement.of`` and entering it do."""
-    placement = Placement.of(args, cluster_nodes(), engines=engines)
-    for line in placement.notices:
-        notice(line)
-    with placement:
+    the block; chosen again where a node is gone by then. Raises what ``Placement.of`` and entering it do."""
+    with ExitStack() as stack:
+        while True:
+            placement = Placement.of(args, cluster_nodes(), engines=engines)
+            for line in placement.notices:
+                notice(line)
+            try:
+                stack.enter_context(placement)
+                break
+            except NodeGoneError as error:
+                notice(f"the node {error} is gone: the devices of the run are chosen among the others")
         if placement.groups:
             for line in placement.describe().splitlines():
                 notice(line)

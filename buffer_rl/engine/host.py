@@ -24,7 +24,7 @@ import ray
 from buffer_rl.cluster.actor_group import name_failure
 from buffer_rl.cluster.counts import ENGINE
 from buffer_rl.cluster.devices import Node
-from buffer_rl.cluster.placement import Placement
+from buffer_rl.cluster.placement import Placement, is_node_gone
 from buffer_rl.config import dump_args, load_args
 from buffer_rl.contracts import EngineLauncher, EngineProcess
 from buffer_rl.engine.fleet import named_launcher
@@ -291,11 +291,3 @@ def refuses_connections(url: str) -> bool:
     except OSError:
         return False
     return False
-
-
-def is_node_gone(node_id: str) -> bool:
-    """Whether Ray has found that the node is gone, which may take it some seconds."""
-    try:
-        return any(node["NodeID"] == node_id and not node["Alive"] for node in cast(Any, ray).nodes())
-    except Exception:  # fault boundary: the cluster itself may be gone
-        return False

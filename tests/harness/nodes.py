@@ -78,7 +78,7 @@ def _serve(folder: Path) -> None:
     from ray.cluster_utils import Cluster
 
     cluster, nodes = Cluster(), {}
-    head = {"_system_config": {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}}
+    head = {"_system_config": {"health_check_period_ms": 1000, "health_check_failure_threshold": 5}}
     answers, sys.stdout = sys.stdout, sys.stderr  # Ray prints
     try:
         for line in sys.stdin:

@@ -58,8 +58,12 @@ class Joined:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self.send(dump_args(args))
+
+    def send(self, line: str) -> None:
+        """A line for it to read."""
         assert self.process.stdin is not None
-        print(dump_args(args), file=self.process.stdin, flush=True)
+        print(line, file=self.process.stdin, flush=True)
 
     def next_line(self) -> str:
         """What it says next."""
@@ -145,11 +149,48 @@ def test_an_engine_whose_actor_or_node_dies_takes_its_server_along_and_is_replac
     line = fleet.next_line()
     assert line.startswith("engine 1")
     assert f"engine_1.log on node {THIRD}); the run goes on with 1 engine while another one starts" in line
-    assert fleet.next_line() == "engine 1 waits for a node that has room for it (1 CPU on any node)"
+    assert fleet.next_line().startswith("engine 1 waits for a node that has room for it (1 CPU on ")
     nodes.add(FOURTH, cpus=1)
     assert fleet.next_line() == "engine 1 is back, with the initial weights"
     assert {address_of(url) for url in json.loads(fleet.end())} == {SECOND, FOURTH}
     assert nodes.processes(SERVER) == []
+
+
+PLACED = """
+import sys
+from buffer_rl.cluster.placement import placed
+from buffer_rl.cluster.session import ray_session
+from buffer_rl.config import load_args
+
+args = load_args(sys.stdin.readline())
+
+def say(line):
+    print("said:", line, flush=True)
+
+with ray_session(args.ray_address):
+    say("joined")
+    sys.stdin.readline()
+    with placed(args, True, say) as placement:
+        say(placement.node_of("engine", 0).address)
+"""
+
+
+@pytest.mark.slow
+@many_addresses
+def test_devices_are_chosen_on_another_node_where_one_died_that_ray_still_lists(
+    nodes: Nodes, options_in: Any, tmp_path: Path
+) -> None:
+    nodes.add(HEAD, cpus=0)
+    nodes.add(SECOND, cpus=1)
+    nodes.add(THIRD, cpus=1)
+    args = options_in(tmp_path / "run", ray_address=nodes.address, debug_rollout_only=True)
+    driver = Joined(nodes, PLACED, args, tmp_path / "driver")
+    assert driver.next_line() == "joined"
+    nodes.remove(SECOND)
+    driver.send("go on")
+    notice = f"the node {SECOND} is gone: the devices of the run are chosen among the others"
+    assert driver.next_line() == notice  # and so it was chosen at first
+    assert driver.end() == THIRD
 
 
 RUN = """
