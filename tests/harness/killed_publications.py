@@ -39,6 +39,8 @@ from harness.processes import holds_within
 TIMEOUT_S = 60.0
 BUCKET_BYTES = 80_000
 PAUSE_S = 0.01  # between two requests: two processors have to do for all processes
+PRELOADED = ["buffer_rl.plugins", "buffer_rl.train.model", "buffer_rl.weights.sender", "ray"]
+"""What senders import, but for this module: the process that they are forked from finds no modules of tests."""
 PROMPT = [5, 6, 7]
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
@@ -81,7 +83,7 @@ class SenderProcess:
 
     def __init__(self, transport: str, args_text: str) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(PRELOADED)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, transport, args_text), daemon=True)
         self._process.start()

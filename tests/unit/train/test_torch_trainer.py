@@ -258,7 +258,7 @@ def test_exported_weights_give_equal_logits_in_plain_transformers(
 
 
 def test_only_rank_0_writes_the_hugging_face_folder(make_args: MakeArgs, tmp_path: Path) -> None:
-    make_trainer(make_args(), rank=1).save_hf(str(tmp_path / "hf"))
+    make_trainer(make_args(), rank=1, world_size=2).save_hf(str(tmp_path / "hf"))
     assert not (tmp_path / "hf").exists()
 
 
