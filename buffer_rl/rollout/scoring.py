@@ -13,7 +13,6 @@ from buffer_rl.contract_check import check_reward, check_statuses
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
 from buffer_rl.resolution.calls import traceback_tail
 from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of
-from buffer_rl.rollout.reward_model import RewardModelClient
 from buffer_rl.rollout.reward_process import Outcome, RewardPool, RewardTarget
 from buffer_rl.rollout.user_functions import is_async
 from buffer_rl.scope import is_for_rows
@@ -21,6 +20,7 @@ from buffer_rl.types import Sample, SampleGroup, Status
 
 if TYPE_CHECKING:
     from buffer_rl.plugins import PluginRegistry
+    from buffer_rl.rollout.reward_model import RewardModelClient
 
 
 MODEL = RewardTarget("--rm-model", registered=False)
