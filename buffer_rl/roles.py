@@ -56,7 +56,8 @@ class Role:
 class FieldRole(Protocol):
     """A role of the user's own (``--role-path``), constructed as ``cls(args)`` in each of its processes.
 
-    role: its row of the table: a ``name``, the ``fields`` that it adds, what it ``needs``, the number of ``processes``.
+    role: its row of the table: a ``name``, the ``fields`` that it adds, what it ``needs``, the number of ``processes``,
+    and ``restart``.
     """
 
     role: ClassVar[Role]
