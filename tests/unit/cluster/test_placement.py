@@ -296,6 +296,16 @@ def test_a_worker_of_a_role_that_would_wait_for_a_gpu_is_refused() -> None:
     )
 
 
+def test_fused_roles_have_the_devices_of_the_one_that_needs_most() -> None:
+    fused = {"fuse_roles": ["ref+judge"], "num_ref_workers": 2, "num_actor_fwd_workers": 1, "engine_device": "cpu"}
+    found = places(nodes(4), **fused)
+    assert (found["ref"], found["actor_fwd"]) == (singles(0, 1, 2), singles(0, 3))
+    found = places(nodes(8), **fused, resource={"judge": [2, 2]})
+    assert "ref" not in found
+    assert found["judge"] == [(0, (2, 3)), (0, (4, 5))]
+    assert found["actor_fwd"] == singles(0, 1)
+
+
 def test_the_embedded_engine_is_refused_a_second_gpu() -> None:
     with pytest.raises(ConfigError, match="--rollout-num-gpus-per-engine: the embedded engine computes on one GPU"):
         places(nodes(8), rollout_num_gpus_per_engine=2)
