@@ -63,7 +63,7 @@ def own_stage(reference: str, row: Role, args: Any, registry: PluginRegistry) ->
 def _has_rows_of(batch: TrainBatch, column: Any) -> bool:
     if isinstance(column, list) and any(map(np.ndim, column)):
         return [np.shape(row)[:1] for row in column] == [(length,) for length in batch.columns["response_length"]]
-    return np.shape(column)[:1] == (len(batch),)
+    return bool(np.shape(column)[:1] == (len(batch),))
 
 
 class RoleWorker:
