@@ -86,7 +86,7 @@ def _role_demands(args: Any) -> list[Demand]:
     demands += [
         Demand(role=role, members=members, each=each)
         for role, (members, each) in roles_in_resource(args).items()
-        if each
+        if each and trains
     ]
     for fused in (text.split("+") for text in args.fuse_roles):  # of one process: the largest demand is that of all
         largest = max(

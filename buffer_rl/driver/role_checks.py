@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from buffer_rl.cluster.counts import ROLE_ALIASES, roles_in_resource
 from buffer_rl.config import flag_of
 from buffer_rl.driver.checks import STREAM
 from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, ROLES, worker_counts
+from buffer_rl.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, PLACED, ROLES, worker_counts
 from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of, unit_of
 from buffer_rl.train.roles import (
     estimator_needs,
@@ -50,6 +51,9 @@ def _check_own_roles(args: Any, registry: PluginRegistry) -> None:
     own = own_roles(args, registry)
     if own and rollout_only(args):
         raise ConfigError("no trainer reads what these roles add", where="--role-path and --debug-rollout-only")
+    for name in roles_in_resource(args).keys() - own:
+        known = ", ".join([*ROLE_ALIASES, CRITIC, *PLACED, *own])
+        raise ConfigError(f"there is no role {name!r}", where="--resource", expected=f"one of {known}, or --role-path")
     counts = process_counts(args, own)
     fused_roles(args, counts)
     added = {field for role in counts if role in ROLES for field in ROLES[role].fields}

@@ -161,6 +161,7 @@ def test_a_critics_ranks_have_gpus_of_their_own_or_share_the_only_one() -> None:
 
 def test_an_evaluation_has_no_critic_to_give_a_gpu_to() -> None:
     assert gpus_of(1, **PPO, num_rollout=0) == {"train": 1.0}
+    assert gpus_of(1, resource={"judge": [1, 1]}, num_rollout=0) == {"train": 1.0}
 
 
 def test_pairs_of_roles_share_where_their_flag_says_so() -> None:

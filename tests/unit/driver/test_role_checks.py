@@ -486,6 +486,7 @@ def test_own_roles_that_wait_for_fields_before_theirs_are_accepted_and_planned_a
         (["First", "Again"], {}, r"adds \['a'\]"),
         (["Advantages"], {}, r"adds \['advantages'\]"),
         (["First"], {"debug_rollout_only": True}, "no trainer reads"),
+        (["First"], {"resource": {"first": [1, 0], "frist": [1, 1]}}, "there is no role 'frist'"),
         (["First"], {"fuse_roles": ["first+ref"]}, "'ref' has no processes of its own"),
         (["First"], {"fuse_roles": ["first+first"]}, "'first' stands twice"),
         (["First"], {"fuse_roles": ["first+ref"], "use_kl_loss": True, "num_ref_workers": 2}, "first 1, ref 2"),
