@@ -36,8 +36,8 @@ class Role:
     log-probabilities or values. needs: fields that it waits for, beside ``SAMPLED_FIELDS``. workers: the option that
     counts its processes; without them, or where it has none, the trainer does its work. asked_by: the option without
     which there are none, whatever their count. called_by: the role whose processes call it; the others read rows from
-    the Buffer. processes: their number where the role is the user's own. trains: whether it takes optimizer steps.
-    restart: after the death of one; in place as often as ``--role-max-restarts`` says, and global from then on."""
+    the Buffer. processes: their number where the role is the user's own. restart: after the death of one; in place as
+    often as ``--role-max-restarts`` says, and global from then on."""
 
     name: str
     title: str = ""
@@ -49,14 +49,14 @@ class Role:
     asked_by: str = ""
     called_by: str = ""
     processes: int = 1
-    trains: bool = False
     restart: Restart = Restart.IN_PLACE
 
 
 class FieldRole(Protocol):
     """A role of the user's own (``--role-path``), constructed as ``cls(args)`` in each of its processes.
 
-    role: its row of the table: a ``name``, the ``fields`` that it adds, what it ``needs``, the number of ``processes``.
+    role: its row of the table: a ``name``, the ``fields`` that it adds, what it ``needs``, the number of ``processes``,
+    and ``restart``.
     """
 
     role: ClassVar[Role]
@@ -117,14 +117,12 @@ ROLES = {
             colour=4,
             model="critic",
             fields=("values",),
-            trains=True,
             restart=Restart.GLOBAL,
         ),
         Role(
             name=ACTOR,
             title="forward and backward of finished groups",
             colour=4,
-            trains=True,
             restart=Restart.GLOBAL,
         ),
         Role(name="publish", title="publish", colour=5),

@@ -86,10 +86,14 @@ def _role_demands(args: Any) -> list[Demand]:
     demands += [
         Demand(role=role, members=members, each=each)
         for role, (members, each) in roles_in_resource(args).items()
-        if each
+        if each and trains
     ]
-    together = {role: text for text in args.fuse_roles for role in text.split("+")}
-    return list({together.get(demand.role, demand.role): demand for demand in reversed(demands)}.values())[::-1]
+    for fused in (text.split("+") for text in args.fuse_roles):  # of one process: the largest demand is that of all
+        largest = max(
+            (demand for demand in demands if demand.role in fused), key=lambda demand: demand.each, default=None
+        )
+        demands = [demand for demand in demands if demand.role not in fused or demand is largest]
+    return demands
 
 
 def _engine_demand(args: Any, unit: Unit) -> Demand:

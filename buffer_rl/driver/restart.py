@@ -11,7 +11,6 @@ Errors that code raised, deadlines and signals end the run.
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.cluster.actor_group import ActorGroup, is_dead
 from buffer_rl.driver.process import later_checkpoint
 from buffer_rl.driver.runtime import LocalTarget
+from buffer_rl.driver.tasks import role_of
 from buffer_rl.errors import CheckpointError, WorkerDiedError
 
 if TYPE_CHECKING:
@@ -127,12 +127,6 @@ def _newest(args: Args, loaded: Checkpoint | None, processes: ExitStack, death: 
         return processes.enter_context(opened_checkpoint(str(args.save), args.run_dir))
     except CheckpointError as error:
         raise error from death
-
-
-def role_of(death: WorkerDiedError) -> str:
-    """The role whose process died; empty if the error does not say it."""
-    found = re.match(r"\w+", death.where)
-    return found[0] if found else ""
 
 
 def _tell(observer: Any, death: WorkerDiedError, checkpoint: Checkpoint | None, count: str) -> None:

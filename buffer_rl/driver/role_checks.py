@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from buffer_rl.cluster.counts import ROLE_ALIASES, roles_in_resource
 from buffer_rl.config import flag_of
 from buffer_rl.driver.checks import STREAM
 from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.roles import CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, ROLES, worker_counts
+from buffer_rl.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, PLACED, ROLES, worker_counts
 from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of, unit_of
 from buffer_rl.train.roles import (
     estimator_needs,
@@ -50,15 +51,25 @@ def _check_own_roles(args: Any, registry: PluginRegistry) -> None:
     own = own_roles(args, registry)
     if own and rollout_only(args):
         raise ConfigError("no trainer reads what these roles add", where="--role-path and --debug-rollout-only")
+    for name in roles_in_resource(args).keys() - own:
+        known = ", ".join([*ROLE_ALIASES, CRITIC, *PLACED, *own])
+        raise ConfigError(f"there is no role {name!r}", where="--resource", expected=f"one of {known}, or --role-path")
     counts = process_counts(args, own)
     fused_roles(args, counts)
     added = {field for role in counts if role in ROLES for field in ROLES[role].fields}
+    waiting = {name: set(row.needs) for name, (_, row) in own.items()}
+    if "advantages" in counts:  # it waits for fields of the user's roles that the estimator declares
+        estimator = registry.resolve("advantage", estimator_of(args)[1])
+        waiting["advantages"] = {field for _, row in own.values() for field in row.fields} & needs_of(estimator)
+        added -= ADVANTAGE_FIELDS
     if Schedule.named(args.schedule).streams and not args.stream_gradients:  # the trainer works beside the roles
         added |= {FIELD_OF_MODEL[model] for model in frozen_models_of_trainer(args)}
-    waiting = dict(own)
-    while ready := [name for name, (_, row) in waiting.items() if added.issuperset(row.needs)]:
-        added.update(field for name in ready for field in waiting.pop(name)[1].fields)
-    for reference, row in waiting.values():
+    fields = {name: row.fields for name, (_, row) in own.items()} | {"advantages": tuple(ADVANTAGE_FIELDS)}
+    while ready := [name for name, needs in waiting.items() if needs <= added]:
+        for name in ready:
+            del waiting[name]
+            added.update(fields[name])
+    for reference, row in (own[name] for name in waiting if name in own):
         raise ConfigError(
             f"the role {reference!r} needs {sorted(set(row.needs) - added)}, which no role with processes of its own "
             "adds before it",

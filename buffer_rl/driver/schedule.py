@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.roles import ACTOR, ADVANTAGE_FIELDS, CRITIC, DEDICATED, FIELD_OF_MODEL, Role, worker_counts
+from buffer_rl.roles import ACTOR, ADVANTAGE_FIELDS, CRITIC, DEDICATED, FIELD_OF_MODEL, Restart, Role, worker_counts
 from buffer_rl.scope import Scope
 from buffer_rl.train.batch_sizes import optimizer_steps
 from buffer_rl.train.roles import frozen_models_of_trainer, is_supervised, uses_critic
@@ -111,6 +111,7 @@ class RolePlan:
     critic_only_steps: rollouts at the start of the run that only the critic takes an optimizer step on.
     stream_gradients: trained roles go on to forward and backward while the rollout still runs.
     max_restarts: how often the dead processes of each role, and rollout workers, are replaced in place.
+    restarted_globally: the dedicated roles that are not.
     """
 
     trained: tuple[str, ...] = (ACTOR,)
@@ -121,6 +122,7 @@ class RolePlan:
     critic_only_steps: int = 0
     stream_gradients: bool = False
     max_restarts: int = 0
+    restarted_globally: tuple[str, ...] = ()
 
     def awaited_by(self, role: str) -> list[str]:
         """Fields of other roles that a trained role waits for, group by group, before its forward and backward."""
@@ -159,6 +161,7 @@ def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope, own: Sequence[
         passes=(*((ACTOR, model) for model in models), *((role, role) for role in critic)),
         dedicated_roles=dedicated,
         external_fields=tuple(name for row in rows for name in row.fields),
+        restarted_globally=tuple(row.name for row in rows if row.restart is Restart.GLOBAL),
         # An estimator of scope row is called by each rank on its own rows, unless it reads those of another role.
         estimates=not (is_supervised(args) or "advantages" in dedicated or args.stream_gradients)
         and (scope is not Scope.ROW or bool(critic)),

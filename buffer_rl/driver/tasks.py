@@ -4,6 +4,7 @@ A runtime with processes and one with virtual time both fit, so that a schedule 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from buffer_rl.driver.schedule import RolePlan
 from buffer_rl.errors import BufferRLError, WorkerDiedError
-from buffer_rl.roles import ROLES, Restart
 
 if TYPE_CHECKING:
     from buffer_rl.observe.observer import RunObserver
@@ -51,9 +51,15 @@ class Runtime(Protocol):
         ...
 
 
+def role_of(error: BufferRLError) -> str:
+    """The role whose process an error is about; empty if it does not say it."""
+    found = re.match(r"\w+", error.where)
+    return found[0] if found else ""
+
+
 def is_worker_death(role: str, error: BufferRLError) -> bool:
     """Whether a process of ``role`` died, and not another one that it was calling."""
-    return isinstance(error, WorkerDiedError) and error.where.startswith(role)
+    return isinstance(error, WorkerDiedError) and role_of(error) == role
 
 
 @dataclass(slots=True)
@@ -110,7 +116,7 @@ class RoleCalls:
         self._runtime.restart(role)
 
     def _require_restart(self, role: str, error: BufferRLError) -> None:
-        if role in ROLES and ROLES[role].restart is Restart.GLOBAL:
+        if role in self._plan.restarted_globally:
             raise error
         if (count := self._restarts[role]) >= self._plan.max_restarts:
             used = f"{count} of {self._plan.max_restarts} were used for {role}"

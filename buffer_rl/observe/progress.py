@@ -50,7 +50,7 @@ class Board:
     groups_wanted: int = 0
     running_drops: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    drops: dict[str, int] = field(default_factory=dict)
+    drops: dict[int, Counter[str]] = field(default_factory=dict)  # of each training step
     evals: dict[str, float] = field(default_factory=dict)
     eval_step: int | None = None
     rewards: list[float] = field(default_factory=list)
@@ -69,8 +69,7 @@ class Board:
             self.training_started_at = now - duration
         self.last_step = step
         self.metrics = dict(metrics)
-        for name, count in drops_of(metrics).items():
-            self.drops[name] = self.drops.get(name, 0) + count
+        self.drops.setdefault(step, Counter()).update(drops_of(metrics))
         if "rollout/raw_reward" in metrics:
             self.rewards.append(float(metrics["rollout/raw_reward"]))
         self.groups_done = 0
@@ -81,6 +80,7 @@ class Board:
         if self.last_step is not None and (again := self.last_step + 1 - step) > 0:
             del self.rewards[-again:]
             self.last_step = step - 1 if step else None
+        self.drops = {done: drops for done, drops in self.drops.items() if done < step}
         self.first_step = None
 
     def record_eval(self, metrics: Mapping[str, float], step: int) -> None:
@@ -255,7 +255,10 @@ def _figures(board: Board) -> Table:
         if "perf/step_time" in metrics:
             speed.append(f"{metrics['perf/step_time']:.1f} s a step")
         grid.add_row("speed", Text("  ".join(speed)))
-    if drops := Counter(board.drops) + Counter(board.running_drops):
+    drops = Counter(board.running_drops)
+    for of_step in board.drops.values():
+        drops.update(of_step)
+    if drops:
         dropped = "  ".join(f"{count} {reason}" for reason, count in sorted(drops.items()))
         grid.add_row("dropped", Text(f"{dropped}  (groups, whole run)"))
     return grid

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from buffer_rl.algo.algorithms import algorithm_of
-from buffer_rl.cluster.counts import replicas_of
+from buffer_rl.cluster.counts import ENGINE, ROLE_ALIASES, replicas_of
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import place
@@ -25,6 +25,9 @@ from buffer_rl.roles import (
     worker_counts,
 )
 from buffer_rl.scope import Scope, needs_of, scope_of
+
+TAKEN = {*ROLES, *ROLE_ALIASES, ENGINE, "buffer", "storage", "data_source", "record", "train_log_probs", "values"}
+"""Names that no role of ``--role-path`` may have: those of other processes, and of the trainer's reading tasks."""
 
 REFERENCE_FOLDER = "ref"
 """The folder of the reference model's weights in a checkpoint, once ``--ref-update-interval`` has changed them."""
@@ -124,12 +127,14 @@ def own_roles(args: Any, registry: PluginRegistry) -> dict[str, tuple[str, Role]
         if not (isinstance(row, Role) and row.fields):
             expected = "role = buffer_rl.roles.Role(name=..., fields=(...,)) in the class"
             raise PluginError("it has no row of the table of roles", where=place("role", reference), expected=expected)
-        if row.name in ROLES or row.name in found or not row.name.isidentifier():
+        if row.name in TAKEN or row.name in found or not row.name.isidentifier():
             raise ConfigError(
                 f"{reference!r} is named {row.name!r}",
                 where="--role-path",
-                expected=f"a Python name that no other role has: {', '.join([*ROLES, *found])}",
+                expected=f"a Python name that is none of these: {', '.join([*sorted(TAKEN), *found])}",
             )
+        if row.processes < 1:
+            raise ConfigError(f"{reference!r} has {row.processes} processes", where="--role-path", expected="1 or more")
         if twice := taken.intersection(row.fields):
             raise ConfigError(f"{reference!r} adds {sorted(twice)}, as another role does", where="--role-path")
         taken.update(row.fields)

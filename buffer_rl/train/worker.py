@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.dispatch import dispatch
@@ -41,17 +43,27 @@ def joined_reports(role: str, answers: list[WorkReport]) -> WorkReport:
 
 def own_stage(reference: str, row: Role, args: Any, registry: PluginRegistry) -> Stage:
     """What a role of ``--role-path`` does. Raises PluginError if its class cannot be constructed; so do calls that
-    return other fields than those of its row."""
+    return other fields than those of its row, or other rows than those of the batch."""
     role = construct("role", reference, registry.resolve("role", reference), args)
 
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
         columns = role.compute(batch)
         if not isinstance(columns, Mapping) or set(columns) != set(row.fields):
             raise returned("role", reference, columns, f"a mapping with the fields {', '.join(row.fields)}")
+        for name, column in columns.items():
+            if not _has_rows_of(batch, column):
+                expected = f"{name}: for {len(batch)} rows, a list of [response_length] arrays or an array [num_rows]"
+                raise returned("role", reference, column, expected)
         return columns
 
     needs, produces = SAMPLED_FIELDS.union(row.needs), frozenset(row.fields)
     return Stage(name=row.name, needs=needs, produces=produces, compute=compute)
+
+
+def _has_rows_of(batch: TrainBatch, column: Any) -> bool:
+    if isinstance(column, list) and any(map(np.ndim, column)):
+        return [np.shape(row)[:1] for row in column] == [(length,) for length in batch.columns["response_length"]]
+    return bool(np.shape(column)[:1] == (len(batch),))
 
 
 class RoleWorker:

@@ -19,15 +19,29 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 FILE = Path(__file__).resolve().parents[2] / "examples" / "roles" / "weights.py"
 NUM_GROUPS, STEPS = 4, 3
 ROLES = {"role_path": [f"{FILE}:Novelty", f"{FILE}:Brevity"]}
-WAYS = {
-    "lockstep": ROLES,
-    "fused, streamed": {
-        **ROLES,
-        "fuse_roles": ["novelty+brevity"],
-        "schedule": "pipelined",
-        "stream_gradients": True,
-    },
-}
+STREAMED = {"fuse_roles": ["novelty+brevity"], "schedule": "pipelined", "stream_gradients": True}
+
+# Its process ends itself once, in its second batch.
+MORTAL = f"""
+import os, signal, sys
+from pathlib import Path
+
+sys.path.append({str(FILE.parent)!r})
+import weights
+
+
+class Mortal(weights.Novelty):
+    def __init__(self, args):
+        super().__init__(args)
+        self.died, self.calls = Path(args.run_dir, "died"), 0
+
+    def compute(self, batch):
+        self.calls += 1
+        if self.calls == 2 and not self.died.exists():
+            self.died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().compute(batch)
+"""
 
 
 def fields_of(batch: Any) -> dict[str, Any]:
@@ -49,7 +63,7 @@ def fields_of(batch: Any) -> dict[str, Any]:
 
 
 def test_fields_of_own_roles_train_as_if_the_rollout_had_given_them(
-    train: Callable[[Any], Any], options_in: Callable[..., Any], tmp_path: Path
+    train: Callable[[Any], Any], options_in: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     repeated = 0
     for rollout_id in range(STEPS):
@@ -78,8 +92,14 @@ def test_fields_of_own_roles_train_as_if_the_rollout_had_given_them(
         assert train(args).steps == STEPS
         return load_file(Path(args.run_dir) / "hf" / "model.safetensors")
 
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    mortal = {"role_path": [f"{tmp_path / 'mortal.py'}:Mortal", f"{FILE}:Brevity"], "progress": "plain"}
+    ways: dict[str, Any] = {"lockstep": ROLES, "fused, streamed": {**ROLES, **STREAMED}, "killed": mortal | STREAMED}
     given = weights("given", "given")
-    for way, changes in WAYS.items():
+    for way, changes in ways.items():
         for name, tensor in weights(way, "bare", **changes).items():
             assert torch.equal(tensor, given[name]), (way, name)
     assert list((tmp_path / "fused, streamed").rglob("novelty+brevity_0.log"))
+    said = capfd.readouterr().out
+    assert "novelty died and is replaced (1 of 2)" in said
+    assert "brevity died and is replaced (1 of 2)" in said

@@ -161,6 +161,7 @@ def test_a_critics_ranks_have_gpus_of_their_own_or_share_the_only_one() -> None:
 
 def test_an_evaluation_has_no_critic_to_give_a_gpu_to() -> None:
     assert gpus_of(1, **PPO, num_rollout=0) == {"train": 1.0}
+    assert gpus_of(1, resource={"judge": [1, 1]}, num_rollout=0) == {"train": 1.0}
 
 
 def test_pairs_of_roles_share_where_their_flag_says_so() -> None:
@@ -294,6 +295,16 @@ def test_a_worker_of_a_role_that_would_wait_for_a_gpu_is_refused() -> None:
         "1 GPU\n  hint: lower them (without processes of its own, a role's work is the trainer's), share with "
         "--colocate, or compute on the CPU with --train-device cpu"
     )
+
+
+def test_fused_roles_have_the_devices_of_the_one_that_needs_most() -> None:
+    fused = {"fuse_roles": ["ref+judge"], "num_ref_workers": 2, "num_actor_fwd_workers": 1, "engine_device": "cpu"}
+    found = places(nodes(4), **fused)
+    assert (found["ref"], found["actor_fwd"]) == (singles(0, 1, 2), singles(0, 3))
+    found = places(nodes(8), **fused, resource={"judge": [2, 2]})
+    assert "ref" not in found
+    assert found["judge"] == [(0, (2, 3)), (0, (4, 5))]
+    assert found["actor_fwd"] == singles(0, 1)
 
 
 def test_the_embedded_engine_is_refused_a_second_gpu() -> None:

@@ -535,6 +535,25 @@ def test_a_role_that_dies_too_often_ends_the_run_with_its_error(tmp_path: Path) 
         world.driver(replace(PIPELINED, roles=RolePlan(dedicated_roles=("ref",), max_restarts=1))).run()
 
 
+def test_a_role_that_asks_for_a_global_restart_is_not_replaced(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    role = world.roles["judge"] = FakeRole(fails=1, where="judge.stream")
+    roles = RolePlan(dedicated_roles=("judge",), max_restarts=2, restarted_globally=("judge",))
+    with pytest.raises(WorkerDiedError):
+        world.driver(replace(PIPELINED, roles=roles)).run()
+    assert role.restarts == 0
+
+
+def test_a_role_named_like_rollout_workers_is_replaced_and_they_are_not(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    role = world.roles["rollout_judge"] = FakeRole(fails=1, where="rollout_judge.stream")
+    roles = RolePlan(dedicated_roles=("rollout_judge",), max_restarts=2)
+    plan = replace(PIPELINED, roles=roles, passes_on_tickets=True)
+    assert world.driver(plan).run().steps == 3
+    assert role.restarts == 1
+    assert [text.partition(":")[0] for text in world.recorder.said] == ["rollout_judge died and is replaced (1 of 2)"]
+
+
 def test_the_deaths_of_each_role_are_counted_by_themselves(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.roles |= {"ref": FakeRole(fails=2), "advantages": FakeRole(fails=2, where="advantages.stream")}

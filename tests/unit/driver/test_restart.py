@@ -11,8 +11,9 @@ import pytest
 
 from buffer_rl.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
 from buffer_rl.config import compose
-from buffer_rl.driver.restart import Processes, role_of, run_with_restarts
+from buffer_rl.driver.restart import Processes, run_with_restarts
 from buffer_rl.driver.schedule import RunResult
+from buffer_rl.driver.tasks import is_worker_death, role_of
 from buffer_rl.errors import (
     CheckpointError,
     DeadlineError,
@@ -199,3 +200,8 @@ def test_the_trained_roles_take_the_whole_run_with_them_and_others_are_replaced(
 )
 def test_a_death_names_its_role(where: str, role: str) -> None:
     assert role_of(death(where)) == role
+
+
+def test_the_death_of_a_role_whose_name_begins_like_another_is_not_that_ones() -> None:
+    assert is_worker_death("rollout", death("rollout 1.run"))
+    assert not is_worker_death("rollout", death("rollout_quality.stream"))

@@ -407,12 +407,13 @@ def test_with_streamed_gradients_the_policy_waits_for_the_critic_and_the_critic_
 
 
 OWN_ROLES = """
-from buffer_rl.roles import Role
+from buffer_rl.roles import Restart, Role
+from buffer_rl.scope import scoped
 
 
-def role(name, fields, needs=()):
+def role(name, fields, needs=(), restart="in_place"):
     class Own:
-        role = Role(name=name, fields=fields, needs=needs)
+        role = Role(name=name, fields=fields, needs=needs, restart=Restart(restart))
         def __init__(self, args): ...
         def compute(self, batch): ...
     return Own
@@ -424,6 +425,23 @@ Circle = role("circle", ("c",), ("d",))
 Round = role("round", ("d",), ("c",))
 Ref = role("ref", ("e",))
 Again = role("again", ("a",))
+Buffer = role("buffer", ("e",))
+Reference = role("reference", ("e",))
+Critic = role("values", ("e",))
+Judge = role("judge", ("g",), restart="global")
+Late = role("late", ("read_by_advantages",), ("advantages",))
+Early = role("early", ("read_by_advantages",))
+After = role("after", ("f",), ("advantages",))
+
+
+class NoProcess(Early):
+    role = Role(name="early", fields=("read_by_advantages",), processes=0)
+
+
+@scoped("group", needs=("read_by_advantages",))
+def reads_own(args, batch): ...
+
+
 Advantages = role("mine", ("advantages",))
 Empty = role("empty", ())
 """
@@ -438,14 +456,18 @@ def own(tmp_path: Path) -> str:
 def test_own_roles_that_wait_for_fields_before_theirs_are_accepted_and_planned_after_the_built_in_ones(
     own: str,
 ) -> None:
-    options: dict[str, Any] = {"role_path": [own + "Second", own + "First"], "use_kl_loss": True, "num_ref_workers": 1}
+    paths = [own + name for name in ("Second", "First", "Judge")]
+    options: dict[str, Any] = {"role_path": paths, "use_kl_loss": True, "num_ref_workers": 1}
     check(**options)
     check(**{**options, "num_ref_workers": 0, "schedule": "pipelined"})  # the trainer computes them meanwhile
+    estimator = {"num_advantage_workers": 1, "custom_advantage_function_path": own + "reads_own"}
+    check(role_path=[own + "After", own + "Early"], **estimator)
     args = compose(CORE_SECTIONS).model_validate(options)
     rows = [row for _, row in own_roles(args, PluginRegistry.from_flags([])).values()]
     plan = role_plan(args, rollouts_use_engine=True, scope=Scope.ROW, own=rows)
-    assert plan.dedicated_roles == ("ref", "second", "first")
-    assert plan.external_fields == ("ref_log_probs", "b", "a")
+    assert plan.dedicated_roles == ("ref", "second", "first", "judge")
+    assert plan.external_fields == ("ref_log_probs", "b", "a", "g")
+    assert plan.restarted_globally == ("judge",)
 
 
 @pytest.mark.parametrize(
@@ -454,11 +476,17 @@ def test_own_roles_that_wait_for_fields_before_theirs_are_accepted_and_planned_a
         (["First", "Second"], {"use_kl_loss": True}, r"needs \['ref_log_probs'\]"),
         (["Second"], {"use_kl_loss": True, "num_ref_workers": 1}, r"needs \['a'\]"),
         (["Circle", "Round"], {}, r"Circle' needs \['d'\]"),
+        (["Late"], {"num_advantage_workers": 1, "custom_advantage_function_path": "reads_own"}, r"Late' needs \['adv"),
         (["Ref"], {}, "is named 'ref'"),
+        (["Buffer"], {}, "is named 'buffer'"),
+        (["Reference"], {}, "is named 'reference'"),
+        (["Critic"], {}, "is named 'values'"),
+        (["NoProcess"], {}, "has 0 processes"),
         (["First", "First"], {}, "is named 'first'"),
         (["First", "Again"], {}, r"adds \['a'\]"),
         (["Advantages"], {}, r"adds \['advantages'\]"),
         (["First"], {"debug_rollout_only": True}, "no trainer reads"),
+        (["First"], {"resource": {"first": [1, 0], "frist": [1, 1]}}, "there is no role 'frist'"),
         (["First"], {"fuse_roles": ["first+ref"]}, "'ref' has no processes of its own"),
         (["First"], {"fuse_roles": ["first+first"]}, "'first' stands twice"),
         (["First"], {"fuse_roles": ["first+ref"], "use_kl_loss": True, "num_ref_workers": 2}, "first 1, ref 2"),
@@ -467,6 +495,8 @@ def test_own_roles_that_wait_for_fields_before_theirs_are_accepted_and_planned_a
 def test_own_roles_that_could_not_work_are_refused(
     own: str, names: list[str], options: dict[str, Any], message: str
 ) -> None:
+    if estimator := options.get("custom_advantage_function_path"):
+        options = {**options, "custom_advantage_function_path": own + estimator}
     with pytest.raises(ConfigError, match=message):
         check(role_path=[own + name for name in names], **options)
 

@@ -116,9 +116,10 @@ def test_a_run_that_went_back_has_the_files_of_one_that_did_not(tmp_path: Path) 
 def test_the_progress_of_a_run_that_went_back_is_that_of_its_checkpoint(tmp_path: Path) -> None:
     progress = Progress("none", 10, "run", clock=lambda: 0.0)
     for step in range(4):
-        progress.step({"rollout/raw_reward": float(step)}, step)
+        progress.step({"rollout/raw_reward": float(step), "rollout/drop_easy": 1.0}, step)
     progress.went_back(2)
     board = progress._board
+    assert board.drops == {0: {"easy": 1}, 1: {"easy": 1}}
     assert (board.steps_done, board.rewards, board.remaining_s(1.0)) == (2, [0.0, 1.0], None)
     progress.step({"rollout/raw_reward": 2.0}, 2)
     assert (board.steps_done, board.rewards) == (3, [0.0, 1.0, 2.0])

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
 
 from buffer_rl.cluster.actor_group import ActorGroup
-from buffer_rl.errors import DeadlineError, TrainError, WorkerDiedError
+from buffer_rl.errors import DeadlineError, PluginError, TrainError, WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
-from buffer_rl.train.worker import RoleWorker
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.roles import Role as Row
+from buffer_rl.train.worker import RoleWorker, own_stage
+from harness.recorded_rows import recorded_rows
 
 
 class Member:
@@ -110,3 +115,35 @@ def test_processes_that_hang_are_named_when_the_deadline_passes() -> None:
         member.hangs = True
     with pytest.raises(DeadlineError, match=r"actor_fwd\.ready"):
         role.group.call("ready", timeout_s=0.01)
+
+
+OWN = """
+import numpy as np
+
+
+class Own:
+    def __init__(self, args):
+        self.answer = args
+
+    def compute(self, batch):
+        return {"score": self.answer(batch.columns["response_length"])}
+"""
+
+
+def test_what_a_role_of_ones_own_returns_has_the_batches_rows_or_names_the_role(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    batch = recorded_rows(0, 2)
+
+    def compute(answer: Callable[[np.ndarray], Any]) -> Any:
+        row = Row(name="own", fields=("score",))
+        return own_stage(f"{tmp_path / 'own.py'}:Own", row, answer, PluginRegistry()).compute(batch)["score"]
+
+    assert len(compute(lambda lengths: np.zeros(len(lengths)))) == len(batch)
+    assert len(compute(lambda lengths: [np.zeros(length) for length in lengths])) == len(batch)
+    for wrong in (
+        lambda lengths: np.zeros(len(lengths) - 1),
+        lambda lengths: [np.zeros(length + 1) for length in lengths],
+        lambda lengths: None,
+    ):
+        with pytest.raises(PluginError, match=r"(?s)own\.py:Own'.*expected: score: for \d+ rows"):
+            compute(wrong)
