@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from buffer_rl.cluster.counts import replicas_of, roles_in_resource
 from buffer_rl.config import flag_of
 from buffer_rl.driver.checks import STREAM
 from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.roles import CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, ROLES, worker_counts
+from buffer_rl.roles import CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, PLACED, ROLES, worker_counts
 from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of, unit_of
 from buffer_rl.train.roles import (
     estimator_needs,
@@ -46,10 +47,21 @@ def check_roles(args: Any, registry: PluginRegistry) -> None:
 
 
 def _check_own_roles(args: Any, registry: PluginRegistry) -> None:
-    """Roles of ``--role-path`` wait for fields that come before theirs, and roles that are fused have processes."""
+    """Roles of ``--role-path`` wait for fields that come before theirs, and roles that are fused have processes; those
+    of ``--resource`` are there."""
     own = own_roles(args, registry)
     if own and rollout_only(args):
         raise ConfigError("no trainer reads what these roles add", where="--role-path and --debug-rollout-only")
+    if unknown := roles_in_resource(args).keys() - own.keys():
+        raise ConfigError(
+            f"there is no role {min(unknown)!r}",
+            where="--resource",
+            expected=f"roles among {', '.join(['actor', CRITIC, 'rollout (the engines)', *PLACED, *own])}",
+            hint="--role-path adds a role of your own",
+        )
+    if CRITIC in replicas_of(args) and not uses_critic(args):
+        hint = "add --use-critic, or take it out"
+        raise ConfigError(f"the role {CRITIC!r} is counted, and there is none", where="--resource", hint=hint)
     counts = process_counts(args, own)
     fused_roles(args, counts)
     added = {field for role in counts if role in ROLES for field in ROLES[role].fields}

@@ -324,3 +324,8 @@ def test_an_engine_on_another_machine_is_refused_where_weights_go_through_memory
     assert engine.url == "http://192.0.2.1:1"
     with pytest.raises(ConfigError, match=r"the engine http://192\.0\.2\.1:1 is not on this machine"):
         placed_engine("elsewhere", weight_sync_mode="tensor").wait_ready(60.0)
+
+
+def test_without_a_cluster_an_engine_listens_where_the_option_says(placed_engine: Any) -> None:
+    with pytest.raises(EngineError, match=r"no license on 127\.0\.0\.7"):
+        placed_engine("refuses", engine_host="127.0.0.7").wait_ready(60.0)
