@@ -119,7 +119,7 @@ class Rendezvous:
         )
 
     def close(self) -> None:
-        """Stop listening; groups that were made stay."""
+        """Make no more groups. Those that were made stay, and the port with them: their store listens there."""
         self._store = None
 
 

@@ -30,7 +30,8 @@ def make_function(kind: str, prefix: str = "def", drop: int = 0) -> Any:
 def make_class(kind: str, without: str = "") -> type:
     """A class with the constructor and the methods of a constructed kind, as loosely typed as possible."""
     row = KINDS[kind]
-    body: dict[str, Any] = {name: lambda self, *args: None for name in (*row.methods, *row.attributes) if name != without}
+    names = {*row.methods, *row.attributes} - {without}
+    body: dict[str, Any] = {name: lambda self, *args: None for name in names}
     scope: dict[str, Any] = {}
     exec(f"def __init__(self, {', '.join(row.positional)}): pass", scope)
     return type("Plugin", (), body | {"__init__": scope["__init__"]})
