@@ -241,8 +241,8 @@ class PlacedEngine:
         raise EngineError(named.what, where=self._where(), expected=named.expected, hint=named.hint) from error
 
     def _is_late(self) -> bool:
-        since = self._silent_since
-        return since is not None and time.monotonic() - since > LATE_S
+        since, asked = self._silent_since, self._probe
+        return since is not None and time.monotonic() - since > LATE_S and (asked is None or not asked.done())
 
     def _place_of(self) -> tuple[str, str]:
         """Address and id of its node; empty before it has one."""

@@ -435,7 +435,7 @@ def test_an_engine_that_is_joining_a_group_ends_at_once_on_a_signal(
     engine = launch(engine_args(update_weights_timeout_s=600.0), 0, str(tmp_path / "log"))
     try:
         engine.wait_ready(120)
-        with socket.create_server(("127.0.0.1", 0)) as silent, EngineControlClient([engine.url]) as one:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
             start(post, engine, JOIN, **body_of_join(silent.getsockname()[1]))
             first, second = silent.accept(), silent.accept()  # the second is the store's, which waits for an answer
             os.kill(engine.process.pid, signal.SIGTERM)
