@@ -38,7 +38,7 @@ class PluginKind:
     """One row of the table of plugin kinds.
 
     positional: names of the positional arguments that a function of this kind is called with.
-    methods: for kinds that are classes, the methods an object must have.
+    methods: for kinds that are classes, the methods an object must have. attributes: other names of the class.
     optional: how many of the last of them a function may leave out.
     constructed: the reference names a class (or factory) that is called with ``positional`` first.
     changed: methods of earlier contracts, which are never called, with the hint for an object that has one.
@@ -51,6 +51,7 @@ class PluginKind:
     positional: tuple[str, ...]
     optional: int = 0
     methods: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
     constructed: bool = False
     may_be_async: bool = False
     changed: Mapping[str, str] = field(default_factory=dict)
@@ -255,6 +256,7 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         signature="class (args) with sender, staged, connect, prepare, publish, close",
         positional=("args",),
         methods=("connect", "prepare", "publish", "close"),
+        attributes=("sender",),
         constructed=True,
         changed=dict.fromkeys(
             ("load", "cleanup"),

@@ -13,7 +13,7 @@ from buffer_rl.cluster.counts import ENGINE, replicas_of, roles_in_resource
 from buffer_rl.cluster.devices import Demand, Node, NoRoomError, Seat, Unit, all_devices, allocate
 from buffer_rl.config import flag_of
 from buffer_rl.errors import ConfigError
-from buffer_rl.roles import ACTOR, CRITIC, PLACED, worker_counts
+from buffer_rl.roles import ACTOR, CRITIC, DEDICATED, PLACED, worker_counts
 from buffer_rl.train.roles import uses_critic
 
 WITH_ACTOR = ("ref", "actor_fwd")
@@ -198,7 +198,7 @@ def too_few(
         piece, one = demand_text(args, error.demand, unit), "needs" if error.demand.members == 1 else "need"
         what += f", of which {piece} {one} {error.on_one_node} on one node, and at most {error.free} are left on one"
     flags = dict.fromkeys(flag for group in groups for demand in group for flag in _flags(args, demand.role))
-    of_role = any(flag_of(row.workers) in flags for row in PLACED.values())
+    of_role = any(flag_of(row.workers) in flags for row in DEDICATED.values())
     lower = "lower them (without processes of its own, a role's work is the trainer's)" if of_role else "lower them"
     share = ", or share with --colocate"
     if unit is Unit.GPU:

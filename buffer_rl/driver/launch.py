@@ -329,7 +329,8 @@ class _Run:
         limit = self.args.train_timeout_s
         for role, trained in self.trained.items():
             master, port = trained.call("host", timeout_s=limit)
-            require_local_trainer(self.args.weight_sync_mode, master)
+            if role == ACTOR:  # the one whose weights are published
+                require_local_trainer(self.args.weight_sync_mode, master)
             trained.call("setup", master, port, timeout_s=limit)
             if self.checkpoint is not None:
                 if role == ACTOR and self.reference is not None:  # first, as building a model may draw random numbers

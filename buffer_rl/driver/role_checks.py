@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.cluster.counts import ROLE_ALIASES, roles_in_resource
+from buffer_rl.cluster.counts import replicas_of, roles_in_resource
 from buffer_rl.config import flag_of
 from buffer_rl.driver.checks import STREAM
 from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_only
@@ -47,13 +47,21 @@ def check_roles(args: Any, registry: PluginRegistry) -> None:
 
 
 def _check_own_roles(args: Any, registry: PluginRegistry) -> None:
-    """Roles of ``--role-path`` wait for fields that come before theirs, and roles that are fused have processes."""
+    """Roles of ``--role-path`` wait for fields that come before theirs, and roles that are fused have processes; those
+    of ``--resource`` are there."""
     own = own_roles(args, registry)
     if own and rollout_only(args):
         raise ConfigError("no trainer reads what these roles add", where="--role-path and --debug-rollout-only")
-    for name in roles_in_resource(args).keys() - own:
-        known = ", ".join([*ROLE_ALIASES, CRITIC, *PLACED, *own])
-        raise ConfigError(f"there is no role {name!r}", where="--resource", expected=f"one of {known}, or --role-path")
+    if unknown := roles_in_resource(args).keys() - own.keys():
+        raise ConfigError(
+            f"there is no role {min(unknown)!r}",
+            where="--resource",
+            expected=f"roles among {', '.join(['actor', CRITIC, 'rollout (the engines)', *PLACED, *own])}",
+            hint="--role-path adds a role of your own",
+        )
+    if CRITIC in replicas_of(args) and not uses_critic(args):
+        hint = "add --use-critic, or take it out"
+        raise ConfigError(f"the role {CRITIC!r} is counted, and there is none", where="--resource", hint=hint)
     counts = process_counts(args, own)
     fused_roles(args, counts)
     added = {field for role in counts if role in ROLES for field in ROLES[role].fields}

@@ -6,8 +6,8 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from typing import Any, ParamSpec, Self, TypeVar
+from concurrent.futures import CancelledError
+from typing import Any, Self, TypeVar
 
 import aiohttp
 import orjson
@@ -15,7 +15,6 @@ import orjson
 from buffer_rl.engine.process import auth_headers
 from buffer_rl.errors import EngineError
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -322,19 +321,6 @@ class EngineControlClient:
         }
         bodies = [{"serialized_named_tensors": [handle], **common} for handle in serialized]
         self._run(lambda engines: engines.post_each("/update_weights_from_tensor", bodies))
-
-    def start(self, call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> Future[T]:
-        """One of this client's calls, in a thread of its own: for calls that need a counterpart before they can end."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call(*args, **keywords))
-            except BaseException as error:  # fault boundary: the caller of result() gets it
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="engine-control-call", daemon=True).start()
-        return future
 
     def init_weights_update_group(self, address: str, port: int, urls: Sequence[str], *, name: str) -> None:
         """Have the engines at ``urls`` join a group as ranks 1, 2, …, whose rank 0 listens at ``address``. It ends when

@@ -50,7 +50,7 @@ ANSWER_S = 2.0
 
 class EngineHost:
     """The actor of one engine. Its launcher is what ``--rollout-engine`` names in this process, and gets the options
-    with ``engine_host`` set to the address of this node. Errors say which node they are from."""
+    of ``at_this_node``. Errors say which node they are from."""
 
     def __init__(self, args_text: str, index: int, log_path: str) -> None:
         self._args: Any = load_args(args_text)
@@ -68,8 +68,7 @@ class EngineHost:
         with self._named():
             reference = self._args.rollout_engine
             found = PluginRegistry.from_flags(self._args.plugin).resolve("engine", reference)
-            args = self._args.model_copy(update={"engine_host": self._address})
-            self._engine = named_launcher(found, reference)(args, self._index, self._log_path)
+            self._engine = named_launcher(found, reference)(at_this_node(self._args), self._index, self._log_path)
 
     def wait_ready(self, timeout_s: float) -> str:
         """Wait until the server answers. Returns its URL."""
@@ -242,8 +241,8 @@ class PlacedEngine:
         raise EngineError(named.what, where=self._where(), expected=named.expected, hint=named.hint) from error
 
     def _is_late(self) -> bool:
-        since = self._silent_since
-        return since is not None and time.monotonic() - since > LATE_S
+        since, asked = self._silent_since, self._probe
+        return since is not None and time.monotonic() - since > LATE_S and (asked is None or not asked.done())
 
     def _place_of(self) -> tuple[str, str]:
         """Address and id of its node; empty before it has one."""
@@ -265,7 +264,10 @@ def places_engines(args: Any) -> bool:
 
 
 def at_this_node(args: Any) -> Any:
-    """``args`` with the address of this node as Ray knows it, which other nodes reach, for the router."""
+    """``args`` with the address of this node as Ray knows it, which other nodes reach, for engines and the router;
+    without ``--ray-address`` what ``--engine-host`` says."""
+    if args.ray_address is None:
+        return args
     return args.model_copy(update={"engine_host": cast(Any, ray.util).get_node_ip_address()})
 
 

@@ -276,14 +276,17 @@ class FleetControl(EngineControlClient):
 
     def resume(self, urls: Collection[str] | None = None) -> None:
         """End the publication: the engines at ``urls`` go on, or all; replacements among them join, if all have the
-        same weights. Where an engine fails it, the publication goes on."""
+        same weights. Where an engine fails it, the publication goes on; one that the router does not take is lost."""
         super().resume(urls)
         found = {url: version for url, version in self._versions.items() if urls is None or url in urls}
         if len(set(found.values())) == 1:  # versions() was asked for, and all have the same
             self._registry.published = Published(version=next(iter(found.values())), folder=self._folder)
             for replica in self._replicas():
                 if replica.state is ReplicaState.WAITING and replica.failure is None and replica.url in found:
-                    self._admit(replica)
+                    try:
+                        self._admit(replica)
+                    except BufferRLError as error:
+                        replica.failure = error
         self.end_publication()
 
     def end_publication(self) -> None:

@@ -132,6 +132,7 @@ def _check_constructed(row: PluginKind, factory: Any, reference: str) -> None:
     if not inspect.isclass(factory):
         return  # a factory: what it builds is checked by its use
     missing = [name for name in row.methods if not callable(getattr(factory, name, None))]
+    missing += [name for name in row.attributes if not hasattr(factory, name)]
     hint = row.changed_hint(factory)
     if missing or hint:
         what = f"the class lacks {', '.join(missing)}" if missing else "the class is of an earlier contract"

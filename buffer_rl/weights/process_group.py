@@ -5,7 +5,7 @@ Store and keys are those of a group that torch makes by ``tcp://`` and a group n
 with ``torch.distributed``: a process needs no default group, has any number of these, and may make one again under the
 same name. Sockets listen on the address that reaches the sender, never on all.
 
-Who waits for whom: ``Rendezvous`` listens from its start, so engines that are told to join find it;
+Who waits for whom: ``Rendezvous`` listens from its start, so engines that are asked to join find it;
 ``Rendezvous.group`` and ``join`` wait for all members, a broadcast for its counterparts, each with a deadline. After a
 failed broadcast the members no longer agree on what comes next: close the group and make another, of another
 ``Rendezvous``, since the old one's keys name members that are gone.
@@ -28,7 +28,7 @@ from buffer_rl.weights.shared_memory import as_bytes
 FLATTENED = "flattened_bucket"
 """``load_format`` of a bucket that is sent as one broadcast; SGLang's name."""
 _dist: Any = distributed  # names that its type information lacks
-_REACH_S = 5.0  # for a sender that starts to listen at the same time as engines are told to join
+_REACH_S = 5.0  # for a sender that starts to listen at the same time as engines are asked to join
 _PAUSE_S = 0.05  # between two attempts to reach it
 
 
@@ -119,7 +119,7 @@ class Rendezvous:
         )
 
     def close(self) -> None:
-        """Stop listening; groups that were made stay."""
+        """Make no more groups. Those that were made stay, and the port with them: their store listens there."""
         self._store = None
 
 
@@ -168,7 +168,7 @@ def _own_address(address: str, port: int, deadline: float, is_cancelled: Callabl
                 raise EngineError(
                     f"the sender of the weights cannot be reached: {error}",
                     where=f"{address}:{port}",
-                    hint="rank 0 has to listen before engines are told to join",
+                    hint="rank 0 has to listen before engines are asked to join",
                 ) from error
         time.sleep(_PAUSE_S)
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from buffer_rl.contracts import WeightTransport
 from buffer_rl.errors import BufferRLError, EngineError
+from buffer_rl.weights.disk import VERSION_GLOB
 from buffer_rl.weights.sender import Senders
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def _pass_on(write: Callable[[str], object], version: int, folder: Path, load: C
     folder.mkdir(parents=True, exist_ok=True)
     write(str(target))
     load(str(target), version)
-    for older in folder.glob("v*"):
+    for older in folder.glob(VERSION_GLOB):
         if older != target:
             shutil.rmtree(older, ignore_errors=True)
     return target

@@ -3,7 +3,7 @@
     buffer-rl train ... --weight-sync-mode ./examples/weight_transports/gloo_broadcast.py:GlooBroadcast
 
 Driver and trainer each have a side. The rank that has the weights, rank 0 of the group, listens before an engine is
-told to join. For whatever both sides have to do together, the driver starts the trainer's side, then calls the engines,
+asked to join. For what both sides have to do together, the driver starts the trainer's side, then calls the engines,
 and only then waits for the trainer. When one side fails it leaves the group, so the other does not wait for it long.
 """
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -305,7 +306,8 @@ class Elsewhere:
         pass
 
     def stop(self):
-        pass
+        with open(__file__ + ".stopped", "w"):
+            pass
 
 
 def elsewhere(args, index, log_path):
@@ -365,3 +367,20 @@ def test_an_engine_on_another_machine_is_refused_where_weights_go_through_memory
     assert engine.url == "http://192.0.2.1:1"
     with pytest.raises(ConfigError, match=r"the engine http://192\.0\.2\.1:1 is not on this machine"):
         placed_engine("elsewhere", weight_sync_mode="tensor").wait_ready(60.0)
+
+
+def test_without_a_cluster_an_engine_listens_where_the_option_says(placed_engine: Any) -> None:
+    with pytest.raises(EngineError, match=r"no license on 127\.0\.0\.7"):
+        placed_engine("refuses", engine_host="127.0.0.7").wait_ready(60.0)
+
+
+def test_an_engine_whose_process_has_answered_since_it_was_asked_is_ended_by_its_launcher(
+    placed_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = placed_engine("elsewhere")
+    engine.wait_ready(60.0)
+    engine.check()
+    monkeypatch.setattr("buffer_rl.engine.host.LATE_S", 0.0)
+    wait([engine._probe], 60.0)
+    engine.stop()
+    assert (tmp_path / "launchers.py.stopped").exists()

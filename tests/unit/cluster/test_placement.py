@@ -295,6 +295,9 @@ def test_a_worker_of_a_role_that_would_wait_for_a_gpu_is_refused() -> None:
         "1 GPU\n  hint: lower them (without processes of its own, a role's work is the trainer's), share with "
         "--colocate, or compute on the CPU with --train-device cpu"
     )
+    with pytest.raises(ConfigError, match="need 2 GPUs") as caught:
+        gpus_of(1, rm_model="rm", train_device="cuda")
+    assert caught.value.hint.startswith("lower them, share with")  # no trainer does a reward model's work
 
 
 def test_fused_roles_have_the_devices_of_the_one_that_needs_most() -> None:

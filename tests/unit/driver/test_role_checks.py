@@ -459,6 +459,7 @@ def test_own_roles_that_wait_for_fields_before_theirs_are_accepted_and_planned_a
     paths = [own + name for name in ("Second", "First", "Judge")]
     options: dict[str, Any] = {"role_path": paths, "use_kl_loss": True, "num_ref_workers": 1}
     check(**options)
+    check(**options, resource={"first": [2, 0], "critic": [1, 1]}, use_critic=True)
     check(**{**options, "num_ref_workers": 0, "schedule": "pipelined"})  # the trainer computes them meanwhile
     estimator = {"num_advantage_workers": 1, "custom_advantage_function_path": own + "reads_own"}
     check(role_path=[own + "After", own + "Early"], **estimator)
@@ -486,7 +487,8 @@ def test_own_roles_that_wait_for_fields_before_theirs_are_accepted_and_planned_a
         (["First", "Again"], {}, r"adds \['a'\]"),
         (["Advantages"], {}, r"adds \['advantages'\]"),
         (["First"], {"debug_rollout_only": True}, "no trainer reads"),
-        (["First"], {"resource": {"first": [1, 0], "frist": [1, 1]}}, "there is no role 'frist'"),
+        (["First"], {"resource": {"frist": [1, 1]}}, r"--resource: there is no role 'frist'\n.* reward, .* first\n"),
+        ([], {"resource": {"critic": [1, 1]}}, "'critic' is counted, and there is none\n.* --use-critic"),
         (["First"], {"fuse_roles": ["first+ref"]}, "'ref' has no processes of its own"),
         (["First"], {"fuse_roles": ["first+first"]}, "'first' stands twice"),
         (["First"], {"fuse_roles": ["first+ref"], "use_kl_loss": True, "num_ref_workers": 2}, "first 1, ref 2"),

@@ -84,6 +84,22 @@ def test_a_replacement_that_waits_takes_part_in_the_publication_and_joins_at_its
     assert not registry.publication.locked()
 
 
+def test_an_engine_that_the_router_does_not_take_costs_no_publication():
+    with FakeEngine(version=4) as old, FakeEngine(version=4) as new:
+        waiting = replica(1, new.url, ReplicaState.WAITING)
+        registry = EngineRegistry(replicas=[replica(0, old.url), waiting])
+
+        def refuse(joining: Replica) -> None:
+            raise DeadlineError(f"the router did not list {joining.url}")
+
+        with FleetControl(registry, refuse, timeout_s=10.0) as control:
+            control.pause()
+            control.versions()
+            control.resume()
+    assert "did not list" in str(waiting.error())
+    assert registry.published == Published(version="4", folder=None)
+
+
 def test_nobody_joins_a_fleet_whose_engines_differ():
     with FakeEngine(version=4) as old, FakeEngine(version=0) as new:
         control, registry, admitted = control_of(replica(0, old.url), replica(1, new.url, ReplicaState.WAITING))

@@ -30,7 +30,8 @@ def make_function(kind: str, prefix: str = "def", drop: int = 0) -> Any:
 def make_class(kind: str, without: str = "") -> type:
     """A class with the constructor and the methods of a constructed kind, as loosely typed as possible."""
     row = KINDS[kind]
-    body: dict[str, Any] = {name: lambda self, *args: None for name in row.methods if name != without}
+    names = {*row.methods, *row.attributes} - {without}
+    body: dict[str, Any] = {name: lambda self, *args: None for name in names}
     scope: dict[str, Any] = {}
     exec(f"def __init__(self, {', '.join(row.positional)}): pass", scope)
     return type("Plugin", (), body | {"__init__": scope["__init__"]})
@@ -60,7 +61,7 @@ def test_async_is_accepted_exactly_where_the_kind_says_so(kind: str) -> None:
 @pytest.mark.parametrize("kind", CLASS_KINDS)
 def test_a_class_needs_every_method_and_its_constructor(kind: str) -> None:
     check_contract(kind, make_class(kind))
-    for method in KINDS[kind].methods:
+    for method in (*KINDS[kind].methods, *KINDS[kind].attributes):
         with pytest.raises(PluginError, match=f"the class lacks {method}"):
             check_contract(kind, make_class(kind, without=method))
     with pytest.raises(PluginError, match="it cannot be constructed with"):

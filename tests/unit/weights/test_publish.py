@@ -222,9 +222,10 @@ def test_the_reference_takes_the_newest_weights_and_a_checkpoint_those_that_it_h
     updates.save(tmp_path / "initial")
     assert not (tmp_path / "initial").exists()
     updates.update(2)
+    (folder / "vocabulary").mkdir()  # of somebody else
     updates.update(4)
     assert reference.loads == [("1", 2), ("2", 4)]
-    assert [path.name for path in folder.iterdir()] == ["v000004"]
+    assert sorted(path.name for path in folder.iterdir()) == ["v000004", "vocabulary"]
     updates.save(tmp_path / "checkpoint" / "ref")
     assert (tmp_path / "checkpoint" / "ref" / "model.safetensors").read_text() == "2"
 

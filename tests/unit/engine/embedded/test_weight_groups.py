@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,7 @@ from harness.processes import holds_within
 JOIN, UPDATE, LEAVE = "/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"
 GROUP_TIMEOUT_S = 4.0
 NORM = "model.norm.weight"
+start = ThreadPoolExecutor(8).submit  # for calls that need a counterpart before they can end
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +104,7 @@ def grouped(engines: EngineControlClient, name: str = "w") -> Iterator[WeightGro
     """Rank 0 of a group with all engines."""
     with Rendezvous(timeout_s=20) as rendezvous:
         urls = engines.targets()
-        joined = engines.start(engines.init_weights_update_group, rendezvous.address, rendezvous.port, urls, name=name)
+        joined = start(engines.init_weights_update_group, rendezvous.address, rendezvous.port, urls, name=name)
         group = rendezvous.group(name, len(urls) + 1)
         joined.result(20)
         yield group
@@ -117,13 +119,8 @@ def send(
     *,
     flattened: bool = False,
 ) -> None:
-    received = engines.start(
-        engines.update_weights_from_distributed,
-        described(bucket),
-        name=group.name,
-        version=version,
-        flattened=flattened,
-    )
+    how: dict[str, Any] = {"name": group.name, "version": version, "flattened": flattened}
+    received = start(engines.update_weights_from_distributed, described(bucket), **how)
     group.send(list(bucket.values()), 20, flattened=flattened)
     received.result(20)
 
@@ -188,11 +185,11 @@ def test_an_engine_receives_from_a_group_that_torch_made(
     engines: list[EmbeddedEngine], served: EngineControlClient, new: dict[str, torch.Tensor], free_port: int
 ) -> None:
     with EngineControlClient([engines[0].url]) as one:
-        joined = one.start(one.init_weights_update_group, "127.0.0.1", free_port, one.targets(), name="theirs")
+        joined = start(one.init_weights_update_group, "127.0.0.1", free_port, one.targets(), name="theirs")
         group = torch_group(free_port, 0, 2, "theirs")
         joined.result(20)
         one.begin_weight_update()
-        received = one.start(one.update_weights_from_distributed, described(new), name="theirs", version=3)
+        received = start(one.update_weights_from_distributed, described(new), name="theirs", version=3)
         for tensor in new.values():
             group.broadcast([tensor.clone()], dist.BroadcastOptions()).wait()
         received.result(20)
@@ -218,12 +215,12 @@ def test_a_sender_reaches_members_that_torch_made(engines: list[EmbeddedEngine],
         assert theirs.stdout
         assert theirs.stdout.readline() == "ready\n"
         body = body_of_join(rendezvous.port, world_size=3, group_name="ours")
-        joined = served.start(post, engines[0], JOIN, **body)
+        joined = start(post, engines[0], JOIN, **body)
         group = rendezvous.group("ours", 3)
         assert joined.result(20)[0] == 200
         post(engines[0], "/begin_weight_update")
         sent = {NORM: torch.arange(64.0)}
-        received = served.start(post, engines[0], UPDATE, **described(sent), group_name="ours")
+        received = start(post, engines[0], UPDATE, **described(sent), group_name="ours")
         group.send(list(sent.values()), 20)
         assert received.result(20)[0] == 200
         assert json.loads(theirs.communicate(timeout=60)[0]) == list(range(64))
@@ -252,7 +249,7 @@ def test_a_sender_that_is_killed_leaves_the_old_weights_and_the_group_can_be_mad
     port = int(sender.stdout.readline())
     served.init_weights_update_group("127.0.0.1", port, served.targets(), name="w")
     served.begin_weight_update()
-    received = served.start(served.update_weights_from_distributed, described(new), name="w", version=9)
+    received = start(served.update_weights_from_distributed, described(new), name="w", version=9)
     print(json.dumps([list(tensor.shape) for tensor in list(new.values())[:4]]), file=sender.stdin, flush=True)
     assert sender.stdout.readline() == "sent\n"
     assert not received.done(), "the engines wait for the fifth tensor"
@@ -363,7 +360,7 @@ def test_a_group_that_does_not_get_whole_is_given_up_at_the_deadline_and_the_eng
 ) -> None:
     with Rendezvous() as rendezvous:
         started = time.monotonic()
-        joining = served.start(post, engines[0], JOIN, **body_of_join(rendezvous.port, world_size=3))
+        joining = start(post, engines[0], JOIN, **body_of_join(rendezvous.port, world_size=3))
         greedy = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
         while not joining.done():
             begun = time.monotonic()
@@ -386,10 +383,10 @@ def test_a_sender_that_is_not_there_is_named(
 def test_joining_under_a_name_again_leaves_the_group_before(
     engines: list[EmbeddedEngine], served: EngineControlClient, free_port: int
 ) -> None:
-    first = served.start(post, engines[0], JOIN, **body_of_join(free_port))
+    first = start(post, engines[0], JOIN, **body_of_join(free_port))
     for _ in range(2):
         with Rendezvous(timeout_s=20) as rendezvous:
-            joined = served.start(post, engines[0], JOIN, **body_of_join(rendezvous.port))
+            joined = start(post, engines[0], JOIN, **body_of_join(rendezvous.port))
             group = rendezvous.group("w", 2)
             assert joined.result(20)[0] == 200
             group.close()
@@ -440,8 +437,8 @@ def test_an_engine_that_is_joining_a_group_ends_at_once_on_a_signal(
     engine = launch(engine_args(update_weights_timeout_s=600.0), 0, str(tmp_path / "log"))
     try:
         engine.wait_ready(120)
-        with socket.create_server(("127.0.0.1", 0)) as silent, EngineControlClient([engine.url]) as one:
-            one.start(post, engine, JOIN, **body_of_join(silent.getsockname()[1]))
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            start(post, engine, JOIN, **body_of_join(silent.getsockname()[1]))
             first, second = silent.accept(), silent.accept()  # the second is the store's, which waits for an answer
             os.kill(engine.process.pid, signal.SIGTERM)
             assert holds_within(4, lambda: engine.process.exit_status is not None)
@@ -457,7 +454,7 @@ def test_engines_that_are_left_out_of_a_group_are_not_told_and_each_other_one_ha
     old = served.checksums()
     only = engines[1].url
     with Rendezvous(timeout_s=20) as rendezvous, EngineControlClient([only]) as second:
-        joined = served.start(served.init_weights_update_group, rendezvous.address, rendezvous.port, [only], name="w")
+        joined = start(served.init_weights_update_group, rendezvous.address, rendezvous.port, [only], name="w")
         group = rendezvous.group("w", 2)
         joined.result(20)
         assert post(engines[0], LEAVE, group_name="w")[0] == 400
@@ -468,6 +465,6 @@ def test_engines_that_are_left_out_of_a_group_are_not_told_and_each_other_one_ha
     assert served.checksums()[engines[0].url] == old[engines[0].url]
     with Rendezvous(timeout_s=20) as rendezvous:
         urls = list(reversed(served.targets()))
-        joined = served.start(served.init_weights_update_group, "127.0.0.1", rendezvous.port, urls, name="w")
+        joined = start(served.init_weights_update_group, "127.0.0.1", rendezvous.port, urls, name="w")
         rendezvous.group("w", 3)
         joined.result(20)
