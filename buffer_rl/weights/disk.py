@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.errors import ConfigError
 from buffer_rl.weights.options import WeightOptions
 
 if TYPE_CHECKING:
@@ -75,13 +76,20 @@ class DiskTransport:
         self._trainer, self._engines = trainer, engines
 
     def prepare(self, version: int) -> None:
-        """Write the version; engines go on generating meanwhile."""
+        """Write the version while engines go on generating. Raises ConfigError where the driver does not see it."""
         target = self._target(version)
         temporary = target.with_name(f".{target.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         self._trainer.send("write", str(temporary))
         shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
+        try:
+            temporary.rename(target)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                "what the trainer wrote is not on the driver's node",
+                where=f"--update-weight-disk-dir {self._folder}",
+                expected="a folder on a file system that all nodes share",
+            ) from error
 
     def publish(self, version: int) -> None:
         """Have the paused engines read the version."""

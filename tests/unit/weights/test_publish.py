@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from buffer_rl.config import compose
-from buffer_rl.errors import EngineError, PluginError
+from buffer_rl.errors import ConfigError, EngineError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakeEngines, local_senders
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher, ReferenceUpdates, RolePublisher
+from buffer_rl.weights.sender import Senders
 
 
 class Weights:
@@ -183,6 +184,16 @@ def test_a_half_written_version_of_a_killed_run_goes_with_the_next_publication(t
         (tmp_path / "weights" / name).mkdir(parents=True)
     publisher(tmp_path, FakeEngines()).publish(3)
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v000003"]
+
+
+def test_a_folder_that_the_driver_does_not_see_is_named(tmp_path: Path) -> None:
+    args: Any = compose(CORE_SECTIONS)(update_weight_disk_dir=str(tmp_path), hf_checkpoint=str(tmp_path))
+    elsewhere: Any = Senders(lambda *call: [], 1.0)  # its ranks write to disks of their own
+    engines = FakeEngines()
+    with pytest.raises(ConfigError, match="is not on the driver's node") as caught:
+        Publisher(DiskTransport(args), elsewhere, engines).publish(1)
+    assert caught.value.where == f"--update-weight-disk-dir {tmp_path}"
+    assert engines.calls == []
 
 
 def test_engines_that_serve_different_weights_are_an_error_where_they_are_compared(tmp_path: Path) -> None:
