@@ -1,5 +1,5 @@
-"""Fits a reward model for the quickstart's task on the spot: a classifier that starts from the warmed-up policy, and
-learns what share of an answer's tokens is right, from right and wrong answers that a rule has labelled.
+"""Fits a reward model for the quickstart's task on the spot: a classifier that starts from the warmed-up policy, learns
+the task from right answers, and then with what share of the right one an answer begins, from the policy's own answers.
 
     python examples/reward_model/fit.py [--policy FOLDER] [--out FOLDER] [--steps N] [--seed N]
 
@@ -18,42 +18,72 @@ HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / "quickstart" / "build"
 BATCH = 64
 LAYERS = 4  # those of the policy, and two more
+SIZES = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS}
 MAX_ANSWER = 12  # tokens, as --rollout-max-response-len
 
 
-def wrong_answer(label: str, alphabet: str, rng: random.Random) -> tuple[str, bool]:
-    """An answer that is not ``label``, in one of the ways in which a policy errs, and whether it ends."""
-    letters, place = list(label), rng.randrange(len(label))
-    if rng.random() < 0.1:  # it runs on, or stops in mid-answer
-        return (label + "".join(rng.choices(alphabet, k=MAX_ANSWER)))[:MAX_ANSWER], False
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        place = rng.randrange(len(letters))
-        kind = rng.choice(("replace", "swap", "drop", "double"))
-        if kind == "replace":
-            letters[place] = rng.choice(alphabet)
-        elif kind == "swap":
-            other = rng.randrange(len(letters))
-            letters[place], letters[other] = letters[other], letters[place]
-        elif kind == "drop" and len(letters) > 1:
-            del letters[place]
-        else:
-            letters.insert(place, letters[place])
-    answer = "".join(letters)[:MAX_ANSWER]
-    return (answer, True) if answer != label else wrong_answer(label, alphabet, rng)
+def shares_right(label: list[int], answer: list[int]) -> list[float]:
+    """For each token of an answer, what share of the label the answer has begun with by then."""
+    right = 0
+    shares = []
+    for place, token in enumerate(answer):
+        right += right == place < len(label) and token == label[place]
+        shares.append(right / len(label))
+    return shares
 
 
-def make_row(
-    row: dict[str, Any], right: bool, alphabet: str, tokenizer: Any, rng: random.Random
-) -> tuple[list[int], list[float]]:
-    """Token ids of a prompt with a right or a wrong answer, and for each token of the answer the share that is right so
-    far; -1 in the prompt."""
-    answer, ends = (row["label"], True) if right else wrong_answer(row["label"], alphabet, rng)
-    eos = [tokenizer.eos_token_id]
-    prompt, label = tokenizer.encode(row["prompt"]), tokenizer.encode(row["label"]) + eos
-    tokens = tokenizer.encode(answer) + eos * ends
-    right_tokens = [place < len(label) and token == label[place] for place, token in enumerate(tokens)]
-    shares = [sum(right_tokens[:end]) / end for end in range(1, len(tokens) + 1)]
-    return prompt + tokens, [-1.0] * len(prompt) + shares
+def padded(lines: list[list[Any]], fill: float) -> Any:
+    """Lines of numbers as one tensor, ``fill`` behind the shorter ones."""
+    import torch
+
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(line) for line in lines], True, fill)
+
+
+def optimizer_steps(model: Any, steps: int, peak: float, loss_of_batch: Any) -> None:
+    """AdamW on ``loss_of_batch()``, with a learning rate that rises to ``peak`` and falls to 0."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=peak, total_steps=steps, pct_start=0.1)
+    for _ in range(steps):
+        loss_of_batch().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def learn_task(policy: Path, draw: Any, steps: int) -> Any:
+    """The policy with two layers more, after ``steps`` batches of right answers: who judges has to know better."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(policy, **SIZES)
+
+    def loss() -> Any:
+        rows = draw(2 * BATCH)
+        ids = padded([prompt + label for prompt, label in rows], 0)
+        wanted = padded([[-100] * len(prompt) + label for prompt, label in rows], -100)
+        logits = model(input_ids=ids).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted[:, 1:].flatten(), ignore_index=-100)
+
+    optimizer_steps(model, steps, 2e-3, loss)
+    return model
+
+
+def sampled(policy: Any, prompts: list[list[int]], pad: int, eos: int) -> list[list[int]]:
+    """An answer of the policy to each prompt, up to its end token."""
+    import torch
+
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    with torch.no_grad():
+        found = policy.generate(
+            input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=MAX_ANSWER, pad_token_id=pad
+        )
+    answers = found[:, width:].tolist()
+    return [answer[: answer.index(eos) + 1] if eos in answer else answer for answer in answers]
 
 
 def fit(policy: Path, data: Path, out: Path, *, steps: int, seed: int = 0) -> float:
@@ -62,38 +92,40 @@ def fit(policy: Path, data: Path, out: Path, *, steps: int, seed: int = 0) -> fl
 
     As a reward model it is asked at the last token of an answer; it is trained at every one."""
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     torch.manual_seed(seed)
     rng = random.Random(seed)
     tokenizer: Any = AutoTokenizer.from_pretrained(policy)
-    sizes = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS}
-    model: Any = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, **sizes)
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
-    alphabet = "".join(sorted({letter for row in rows for letter in row["prompt"] + row["label"]}))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1)
+
+    def draw(count: int) -> list[tuple[list[int], list[int]]]:
+        chosen = [rng.choice(rows) for _ in range(count)]
+        return [(tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["label"]), eos]) for row in chosen]
+
+    sampler: Any = AutoModelForCausalLM.from_pretrained(policy)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, **SIZES)
+    model.model.load_state_dict(learn_task(policy, draw, steps).model.state_dict())
     errors: list[float] = []
-    for _ in range(steps):
-        batch = [make_row(rng.choice(rows), bool(number % 2), alphabet, tokenizer, rng) for number in range(BATCH)]
-        ids, mask, wanted = (
-            torch.nn.utils.rnn.pad_sequence([torch.tensor(line) for line in lines], True, fill)
-            for lines, fill in (
-                ([tokens for tokens, _ in batch], tokenizer.pad_token_id),
-                ([[1] * len(tokens) for tokens, _ in batch], 0),
-                ([labels for _, labels in batch], -1.0),
-            )
+
+    def loss() -> Any:
+        batch = draw(BATCH)
+        answers = sampled(sampler, [prompt for prompt, _ in batch], pad, eos)
+        answers[::4] = [label for _, label in batch[::4]]  # a quarter is right
+        ids = padded([prompt + answer for (prompt, _), answer in zip(batch, answers, strict=True)], pad)
+        mask = padded([[1] * len(prompt + answer) for (prompt, _), answer in zip(batch, answers, strict=True)], 0)
+        shares = [shares_right(label, answer) for (_, label), answer in zip(batch, answers, strict=True)]
+        wanted = padded(
+            [[-1.0] * len(prompt) + of_row for (prompt, _), of_row in zip(batch, shares, strict=True)], -1.0
         )
         logits = model.score(model.model(input_ids=ids, attention_mask=mask).last_hidden_state)[..., 0]
-        answered = wanted >= 0
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits[answered], wanted[answered])
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
         row, last = torch.arange(BATCH), mask.sum(-1) - 1
         errors.append(float((logits[row, last].sigmoid() - wanted[row, last]).detach().abs().mean()))
+        answered = wanted >= 0
+        return torch.nn.functional.binary_cross_entropy_with_logits(logits[answered], wanted[answered])
+
+    optimizer_steps(model, steps, 1e-3, loss)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     return sum(errors[-20:]) / len(errors[-20:])
@@ -105,7 +137,7 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, default=QUICKSTART / "sft" / "hf", help="the model to start from")
     parser.add_argument("--data", type=Path, default=QUICKSTART / "data" / "train.jsonl", help="words and answers")
     parser.add_argument("--out", type=Path, default=HERE / "build" / "model", help="folder of the reward model")
-    parser.add_argument("--steps", type=int, default=600, help=f"batches of {BATCH} answers")
+    parser.add_argument("--steps", type=int, default=600, help="batches of right answers, and as many of the policy's")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args()
     error = fit(flags.policy, flags.data, flags.out, steps=flags.steps, seed=flags.seed)
