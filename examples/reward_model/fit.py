@@ -113,12 +113,10 @@ def fit(policy: Path, data: Path, out: Path, *, steps: int, seed: int = 0) -> fl
         batch = draw(BATCH)
         answers = sampled(sampler, [prompt for prompt, _ in batch], pad, eos)
         answers[::4] = [label for _, label in batch[::4]]  # a quarter is right
-        ids = padded([prompt + answer for (prompt, _), answer in zip(batch, answers, strict=True)], pad)
-        mask = padded([[1] * len(prompt + answer) for (prompt, _), answer in zip(batch, answers, strict=True)], 0)
-        shares = [shares_right(label, answer) for (_, label), answer in zip(batch, answers, strict=True)]
-        wanted = padded(
-            [[-1.0] * len(prompt) + of_row for (prompt, _), of_row in zip(batch, shares, strict=True)], -1.0
-        )
+        triples = [(prompt, label, answer) for (prompt, label), answer in zip(batch, answers, strict=True)]
+        ids = padded([prompt + answer for prompt, _, answer in triples], pad)
+        mask = padded([[1] * len(prompt + answer) for prompt, _, answer in triples], 0)
+        wanted = padded([[-1.0] * len(prompt) + shares_right(label, answer) for prompt, label, answer in triples], -1.0)
         logits = model.score(model.model(input_ids=ids, attention_mask=mask).last_hidden_state)[..., 0]
         row, last = torch.arange(BATCH), mask.sum(-1) - 1
         errors.append(float((logits[row, last].sigmoid() - wanted[row, last]).detach().abs().mean()))
