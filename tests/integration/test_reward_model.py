@@ -149,6 +149,7 @@ def test_the_third_death_of_the_reward_model_starts_the_whole_run_again(
     assert "all processes of the run are started again, from the start (global restart 1 of 3)" in said
 
 
+@pytest.mark.slow
 def test_one_death_more_than_role_max_restarts_ends_the_run_where_it_may_not_start_again(run: Run) -> None:
     with pytest.raises(WorkerDiedError) as caught:
         run("not_replaced_killed", role_max_restarts=0, max_global_restarts=0)

@@ -355,6 +355,7 @@ def test_a_call_to_join_of_another_form_is_400(
     assert next(iter(change)) in answer["message"]
 
 
+@pytest.mark.slow
 def test_a_group_that_does_not_get_whole_is_given_up_at_the_deadline_and_the_engine_generates_meanwhile(
     engines: list[EmbeddedEngine], served: EngineControlClient
 ) -> None:
@@ -371,6 +372,7 @@ def test_a_group_that_does_not_get_whole_is_given_up_at_the_deadline_and_the_eng
         assert GROUP_TIMEOUT_S - 1 < time.monotonic() - started < GROUP_TIMEOUT_S + 10
 
 
+@pytest.mark.slow
 def test_a_sender_that_is_not_there_is_named(
     engines: list[EmbeddedEngine], served: EngineControlClient, free_port: int
 ) -> None:
@@ -431,6 +433,7 @@ async def test_a_bucket_that_arrives_after_its_update_has_ended_is_not_taken_by_
         staged.finish()
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_joining_a_group_ends_at_once_on_a_signal(
     engine_args: Callable[..., Any], tmp_path: Path
 ) -> None:
