@@ -42,7 +42,7 @@ def model(args):
                 file.write("x")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if b"RoleWorker" in Path("/proc/self/cmdline").read_bytes():
+    if b"FusedProcess" in Path("/proc/self/cmdline").read_bytes():
         model.register_forward_pre_hook(die)
     return model
 
