@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -110,7 +111,7 @@ def _start(
 ) -> tuple[ChildProcess, str]:
     """The router takes no inherited socket, so another process may take its port first: try again then."""
     for attempt in range(START_ATTEMPTS):
-        port, metrics_port = free_port(host), free_port(LOOPBACK)
+        port, metrics_port = free_ports(host, LOOPBACK)
         url = base_url(host, port)
         process = ChildProcess("sglang-router", command(port, metrics_port), log_path, env=env)
         try:
@@ -153,7 +154,7 @@ def _command(worker_urls: Sequence[str], request_timeout_s: int, host: str, port
     ]
 
 
-def free_port(host: str) -> int:
-    """A port of the address ``host`` that is free now. Raises EngineError if this machine has no such address."""
-    with listening_socket(host) as listener:
-        return int(listener.getsockname()[1])
+def free_ports(*hosts: str) -> list[int]:
+    """A port of each address that is free now, all different. Raises EngineError if this machine lacks an address."""
+    with ExitStack() as held:  # all until the last is found
+        return [int(held.enter_context(listening_socket(host)).getsockname()[1]) for host in hosts]
