@@ -51,9 +51,10 @@ test: $(VENV)/.stamp-dev
 
 # One after another: the tests that kill and hang parts of a run have deadlines of seconds.
 test-all: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not campaign' $(PYTEST_ARGS)
 
 campaign: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -m campaign
 	$(BIN)/python benchmarks/campaign.py $(ARGS)
 
 test-times: $(VENV)/.stamp-dev

@@ -53,8 +53,17 @@ def test_a_sender_that_is_killed_at_any_bucket_or_between_any_calls_costs_no_who
     assert kill_before_every_call(trial, lambda: trial.sender.end()) >= 5
 
 
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "own"),
+    [
+        pytest.param("disk", False, id="disk"),
+        pytest.param("disk", True, id="disk, replaced", marks=pytest.mark.campaign),
+        pytest.param("tensor", False, id="tensor", marks=pytest.mark.campaign),
+        pytest.param("tensor", True, id="tensor, replaced"),
+        pytest.param(GLOO, False, id="gloo broadcast", marks=pytest.mark.campaign),
+        pytest.param(GLOO, True, id="gloo broadcast, replaced", marks=pytest.mark.campaign),
+    ],
+)
 def test_an_engine_that_is_killed_before_any_call_costs_the_others_no_whole_version(
     start: Callable[..., Trial], transport: str, own: bool
 ) -> None:
