@@ -105,8 +105,10 @@ def test_a_reward_model_that_is_killed_in_mid_rollout_changes_no_bit(
     undisturbed = outcome(run("undisturbed"))
     rewards = [step["rollout/raw_reward"] for step in undisturbed[1] if "rollout/raw_reward" in step]
     assert len(set(rewards)) == 6, rewards  # the policy changes, and its scores with it
-    assert outcome(run("killed")) == undisturbed
-    assert "process 0 of the reward model died and was replaced (1 of 2" in capfd.readouterr().out
+    args = run("killed")
+    assert outcome(args) == undisturbed
+    assert Path(args.run_dir, "seen_5").exists()  # it was killed
+    assert "started again" not in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -144,9 +146,8 @@ def test_the_third_death_of_the_reward_model_starts_the_whole_run_again(
 ) -> None:
     undisturbed = outcome(run("quiet"))
     assert outcome(run("thrice")) == undisturbed
-    said = capfd.readouterr().out
-    assert "of the reward model died and was replaced (2 of 2" in said
-    assert "all processes of the run are started again, from the start (global restart 1 of 3)" in said
+    restarted = "all processes of the run are started again, from the start (global restart 1 of 3)"
+    assert capfd.readouterr().out.count(restarted) == 1
 
 
 @pytest.mark.slow
