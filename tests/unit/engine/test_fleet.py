@@ -77,6 +77,7 @@ def test_two_engines_behind_the_router_share_the_work_and_end_without_a_trace(en
     fleet.stop()
 
 
+@pytest.mark.slow
 def test_a_dead_engine_is_named_with_its_log(engine_args, tmp_path):
     with EngineFleet(engine_args(), str(tmp_path), launch) as fleet:
         fleet.wait_ready()

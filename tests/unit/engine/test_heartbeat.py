@@ -80,6 +80,7 @@ def test_an_engine_that_answers_garbage_is_not_healthy_and_the_others_are_still_
     assert replicas[0].error() is None
 
 
+@pytest.mark.slow
 def test_silences_shorter_than_the_deadline_do_not_add_up() -> None:
     with FakeEngine(control_fault=lambda _: Fault.HANG, back_after_s=1.5) as engine:
         one = replica(0, engine)
