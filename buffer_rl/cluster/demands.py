@@ -39,8 +39,15 @@ def seating(args: Any, nodes: Sequence[Node], *, engines: bool) -> Seating:
     placed where there are several nodes.
 
     engines: whether the run generates, with its own engines unless ``--engine-urls`` names others. Raises ConfigError,
-    with the arithmetic, where devices that the options ask for are not there.
+    with the arithmetic, where devices that the options ask for are not there, and where a named node is not.
     """
+    there = [node.address for node in nodes]
+    if missing := [address for address in args.rollout_worker_nodes if address not in there]:
+        raise ConfigError(
+            f"no node of the cluster has the address {missing[0]!r}",
+            where="--rollout-worker-nodes",
+            expected=f"some of {', '.join(there)}",
+        )
     if (most := args.num_gpus_per_node) is not None:
         nodes = [replace(node, gpus=min(node.gpus, most)) for node in nodes]
     gpus = sum(node.gpus for node in nodes)

@@ -39,6 +39,12 @@ class PlacementOptions(Section):
         '"reference": [1, 1], "advantages": [1, 0]}\'; rollout names the engines, other names are roles of your own',
         metavar="JSON",
     )
+    rollout_worker_nodes: list[str] = option(
+        [],
+        "addresses of the nodes of the rollout workers, dealt out in turn, for example those with CPUs to spare for "
+        "rewards and tools; without it: near the trainer",
+        metavar="ADDRESS",
+    )
     train_env_vars: dict[str, str] = option(
         {}, "environment variables of the trainer's ranks and of the processes of roles", metavar="JSON"
     )

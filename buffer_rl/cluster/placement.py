@@ -73,12 +73,13 @@ class Placement:
         return cls(args, nodes, seating(args, nodes, engines=engines))
 
     def options(self, role: str, index: int) -> dict[str, Any]:
-        """The ``.options`` of the actor of a member: its CPUs and GPUs, where Ray starts it, and its environment."""
+        """The ``.options`` of the actor of a member: its CPUs and GPUs, where Ray starts it, and its environment. Where
+        Ray has found the member's node gone, it starts on any that has the devices."""
         chosen: dict[str, Any] = dict(NO_DEVICE)
         environment = self._environment(role)
         if (found := self._seats.get((role, index))) is not None:
             unit, seat = found
-            if self._reserved:
+            if self._reserved and not is_node_gone(self._home(seat).node_id):
                 chosen["scheduling_strategy"] = self._strategy(unit, seat.devices[0])
             if len(seat.devices) == 1 or seat.share == 1.0:
                 amount = "num_gpus" if unit is Unit.GPU else "num_cpus"
@@ -86,7 +87,7 @@ class Placement:
             else:  # Ray divides single devices only
                 environment |= self._visible_devices(seat)
         elif (node := self._near(role, index)) is not None:
-            chosen["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node.node_id, soft=True)
+            chosen |= near(node.node_id)
         if environment and not (chosen["num_gpus"] or "CUDA_VISIBLE_DEVICES" in environment) and self._has_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all of them visible: "auto" would find one
         return {**chosen, "runtime_env": {"env_vars": environment}} if environment else chosen
@@ -189,10 +190,12 @@ class Placement:
         return {"OMP_NUM_THREADS": str(self._args.num_train_threads), **self._args.train_env_vars}
 
     def _near(self, role: str, index: int) -> Node | None:
-        """The node that a rollout worker is best on, where its rows are read: that of the trainer rank it belongs to
-        when workers are dealt out to ranks."""
+        """The node of a rollout worker: the one that ``--rollout-worker-nodes`` names, or where its rows are read, that
+        of the trainer rank it belongs to when workers are dealt out to ranks."""
         if role != "rollout" or len(self._nodes) == 1:
             return None
+        if named := self._args.rollout_worker_nodes:
+            return next(node for node in self._nodes if node.address == named[index % len(named)])
         ranks = grouping(self._args.num_rollout_workers, self._args.num_train_ranks)
         return next((self.node_of(ACTOR, rank) for rank, units in ranks.items() if index in units), None)
 
@@ -232,6 +235,14 @@ def cluster_nodes() -> list[Node]:
         if found["Alive"]
     ]
     return sorted(nodes, key=lambda node: (node.node_id != own, _numbers(node.address), node.node_id))
+
+
+def near(node_id: str) -> dict[str, Any]:
+    """The ``.options`` of an actor without devices that is to run on a node while that is there.
+
+    It asks for a byte of memory: Ray chooses a random node for an actor that asks for nothing, whatever node it should
+    preferably be on."""
+    return {"memory": 1, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True)}
 
 
 def is_node_gone(node_id: str) -> bool:

@@ -246,7 +246,7 @@ class _Run:
                 Senders(lambda *call: train.start("send_weights", *call).futures, args.train_timeout_s),
                 self.engines,
                 compare=args.check_weight_update_equal,
-                timeout_s=args.update_weights_timeout_s,
+                timeout_s=2 * args.update_weights_timeout_s,
                 notice=self.observer.notice,
             )
         if "actor_fwd" in self.roles:
@@ -318,7 +318,7 @@ class _Run:
             early_stop=parse_early_stop(args.early_stop) if args.early_stop else None,
             rollout_timeout_s=args.rollout_timeout_s + 2 * GRACE_S,  # the worker's own deadline comes first
             train_timeout_s=args.train_timeout_s,
-            publish_timeout_s=args.update_weights_timeout_s,
+            publish_timeout_s=3 * args.update_weights_timeout_s + GRACE_S,
             save_timeout_s=args.save_timeout_s + GRACE_S,  # each call's own deadline, which says more, comes first
             buffer_timeout_s=args.buffer_timeout_s,
             max_rollout_retries=args.buffer_max_restarts,

@@ -48,6 +48,8 @@ class HttpSession:
 
 
 CONTROL_TIMEOUT_S = 60.0
+"""Most seconds of a call that moves no weights; longer than any engine needs for one."""
+
 CONTROL_KEEPALIVE_S = 2.0
 """Less than servers wait, 5 s and more, before they close an idle connection: a control call that met that moment would
 fail."""
@@ -60,8 +62,8 @@ class EngineFanOut:
     urls: the engines, asked for when a call is made; where there are none, the workers that the router at
     ``router_url`` lists then.
     timeout_s: deadline of one call. is_gone: whether to ignore the failure of the engine at a URL, because it has
-    died or was dropped; asked only where another engine answered; it may block for a moment. A call that no engine
-    answers fails all the same. api_key: of engines and router.
+    died or was dropped; asked only where another engine answered, with the failure; it may block for a moment. A call
+    that no engine answers fails all the same. api_key: of engines and router.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class EngineFanOut:
         timeout_s: float,
         *,
         router_url: str = "",
-        is_gone: Callable[[str], bool] | None = None,
+        is_gone: Callable[[str, EngineError], bool] | None = None,
         api_key: str | None = None,
     ) -> None:
         self._urls = urls
@@ -84,11 +86,18 @@ class EngineFanOut:
         await self._http.close()
 
     async def post(
-        self, path: str, body: Mapping[str, Any], *, reachable_only: bool = False, only: Collection[str] | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        reachable_only: bool = False,
+        only: Collection[str] | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         """Send ``body`` to all engines, or to those at the URLs ``only``. reachable_only: pass over engines that cannot
-        be reached."""
-        await self._all("POST", path, orjson.dumps(dict(body)), reachable_only=reachable_only, only=only)
+        be reached. timeout_s: of this call."""
+        raw = orjson.dumps(dict(body))
+        await self._all("POST", path, raw, reachable_only=reachable_only, only=only, timeout_s=timeout_s)
 
     async def post_each(self, path: str, bodies: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]]) -> None:
         """``post`` with a body for each engine: at least as many as there are engines, or by the URLs of some."""
@@ -124,6 +133,7 @@ class EngineFanOut:
         *,
         reachable_only: bool = False,
         only: Collection[str] | None = None,
+        timeout_s: float | None = None,
     ) -> dict[str, bytes]:
         urls = [url for url in self._urls() or await self._urls_of_router() if only is None or url in only]
         bodies: Sequence[bytes | None]
@@ -131,7 +141,8 @@ class EngineFanOut:
             bodies = [body[url] for url in urls]
         else:
             bodies = [body] * len(urls) if isinstance(body, bytes) or body is None else body[: len(urls)]
-        calls = [self._one(method, url + path, own) for url, own in zip(urls, bodies, strict=True)]
+        limit_s = min(timeout_s or self.timeout_s, self.timeout_s)
+        calls = [self._one(method, url + path, own, limit_s) for url, own in zip(urls, bodies, strict=True)]
         results = await asyncio.gather(*calls)
         answers = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, bytes)}
         failures = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, EngineError)}
@@ -139,7 +150,7 @@ class EngineFanOut:
             failures = {url: error for url, error in failures.items() if not is_connection_error(error)}
         elif answers and self._is_gone is not None:
             failures = {
-                url: error for url, error in failures.items() if not await asyncio.to_thread(self._is_gone, url)
+                url: error for url, error in failures.items() if not await asyncio.to_thread(self._is_gone, url, error)
             }
         if len(failures) == 1:
             raise next(iter(failures.values()))
@@ -152,7 +163,7 @@ class EngineFanOut:
         if not self._router_url:
             return []
         url = f"{self._router_url}/workers"
-        raw = await self._one("GET", url, None)
+        raw = await self._one("GET", url, None, self.timeout_s)
         if isinstance(raw, EngineError):
             raise raw
         try:
@@ -160,13 +171,15 @@ class EngineFanOut:
         except (KeyError, TypeError) as error:
             raise EngineError(f"the answer is no list of workers: {raw[:200]!r}", where=url) from error
 
-    async def _one(self, method: str, url: str, body: bytes | None) -> bytes | EngineError:
+    async def _one(self, method: str, url: str, body: bytes | None, timeout_s: float) -> bytes | EngineError:
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 async with self._http.session().request(method, url, data=body) as response:
                     raw = await response.read()
-        except TimeoutError:
-            return EngineError(f"no answer within {self.timeout_s:g} s", where=url)
+        except TimeoutError as error:
+            failure = EngineError(f"no answer within {timeout_s:g} s", where=url)
+            failure.__cause__ = error
+            return failure
         except aiohttp.ClientError as error:
             failure = EngineError(f"{type(error).__name__}: {error}", where=url, hint="read the engine's log")
             failure.__cause__ = error
@@ -255,7 +268,7 @@ class EngineControlClient:
         engine_urls: Sequence[str],
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
-        is_gone: Callable[[str], bool] | None = None,
+        is_gone: Callable[[str, EngineError], bool] | None = None,
         api_key: str | None = None,
     ) -> None:
         self.engine_urls = tuple(url.rstrip("/") for url in engine_urls)
@@ -290,11 +303,13 @@ class EngineControlClient:
 
     def pause(self, mode: str = "retract") -> None:
         """Stop decoding on every engine; mode is ``abort``, ``in_place`` or ``retract``."""
-        self._post("/pause_generation", {"mode": mode})
+        self._run(lambda engines: engines.post("/pause_generation", {"mode": mode}, timeout_s=CONTROL_TIMEOUT_S))
 
     def resume(self, urls: Collection[str] | None = None) -> None:
         """End a pause on the engines at ``urls``; None: on every engine."""
-        self._run(lambda engines: engines.post("/continue_generation", {}, only=urls))
+        self._run(
+            lambda engines: engines.post("/continue_generation", {}, only=urls, timeout_s=CONTROL_TIMEOUT_S)
+        )
 
     def flush(self) -> None:
         """Have every engine forget what it cached. EngineError while requests run."""

@@ -256,7 +256,8 @@ class EngineFleet:
                     self._say(f"engine {replica.index} is up again and waits for the next weights")
                     return
                 key = self._args.engine_api_key
-                with EngineControlClient([replica.url], timeout_s=limit, api_key=key) as control:
+                # A publication waits ``limit`` for the lock: the engine must be done, or have failed, before.
+                with EngineControlClient([replica.url], timeout_s=limit / 2, api_key=key) as control:
                     control.update_weights_from_disk(published.folder, int(published.version))
                     if (found := control.versions()[replica.url]) != published.version:
                         what = f"its weights are of version {found}"

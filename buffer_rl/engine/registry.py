@@ -210,9 +210,13 @@ class Heartbeat:
             return False
 
 
+FAILED_LAST_ATTEMPT = "failed the last attempt of a publication"
+
+
 class FleetControl(EngineControlClient):
     """Reaches the engines that were there at ``pause`` and still live. An engine that dies does not fail a call that
-    another one answers, nor does a dropped one (``drop_failed_engines``). Replacements that wait for weights take
+    another one answers, nor does a dropped one: one that fails after ``drop_failed_engines``, or whose answer does not
+    come in time, as asking it again would take as long. Replacements that wait for weights take
     part, and join the router at ``resume``.
 
     admit: has the router send requests to a replica. timeout_s: deadline of one call. api_key: of the engines.
@@ -308,19 +312,20 @@ class FleetControl(EngineControlClient):
             deaths = [death for replica in replicas if (death := replica.error()) is not None]
             raise no_engine_left(deaths[-1] if deaths else error) from error
 
-    def _is_gone_or_dropped(self, url: str) -> bool:
+    def _is_gone_or_dropped(self, url: str, error: EngineError) -> bool:
         if self._registry.is_gone(url):
             return True
         failing = next((replica for replica in self._replicas() if replica.url == url), None)
-        if not self._drops_failed or failing is None:
+        hangs = isinstance(error.__cause__, TimeoutError)
+        if failing is None or not (self._drops_failed or hangs):
             return False
-        self._drop(failing)
+        self._drop(failing, f"hangs in a publication: {error.what}" if hangs else FAILED_LAST_ATTEMPT)
         return True
 
     @staticmethod
-    def _drop(replica: Replica) -> None:
+    def _drop(replica: Replica, why: str = FAILED_LAST_ATTEMPT) -> None:
         replica.failure = EngineError(
-            f"engine {replica.index} failed the last attempt of a publication",
+            f"engine {replica.index} {why}",
             where=replica.url,
-            hint="the notices of the attempts before, and its log, say why",
+            hint="its log, and the notices of attempts before, say why",
         )

@@ -16,12 +16,12 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.actor_group import PATIENCE_S, redirect_output
+from buffer_rl.cluster.placement import near
 from buffer_rl.config import dump_args, load_args
 from buffer_rl.data.custom import CustomSource, Delivery, DeliveryRequest, StateNeeded
 from buffer_rl.errors import BufferRLError, WorkerDiedError, WorkerError
@@ -61,8 +61,8 @@ class DataSourceActor:
 def start_data_source(args: Any, log_dir: str) -> Any:
     """Start the data source's process, on this node while it is there: that has the files of a run that is started
     here. Returns its handle; the user's class is constructed once ``setup`` has answered."""
-    near = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
-    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=args.role_max_restarts, scheduling_strategy=near)
+    here = near(ray.get_runtime_context().get_node_id())
+    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=args.role_max_restarts, **here)
     return remote(DataSourceActor).remote(dump_args(args), f"{log_dir}/data_source.log")
 
 

@@ -2,9 +2,9 @@
 
 Who waits for whom: the publisher waits for the trainer (to send) and for every engine (each call with a deadline).
 An engine continues only after it confirmed the version: an attempt that fails leaves all of them paused for the next
-one, which begins with ``connect`` and sends what was prepared once. After the last attempt, engines of the run's own
-fleet that failed are dropped and replaced, and the others continue; any other failure ends the run, with the engines
-paused.
+one, which connects again and sends what was prepared once. Engines of the run's own fleet that fail the last attempt, or
+that leave a call open which others answer, are dropped and replaced, and the others continue; any other failure ends
+the run, with the engines paused.
 
 The role ``actor_fwd`` reads each version from a folder of its own, whatever way the engines take theirs. So does the
 reference model the versions that ``--ref-update-interval`` gives it.
@@ -39,7 +39,7 @@ class Publisher:
     """Publishes versions through one transport.
 
     compare: after each, compare the weights that the engines serve. timeout_s: of one publication; no attempt begins
-    later. first_pause_s: between the first attempt and the second. notice: called with a line on a failed attempt.
+    later, and none is longer than a call to an engine and one to the trainer may be. first_pause_s: between the first attempt and the second. notice: called with a line on a failed attempt.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class Publisher:
             self._notice(f"the publication of version {version} is tried again ({attempt} of {ATTEMPTS - 1}): {reason}")
 
     def _attempt(self, version: int) -> None:
-        self._connect()
         if self._prepared is None:
+            self._connect()
             self._transport.prepare(version)
             self._prepared, self._paused_at = version, time.monotonic()
         # Retract rather than abort: a request that is still running is computed again, on the new weights.
         self._engines.pause("retract")
-        self._connect()  # an engine that waited for weights takes part from now on
+        self._connect()  # after the pause: it has found engines that hang, and has those that waited for weights
         self._engines.flush()
         self._update(version)
         self._engines.resume(self._confirmed(version))

@@ -64,6 +64,14 @@ class Nodes:
         assert self._process is not None
         return [process for process in descendants(self._process.pid) if name in process.command]
 
+    def node_of(self, process: Process) -> str:
+        """The address of the node that the process is of."""
+        assert self._process is not None
+        table = {found.pid: found for found in descendants(self._process.pid)}
+        while "/raylet/raylet " not in process.command:
+            process = table[process.parent]
+        return process.command.partition("--node_ip_address=")[2].split()[0]
+
     def _ask(self, request: Mapping[str, Any]) -> str:
         assert self._process is not None
         assert self._process.stdin is not None
@@ -87,7 +95,7 @@ def _serve(folder: Path) -> None:
                 cluster.remove_node(nodes.pop(request["remove"]), allow_graceful=False)
             else:
                 place = folder / request["add"]
-                place.mkdir()
+                place.mkdir(exist_ok=True)
                 os.chdir(place)
                 nodes[request["add"]] = cluster.add_node(
                     node_ip_address=request["add"],

@@ -158,8 +158,8 @@ def test_an_engine_whose_actor_or_node_dies_takes_its_server_along_and_is_replac
 
 
 PLACED = """
-import sys
-from buffer_rl.cluster.placement import placed
+import sys, time
+from buffer_rl.cluster.placement import is_node_gone, placed
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.config import load_args
 
@@ -172,13 +172,19 @@ with ray_session(args.ray_address):
     say("joined")
     sys.stdin.readline()
     with placed(args, True, say) as placement:
-        say(placement.node_of("engine", 0).address)
+        node = placement.node_of("engine", 0)
+        say("bundle" if "scheduling_strategy" in placement.options("engine", 0) else "any node")
+        sys.stdin.readline()
+        deadline = time.monotonic() + 60
+        while not is_node_gone(node.node_id) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        say("bundle" if "scheduling_strategy" in placement.options("engine", 0) else "any node")
 """
 
 
 @pytest.mark.slow
 @many_addresses
-def test_devices_are_chosen_on_another_node_where_one_died_that_ray_still_lists(
+def test_devices_are_chosen_on_another_node_where_one_died_that_ray_still_lists_or_dies_later(
     nodes: Nodes, options_in: Any, tmp_path: Path
 ) -> None:
     nodes.add(HEAD, cpus=0)
@@ -191,7 +197,12 @@ def test_devices_are_chosen_on_another_node_where_one_died_that_ray_still_lists(
     driver.send("go on")
     notice = f"the node {SECOND} is gone: the devices of the run are chosen among the others"
     assert driver.next_line() == notice  # and so it was chosen at first
-    assert driver.end() == THIRD
+    role, row = driver.next_line(), driver.next_line()
+    assert (role.split()[0], row.split()) == ("role", ["engine", "1", "1", "CPU", THIRD])
+    assert driver.next_line() == "bundle"
+    nodes.remove(THIRD)
+    driver.send("go on")
+    assert driver.end() == "any node"  # for a member that is started again
 
 
 RUN = """
@@ -247,11 +258,10 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @many_addresses
-def test_a_run_on_four_nodes_goes_on_without_one_that_is_removed_and_ends_as_a_run_that_is_not_disturbed(
+def test_a_run_on_three_nodes_goes_on_without_one_that_is_removed_and_ends_as_a_run_that_is_not_disturbed(
     nodes: Nodes, options_in: Any, tmp_path: Path
 ) -> None:
-    nodes.add(HEAD, cpus=0)  # the driver, the Buffer and the router need none
-    for address in (SECOND, THIRD, FOURTH):
+    for address in (HEAD, SECOND, THIRD):
         nodes.add(address, cpus=1)
     (tmp_path / "mine.py").write_text(GENERATE)
 
@@ -260,6 +270,7 @@ def test_a_run_on_four_nodes_goes_on_without_one_that_is_removed_and_ends_as_a_r
             tmp_path / name,
             ray_address=nodes.address,
             rollout_num_engines=2,
+            rollout_worker_nodes=[THIRD],
             engine_api_key=KEY,
             engine_context_length=1024,
             custom_generate_function_path=f"{tmp_path / 'mine.py'}:long_in_rollout_1",
@@ -270,31 +281,49 @@ def test_a_run_on_four_nodes_goes_on_without_one_that_is_removed_and_ends_as_a_r
 
     whole = Joined(nodes, RUN, options("whole"), tmp_path / "driver_of_whole")
     assert whole.end() == "3"
-    run_dir = tmp_path / "disturbed"
-    run = Joined(nodes, RUN, options("disturbed"), tmp_path / "driver_of_disturbed")
-    assert holds_within(120, (run_dir / "both_are_at_work").exists)
-    engines = {address_of(server_url(server)): server for server in nodes.processes(SERVER)}
-    assert set(engines) == {THIRD, FOURTH}
-    mine = descendants(run.process.pid)
+    for address in (SECOND, THIRD):  # with an engine alone, and with an engine and the rollout worker
+        run_dir = tmp_path / f"without_{address}"
+        run = Joined(nodes, RUN, options(run_dir.name), tmp_path / f"driver_without_{address}")
+        assert holds_within(120, (run_dir / "both_are_at_work").exists)
+        server = seen_in_their_places(nodes, run.process.pid)[address]
+        nodes.remove(address)
+        assert holds_within(10, lambda server=server: not server.alive())
+        assert run.end() == "3"
+        assert nodes.processes("ray::EngineHost") + nodes.processes(SERVER) == []
+        ends_as(tmp_path / "whole", run_dir, gone=address)
+        nodes.add(address, cpus=1)
+
+
+def seen_in_their_places(nodes: Nodes, driver: int) -> dict[str, Process]:
+    """Asserts where the processes of the run are. Returns the engines' servers by address."""
+    places = {
+        title: {nodes.node_of(process) for process in nodes.processes(f"ray::{title}")}
+        for title in ("TrainRank", "RolloutWorker", "EngineHost")
+    }
+    assert places == {"TrainRank": {HEAD}, "RolloutWorker": {THIRD}, "EngineHost": {SECOND, THIRD}}
+    servers = {address_of(server_url(server)): server for server in nodes.processes(SERVER)}
+    assert {address: nodes.node_of(server) for address, server in servers.items()} == {SECOND: SECOND, THIRD: THIRD}
+    mine = descendants(driver)
     (router,) = (process for process in mine if process.command == "sglang::router")
     assert {address for address, _ in listening(router.pid)} == {HEAD, "127.0.0.1"}  # the latter for its metrics
     assert not [process for process in [*mine, *nodes.processes(KEY)] if KEY in process.command]
-    nodes.remove(FOURTH)
-    assert holds_within(10, lambda: not engines[FOURTH].alive())
-    assert run.end() == "3"
-    assert nodes.processes("ray::EngineHost") + nodes.processes(SERVER) == []
+    return servers
 
+
+def ends_as(whole: Path, run_dir: Path, *, gone: str) -> None:
+    """Asserts that the run without the node ``gone`` has the metrics, the groups and the weights of ``whole``."""
     first = (run_dir / "logs" / "fleet.log").read_text().splitlines()[0]
-    assert f"engine_1.log on node {FOURTH}); the run goes on with 1 engine while another one starts" in first
+    assert f"on node {gone}); the run goes on with 1 engine while another one starts" in first
     assert main(["ledger", "--verify", str(run_dir)]) == 0
     audit = LedgerAudit(run_dir / FILE_NAME)
     entries = [audit.entry(uid) for uid, _ in audit.states()]
     audit.close()
     trained = [entry for entry in entries if entry.state == "trained"]
     assert Counter(entry.step for entry in trained) == {1: 3, 2: 3, 3: 3}  # a uid has one entry
-    assert {entry.attempt for entry in trained} == {1}
-    assert metrics_of(run_dir) == metrics_of(tmp_path / "whole")
-    left, right = (load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("disturbed", "whole"))
+    again = {2: 3} if gone == THIRD else {}  # groups that the rollout worker had, which was on that node
+    assert Counter(entry.attempt for entry in trained) == {1: 9 - sum(again.values())} | again
+    assert metrics_of(run_dir) == metrics_of(whole)
+    left, right = (load_file(folder / "hf" / "model.safetensors") for folder in (run_dir, whole))
     assert all(torch.equal(left[name], right[name]) for name in right)
 
 

@@ -220,6 +220,18 @@ def test_a_rollout_worker_is_near_the_rank_whose_group_it_is_in() -> None:
     assert near == [0, 0, 0, 0, 1, 1, 0]
 
 
+def test_rollout_workers_are_dealt_out_to_the_nodes_that_are_named() -> None:
+    named = ["10.0.0.4", "10.0.0.3"]
+    args = options(**JOINED, num_rollout_workers=3, engine_device="cpu", rollout_worker_nodes=named)
+    placement = Placement.of(args, nodes(2, 1, 1))
+    chosen = [placement.options("rollout", index)["scheduling_strategy"] for index in range(3)]
+    assert [int(strategy.node_id, 16) for strategy in chosen] == [2, 1, 2]
+    assert all(strategy.soft for strategy in chosen)  # a worker whose node died is started on another one
+    with pytest.raises(ConfigError, match=r"no node of the cluster has the address '10\.0\.0\.4'") as caught:
+        Placement.of(args, nodes(2, 1))
+    assert caught.value.expected == "some of 10.0.0.2, 10.0.0.3"
+
+
 def test_the_table_has_a_line_for_each_role_and_node() -> None:
     asked = {**SGLANG, "actor_num_gpus_per_node": 4, "rollout_num_gpus_per_engine": 2}
     assert Placement.of(options(**asked, rollout_num_gpus=6), nodes(8, 8)).describe().splitlines() == [

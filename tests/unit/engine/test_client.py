@@ -171,14 +171,14 @@ async def test_a_router_that_lists_no_workers_is_an_error():
 def test_engines_that_have_died_do_not_fail_a_call_that_another_one_answers():
     dead = closed_url()
     with FakeEngine(version=3) as engine:
-        with EngineControlClient([engine.url, dead], is_gone=lambda url: url == dead) as control:
+        with EngineControlClient([engine.url, dead], is_gone=lambda url, error: url == dead) as control:
             assert control.versions() == {engine.url: "3"}
             control.pause()
-        living = EngineControlClient([engine.url, dead], is_gone=lambda url: False)
+        living = EngineControlClient([engine.url, dead], is_gone=lambda url, error: False)
         with living as control, pytest.raises(EngineError) as caught:
             control.pause()
         assert dead in str(caught.value)
-        with EngineControlClient([dead], is_gone=lambda url: True) as control, pytest.raises(EngineError):
+        with EngineControlClient([dead], is_gone=lambda url, error: True) as control, pytest.raises(EngineError):
             control.pause()
 
 

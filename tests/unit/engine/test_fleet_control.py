@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -263,6 +264,33 @@ def test_an_engine_that_takes_the_weights_and_keeps_its_version_is_given_up_and_
     assert continued == []
     assert len(notices) == 2
     assert "report other weights than version 1" in notices[1]
+
+
+class LeavesOpen(FakeEngine):
+    """Answers every call but an update, which it leaves open."""
+
+    async def _update(self, request: Any) -> Any:
+        await asyncio.Event().wait()
+
+
+def test_an_engine_that_answers_health_and_leaves_a_call_open_is_given_up_at_that_calls_deadline(tmp_path: Path):
+    notices: list[str] = []
+    with FakeEngine() as well, LeavesOpen() as hanging:
+        control, registry, _ = control_of(replica(0, well.url), replica(1, hanging.url), timeout_s=0.5)
+        publisher(control, tmp_path, notices).publish(1)
+        assert (well.version, len(well.log.updates)) == (1, 1)
+    assert "engine 1 hangs in a publication: no answer within 0.5 s" in str(registry.all()[1].error())
+    assert registry.all()[0].error() is None
+    assert published_version(registry) == "1"
+    assert notices == []
+
+
+def test_where_all_engines_leave_a_call_open_none_is_given_up(tmp_path: Path):
+    with LeavesOpen() as one, LeavesOpen() as two:
+        control, registry, _ = control_of(replica(0, one.url), replica(1, two.url), timeout_s=0.2)
+        with pytest.raises(EngineError, match="2 of 2 engines failed"):
+            publisher(control, tmp_path, []).publish(1)
+    assert [replica.error() for replica in registry.all()] == [None, None]
 
 
 def test_where_all_engines_keep_their_version_none_is_given_up_and_the_publication_fails(tmp_path: Path):
