@@ -2,6 +2,7 @@
 
 roles          tables of roles, models and the fields that they add; what the options say of estimator and loss
 collate        rows in micro-batches, as padded tensors
+packing        rows as one sequence without padding
 forward        log-probabilities and entropies under a model
 objective      loss and advantage estimator of a run; gradients before the step's totals are known
 optimizer      AdamW, learning rate, reduction and sums of gradients

@@ -22,7 +22,8 @@ from buffer_rl.types import SAMPLE_SIZES, GroupUid, TrainBatch
 class MicroBatch:
     """Rows that go through the model together, padded on the right.
 
-    tokens_bl: int64. response_bt: bool, False on padding.
+    tokens_bl: int64. token_m: int64, ``[num_tokens]``, the positions in the flattened ``tokens_bl`` that are no
+        padding. response_bt: bool, False on padding.
     predictor_n: int64, for each response token the position in the flattened ``tokens_bl`` of the token before it,
         whose logits predict it. target_n: int64, the response tokens.
     response_lengths: tokens of each row's response.
@@ -31,6 +32,7 @@ class MicroBatch:
     """
 
     tokens_bl: torch.Tensor
+    token_m: torch.Tensor
     response_bt: torch.Tensor
     predictor_n: torch.Tensor
     target_n: torch.Tensor
@@ -66,6 +68,7 @@ def collate(batch: TrainBatch, device: torch.device) -> MicroBatch:
     target_n = tokens_bl.reshape(-1)[predictor_n + 1]
     return MicroBatch(
         tokens_bl=torch.from_numpy(tokens_bl).to(device),
+        token_m=torch.from_numpy(np.flatnonzero(valid_bl)).to(device),
         response_bt=torch.from_numpy(response_bt).to(device),
         predictor_n=torch.from_numpy(predictor_n).to(device),
         target_n=torch.from_numpy(target_n).to(device),

@@ -3,8 +3,9 @@
 Suffix legend: ``_bt`` is ``[num_rows, max_response]``; ``_n`` is ``[num_response_tokens]``; ``_nv`` is
 ``[num_response_tokens, vocabulary]``.
 
-Rows are padded on the right and no attention mask is passed: under causal attention no token sees what comes after
-it, so padding cannot reach a real token, positions are right as they stand, and attention takes its fast causal path.
+Rows go through the model without padding where it takes packed rows (``buffer_rl.train.packing``). Else they are
+padded on the right and no attention mask is passed: under causal attention no token sees what comes after it, so
+padding cannot reach a real token, positions are right as they stand, and attention takes its fast causal path.
 The vocabulary is only evaluated where a response token is predicted: prompt and padding positions are left out just
 before the output layer.
 """
@@ -21,6 +22,7 @@ from buffer_rl.contracts import Objective
 from buffer_rl.errors import TrainError
 from buffer_rl.model_config import length_problem
 from buffer_rl.train.collate import MicroBatch, collate, row_blocks, split_rows
+from buffer_rl.train.packing import Packing, is_packed
 from buffer_rl.types import TrainBatch
 
 
@@ -110,15 +112,24 @@ def _response_logits(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
                 hint=f"--rollout-max-context-len {problem[1]}, or a rollout function that keeps to it",
             )
 
+    inputs: dict[str, Any] = {"input_ids": micro.tokens_bl}
+    predictor_n = micro.predictor_n
+    if is_packed(model) and micro.token_m.numel():
+        num_rows, max_length = micro.tokens_bl.shape
+        packing = Packing(num_rows=num_rows, max_length=max_length, tokens=micro.token_m)
+        packed = micro.tokens_bl.reshape(-1)[micro.token_m][None]
+        inputs = {"input_ids": packed, "position_ids": packing.position_ids, "packing": packing}
+        predictor_n = torch.searchsorted(micro.token_m, predictor_n)
+
     def keep_predictors(_module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden = args[0]
-        return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.predictor_n)[None], *args[1:])
+        return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, predictor_n)[None], *args[1:])
 
     # The hook narrows the output layer's input and leaves everything around it to the model, because some
     # architectures scale or cap the logits afterwards.
     handle = head.register_forward_pre_hook(keep_predictors)
     try:
-        logits = model(input_ids=micro.tokens_bl, use_cache=False).logits
+        logits = model(**inputs, use_cache=False).logits
     finally:
         handle.remove()
     if logits.shape[:2] != (1, micro.predictor_n.numel()):

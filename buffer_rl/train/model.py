@@ -22,6 +22,7 @@ from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, construct, place, raised, returned, short_repr
 from buffer_rl.roles import CRITIC
+from buffer_rl.train.packing import pack_where_possible
 
 BUCKET_BYTES = 256 * 1024 * 1024
 """Largest bucket of ``weight_buckets``: large enough to amortise a transfer, small beside an engine's memory."""
@@ -75,6 +76,7 @@ def load_model(
     what = "causal language model"
     model = load_pretrained(AutoModelForCausalLM, what, path, device, flag, trust_remote_code=trust_remote_code)
     _require_causal(model, str(path), flag)
+    pack_where_possible(model)
     return model
 
 

@@ -2,8 +2,8 @@
 
 Who waits for whom: the publisher waits for the trainer (to send) and for every engine (each call with a deadline).
 An engine continues only after it confirmed the version: an attempt that fails leaves all of them paused for the next
-one, which connects again and sends what was prepared once. Engines of the run's own fleet that fail the last attempt, or
-that leave a call open which others answer, are dropped and replaced, and the others continue; any other failure ends
+one, which connects again and sends what was prepared once. Engines of the run's own fleet that fail the last attempt,
+or that leave a call open which others answer, are dropped and replaced, and the others continue; any other failure ends
 the run, with the engines paused.
 
 The role ``actor_fwd`` reads each version from a folder of its own, whatever way the engines take theirs. So does the
@@ -39,7 +39,8 @@ class Publisher:
     """Publishes versions through one transport.
 
     compare: after each, compare the weights that the engines serve. timeout_s: of one publication; no attempt begins
-    later, and none is longer than a call to an engine and one to the trainer may be. first_pause_s: between the first attempt and the second. notice: called with a line on a failed attempt.
+    later, and none is longer than a call to an engine and one to the trainer may be. first_pause_s: between the
+    first attempt and the second. notice: called with a line on a failed attempt.
     """
 
     def __init__(

