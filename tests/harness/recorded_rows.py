@@ -11,6 +11,19 @@ from buffer_rl.types import GroupUid, RowId, TrainBatch
 SAMPLES = 3
 """Of each group; the second one fanned out into two parts, so a group has one row more."""
 
+OPTIONS: dict[str, Any] = {
+    # As streamed gradients take them: there is one forward pass, by the weights that sampled the rows.
+    "use_rollout_logprobs": True,
+    "eps_clip_high": 1.0,
+    "max_logprob_diff": None,
+    "prompt_data": [],
+    "custom_rm_path": None,
+    "eval_prompt_data": [],
+    "eval_interval": None,
+    "deterministic": True,
+}
+"""Of a run that trains on recorded rows, and ends alike with streamed gradients."""
+
 
 def recorded_rows(rollout_id: int, num_groups: int) -> TrainBatch:
     """Groups with 2 to 6 prompt and 0 to 12 response tokens a row, a fifth of them masked, with rewards normalised over

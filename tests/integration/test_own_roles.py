@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from buffer_rl.buffer.row_file import write_rollout
-from harness.recorded_rows import recorded_rows
+from harness.recorded_rows import OPTIONS, recorded_rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -76,17 +76,10 @@ def test_fields_of_own_roles_train_as_if_the_rollout_had_given_them(
 
     def weights(name: str, rows: str, **changes: Any) -> dict[str, torch.Tensor]:
         options = {
+            **OPTIONS,
             "load_debug_rollout_data": str(tmp_path / f"{rows}_{{rollout_id}}"),
             "custom_loss_function_path": f"{FILE}:weighted",
             "rollout_batch_size": NUM_GROUPS,
-            "use_rollout_logprobs": True,
-            "eps_clip_high": 1.0,
-            "max_logprob_diff": None,
-            "prompt_data": [],
-            "custom_rm_path": None,
-            "eval_prompt_data": [],
-            "eval_interval": None,
-            "deterministic": True,
         }
         args = options_in(tmp_path / name, **{**options, **changes})
         assert train(args).steps == STEPS

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.embedded.fallback import FallbackDecoder
+from buffer_rl.engine.embedded.launcher import EmbeddedEngine, launch
 from buffer_rl.engine.embedded.model import FastDecoder
 from buffer_rl.engine.embedded.sampling import SamplingParams
 from buffer_rl.engine.embedded.scheduler import Request, Scheduler
@@ -103,3 +105,36 @@ def reference_log_probs() -> Callable[..., list[float]]:
         return [float(row[token]) for row, token in zip(rows, request.output_ids, strict=True)]
 
     return compute
+
+
+@pytest.fixture(scope="module")
+def engines(
+    request: pytest.FixtureRequest, engine_args: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[EmbeddedEngine]]:
+    """Two engines with the options ``ENGINE_OPTIONS`` of the module."""
+    logs, started = tmp_path_factory.mktemp("logs"), []
+    try:
+        for index in range(2):
+            args = engine_args(**getattr(request.module, "ENGINE_OPTIONS", {}))
+            started.append(launch(args, index, str(logs / f"{index}.log")))
+        for engine in started:
+            engine.wait_ready(120)
+        yield started
+    finally:
+        for engine in started:
+            engine.stop()
+
+
+@pytest.fixture(scope="module")
+def control(engines: list[EmbeddedEngine]) -> Iterator[EngineControlClient]:
+    """The control calls to both."""
+    with EngineControlClient([engine.url for engine in engines]) as client:
+        yield client
+
+
+@pytest.fixture
+def served(control: EngineControlClient, model_folder: Callable[..., str]) -> EngineControlClient:
+    """Both engines serve the weights of seed 0 as version 0, without a pause or an update under way."""
+    control.resume()
+    control.update_weights_from_disk(model_folder("qwen3"), 0)
+    return control

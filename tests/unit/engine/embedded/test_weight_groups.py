@@ -38,39 +38,9 @@ from harness.processes import holds_within
 
 JOIN, UPDATE, LEAVE = "/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"
 GROUP_TIMEOUT_S = 4.0
+ENGINE_OPTIONS = {"update_weights_timeout_s": GROUP_TIMEOUT_S}
 NORM = "model.norm.weight"
 start = ThreadPoolExecutor(8).submit  # for calls that need a counterpart before they can end
-
-
-@pytest.fixture(scope="module")
-def engines(
-    engine_args: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[EmbeddedEngine]]:
-    logs, started = tmp_path_factory.mktemp("logs"), []
-    try:
-        for index in range(2):
-            args = engine_args(update_weights_timeout_s=GROUP_TIMEOUT_S)
-            started.append(launch(args, index, str(logs / f"{index}.log")))
-        for engine in started:
-            engine.wait_ready(120)
-        yield started
-    finally:
-        for engine in started:
-            engine.stop()
-
-
-@pytest.fixture(scope="module")
-def client(engines: list[EmbeddedEngine]) -> Iterator[EngineControlClient]:
-    with EngineControlClient([engine.url for engine in engines]) as made:
-        yield made
-
-
-@pytest.fixture
-def served(client: EngineControlClient, model_folder: Callable[..., str]) -> EngineControlClient:
-    """Both engines serve the weights of seed 0 as version 0, without an update under way."""
-    client.resume()
-    client.update_weights_from_disk(model_folder("qwen3"), 0)
-    return client
 
 
 @pytest.fixture
@@ -136,13 +106,13 @@ def disk_checksums(client: EngineControlClient, folder: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("flattened", [False, True])
 def test_two_engines_get_bit_for_bit_what_they_get_from_disk(
-    client: EngineControlClient,
+    control: EngineControlClient,
     served: EngineControlClient,
     model_folder: Callable[..., str],
     new: dict[str, torch.Tensor],
     flattened: bool,
 ) -> None:
-    old, by_disk = served.checksums(), disk_checksums(client, model_folder("qwen3", 1))
+    old, by_disk = served.checksums(), disk_checksums(control, model_folder("qwen3", 1))
     served.update_weights_from_disk(model_folder("qwen3"), 0)
     buckets = list(weight_buckets(new.items(), bucket_bytes=100_000))
     assert len(buckets) > 2
@@ -398,7 +368,7 @@ def test_joining_under_a_name_again_leaves_the_group_before(
 
 
 def test_buckets_of_one_update_may_come_by_several_groups(
-    client: EngineControlClient,
+    control: EngineControlClient,
     served: EngineControlClient,
     model_folder: Callable[..., str],
     new: dict[str, torch.Tensor],
@@ -410,7 +380,7 @@ def test_buckets_of_one_update_may_come_by_several_groups(
             send(served, (a, b)[index % 2], bucket, 2, flattened=index % 3 == 0)
         served.end_weight_update()
     found = served.checksums()
-    assert found == disk_checksums_of(client, model_folder("qwen3", 1))
+    assert found == disk_checksums_of(control, model_folder("qwen3", 1))
 
 
 async def test_a_bucket_that_arrives_after_its_update_has_ended_is_not_taken_by_the_next() -> None:

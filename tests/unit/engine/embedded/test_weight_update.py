@@ -8,7 +8,7 @@ import os
 import pickle
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from buffer_rl.config import compose
 from buffer_rl.engine.control import EngineControlClient
-from buffer_rl.engine.embedded.launcher import EmbeddedEngine, launch
+from buffer_rl.engine.embedded.launcher import EmbeddedEngine
 from buffer_rl.engine.embedded.loader import LoadedModel, LoadOptions, checksum_answer
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import local_senders
@@ -32,37 +32,6 @@ from harness.trainers import make_trainer
 
 TENSORS = "/update_weights_from_tensor"
 PROMPT = [5, 6, 7]
-
-
-@pytest.fixture(scope="module")
-def engines(
-    engine_args: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[EmbeddedEngine]]:
-    logs = tmp_path_factory.mktemp("logs")
-    started: list[EmbeddedEngine] = []
-    try:
-        for index in range(2):
-            started.append(launch(engine_args(), index, str(logs / f"{index}.log")))
-        for engine in started:
-            engine.wait_ready(120)
-        yield started
-    finally:
-        for engine in started:
-            engine.stop()
-
-
-@pytest.fixture(scope="module")
-def control(engines: list[EmbeddedEngine]) -> Iterator[EngineControlClient]:
-    with EngineControlClient([engine.url for engine in engines]) as client:
-        yield client
-
-
-@pytest.fixture
-def served(control: EngineControlClient, model_folder: Callable[..., str]) -> EngineControlClient:
-    """Both engines serve the weights of seed 0 as version 0, without a pause or an update under way."""
-    control.resume()
-    control.update_weights_from_disk(model_folder("qwen3"), 0)
-    return control
 
 
 def post(engine: EmbeddedEngine, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
