@@ -15,6 +15,7 @@ import torch
 
 from buffer_rl.errors import DataError
 from buffer_rl.scope import Unit
+from buffer_rl.train.packing import Packing, pack, prompt_keys
 from buffer_rl.types import SAMPLE_SIZES, GroupUid, TrainBatch
 
 
@@ -22,26 +23,26 @@ from buffer_rl.types import SAMPLE_SIZES, GroupUid, TrainBatch
 class MicroBatch:
     """Rows that go through the model together, padded on the right.
 
-    tokens_bl: int64. token_m: int64, ``[num_tokens]``, the positions in the flattened ``tokens_bl`` that are no
-        padding. response_bt: bool, False on padding.
+    tokens_bl: int64. response_bt: bool, False on padding.
     predictor_n: int64, for each response token the position in the flattened ``tokens_bl`` of the token before it,
         whose logits predict it. target_n: int64, the response tokens.
     response_lengths: tokens of each row's response.
     kept: of ``--replay-kept-tokens``: for each response token how many tokens it was drawn from, 0 for the whole
         vocabulary, and the ids of these, one response token after another; int64. Empty where nothing is replayed.
+    packing: the same rows packed, for a model that takes them so.
     """
 
     tokens_bl: torch.Tensor
-    token_m: torch.Tensor
     response_bt: torch.Tensor
     predictor_n: torch.Tensor
     target_n: torch.Tensor
     response_lengths: list[int]
     kept: tuple[torch.Tensor, ...] = ()
+    packing: Packing | None = None
 
 
-def collate(batch: TrainBatch, device: torch.device) -> MicroBatch:
-    """The rows of ``batch`` as one micro-batch on ``device``.
+def collate(batch: TrainBatch, device: torch.device, *, packed: bool = False) -> MicroBatch:
+    """The rows of ``batch`` as one micro-batch on ``device``. packed: also as packed rows.
 
     Raises DataError for a row whose response has no token before it, or is longer than the row, and for kept tokens
     that do not belong to its response.
@@ -68,12 +69,12 @@ def collate(batch: TrainBatch, device: torch.device) -> MicroBatch:
     target_n = tokens_bl.reshape(-1)[predictor_n + 1]
     return MicroBatch(
         tokens_bl=torch.from_numpy(tokens_bl).to(device),
-        token_m=torch.from_numpy(np.flatnonzero(valid_bl)).to(device),
         response_bt=torch.from_numpy(response_bt).to(device),
         predictor_n=torch.from_numpy(predictor_n).to(device),
         target_n=torch.from_numpy(target_n).to(device),
         response_lengths=response_b.tolist(),
         kept=tuple(torch.from_numpy(array).to(device) for array in _kept(batch, target_n)),
+        packing=pack(list(batch.columns["tokens"]), prompt_b, device) if packed and len(batch) else None,
     )
 
 
@@ -185,19 +186,24 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return batches
 
 
-def row_blocks(args: Any, batch: TrainBatch, unit: Unit = Unit.ROW) -> list[list[int]]:
+def row_blocks(args: Any, batch: TrainBatch, unit: Unit = Unit.ROW, *, packed: bool = False) -> list[list[int]]:
     """Row indices of each micro-batch of ``batch``.
 
-    unit: of the loss; with ``group`` the rows of a prompt stay together, whatever ``max_tokens_per_gpu`` says.
+    unit: of the loss; with ``group`` the rows of a prompt stay together, whatever ``max_tokens_per_gpu`` says. packed:
+    for a model that takes packed rows, where the tokens of a micro-batch count, those of a prompt once; rows of a
+    prompt are together then, as far as the limit allows.
     Under ``--deterministic`` no micro-batch holds rows of two prompts: a row's values then do not depend on which
     groups were ready together, and a schedule that computes them early gets the same bits as one that waits.
     """
     lengths, limit = batch.lengths, args.max_tokens_per_gpu
-    if not args.deterministic and unit is not Unit.GROUP:
+    if not args.deterministic and unit is not Unit.GROUP and not packed:
         return micro_batches(lengths, limit)
     groups: dict[GroupUid, list[int]] = {}
     for index, row in enumerate(batch.row_ids):
         groups.setdefault(row.uid, []).append(index)
+    if packed:
+        together = [[rows] for rows in groups.values()] if args.deterministic else [list(groups.values())]
+        return [block for each in together for block in _packed_blocks(batch, each, limit, whole=unit is Unit.GROUP)]
     if unit is Unit.GROUP:
         return _whole_groups(list(groups.values()), lengths, 0 if args.deterministic else limit)
     return [
@@ -205,6 +211,29 @@ def row_blocks(args: Any, batch: TrainBatch, unit: Unit = Unit.ROW) -> list[list
         for indices in groups.values()
         for block in micro_batches([lengths[index] for index in indices], limit)
     ]
+
+
+def _packed_blocks(batch: TrainBatch, groups: list[list[int]], max_tokens: int, *, whole: bool) -> list[list[int]]:
+    """Row indices in micro-batches of at most ``max_tokens`` packed tokens, group by group; a row, or with ``whole`` a
+    group, that has more is a micro-batch of its own."""
+    response_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
+    prompt_b = np.asarray(batch.lengths, dtype=np.int64) - response_b
+    keys = prompt_keys(list(batch.columns["tokens"]), prompt_b)
+    blocks: list[list[int]] = []
+    held: set[bytes] = set()  # prompts of the last block
+    num_tokens = 0
+    for rows in groups if whole else ([row] for group in groups for row in group):
+        responses = int(response_b[rows].sum())
+        prompts = {keys[row]: int(prompt_b[row]) for row in rows}
+        added = responses + sum(length for key, length in prompts.items() if key not in held)
+        if blocks and num_tokens + added <= max_tokens:
+            blocks[-1] += rows
+            num_tokens += added
+            held |= prompts.keys()
+        else:
+            blocks.append(list(rows))
+            num_tokens, held = responses + sum(prompts.values()), set(prompts)
+    return blocks
 
 
 def _whole_groups(groups: list[list[int]], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

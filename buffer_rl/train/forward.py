@@ -3,9 +3,9 @@
 Suffix legend: ``_bt`` is ``[num_rows, max_response]``; ``_n`` is ``[num_response_tokens]``; ``_nv`` is
 ``[num_response_tokens, vocabulary]``.
 
-Rows go through the model without padding where it takes packed rows (``buffer_rl.train.packing``). Else they are
-padded on the right and no attention mask is passed: under causal attention no token sees what comes after it, so
-padding cannot reach a real token, positions are right as they stand, and attention takes its fast causal path.
+Rows go through the model packed where it takes them so (``buffer_rl.train.packing``). Else they are padded on the right
+and no attention mask is passed: under causal attention no token sees what comes after it, so padding cannot reach a
+real token, positions are right as they stand, and attention takes its fast causal path.
 The vocabulary is only evaluated where a response token is predicted: prompt and padding positions are left out just
 before the output layer.
 """
@@ -22,7 +22,7 @@ from buffer_rl.contracts import Objective
 from buffer_rl.errors import TrainError
 from buffer_rl.model_config import length_problem
 from buffer_rl.train.collate import MicroBatch, collate, row_blocks, split_rows
-from buffer_rl.train.packing import Packing, is_packed
+from buffer_rl.train.packing import is_packed
 from buffer_rl.types import TrainBatch
 
 
@@ -114,12 +114,8 @@ def _response_logits(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
 
     inputs: dict[str, Any] = {"input_ids": micro.tokens_bl}
     predictor_n = micro.predictor_n
-    if is_packed(model) and micro.token_m.numel():
-        num_rows, max_length = micro.tokens_bl.shape
-        packing = Packing(num_rows=num_rows, max_length=max_length, tokens=micro.token_m)
-        packed = micro.tokens_bl.reshape(-1)[micro.token_m][None]
-        inputs = {"input_ids": packed, "position_ids": packing.position_ids, "packing": packing}
-        predictor_n = torch.searchsorted(micro.token_m, predictor_n)
+    if micro.packing is not None and is_packed(model):
+        inputs, predictor_n = micro.packing.inputs(), micro.packing.predictor_n
 
     def keep_predictors(_module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden = args[0]
@@ -154,8 +150,9 @@ def batch_outputs(
     ``deterministic``. Raises TrainError for a token that the model does not know."""
     _require_vocabulary(model, batch)
     rows: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(batch)
-    for indices in row_blocks(args, batch, objective.unit):
-        micro = collate(batch.select(indices), device)
+    packed = is_packed(model)
+    for indices in row_blocks(args, batch, objective.unit, packed=packed):
+        micro = collate(batch.select(indices), device, packed=packed)
         with torch.no_grad():
             if objective.critic:
                 outputs_bt = response_values(model, micro)

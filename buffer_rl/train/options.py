@@ -50,7 +50,11 @@ class TrainOptions(Section):
     num_train_ranks: int = option(1, "trainer ranks; of the default backend each is a data-parallel replica", ge=1)
     num_train_threads: int = option(1, "torch threads a trainer rank", ge=1)
     train_device: Literal["auto", "cpu", "cuda"] = option("auto", "where the trainer runs")
-    max_tokens_per_gpu: int = option(16384, "token budget of one micro-batch, padding included", ge=1)
+    max_tokens_per_gpu: int = option(
+        16384,
+        "token budget of one micro-batch: those of a prompt count once, and padding counts where a model needs it",
+        ge=1,
+    )
     num_ref_workers: int = option(
         0, "processes that compute reference log-probabilities of finished groups; 0: the trainer does", ge=0
     )

@@ -1,7 +1,11 @@
-"""Rows of a micro-batch as one sequence without padding, where the model allows it.
+"""Rows of a micro-batch as one sequence, without padding and with each prompt once, where the model allows it.
 
-All layers but attention work token by token: they get the tokens of all rows one after another. Attention unpacks them
-into ``[num_rows, max_length]``, computes with its causal kernel, and packs the result.
+All layers but attention work token by token: they get the tokens of all rows one after another, and those of a prompt
+that several rows have in common once. Attention lays them out as rows again, in blocks of similar lengths, computes
+with its causal kernel, and takes each token's output from there. Values and gradients are those of padded rows.
+
+Suffix legend: ``_m`` is ``[num_tokens]``, the packed tokens; ``_bl`` is ``[num_rows, max_length]``; ``_b`` is
+``[num_rows]``; ``_n`` is ``[num_response_tokens]``.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations import sdpa_attention
@@ -18,42 +23,99 @@ PACKED = "sdpa_of_packed_rows"
 """The name of ``attention`` in transformers."""
 
 FULL_ATTENTION = "full_attention"
-PROBE_LENGTHS = (5, 1, 3)
+PROBE = ((5, 2), (3, 1), (4, 2))  # tokens and prompt tokens of the rows that are tried
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """Where packed tokens stand in ``[num_rows, max_length]``.
-
-    tokens: ``[num_tokens]`` int64, of each its position in the flattened rows, which are padded on the right."""
+class Block:
+    """Rows that attention computes together. tokens: ``[num_rows * max_length]`` int64, of each place its packed token;
+    any token on padding."""
 
     num_rows: int
     max_length: int
     tokens: torch.Tensor
 
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """``[1, num_tokens]`` int64: of each token its position in its row."""
-        return (self.tokens % self.max_length)[None]
-
-    def unpacked(self, states: torch.Tensor) -> torch.Tensor:
-        """``[1, num_heads, num_tokens, head_dim]`` to ``[num_rows, num_heads, max_length, head_dim]``, 0 on padding."""
-        _, heads, _, width = states.shape
-        rows = states.new_zeros(self.num_rows * self.max_length, heads, width)
-        rows = rows.index_copy(0, self.tokens, states[0].transpose(0, 1))
-        return rows.view(self.num_rows, self.max_length, heads, width).transpose(1, 2)
-
-    def packed(self, states: torch.Tensor) -> torch.Tensor:
-        """``[num_rows, max_length, num_heads, head_dim]`` to ``[1, num_tokens, num_heads, head_dim]``."""
-        return states.flatten(0, 1).index_select(0, self.tokens)[None]
+    def rows_of(self, states: torch.Tensor) -> torch.Tensor:
+        """``[1, num_heads, num_tokens, head_dim]`` to ``[num_rows, num_heads, max_length, head_dim]``."""
+        chosen = states[0].transpose(0, 1).index_select(0, self.tokens)
+        return chosen.view(self.num_rows, self.max_length, *chosen.shape[1:]).transpose(1, 2)
 
 
-def packing_of(lengths: Sequence[int], device: torch.device) -> Packing:
-    """The packing of rows of these lengths."""
-    real_bl = torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
-    tokens = real_bl.flatten().nonzero().squeeze(-1)
-    return Packing(num_rows=len(lengths), max_length=max(lengths), tokens=tokens)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """A micro-batch as packed tokens.
+
+    token_m: int64 ids. position_m: int64, of each its position in its row. blocks: of attention; a row is in one of
+    them. output_m: int64, of each token its place in the outputs of all blocks, one after another. predictor_n: int64,
+    for each response token the packed token before it.
+    """
+
+    token_m: torch.Tensor
+    position_m: torch.Tensor
+    blocks: tuple[Block, ...]
+    output_m: torch.Tensor
+    predictor_n: torch.Tensor
+
+    def inputs(self) -> dict[str, Any]:
+        """What the model is called with."""
+        return {"input_ids": self.token_m[None], "position_ids": self.position_m[None], "packing": self}
+
+
+def pack(rows: Sequence[np.ndarray], prompt_b: np.ndarray, device: torch.device) -> Packing:
+    """rows: of each its tokens, ``[length]`` int32 or int64. prompt_b: how many of them are its prompt, at least one.
+    Rows with equal prompts share them."""
+    length_b = np.array([len(row) for row in rows], dtype=np.int64)
+    first: dict[bytes, int] = {}
+    keys = prompt_keys(rows, prompt_b)
+    owner_b = np.array([first.setdefault(key, row) for row, key in enumerate(keys)], dtype=np.int64)
+    owns_b = owner_b == np.arange(len(rows))
+    step_l = np.arange(int(length_b.max()))
+    real_bl = step_l < length_b[:, None]
+    prompt_bl = step_l < prompt_b[:, None]
+    own_bl = real_bl & (owns_b[:, None] | ~prompt_bl)
+    start_b = np.cumsum(own_bl.sum(-1)) - own_bl.sum(-1)
+    of_response_b = start_b - np.where(owns_b, 0, prompt_b)
+    packed_bl = np.where(prompt_bl, start_b[owner_b][:, None], of_response_b[:, None]) + step_l
+    place_bl = np.zeros_like(packed_bl)
+    blocks, offset = [], 0
+    for block in _similar(length_b):
+        width = int(length_b[block].max())
+        tokens = np.where(real_bl, packed_bl, 0)[block, :width]
+        place_bl[block, :width] = offset + np.arange(tokens.size).reshape(tokens.shape)
+        offset += tokens.size
+        on_device = torch.from_numpy(tokens.reshape(-1)).to(device)
+        blocks.append(Block(num_rows=len(block), max_length=width, tokens=on_device))
+    predictor_bl = real_bl & (step_l >= prompt_b[:, None] - 1) & (step_l < length_b[:, None] - 1)
+
+    def moved(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
+
+    token_bl = np.zeros(real_bl.shape, dtype=np.int64)
+    token_bl[real_bl] = np.concatenate(rows)
+    return Packing(
+        token_m=moved(token_bl[own_bl]),
+        position_m=moved(np.broadcast_to(step_l, real_bl.shape)[own_bl]),
+        blocks=tuple(blocks),
+        output_m=moved(place_bl[own_bl]),
+        predictor_n=moved(packed_bl[predictor_bl]),
+    )
+
+
+def prompt_keys(rows: Sequence[np.ndarray], prompts: Sequence[int] | np.ndarray) -> list[bytes]:
+    """Of each row what is equal for rows of equal prompts."""
+    return [row[:length].tobytes() for row, length in zip(rows, prompts, strict=True)]
+
+
+def _similar(length_b: np.ndarray) -> list[np.ndarray]:
+    """Row indices in blocks in which no row is shorter than two thirds of the longest: at most a third is padding."""
+    blocks: list[np.ndarray] = []
+    order = np.argsort(-length_b, kind="stable")
+    while order.size:
+        fits = 3 * length_b[order] >= 2 * length_b[order[0]]
+        blocks.append(order[fits])
+        order = order[~fits]
+    return blocks
 
 
 def attention(
@@ -70,9 +132,11 @@ def attention(
     if packing is None:
         output, _ = compute(module, query, key, value, attention_mask, **options)
         return output, None
-    rows = (packing.unpacked(states) for states in (query, key, value))
-    output, _ = compute(module, *rows, None, **options)
-    return packing.packed(output), None
+    outputs = []
+    for block in packing.blocks:
+        output, _ = compute(module, *(block.rows_of(states) for states in (query, key, value)), None, **options)
+        outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs).index_select(0, packing.output_m)[None], None
 
 
 def is_packed(model: torch.nn.Module) -> bool:
@@ -91,12 +155,13 @@ def pack_where_possible(model: PreTrainedModel) -> None:
         return
     AttentionInterface.register(PACKED, attention)
     try:
-        single = [_logits(model, ids[None]) for ids in _probe_rows(model)]
+        rows = _probe_rows(model)
+        expected = [_logits(model, {"input_ids": torch.from_numpy(row)[None].to(model.device)}) for row in rows]
         model.set_attn_implementation(PACKED)
-        packing = packing_of(PROBE_LENGTHS, model.device)
-        together = torch.cat(_probe_rows(model))[None]
-        found = _logits(model, together, position_ids=packing.position_ids, packing=packing)
-        fits = torch.allclose(found, torch.cat(single, dim=1), rtol=TOLERANCE, atol=TOLERANCE)
+        packing = pack(rows, np.array([prompt for _, prompt in PROBE]), model.device)
+        found = _logits(model, packing.inputs())[packing.predictor_n]
+        wanted = torch.cat([row[prompt - 1 : -1] for row, (_, prompt) in zip(expected, PROBE, strict=True)])
+        fits = bool((found - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
     except Exception:  # fault boundary: many architectures, of which not all take packed rows
         fits = False
     if not fits:
@@ -107,13 +172,13 @@ def _implementation(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
-def _probe_rows(model: PreTrainedModel) -> list[torch.Tensor]:
+def _probe_rows(model: PreTrainedModel) -> list[np.ndarray]:
+    """The first and the last one have a prompt in common."""
     embeddings: Any = model.get_input_embeddings()
-    size = embeddings.weight.shape[0]
-    return [(torch.arange(n, device=model.device) * 7 + n) % size for n in PROBE_LENGTHS]
+    return [(np.arange(length) * 7 + prompt) % embeddings.weight.shape[0] for length, prompt in PROBE]
 
 
-def _logits(model: PreTrainedModel, input_ids: torch.Tensor, **more: Any) -> torch.Tensor:
+def _logits(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=input_ids, use_cache=False, **more).logits
+        logits: torch.Tensor = model(**inputs, use_cache=False).logits[0]
     return logits

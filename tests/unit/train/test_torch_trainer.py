@@ -84,7 +84,7 @@ def test_loss_and_gradient_equal_a_naive_implementation(
     assert 0 < metrics["pg_clipfrac"] < 1
     found = _gradients(trainer)
     for name, parameter in naive.named_parameters():
-        torch.testing.assert_close(found[name] / sums.divisor, parameter.grad, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(found[name] / sums.divisor, parameter.grad, atol=5e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("loss_agg_mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
