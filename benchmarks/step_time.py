@@ -4,8 +4,8 @@
 
 32 prompts with 16 samples of at most 12 tokens a step, a Qwen3 of 0.18 million random parameters, one thread each for
 the engine and the trainer. Every prompt is trained on (no filter), so that all steps do the same work. The first
-step is left out. Shares are of the median step; generation contains scoring, training contains the old
-log-probabilities, and the Buffer's work, beside all of these, contains the ledger's.
+step is left out. Shares are of the median step; generation contains scoring, and the Buffer's work, beside all of
+these, contains the ledger's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
 
-PHASES = ("rollout", "train", "old_log_probs", "publish", "step", "buffer", "ledger")
+PHASES = ("rollout", "train", "publish", "step", "buffer", "ledger")
 
 
 def make_task(folder: Path, seed: int) -> None:

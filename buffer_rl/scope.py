@@ -35,7 +35,8 @@ def scoped(scope: Scope | str, *, needs: Iterable[str] = ()) -> Callable[[F], F]
     optimizer steps share them.
 
     needs: columns that an advantage estimator reads. It is called when they are there. Of ``ref_log_probs``,
-    ``teacher_log_probs`` and ``old_log_probs`` it sees only those that are named.
+    ``teacher_log_probs`` and ``old_log_probs`` it sees only those that are named; ``old_log_probs`` are computed before
+    the first optimizer step only if something names them (``buffer_rl.train.roles.old_log_probs_pass``).
     """
     return _marked(scope=Scope(scope), needs=_names(needs))
 

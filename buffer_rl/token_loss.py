@@ -115,8 +115,8 @@ class LossInputs:
     @property
     def old_log_probs(self) -> Any:
         """Under the policy that the ratio is taken to: the trainer's weights before the first optimizer step of the
-        rollout, or the engine's numbers under ``--use-rollout-logprobs``. Without either, as with one optimizer step
-        and streamed gradients, ``log_probs`` without its gradient: the ratio is 1."""
+        rollout, or the engine's numbers under ``--use-rollout-logprobs``. Without either, as with one optimizer step a
+        rollout, ``log_probs`` without its gradient: the ratio is 1."""
         return self["old_log_probs"]
 
     @property

@@ -41,6 +41,10 @@ class GroupUid:
     def __str__(self) -> str:
         return f"{self.source}:{self.row}:{self.epoch}"
 
+    def __reduce__(self) -> tuple[type[GroupUid], tuple[str, int, int]]:
+        # In place of what frozen dataclasses with slots have, which takes four times as long; they travel by thousands.
+        return GroupUid, (self.source, self.row, self.epoch)
+
     @classmethod
     def parse(cls, text: str) -> GroupUid:
         """The inverse of ``str(uid)``. Raises ``ValueError`` for anything else."""
@@ -62,6 +66,9 @@ class RowId:
 
     def __str__(self) -> str:
         return f"{self.uid}/{self.sample_index}.{self.part}"
+
+    def __reduce__(self) -> tuple[type[RowId], tuple[GroupUid, int, int]]:
+        return RowId, (self.uid, self.sample_index, self.part)  # as that of its uid
 
 
 @dataclass(frozen=True, slots=True)

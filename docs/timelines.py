@@ -6,7 +6,6 @@ takes far longer than the rest; a trainer that needs some time for each group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -18,26 +17,24 @@ from buffer_rl.observe.timeline_stats import Spans, spans_within, step_stats
 PICTURE = Path(__file__).with_name("schedules.svg")
 GROUPS = (1.1, 1.4, 1.7, 2.1, 2.6, 3.3, 4.4, 8.0)
 """Seconds after which each group of the rollout is finished."""
-REFERENCE, OLD, GRADIENT = 0.25, 0.25, 0.5
-"""Seconds of work on one group: reference and old log-probabilities; forward and backward."""
+REFERENCE, GRADIENT = 0.25, 0.5
+"""Seconds of work on one group: reference log-probabilities; forward and backward."""
 OPTIMIZER, PUBLISH = 0.3, 0.4
 
 
 def lockstep() -> Spans:
     """The trainer starts after the last group."""
-    rounds = len(GROUPS)
-    work = (("ref_log_probs", REFERENCE * rounds), ("old_log_probs", OLD * rounds))
-    return _step(_one_after_another(GROUPS[-1], work), GRADIENT * rounds + OPTIMIZER)
+    rounds, last = len(GROUPS), GROUPS[-1]
+    return _step([_span("ref_log_probs", last, last + REFERENCE * rounds)], GRADIENT * rounds + OPTIMIZER)
 
 
 def pipelined() -> Spans:
     """The trainer computes each finished group's log-probabilities while the others are generated."""
-    return _step(_as_finished("train_log_probs", REFERENCE + OLD), GRADIENT * len(GROUPS) + OPTIMIZER)
+    return _step(_as_finished("train_log_probs", REFERENCE), GRADIENT * len(GROUPS) + OPTIMIZER)
 
 
 def streamed_gradients() -> Spans:
-    """The trainer does all of its work on each finished group but the optimizer's step. One pass gives the old
-    log-probabilities and the loss."""
+    """The trainer does all of its work on each finished group but the optimizer's step."""
     return _step(_as_finished("train", REFERENCE + GRADIENT), OPTIMIZER)
 
 
@@ -65,11 +62,6 @@ def _as_finished(name: str, cost: float) -> list[WorkSpan]:
     """Work of one worker on each group, in the order in which they are finished."""
     ends = list(accumulate(GROUPS, lambda free, ready: max(free, ready) + cost, initial=0.0))[1:]
     return [_span(name, end - cost, end) for end in ends]
-
-
-def _one_after_another(start: float, work: Sequence[tuple[str, float]]) -> list[WorkSpan]:
-    ends = list(accumulate((seconds for _, seconds in work), initial=start))
-    return [_span(name, a, b) for (name, _), a, b in zip(work, ends, ends[1:], strict=False)]
 
 
 def _step(trainer: list[WorkSpan], update: float) -> Spans:

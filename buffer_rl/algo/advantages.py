@@ -27,10 +27,11 @@ def grpo(args: Any, batch: TrainBatch) -> None:
 
     Raises DataError if the batch has no ``reward`` column or a reward is not finite.
     """
-    lengths = np.asarray(batch.columns["response_length"]).tolist()
-    pairs = list(zip(rewards_of(batch), lengths, strict=True))
-    batch.columns["advantages"] = [np.full(length, reward, dtype=np.float32) for reward, length in pairs]
-    batch.columns["returns"] = [np.full(length, reward, dtype=np.float32) for reward, length in pairs]
+    rewards, lengths = rewards_of(batch), np.asarray(batch.columns["response_length"])
+    spans = list(zip((np.cumsum(lengths) - lengths).tolist(), np.cumsum(lengths).tolist(), strict=True))
+    for column in ("advantages", "returns"):
+        tokens_n = np.repeat(rewards, lengths)
+        batch.columns[column] = [tokens_n[start:end] for start, end in spans]
 
 
 def rewards_of(batch: TrainBatch, column: str = "reward") -> np.ndarray:

@@ -55,7 +55,6 @@ from buffer_rl.train.roles import (
     REFERENCE_FOLDER,
     checkpoint_folder,
     estimator_of,
-    estimator_scope,
     is_supervised,
     own_roles,
     uses_reference,
@@ -192,7 +191,7 @@ class _Run:
             return RolePlan(max_restarts=args.role_max_restarts)
         estimator = self.registry.resolve("advantage", estimator_of(args)[1])
         own = [row for _, row in own_roles(args, self.registry).values()]
-        return role_plan(args, self.rollouts_use_engine, estimator_scope(args, estimator), own)
+        return role_plan(args, estimator, own)
 
     def driver(self) -> Driver:
         """The driver, with its plan, roles and watchers."""

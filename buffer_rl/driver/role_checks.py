@@ -12,7 +12,7 @@ from typing import Any
 from buffer_rl.cluster.counts import replicas_of, roles_in_resource
 from buffer_rl.config import flag_of
 from buffer_rl.driver.checks import STREAM
-from buffer_rl.driver.schedule import Schedule, needs_old_log_probs, rollout_only
+from buffer_rl.driver.schedule import Schedule, rollout_only
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, PLACED, ROLES, worker_counts
@@ -38,7 +38,7 @@ def check_roles(args: Any, registry: PluginRegistry) -> None:
     _check_own_roles(args, registry)
     _check_post_processors(args, registry)
     if args.num_actor_fwd_workers:
-        _check_actor_fwd(args, registry)
+        _check_actor_fwd(args)
     if not is_supervised(args):
         _check_estimator(args, registry)
     if not rollout_only(args):
@@ -168,13 +168,9 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, who: 
         absent = "" if uses_critic(args) else "there is no critic"
         hint = "add --use-critic, or a function of --custom-convert-samples-to-train-data-path that gives them"
     elif model == "actor":
-        absent, hint = _why_no_old_log_probs(args, registry), "take it out of needs"
-        if flag.startswith("--kl-coef"):
-            hint = "--use-rollout-logprobs for those that the rollout gives, or take --kl-coef out"
-        elif args.stream_gradients or args.use_rollout_logprobs:
-            hint += "; rollout_log_probs, the engine's, may serve in its place" + (
-                f"; or take {STREAM} out" if args.stream_gradients else ""
-            )
+        absent = _why_no_old_log_probs(args)
+        hint = "take it out of needs; rollout_log_probs, the engine's, may serve in its place"
+        hint += f"; or take {STREAM} out" if args.stream_gradients else ""
     if absent:
         if _converts(args):
             return
@@ -204,16 +200,11 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, who: 
         )
 
 
-def _why_no_old_log_probs(args: Any, registry: PluginRegistry) -> str:
-    """Why no old log-probabilities are computed; empty where they are."""
-    rollout = registry.resolve("rollout", args.rollout_function_path)
-    if needs_old_log_probs(args, bool(getattr(rollout, "uses_engine", True))):
-        return ""
+def _why_no_old_log_probs(args: Any) -> str:
+    """Why nothing computes old log-probabilities, whatever needs them; empty where they can be had."""
     if args.stream_gradients:
         return f"with {STREAM}, each group has one forward pass, whose log-probabilities are the old ones"
-    if args.use_rollout_logprobs:
-        return "--use-rollout-logprobs takes the engine's"
-    return f"{args.rollout_function_path!r} never asks the engine, and there is one optimizer step a rollout"
+    return "--use-rollout-logprobs takes the engine's" if args.use_rollout_logprobs else ""
 
 
 def _check_post_processors(args: Any, registry: PluginRegistry) -> None:
@@ -236,8 +227,8 @@ def _check_post_processors(args: Any, registry: PluginRegistry) -> None:
             )
 
 
-def _check_actor_fwd(args: Any, registry: PluginRegistry) -> None:
-    if why := _why_no_old_log_probs(args, registry):
+def _check_actor_fwd(args: Any) -> None:
+    if why := _why_no_old_log_probs(args):
         raise ConfigError(
             f"no old log-probabilities are needed: {why}", where="--num-actor-fwd-workers", hint="take it out"
         )

@@ -12,8 +12,13 @@ from typing import Any
 from buffer_rl.errors import ConfigError
 from buffer_rl.roles import ACTOR, ADVANTAGE_FIELDS, CRITIC, DEDICATED, FIELD_OF_MODEL, Restart, Role, worker_counts
 from buffer_rl.scope import Scope
-from buffer_rl.train.batch_sizes import optimizer_steps
-from buffer_rl.train.roles import frozen_models_of_trainer, is_supervised, uses_critic
+from buffer_rl.train.roles import (
+    estimator_scope,
+    frozen_models_of_trainer,
+    is_supervised,
+    old_log_probs_pass,
+    uses_critic,
+)
 
 
 class Mode(StrEnum):
@@ -146,14 +151,14 @@ class RolePlan:
         return [model for owner, model in self.passes if owner == role]
 
 
-def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope, own: Sequence[Role] = ()) -> RolePlan:
-    """The roles that the options ask for, and what is left to the trainer. scope: of the advantage estimator. own: the
-    roles of ``--role-path``."""
+def role_plan(args: Any, estimator: object, own: Sequence[Role] = ()) -> RolePlan:
+    """The roles that the options ask for, and what is left to the trainer. estimator: of advantages. own: the roles of
+    ``--role-path``."""
     counts = worker_counts(args)
     rows = [*(row for role, row in DEDICATED.items() if counts[role]), *own]
     dedicated = tuple(row.name for row in rows)
     models = frozen_models_of_trainer(args)
-    if needs_old_log_probs(args, rollouts_use_engine) and "actor_fwd" not in dedicated:
+    if old_log_probs_pass(args, estimator) and "actor_fwd" not in dedicated:
         models.append("actor")
     critic = (CRITIC,) if uses_critic(args) else ()
     return RolePlan(
@@ -164,24 +169,11 @@ def role_plan(args: Any, rollouts_use_engine: bool, scope: Scope, own: Sequence[
         restarted_globally=tuple(row.name for row in rows if row.restart is Restart.GLOBAL),
         # An estimator of scope row is called by each rank on its own rows, unless it reads those of another role.
         estimates=not (is_supervised(args) or "advantages" in dedicated or args.stream_gradients)
-        and (scope is not Scope.ROW or bool(critic)),
+        and (estimator_scope(args, estimator) is not Scope.ROW or bool(critic)),
         critic_only_steps=max(args.num_critic_only_steps, args.num_freeze_actor_steps) if critic else 0,
         stream_gradients=args.stream_gradients,
         max_restarts=args.role_max_restarts,
     )
-
-
-def needs_old_log_probs(args: Any, rollouts_use_engine: bool) -> bool:
-    """Whether the loss takes a ratio to log-probabilities that the trainer computed: for rows that an engine sampled,
-    whose rounding differs, for several steps on a rollout, and for distillation; not for the supervised loss, which has
-    no ratio.
-
-    With streamed gradients each group has one forward pass, by the weights that sampled it: its log-probabilities are
-    the old ones."""
-    if args.stream_gradients or args.use_rollout_logprobs:
-        return False
-    several = optimizer_steps(args) > 1 and not is_supervised(args)
-    return rollouts_use_engine or args.use_opd or several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

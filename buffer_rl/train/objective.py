@@ -158,7 +158,8 @@ class Objective:
         try:
             answer: object = call(kind, name, self._estimator, self._args, batch, at=batch.task)
         except PluginError as error:
-            if isinstance(error.__cause__, KeyError) and (absent := self._hidden.intersection(error.__cause__.args)):
+            undeclared = frozenset(MODEL_FIELDS) - self.needs
+            if isinstance(error.__cause__, KeyError) and (absent := undeclared.intersection(error.__cause__.args)):
                 error.hint = f"declare it: buffer_rl.scope.scoped(..., needs=({min(absent)!r},))"
             raise
         batch.columns.update(hidden)

@@ -62,7 +62,7 @@ class TrainOptions(Section):
         0, "processes that compute the teacher's log-probabilities of finished groups; 0: the trainer does", ge=0
     )
     num_actor_fwd_workers: int = option(
-        0, "processes that compute old log-probabilities of finished groups; 0: the trainer does", ge=0
+        0, "processes that compute old log-probabilities of finished groups; 0: the trainer does, where needed", ge=0
     )
     num_advantage_workers: int = option(
         0, "processes that compute advantages of finished groups; 0: the trainer does", ge=0

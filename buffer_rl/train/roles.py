@@ -24,7 +24,8 @@ from buffer_rl.roles import (
     Role,
     worker_counts,
 )
-from buffer_rl.scope import Scope, needs_of, scope_of
+from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of
+from buffer_rl.train.batch_sizes import optimizer_steps
 
 TAKEN = {*ROLES, *ROLE_ALIASES, ENGINE, "buffer", "storage", "data_source", "record", "train_log_probs", "values"}
 """Names that no role of ``--role-path`` may have: those of other processes, and of the trainer's reading tasks."""
@@ -114,6 +115,27 @@ def policy_field(args: Any) -> str:
     """The column of log-probabilities under the policy that sampled the tokens, for the KL penalty in the reward and
     for distillation."""
     return "rollout_log_probs" if args.use_rollout_logprobs or args.stream_gradients else "old_log_probs"
+
+
+def old_log_probs_pass(args: Any, estimator: object) -> str:
+    """What of the options asks for old log-probabilities before the first optimizer step on a rollout, and so for a
+    forward pass of their own by the trainer or by ``--num-actor-fwd-workers``; empty where nothing does.
+
+    Nothing does where a rollout has one step: its own forward pass is by the weights that the step starts from, so its
+    log-probabilities, without a gradient, are the old ones (``buffer_rl.train.objective``). With streamed gradients
+    there is one step; ``--use-rollout-logprobs`` takes the engine's; the supervised loss has no ratio."""
+    if args.stream_gradients or args.use_rollout_logprobs:
+        return ""
+    has_ratio = not is_supervised(args)
+    asking = {
+        "--num-actor-fwd-workers": args.num_actor_fwd_workers > 0,
+        "several optimizer steps on a rollout": has_ratio and optimizer_steps(args) > 1,
+        "an advantage estimator that needs old_log_probs": has_ratio
+        and "old_log_probs" in estimator_needs(args, estimator),
+        "an advantage estimator that does not declare what it reads": has_ratio and declared_scope(estimator) is None,
+        "a trainer backend that may read the column": args.train_backend != "torch",
+    }
+    return next((reason for reason, asks in asking.items() if asks), "")
 
 
 def own_roles(args: Any, registry: PluginRegistry) -> dict[str, tuple[str, Role]]:

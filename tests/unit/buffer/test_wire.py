@@ -159,3 +159,11 @@ def test_a_step_of_many_rows_is_assembled_from_few_arrays():
     mine, other = assemble(arrived), assemble(plan)
     for name in ("x", "y", "z"):
         assert_same(mine.columns[name], other.columns[name])
+
+
+def test_rows_arrive_as_what_they_were_and_share_the_uid_of_their_group():
+    uid = GroupUid("s", 3, 1)
+    (first, second), _ = sent([RowId(uid, 0), RowId(uid, 1, 2)])
+    assert (first, second) == (RowId(uid, 0, 0), RowId(uid, 1, 2))
+    assert first.uid is second.uid
+    assert {first: "found"}[RowId(GroupUid("s", 3, 1), 0)] == "found"

@@ -10,13 +10,13 @@ import pytest
 from buffer_rl.config import compose
 from buffer_rl.driver.checks import check_role_options
 from buffer_rl.driver.role_checks import check_roles
-from buffer_rl.driver.schedule import needs_old_log_probs, role_plan
+from buffer_rl.driver.schedule import role_plan
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import Scope, declared_scope, scope_of
+from buffer_rl.scope import Scope, declared_scope, scope_of, scoped
 from buffer_rl.train.batch_sizes import with_steps
-from buffer_rl.train.roles import own_roles
+from buffer_rl.train.roles import old_log_probs_pass, own_roles
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
@@ -109,7 +109,7 @@ def test_everything_built_in_can_be_streamed(mine: str) -> None:
         {**STREAM, "use_kl_loss": True, "num_ref_workers": 1, "num_advantage_workers": 1},
         {**STREAM, "loss_agg_mode": "seq-mean-token-mean"},
         {"num_actor_fwd_workers": 1, "schedule": "pipelined"},
-        {"num_actor_fwd_workers": 1, "rollout_function_path": f"{mine}quiet", "num_steps_per_rollout": 2},
+        {"num_actor_fwd_workers": 1, "rollout_function_path": f"{mine}quiet"},
     ):
         check(**options)
 
@@ -170,6 +170,7 @@ def test_an_estimator_gets_all_that_it_declares(mine: str) -> None:
         {**OPD, **STREAM, "num_advantage_workers": 1, "num_teacher_workers": 1},
         {**OPD, "num_advantage_workers": 1, "num_teacher_workers": 1, "num_actor_fwd_workers": 1},
         {**OPD, "rollout_function_path": f"{mine}quiet"},
+        {"rollout_function_path": f"{mine}quiet", "advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1},
         {"use_opd": True, **STREAM, "num_advantage_workers": 1},  # the rollout gives the teacher's
     ):
         check(**options)
@@ -287,16 +288,6 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
             "--num-actor-fwd-workers",
             ["--use-rollout-logprobs takes the engine's"],
         ),
-        (
-            {"rollout_function_path": "quiet", "advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1},
-            "--kl-coef and --advantage-estimator",
-            ["needs 'old_log_probs', which nothing computes", "hint: --use-rollout-logprobs", "or take --kl-coef out"],
-        ),
-        (
-            {"rollout_function_path": "quiet", "num_actor_fwd_workers": 1},
-            "--num-actor-fwd-workers",
-            ["never asks the engine, and there is one optimizer step"],
-        ),
     ],
 )
 def test_what_the_plugins_rule_out_is_named(mine: str, options: dict[str, Any], where: str, words: list[str]) -> None:
@@ -331,43 +322,72 @@ def test_an_attribute_scope_that_means_something_else_declares_nothing(other: ob
     assert declared_scope(function) is scope_of(function) is Scope.GROUP
 
 
+@scoped("row")
+def by_row(args: Any, batch: Any) -> None: ...
+
+
+@scoped("rollout", needs=("old_log_probs",))
+def reads_old(args: Any, batch: Any) -> None: ...
+
+
+def undeclared(args: Any, batch: Any) -> None: ...
+
+
+TWO_STEPS: dict[str, Any] = {"num_steps_per_rollout": 2}
+
+
 @pytest.mark.parametrize(
     ("options", "own", "models"),
     [
-        ({}, (), ("actor",)),
-        ({"use_kl_loss": True}, (), ("ref", "actor")),
-        ({"use_kl_loss": True, "num_ref_workers": 2}, ("ref",), ("actor",)),
+        ({}, (), ()),
+        ({"use_kl_loss": True}, (), ("ref",)),
+        ({"use_kl_loss": True, **TWO_STEPS}, (), ("ref", "actor")),
+        ({"use_kl_loss": True, "num_ref_workers": 2, **TWO_STEPS}, ("ref",), ("actor",)),
         ({"kl_coef": 0.1, "advantage_estimator": "gae"}, (), ("ref", "actor")),
         ({"num_actor_fwd_workers": 1, "num_advantage_workers": 1}, ("actor_fwd", "advantages"), ()),
-        ({"use_kl_loss": True, "use_rollout_logprobs": True}, (), ("ref",)),
+        ({"num_actor_fwd_workers": 1, **TWO_STEPS}, ("actor_fwd",), ()),
+        ({"use_kl_loss": True, "use_rollout_logprobs": True, **TWO_STEPS}, (), ("ref",)),
         ({**STREAM, "use_kl_loss": True}, (), ("ref",)),
-        ({"rm_model": "classifier", "num_reward_workers": 2}, (), ("actor",)),  # which rollout workers call
+        ({"rm_model": "classifier", "num_reward_workers": 2}, (), ()),  # which rollout workers call
     ],
 )
 def test_the_trainer_computes_what_no_role_does(
     options: dict[str, Any], own: tuple[str, ...], models: tuple[str, ...]
 ) -> None:
     args: Any = compose(CORE_SECTIONS).model_validate(options)
-    plan = role_plan(args, rollouts_use_engine=True, scope=Scope.ROW)
+    plan = role_plan(args, by_row)
     assert (plan.dedicated_roles, plan.passes) == (own, tuple(("train", model) for model in models))
-    assert needs_old_log_probs(args, True) == ("actor" in models or "actor_fwd" in own)
 
 
 @pytest.mark.parametrize(
-    ("options", "needed"),
+    ("options", "estimator", "reason"),
     [
-        ({}, False),
-        ({"num_steps_per_rollout": 2}, True),
-        ({"num_passes_per_rollout": 2}, True),
-        ({"num_passes_per_rollout": 2, "loss_type": "sft_loss"}, False),
-        ({"global_batch_size": 64}, True),
+        ({}, by_row, ""),
+        ({"schedule": "pipelined", "use_kl_loss": True, "use_tis": True, "tis_mode": "sequence"}, by_row, ""),
+        ({"num_actor_fwd_workers": 1}, by_row, "--num-actor-fwd-workers"),
+        ({"num_actor_fwd_workers": 1, "loss_type": "sft_loss"}, by_row, "--num-actor-fwd-workers"),
+        ({"num_steps_per_rollout": 2}, by_row, "several optimizer steps on a rollout"),
+        ({"num_passes_per_rollout": 2}, by_row, "several optimizer steps on a rollout"),
+        ({"global_batch_size": 64}, by_row, "several optimizer steps on a rollout"),
+        ({"num_passes_per_rollout": 2, "loss_type": "sft_loss"}, by_row, ""),
+        ({"num_passes_per_rollout": 2, "use_rollout_logprobs": True}, by_row, ""),
+        ({}, reads_old, "an advantage estimator that needs old_log_probs"),
+        (OPD, by_row, "an advantage estimator that needs old_log_probs"),
+        ({**OPD, "use_rollout_logprobs": True}, by_row, ""),
+        ({**OPD, **STREAM}, by_row, ""),
+        ({"advantage_estimator": "gae", "kl_coef": 0.1}, by_row, "an advantage estimator that needs old_log_probs"),
+        ({"advantage_estimator": "grpo", "kl_coef": 0.1}, by_row, ""),  # which has no token rewards
+        ({}, undeclared, "an advantage estimator that does not declare what it reads"),
+        ({"loss_type": "sft_loss"}, undeclared, ""),
+        ({"train_backend": "mine"}, by_row, "a trainer backend that may read the column"),
+        ({"train_backend": "mine", **STREAM}, by_row, ""),
     ],
 )
-def test_old_log_probs_of_rows_that_no_engine_sampled_are_needed_for_several_optimizer_steps(
-    options: dict[str, Any], needed: bool
+def test_old_log_probs_have_a_pass_of_their_own_where_something_asks_for_them_before_the_first_step(
+    options: dict[str, Any], estimator: object, reason: str
 ) -> None:
     args: Any = with_steps(compose(CORE_SECTIONS).model_validate(options))
-    assert needs_old_log_probs(args, rollouts_use_engine=False) is needed
+    assert old_log_probs_pass(args, estimator) == reason
 
 
 @pytest.mark.parametrize(
@@ -385,13 +405,13 @@ def test_an_estimator_that_compares_rows_is_called_once_on_all_of_them(
     options: dict[str, Any], scope: Scope, estimates: bool
 ) -> None:
     args: Any = compose(CORE_SECTIONS).model_validate(options)
-    assert role_plan(args, rollouts_use_engine=True, scope=scope).estimates is estimates
+    assert role_plan(args, scoped(scope)(lambda args, batch: None)).estimates is estimates
 
 
 def test_a_critic_is_trained_beside_the_policy_and_computes_its_values_itself() -> None:
     args = compose(CORE_SECTIONS)(advantage_estimator="ppo", num_critic_only_steps=1, num_freeze_actor_steps=2)
-    plan = role_plan(args, rollouts_use_engine=True, scope=Scope.ROW)
-    assert (plan.trained, plan.passes) == (("train", "critic"), (("train", "actor"), ("critic", "critic")))
+    plan = role_plan(args, by_row)
+    assert (plan.trained, plan.passes) == (("train", "critic"), (("critic", "critic"),))
     # Advantages need the values of all rows, which the policy's ranks do not have.
     assert plan.estimates
     assert [plan.steps_on(rollout_id) for rollout_id in range(3)] == [["critic"], ["critic"], ["train", "critic"]]
@@ -400,7 +420,7 @@ def test_a_critic_is_trained_beside_the_policy_and_computes_its_values_itself() 
 
 def test_with_streamed_gradients_the_policy_waits_for_the_critic_and_the_critic_for_no_one_but_the_reference() -> None:
     args = compose(CORE_SECTIONS)(advantage_estimator="ppo", use_kl_loss=True, num_ref_workers=1, **STREAM)
-    plan = role_plan(args, rollouts_use_engine=True, scope=Scope.ROW)
+    plan = role_plan(args, by_row)
     assert plan.awaited_by("critic") == ["ref_log_probs"]
     assert plan.awaited_by("train") == ["advantages", "ref_log_probs", "returns", "values"]
     assert not plan.estimates
@@ -465,7 +485,7 @@ def test_own_roles_that_wait_for_fields_before_theirs_are_accepted_and_planned_a
     check(role_path=[own + "After", own + "Early"], **estimator)
     args = compose(CORE_SECTIONS).model_validate(options)
     rows = [row for _, row in own_roles(args, PluginRegistry.from_flags([])).values()]
-    plan = role_plan(args, rollouts_use_engine=True, scope=Scope.ROW, own=rows)
+    plan = role_plan(args, by_row, rows)
     assert plan.dedicated_roles == ("ref", "second", "first", "judge")
     assert plan.external_fields == ("ref_log_probs", "b", "a", "g")
     assert plan.restarted_globally == ("judge",)

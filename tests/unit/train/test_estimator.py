@@ -73,6 +73,11 @@ def by_difficulty(args, batch):
 def reads_without_saying_so(args, batch):
     batch.columns["old_log_probs"]
 
+
+@scoped("rollout")
+def whitens_without_saying_so(args, batch):
+    batch.columns["old_log_probs"]
+
 """
 
 
@@ -262,14 +267,13 @@ def test_what_declares_a_scope_sees_the_log_probabilities_that_it_needs_and_no_o
     assert fields <= batch.columns.keys()
 
 
+@pytest.mark.parametrize("name", ["reads_without_saying_so", "whitens_without_saying_so"])
 def test_who_reads_log_probabilities_without_saying_so_is_told_how_to_say_it(
-    mine: Callable[[str], str], make_args: Callable[..., Options]
+    name: str, mine: Callable[[str], str], make_args: Callable[..., Options]
 ) -> None:
     batch = Rows().get_data(0)
     with pytest.raises(PluginError) as caught:
-        objective_of(make_args(custom_advantage_function_path=mine("reads_without_saying_so"))).compute_advantages(
-            batch
-        )
+        objective_of(make_args(custom_advantage_function_path=mine(name))).compute_advantages(batch)
     assert "needs=('old_log_probs',)" in caught.value.hint
 
 

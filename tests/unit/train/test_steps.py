@@ -10,6 +10,7 @@ import torch
 
 from buffer_rl.config import Options
 from buffer_rl.errors import TrainError
+from buffer_rl.train.objective import LOG_PROB_GAP
 from buffer_rl.train.steps import NonFiniteGuard, StepReport, require_old_log_probs, train_steps
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import TrainBatch
@@ -72,6 +73,40 @@ def test_two_passes_equal_a_loop_over_the_mini_batches_written_twice(
     assert metrics["loss"] == pytest.approx(np.mean([metrics["loss"] for metrics in found]))
     assert metrics["lr"] == pytest.approx(1e-2 * (1 - 5 / 6))  # the last of six steps
     assert abs(found[3]["ppo_kl"]) > 0  # the second pass starts from the weights that the first left
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01},
+        {"use_tis": True, "tis_mode": "sequence", "tis_clip_low": 0.0, "deterministic": True},
+        {"loss_type": "gspo", "rollout_temperature": 0.7},
+        {"loss_type": "decoupled_ppo", "loss_agg_mode": "seq-mean-token-sum"},
+    ],
+)
+def test_one_step_a_rollout_without_old_log_probs_equals_that_with_those_of_a_pass_of_their_own(
+    options: dict[str, Any],
+    make_args: Callable[..., Options],
+    make_batch: Callable[..., TrainBatch],
+    tmp_path: Path,
+) -> None:
+    args: Any = make_args(max_tokens_per_gpu=60, **options)
+    one_pass, two_passes = (make_trainer(args) for _ in range(2))
+    before = _weights(one_pass)
+    for rollout in range(4):
+        found = []
+        for trainer in (one_pass, two_passes):
+            batch = make_batch(24, seed=rollout)
+            batch.columns["ref_log_probs"] = trainer.log_probs("ref", batch)
+            if trainer is two_passes:
+                batch.columns["old_log_probs"] = trainer.log_probs("actor", batch)
+            report = train_steps(trainer, trainer._objective, [batch], NonFiniteGuard(tmp_path, 0, 1))
+            found.append(StepReport.metrics_of([report]))
+        assert found[0] == found[1]
+        assert {"loss", "grad_norm", "lr", "log_probs", "entropy", "ppo_kl", LOG_PROB_GAP} <= found[0].keys()
+    for name, tensor in _weights(one_pass).items():
+        assert torch.equal(tensor, _weights(two_passes)[name]), name
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in _weights(one_pass).items())
 
 
 def test_advantages_are_computed_once_for_all_passes(
