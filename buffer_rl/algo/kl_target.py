@@ -7,6 +7,9 @@ from typing import Any
 from buffer_rl.errors import ConfigError
 from buffer_rl.train.roles import is_supervised, uses_critic
 
+MEASURED_KL = "ref_kl"
+"""The metric that ``--kl-target`` is compared with: the mean over unmasked tokens of the penalty's own estimate."""
+
 MAX_ERROR = 0.2
 """Bound of the relative error that ``adapted_coefficient`` answers."""
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import ray
-import torch
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.readers import Splitting
@@ -33,8 +32,6 @@ from buffer_rl.scope import Unit
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.kl_control import KLControl
 from buffer_rl.train.logprob_gate import LogProbGap, compare_log_probs
-from buffer_rl.train.model import prepare_torch, seed_all
-from buffer_rl.train.objective import Objective
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.train.ranks import Peers, Rendezvous
 from buffer_rl.train.roles import loss_of, role_args
@@ -53,6 +50,7 @@ from buffer_rl.weights.sender import RankSender
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
+    from buffer_rl.train.objective import Objective
 
 
 def named_metrics(role: str, answers: list[StepReport]) -> dict[str, float]:
@@ -69,6 +67,8 @@ class TrainRank:
     """One rank: a ``Trainer`` and the rows that it works on."""
 
     def __init__(self, args_text: str, buffer: Any, role: str, rank: int, world_size: int, log_path: str) -> None:
+        import buffer_rl.train.objective  # noqa: F401  torch takes seconds, which pass while others start
+
         redirect_output(log_path)
         self._role = role
         self._args = cast("Args", role_args(load_args(args_text), role))
@@ -90,6 +90,11 @@ class TrainRank:
 
     def setup(self, master: str, port: int) -> None:
         """Join the other ranks, which meet at ``master:port``, and build the model."""
+        import torch
+
+        from buffer_rl.train.model import prepare_torch, seed_all
+        from buffer_rl.train.objective import Objective
+
         if self._world_size > 1:
             self._rendezvous.join(
                 "nccl" if torch.cuda.is_available() and self._args.train_device != "cpu" else "gloo",

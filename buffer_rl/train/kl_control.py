@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from buffer_rl.algo.kl_target import adapted_coefficient
+from buffer_rl.algo.kl_target import MEASURED_KL, adapted_coefficient
 from buffer_rl.errors import CheckpointError
-from buffer_rl.train.objective import MEASURED_KL, Objective
 from buffer_rl.train.ranks import summed_over_ranks
 from buffer_rl.train.roles import adapted_option
 from buffer_rl.train.steps import StepReport
+
+if TYPE_CHECKING:
+    from buffer_rl.train.objective import Objective
 
 FILE_NAME = "kl_coef.json"
 """Beside the files of the trainer backend, which knows nothing of the coefficient; rank 0 writes it."""

@@ -14,6 +14,7 @@ from buffer_rl.algo.aggregation import mask_out, metric_totals, per_row, row_mea
 from buffer_rl.algo.corrections import correction_unit, mismatch_metrics, truncated_weights
 from buffer_rl.algo.distillation import REVERSE_KL, distil
 from buffer_rl.algo.kl import kl_estimate
+from buffer_rl.algo.kl_target import MEASURED_KL
 from buffer_rl.algo.returns import masks_of, whitened_tokens
 from buffer_rl.algo.value import value_loss
 from buffer_rl.contracts import AdvantageEstimator, Correction, LossInputs, PolicyLoss, TokenLoss
@@ -35,9 +36,6 @@ from buffer_rl.train.roles import (
     uses_critic,
 )
 from buffer_rl.types import TrainBatch
-
-MEASURED_KL = "ref_kl"
-"""The metric that ``--kl-target`` is compared with: the mean over unmasked tokens of the penalty's own estimate."""
 
 LOG_PROB_GAP = "train_rollout_logprob_abs_diff"
 

@@ -1,4 +1,7 @@
-"""How the ranks of a trainer meet: at the start, before each forward pass that needs several of them, and in sums."""
+"""How the ranks of a trainer meet: at the start, before each forward pass that needs several of them, and in sums.
+
+Torch is imported where ranks meet: the driver imports this module, and starts seconds earlier without.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,6 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
-
-import torch
-import torch.distributed as dist
 
 from buffer_rl.contracts import Topology
 from buffer_rl.errors import BufferRLError, TrainError
@@ -26,6 +26,8 @@ class Peers:
     """
 
     def __init__(self, place: Topology) -> None:
+        import torch.distributed as dist
+
         self._group: Any = None
         self._where = f"a peer in replica {place.dp_rank}"
         if not dist.is_initialized():
@@ -45,6 +47,9 @@ class Peers:
         """Wait for the peers before work that has collectives. Raises ``error``, if there is one, or TrainError where a
         peer has one: else the others would wait in a collective for a rank that has left."""
         if self._group is not None:
+            import torch
+            import torch.distributed as dist
+
             failed = torch.tensor(float(error is not None), device=_device())
             dist.all_reduce(failed, group=self._group)
             if error is None and failed:
@@ -67,6 +72,9 @@ def check_topologies(places: Sequence[Topology]) -> None:
 
 def summed_over_ranks(numbers: Sequence[float]) -> list[float]:
     """Each number's sum over all ranks, in float64; every rank calls it."""
+    import torch
+    import torch.distributed as dist
+
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(numbers)
     tensor = torch.tensor(numbers, dtype=torch.float64, device=_device())
@@ -75,6 +83,8 @@ def summed_over_ranks(numbers: Sequence[float]) -> list[float]:
 
 
 def _device() -> str:
+    import torch.distributed as dist
+
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
@@ -98,6 +108,8 @@ class Rendezvous:
 
     def join(self, backend: str, address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> None:
         """Make the default process group of all ranks; returns when they have met."""
+        import torch.distributed as dist
+
         if _is_loopback(address) and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else that of the machine's name
         listener, self._listener = self._listener, None

@@ -18,26 +18,30 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
-import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from buffer_rl.cluster.actor_group import PATIENCE_S, ActorGroup, redirect_output
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.config import dump_args, load_args
 from buffer_rl.errors import ConfigError, WorkerDiedError
 from buffer_rl.rollout.reward_model import FLAG, ROLE, answers_of
-from buffer_rl.train.collate import micro_batches
-from buffer_rl.train.model import load_pretrained, pick_device, prepare_torch
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 
 class RewardModel:
     """A sequence classifier with one label. device: where it computes, in float32."""
 
     def __init__(self, folder: str, device: torch.device, *, trust_remote_code: bool = False) -> None:
+        from transformers import AutoModelForSequenceClassification
+
+        from buffer_rl.train.model import load_pretrained
+
         self._device = device
         self._model: PreTrainedModel = load_pretrained(
             AutoModelForSequenceClassification,
@@ -57,6 +61,8 @@ class RewardModel:
     def scores(self, rows: Sequence[np.ndarray], max_tokens: int) -> list[float]:
         """The logit of each row of token ids, ``[num_tokens]`` int, at least one. max_tokens: of one forward pass,
         padding included; a longer row has a pass of its own."""
+        from buffer_rl.train.collate import micro_batches
+
         found = [0.0] * len(rows)
         lengths = [len(row) for row in rows]
         for indices in micro_batches(lengths, 1 if self._pad is None else max_tokens):
@@ -66,6 +72,8 @@ class RewardModel:
         return found
 
     def _logits(self, rows: Sequence[np.ndarray]) -> list[float]:
+        import torch
+
         ids_bl = np.full((len(rows), max(map(len, rows))), self._pad or 0, dtype=np.int64)
         mask_bl = np.zeros_like(ids_bl)
         for index, row in enumerate(rows):
@@ -148,6 +156,8 @@ class RewardModelWorker:
     def _model(self) -> RewardModel:
         """Loaded in a call, not with the actor, for Ray keeps a constructor's error as text alone."""
         args = self._args
+        from buffer_rl.train.model import pick_device, prepare_torch
+
         prepare_torch(args, args.seed)
         return RewardModel(args.rm_model, pick_device(args.train_device), trust_remote_code=args.trust_remote_code)
 

@@ -9,16 +9,18 @@ from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.buffer.row_file import write_rollout
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import BufferRLError, NonFiniteError, TrainError
 from buffer_rl.token_loss import Sums
-from buffer_rl.train.objective import Objective
 from buffer_rl.train.ranks import summed_over_ranks
 from buffer_rl.train.roles import is_supervised
 from buffer_rl.types import TrainBatch
+
+if TYPE_CHECKING:
+    from buffer_rl.train.objective import Objective
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,12 +23,12 @@ from buffer_rl.errors import BufferRLError
 from buffer_rl.observe.timeline import WorkReport, WorkSpan
 from buffer_rl.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_FIELDS, SAMPLED_FIELDS
 from buffer_rl.token_loss import Sums
-from buffer_rl.train.objective import Objective
 from buffer_rl.types import Column, TrainBatch
 
 if TYPE_CHECKING:
     from buffer_rl.buffer.calling import StartedCall
     from buffer_rl.buffer.client import BufferClient
+    from buffer_rl.train.objective import Objective
 
 STREAMED_GROUPS = 4
 """Groups that a process works on at a time, at most and where that many are ready: larger passes are cheaper, but the

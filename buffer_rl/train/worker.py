@@ -25,9 +25,6 @@ from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct, returned
 from buffer_rl.roles import MODEL_OF_ROLE, SAMPLED_FIELDS, Role
-from buffer_rl.train.forward import batch_outputs
-from buffer_rl.train.model import ModelFactory, initial_folder, pick_device, prepare_torch
-from buffer_rl.train.objective import Objective
 from buffer_rl.train.roles import fused_roles, own_roles, process_counts
 from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
 from buffer_rl.types import Column, TrainBatch
@@ -70,6 +67,8 @@ class RoleWorker:
     """One process of a role of ``buffer_rl.roles.DEDICATED``, or of ``--role-path``."""
 
     def __init__(self, args_text: str, buffer: Any, role: str, index: int, num_workers: int, log_path: str) -> None:
+        from buffer_rl.train.model import initial_folder, prepare_torch  # in the role's process alone: it has torch
+
         redirect_output(log_path)
         self._index = index
         self._num_workers = num_workers
@@ -115,10 +114,15 @@ class RoleWorker:
         )
 
     def _load(self, path: str | None, flag: str) -> None:
+        from buffer_rl.train.model import ModelFactory, pick_device
+
         self._device = pick_device(self._args.train_device)
         self._model = ModelFactory(self._args, self._registry, self._device).build(path, flag).requires_grad_(False)
 
     def _make_stage(self) -> Stage:
+        from buffer_rl.train.forward import batch_outputs
+        from buffer_rl.train.objective import Objective
+
         args = self._args
         own = own_roles(args, self._registry)
         if self._role in own:

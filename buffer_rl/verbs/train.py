@@ -99,9 +99,9 @@ def run(namespace: argparse.Namespace) -> int:
     data = [asdict(file) for file in plan.data]
     check_checkpoint(args, data)
     check_eval_prompts(args)
-    # What the user named comes first: their mistakes show before heavy built-in modules are imported.
-    for use in sorted(plan.plugins, key=lambda use: use.origin == "default"):
-        registry.resolve(use.kind, use.reference)
+    for use in plan.plugins:
+        if use.origin != "default":  # those are of this package: no mistakes to find, and seconds to import
+            registry.resolve(use.kind, use.reference)
     check_row_rm_types(args, registry)
     check_roles(args, registry)
     if namespace.dry_run:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -83,3 +85,9 @@ def test_package_inits_hold_a_docstring_and_at_most_the_version():
 )
 def test_imports_inside_functions_are_found(source, names):
     assert imported_names(source) == names
+
+
+def test_the_driver_starts_without_torch_which_takes_seconds_to_import():
+    code = "import sys, buffer_rl.driver.launch; print({'torch', 'transformers'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
