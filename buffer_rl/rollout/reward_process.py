@@ -1,13 +1,15 @@
 """Processes that compute synchronous rewards and can be killed: the parent's side (``RewardPool``), and the child's
 (``main``), which computes rewards one after another and ends when the parent's end of the socket closes.
 
-Who waits for whom: ``RewardPool.score`` waits for a free process, then for one answer per sample, each within its
-deadline. A process that misses a deadline is killed, one that dies is noticed by the end of its stream; either way
-the sample that it worked on has failed, and a fresh process goes on with the next ones. The child waits for the next
-batch.
+Who waits for whom: ``RewardPool.score`` waits for a free process, then for the end of the batch, or until the sample at
+work exceeds its deadline. A process that misses a deadline is killed, one that dies is noticed by the end of its
+stream; either way the sample that it worked on has failed, and a fresh process goes on with the next ones. The child
+waits for the next batch.
 
-Frames are a 4-byte big-endian length and a body: pickle towards the child, JSON towards the parent, which therefore
-never unpickles what user code produced.
+A batch is one message each way. Frames are a 4-byte big-endian length and a body: pickle towards the child, JSON
+towards the parent, which therefore never unpickles what user code produced. Answers are not frames: the child appends
+each one to a file in memory as soon as it has it, and an empty frame says that all are there. The file outlives the
+child, so the parent knows which sample was at work, and keeps the answers before it, without a wake-up per sample.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import asyncio
 import ctypes
 import inspect
 import io
+import itertools
 import json
 import os
 import pickle
@@ -24,9 +27,11 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import orjson
 
@@ -39,12 +44,14 @@ from buffer_rl.rollout.failures import COSTLY, FailureKind, kind_of
 from buffer_rl.types import Sample, SampleGroup
 
 HEADER = struct.Struct(">I")
+DONE = HEADER.pack(0)
 START_TIMEOUT_S = 120.0  # interpreter, args, plugin registry; and, separately, the import of the user's module
 EXIT_TIMEOUT_S = 5.0
 MAX_LOST_PER_CALL = 2  # processes; then the rest of the call is given up: each costs a deadline or a fresh start
+MIN_PART_S = 0.1  # of expected work: smaller parts of a group are not worth a message of their own
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-    "from buffer_rl.rollout.reward_process import main; main(int(sys.argv[2]))"
+    "from buffer_rl.rollout.reward_process import main; main(*map(int, sys.argv[2:]))"
 )
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -78,19 +85,19 @@ class RewardTarget:
         return check_reward(value, where=f"{name}, row {item.row_id}")
 
 
-def main(file_descriptor: int) -> None:
+def main(socket_fd: int, answers_fd: int) -> None:
     """Serve the socket until the parent closes it."""
     _die_with_parent()
     for stream in (sys.stdout, sys.stderr):  # what user code prints is read while it runs, and after it was killed
         cast("io.TextIOWrapper", stream).reconfigure(line_buffering=True)
-    with socket.socket(fileno=file_descriptor) as channel:
+    with socket.socket(fileno=socket_fd) as channel:
         try:
-            _serve(channel)
+            _serve(channel, answers_fd)
         except (EOFError, ConnectionError):
             return  # the parent has ended or has closed the pool
 
 
-def _serve(channel: socket.socket) -> None:
+def _serve(channel: socket.socket, answers_fd: int) -> None:
     try:
         args: Any = load_args(pickle.loads(_receive(channel)))
         registry = PluginRegistry.from_flags(args.plugin)
@@ -101,25 +108,18 @@ def _serve(channel: socket.socket) -> None:
     functions: dict[RewardTarget, Callable[..., Any]] = {}
     while True:
         target, items = pickle.loads(_receive(channel))
-        try:
-            if target not in functions:
+        if target not in functions:
+            try:
                 functions[target] = target.resolve(registry)
-        except BufferRLError as error:
-            _send(channel, {"error": str(error)})
-            continue
-        _send(channel, {"ok": None})
-        _score(channel, functions[target], args, target, items)
-
-
-def _score(
-    channel: socket.socket,
-    function: Callable[..., Any],
-    args: Any,
-    target: RewardTarget,
-    items: Sequence[Sample | SampleGroup],
-) -> None:
-    for item in items:
-        _send(channel, _outcome(function, args, target, item))
+            except BufferRLError as error:
+                _send(channel, {"error": str(error)})
+                continue
+            _send(channel, {"ok": None})
+        for item in items:
+            answer = _outcome(functions[target], args, target, item)
+            answer["at"] = time.monotonic()  # the same clock in every process of a machine
+            os.write(answers_fd, orjson.dumps(answer) + b"\n")
+        channel.sendall(DONE)
 
 
 def _outcome(
@@ -189,25 +189,46 @@ class RewardPool:
     def __init__(self, args_json: str, *, num_workers: int, timeout_s: float) -> None:
         self._args_json = args_json
         self._timeout_s = timeout_s
+        self._num_workers = num_workers
         self._free = asyncio.Semaphore(num_workers)
+        self._seconds: dict[RewardTarget, float] = {}  # of one item, in the last calls
         self.idle: list[_Process] = []
         self.live: set[_Process] = set()
         self._closed = False
 
     async def score(self, target: RewardTarget, samples: Sequence[Sample | SampleGroup]) -> list[Outcome]:
-        """One outcome for each sample (or group, as the function wants), in order.
+        """One outcome for each sample (or group, as the function wants), in order. Samples of a slow function are
+        shared out over the processes in contiguous parts, however busy these are: work comes first in, first out.
 
         Raises PluginError if the function cannot be resolved in the reward process, RolloutError if such a process
         does not start.
         """
+        lost: list[FailureKind] = []
+        expected_s = self._seconds.get(target, 0.0) * len(samples)
+        num_parts = max(1, min(self._num_workers, len(samples), int(expected_s / MIN_PART_S)))
+        if num_parts == 1:
+            return await self._score_part(target, samples, lost)
+        ends = [len(samples) * part // num_parts for part in range(num_parts + 1)]
+        parts = [self._score_part(target, samples[start:end], lost) for start, end in itertools.pairwise(ends)]
+        answers = await asyncio.gather(*parts, return_exceptions=True)  # no part is left running
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [outcome for part in cast("list[list[Outcome]]", answers) for outcome in part]
+
+    async def _score_part(
+        self, target: RewardTarget, samples: Sequence[Sample | SampleGroup], lost: list[FailureKind]
+    ) -> list[Outcome]:
+        """Outcomes of ``samples``. lost: how each process was lost that the call cost, in this part or another."""
         outcomes: list[Outcome] = []
         async with self._free:
             while len(outcomes) < len(samples):
-                lost = [outcome.kind for outcome in outcomes if outcome.kind in COSTLY]
                 if len(lost) >= MAX_LOST_PER_CALL:
                     outcomes.extend([_skipped_outcome(lost[-1])] * (len(samples) - len(outcomes)))
                     break
-                await self._score_on_one(target, samples[len(outcomes) :], outcomes)
+                batch = await self._score_on_one(target, samples[len(outcomes) :])
+                lost += [outcome.kind for outcome in batch if outcome.kind in COSTLY]
+                outcomes += batch
         return outcomes
 
     async def aclose(self) -> None:
@@ -218,18 +239,18 @@ class RewardPool:
             self._discard(process)
             await process.wait_reaped()
 
-    async def _score_on_one(
-        self, target: RewardTarget, samples: Sequence[Sample | SampleGroup], outcomes: list[Outcome]
-    ) -> None:
+    async def _score_on_one(self, target: RewardTarget, samples: Sequence[Sample | SampleGroup]) -> list[Outcome]:
         process = self.idle.pop() if self.idle else await self._start()
         healthy = False
         try:
-            healthy = await process.score(target, samples, outcomes, self._timeout_s)
+            outcomes, healthy = await process.score(target, samples, self._timeout_s)
         finally:  # a cancelled process is in the middle of a batch: its later answers would go to the wrong samples
             if healthy and not self._closed:
                 self.idle.append(process)
             else:
                 self._discard(process)
+        self._seconds[target] = (self._seconds.get(target, process.seconds) + process.seconds) / 2
+        return outcomes
 
     async def _start(self) -> _Process:
         if self._closed:
@@ -249,11 +270,14 @@ class RewardPool:
 
 
 class _Process:
-    """One reward process and the socket to it."""
+    """One reward process, the socket to it and the file of its answers. seconds: of an item of the last batch."""
 
-    def __init__(self, child: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], channel: socket.socket, answers: IO[bytes]) -> None:
         self._child = child
         self._channel = channel
+        self._answers = answers
+        self._resolved: set[RewardTarget] = set()
+        self.seconds = 0.0
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -261,15 +285,17 @@ class _Process:
     def spawn(cls) -> _Process:
         """Start an interpreter. Not multiprocessing: that would run the caller's main module again."""
         ours, theirs = socket.socketpair()
+        answers = _memory_file()
+        descriptors = (theirs.fileno(), answers.fileno())
         with theirs:
             child = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())],
+                [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=descriptors,
                 start_new_session=True,  # so that what the user's code started can be killed with it
             )
         ours.setblocking(False)
-        return cls(child, ours)
+        return cls(child, ours, answers)
 
     @property
     def pid(self) -> int:
@@ -290,29 +316,54 @@ class _Process:
             raise RolloutError(f"a reward process could not be set up: {answer['error']}")
 
     async def score(
-        self, target: RewardTarget, samples: Sequence[Sample | SampleGroup], outcomes: list[Outcome], timeout_s: float
-    ) -> bool:
-        """Append outcomes for ``samples`` until all have one or the process is lost (then False)."""
+        self, target: RewardTarget, samples: Sequence[Sample | SampleGroup], timeout_s: float
+    ) -> tuple[list[Outcome], bool]:
+        """Outcomes of ``samples``, in order, and whether the process goes on; if not, the last one says why not, and
+        the rest is missing."""
         try:
-            await self._send((target, list(samples)))
-            answer = await self._receive(START_TIMEOUT_S)
+            await self._begin(target, samples)
         except (TimeoutError, EOFError, ConnectionError) as error:
-            outcomes.append(Outcome(kind=FailureKind.CRASH, text=f"on import, {await self._exit_reason(error)}"))
-            return False
-        if "error" in answer:
-            raise PluginError(answer["error"], where="reward process")
-        for _ in samples:
+            return [Outcome(kind=FailureKind.CRASH, text=f"on import, {await self._exit_reason(error)}")], False
+        assert self._reader is not None
+        began = since = time.monotonic()  # since: when the sample at work began
+        lost: Outcome | None = None
+        while True:
             try:
-                answer = await self._receive(timeout_s)
+                async with asyncio.timeout(since + timeout_s - time.monotonic()):
+                    await self._reader.readexactly(len(DONE))
             except TimeoutError:
                 text = f"no reward within --rm-timeout-s {timeout_s:g} s; the process was killed"
-                outcomes.append(Outcome(kind=FailureKind.TIMEOUT, text=text))
-                return False
+                lost = Outcome(kind=FailureKind.TIMEOUT, text=text)
             except (EOFError, ConnectionError) as error:
-                outcomes.append(Outcome(kind=FailureKind.CRASH, text=await self._exit_reason(error)))
-                return False
-            outcomes.append(_read_outcome(answer))
-        return True
+                lost = Outcome(kind=FailureKind.CRASH, text=await self._exit_reason(error))
+            answers = self._read_answers()
+            if answers:
+                since = answers[-1]["at"]
+                self.seconds = (since - began) / len(answers)
+            if lost is None or lost.kind is FailureKind.CRASH or since + timeout_s <= time.monotonic():
+                break
+            lost = None
+        outcomes = [_read_outcome(answer) for answer in answers]
+        if lost is not None and len(outcomes) < len(samples):
+            outcomes.append(lost)
+        return outcomes, lost is None
+
+    async def _begin(self, target: RewardTarget, samples: Sequence[Sample | SampleGroup]) -> None:
+        """Send a batch, and wait for the import of the function where the process does not have it yet."""
+        self._answers.truncate(0)
+        self._answers.seek(0)  # of the child, too: the two share the open file
+        await self._send((target, list(samples)))
+        if target in self._resolved:
+            return
+        answer = await self._receive(START_TIMEOUT_S)
+        if "error" in answer:
+            raise PluginError(answer["error"], where="reward process")
+        self._resolved.add(target)
+
+    def _read_answers(self) -> list[dict[str, Any]]:
+        """Those of the batch that are there as a whole."""
+        size = os.fstat(self._answers.fileno()).st_size
+        return [orjson.loads(line) for line in os.pread(self._answers.fileno(), size, 0).split(b"\n")[:-1]]
 
     def kill(self) -> None:
         """Kill the process and what it started, without waiting."""
@@ -324,6 +375,7 @@ class _Process:
             self._writer.close()
         else:
             self._channel.close()
+        self._answers.close()
         self._child.poll()
 
     async def wait_reaped(self) -> None:
@@ -354,6 +406,13 @@ class _Process:
         if code >= 0:
             return f"the process ended with exit status {code}"
         return f"the process was killed by {signal.Signals(-code).name}"
+
+
+def _memory_file() -> IO[bytes]:
+    """A file that ends with its last descriptor, without a disk where the system has such."""
+    if sys.platform == "linux":
+        return open(os.memfd_create("rewards"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
 
 
 def _read_outcome(answer: dict[str, Any]) -> Outcome:
