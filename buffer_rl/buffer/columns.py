@@ -125,7 +125,8 @@ class RowSizes:
 def _sums(rows: Column) -> list[float]:
     """The sum of each row."""
     if isinstance(rows, list) and _are_alike(rows) and all(map(len, rows)):
-        return np.add.reduceat(np.concatenate(rows), [0, *accumulate(map(len, rows[:-1]))]).tolist()
+        starts = [0, *accumulate(map(len, rows[:-1]))]
+        return [float(total) for total in np.add.reduceat(np.concatenate(rows), starts)]
     return [float(np.sum(row)) for row in rows]
 
 
