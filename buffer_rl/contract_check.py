@@ -26,6 +26,8 @@ def check_reward(value: object, *, where: str) -> float | dict[str, float]:
     Finite numbers are accepted, booleans as 0 and 1, numpy scalars and arrays of no dimensions too. None, NaN,
     infinity, text and lists raise RewardError: a reward that could not be computed is never a silent 0.
     """
+    if type(value) is float and abs(value) <= FLOAT32_MAX:  # nearly all of them
+        return value
     if not isinstance(value, Mapping):
         return _finite_number(value, where)
     if not value:

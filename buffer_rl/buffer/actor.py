@@ -33,7 +33,7 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import MAX_REPORTS, owned_payloads
 from buffer_rl.config import load_args
 from buffer_rl.data.source import EvalSource, PromptDataSource
-from buffer_rl.errors import BufferStateError, CheckpointError
+from buffer_rl.errors import BufferRLError, BufferStateError, CheckpointError
 from buffer_rl.types import Column
 
 MAX_WAITERS = 64
@@ -91,6 +91,17 @@ class BufferActor:
                 if self._state.revision != revision:
                     with self._changed:
                         self._changed.notify_all()
+
+    def change_many(self, caller: str, calls: Sequence[tuple[int, int, str, Sequence[Any]]]) -> list[Any]:
+        """``change`` for each of ``calls`` (sequence, open_from, method, args), in order. Returns for each its answer,
+        or the error of ``buffer_rl.errors`` that it raised."""
+        answers = []
+        for call in calls:
+            try:
+                answers.append(self.change(caller, *call))
+            except BufferRLError as error:
+                answers.append(error)
+        return answers
 
     def read(self, method: str, args: Sequence[Any] = ()) -> Any:
         """Execute an operation whose repeat changes nothing."""

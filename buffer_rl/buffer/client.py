@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import itertools
 import math
@@ -12,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import ray
 
 from buffer_rl.buffer.actor import BufferActor
-from buffer_rl.buffer.calling import Answers, StartedCall
+from buffer_rl.buffer.calling import Answers, JoinedCalls, StartedCall
 from buffer_rl.buffer.calls import Kind, OpenCalls, kind_of
 from buffer_rl.buffer.columns import BatchPlan, Cell, Columns, assemble
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
@@ -84,6 +86,10 @@ class BufferClient:
         self._min_bytes = min_bytes
         self._caller = f"{caller or 'client'}-{uuid.uuid4().hex}"
         self._calls = OpenCalls()
+        self._joined: WeakKeyDictionary[asyncio.AbstractEventLoop, JoinedCalls[Any]] = WeakKeyDictionary()
+
+    def _change(self, *args: Any) -> Any:
+        return self.actor.change.remote(*args)
 
     def call(self, operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call an operation of the Buffer, such as ``BufferState.finish``, and wait for its answer."""
@@ -91,14 +97,27 @@ class BufferClient:
             return cast(R, answers.wait(operation.__name__, submit))
 
     async def acall(self, operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """``call`` for an event loop."""
+        """``call`` for an event loop, which sends changes together that are made at one time."""
         with self._prepared(operation, args, kwargs) as (answers, submit):
-            return cast(R, await answers.until(operation.__name__, submit))
+            if submit.func != self._change:
+                return cast(R, await answers.until(operation.__name__, submit))
+            loop = asyncio.get_running_loop()
+            joined = self._joined.setdefault(loop, JoinedCalls(self._send_changes))
+            return cast(R, await joined.make(submit.args[1:]))
+
+    async def _send_changes(self, calls: list[tuple[int, int, str, tuple[Any, ...]]]) -> list[Any]:
+        if len(calls) == 1:
+            ((*_, name, _),) = calls
+            return [await self._answers.until(name, partial(self._change, self._caller, *calls[0]))]
+        names = ", ".join(sorted({name for *_, name, _ in calls}))
+        return cast(
+            "list[Any]", await self._answers.until(names, partial(self.actor.change_many.remote, self._caller, calls))
+        )
 
     @contextmanager
     def _prepared(
         self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Iterator[tuple[Answers, Callable[[], Any]]]:
+    ) -> Iterator[tuple[Answers, partial[Any]]]:
         """What sends the call, as often as need be, and what waits for its answer, inside the block."""
         name, args = operation.__name__, _positional(operation, args, kwargs)
         if kind_of(operation) is Kind.READS:
@@ -107,7 +126,7 @@ class BufferClient:
         with self._calls.numbered() as number:
             kept, payloads = split_payloads(args, self._min_bytes)
             if not payloads:
-                yield self._answers, partial(self.actor.change.remote, self._caller, *number, name, kept)
+                yield self._answers, partial(self._change, self._caller, *number, name, kept)
                 return
             owner, answers = next(self._owners)
             yield answers, partial(owner.change_with_payloads.remote, self._caller, *number, name, kept, payloads)
@@ -120,7 +139,7 @@ class BufferClient:
         for."""
         name, arguments = operation.__name__, _positional(operation, args, kwargs)
         sequence, open_from = self._calls.begin()
-        submit = partial(self.actor.change.remote, self._caller, sequence, open_from, name, arguments)
+        submit = partial(self._change, self._caller, sequence, open_from, name, arguments)
         return StartedCall(self._answers, name, submit, decode=decode, on_done=partial(self._calls.end, sequence))
 
     # -- the operations of the driver, the trainers and the roles ------------------------------------

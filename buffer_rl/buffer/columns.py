@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,8 +40,7 @@ def stacked(blocks: Sequence[Column]) -> Column | None:
     return np.concatenate(blocks) if _are_alike(blocks) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(NamedTuple):
     """A column as one array. data: the array, or its bytes. ends: where each row ends, of a column that is a list."""
 
     data: np.ndarray | bytes
@@ -66,7 +66,7 @@ def _sent(column: Any) -> Any:
     if isinstance(column, list):
         if not _are_alike(column):
             return column
-        column, ends = np.concatenate(column), np.cumsum([len(row) for row in column]).tolist()
+        column, ends = np.concatenate(column), list(accumulate(map(len, column)))
     if type(column) is not np.ndarray or column.dtype.hasobject:
         return column
     data = column.tobytes() if column.nbytes < IN_MESSAGE_BYTES else column
@@ -119,8 +119,15 @@ class RowSizes:
         zeros = [0] * num_rows
         tokens = [len(row) for row in columns["tokens"]] if "tokens" in columns else zeros
         masks = columns.get("loss_mask")
-        trained = [float(np.sum(mask)) for mask in masks] if masks is not None else [0.0] * num_rows
-        return cls(tokens=tokens, trained=trained)
+        return cls(tokens=tokens, trained=[0.0] * num_rows if masks is None else _sums(masks))
+
+
+def _sums(rows: Column) -> list[float]:
+    """The sum of each row."""
+    if isinstance(rows, list) and _are_alike(rows) and all(map(len, rows)):
+        starts = [0, *accumulate(map(len, rows[:-1]))]
+        return [float(total) for total in np.add.reduceat(np.concatenate(rows), starts)]
+    return [float(np.sum(row)) for row in rows]
 
 
 def sample_sizes(row_ids: Sequence[RowId], sizes: RowSizes) -> dict[str, np.ndarray]:

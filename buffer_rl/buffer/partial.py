@@ -134,6 +134,13 @@ def check_spans(group: SampleGroup) -> None:
 
 def _span_fault(sample: Sample) -> str:
     spans, mask, length = sample.weight_versions, sample.loss_mask, sample.response_length
+    if (
+        type(spans) is list
+        and len(spans) == 1
+        and type(spans[0]) is VersionSpan
+        and spans[0].start == 0 < spans[0].end == length
+    ):
+        return ""
     if not all(isinstance(span, VersionSpan) for span in spans):
         return f"its weight_versions are {spans!r:.200}"
     shown = f"its version spans {[(span.start, span.end) for span in spans]} do not fit its {length} response tokens"
@@ -159,9 +166,11 @@ def check_versions(ticket: Ticket, group: SampleGroup) -> None:
     for sample in group:
         for span in sample.weight_versions if not sample.remove_sample else ():
             allowed = span.version >= oldest and (ticket.max_staleness > 0 or span.version == ticket.version)
+            if allowed:
+                continue
             mask = sample.loss_mask
             trained = span.end > span.start if mask is None else any(mask[span.start : span.end])
-            if trained and not allowed:
+            if trained:
                 raise RolloutError(
                     f"response tokens {span.start} to {span.end} are of weight version {span.version}",
                     where=f"row {sample.row_id}, {ticket.task}",

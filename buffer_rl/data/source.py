@@ -88,15 +88,19 @@ def make_group(
             sample_index=number,
             group_index=group_index,
             index=index + number,
-            prompt=copy.deepcopy(row.prompt),
+            prompt=_copied(row.prompt),
             multimodal_inputs=None if row.multimodal is None else dict(row.multimodal),
-            label=copy.deepcopy(row.label),
-            metadata=copy.deepcopy(row.metadata),
+            label=_copied(row.label),
+            metadata=copy.deepcopy(row.metadata) if row.metadata else {},
         )
         for number in range(num_samples)
     ]
     params = dict(sampling_params or {})
     return SampleGroup(uid=uid, samples=samples, data_set=data_set, sampling_params=params, rm_type=rm_type)
+
+
+def _copied(value: Any) -> Any:
+    return value if isinstance(value, str) else copy.deepcopy(value)
 
 
 class PromptDataSource:

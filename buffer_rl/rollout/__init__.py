@@ -9,7 +9,8 @@ generate        the built-in generate function: seeds, requests to the engine, c
 turns           several turns in one sample, for generate functions of users
 prompts         the tokenizer, chat templates, prompts to token ids
 scoring         chooses each sample's reward function and computes the reward within a deadline
-reward_process  processes that compute synchronous rewards and can be killed
+reward_pool     the processes of synchronous rewards: batches, deadlines, kills
+reward_process  the process that computes synchronous rewards and can be killed
 reward_model    calls on the processes of the reward model
 failures        kinds and domains of failed attempts
 failure_policy  requeue, quarantine or the end of the run after a failed attempt

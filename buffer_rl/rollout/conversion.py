@@ -21,6 +21,7 @@ from buffer_rl.types import Column, RowId, Sample, SampleGroup
 REQUIRED_COLUMNS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
 NO_VERSION = -1  # rows that no engine sampled, such as those of supervised fine-tuning
 INT32_MAX = int(np.iinfo(np.int32).max)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 Values = TypeVar("Values", bound=Sized)
 
 
@@ -100,7 +101,7 @@ class GroupConverter:
             shown, reward = _spread(shown, places, len(samples), shown.mean()), _spread(reward, places, len(samples), 0)
         columns: dict[str, Column] = {
             "response_length": np.asarray([_response_length(s, evaluation) for s in samples], dtype=np.int32),
-            "loss_mask": [_loss_mask(s) for s in samples],
+            "loss_mask": _loss_masks(samples),
             "raw_reward": shown.astype(np.float32),
             "truncated": np.asarray([s.status is s.Status.TRUNCATED for s in samples], dtype=np.bool_),
             "weight_version": np.asarray([_oldest_version(s) for s in samples], dtype=np.int32),
@@ -108,14 +109,14 @@ class GroupConverter:
         if evaluation:
             columns["reward"] = columns["raw_reward"]
             return row_ids, columns
-        columns["tokens"] = [_tokens(s) for s in samples]
+        columns["tokens"] = _tokens(samples)
         columns["reward"] = reward.astype(np.float32)
         foreign = group.foreign and not is_supervised(self._args)
         if foreign:
             columns["rollout_log_probs"] = [self._foreign_log_probs(s) for s in samples]
         for name in ("teacher_log_probs",) if foreign else ("rollout_log_probs", "teacher_log_probs"):
             if any(getattr(s, name) is not None for s in samples):
-                columns[name] = [_log_probs(s, name) for s in samples]
+                columns[name] = _log_probs(samples, name)
         if self._baseline:
             columns[BASELINE] = np.asarray([baseline_of(s) for s in samples], dtype=np.float32)
         return row_ids, columns | self._kept_columns(samples)
@@ -127,7 +128,7 @@ class GroupConverter:
                 what = f"{self._log_probs_reader} reads rollout_log_probs, and this foreign group has none"
                 raise _unusable(sample, what, "those under the policy that sampled the tokens")
             return np.full(sample.response_length, np.nan, dtype=np.float32)
-        return _log_probs(sample, "rollout_log_probs")
+        return _log_probs([sample], "rollout_log_probs")[0]
 
     def _kept_columns(self, samples: Sequence[Sample]) -> dict[str, Column]:
         if not self._args.replay_kept_tokens:
@@ -145,7 +146,7 @@ class GroupConverter:
                 rewards[i] = sample.get_reward_value(self._args)
             except (TypeError, ValueError) as error:
                 raise _unusable(sample, f"its reward cannot be used: {error}", "one finite number") from error
-            if not abs(rewards[i]) <= np.finfo(np.float32).max:
+            if not abs(rewards[i]) <= FLOAT32_MAX:
                 raise _unusable(sample, f"its reward is {rewards[i]}", "a number that is finite in float32")
         return rewards
 
@@ -161,7 +162,7 @@ class GroupConverter:
         except (TypeError, ValueError) as error:
             raise returned(kind, path, answer, expected, at=at, hint=str(error), error_class=RolloutError) from error
         for values in (raw_rewards, rewards):
-            if values.shape != raw.shape or not (np.abs(values) <= np.finfo(np.float32).max).all():
+            if values.shape != raw.shape or not (np.abs(values) <= FLOAT32_MAX).all():
                 raise returned(kind, path, values.tolist(), expected, at=at, error_class=RolloutError)
         return raw_rewards, rewards
 
@@ -169,6 +170,8 @@ class GroupConverter:
         """Shaped, and normalised as the algorithm says, over ``sample_index``: a sample that fanned out counts once,
         with the mean of its parts, and every part gets its sample's value, of raw rewards as well."""
         shaped_rewards = shaped(self._args, raw, np.asarray([s.response_length for s in samples]))
+        if all(sample.sample_index == place for place, sample in enumerate(samples)):  # no sample fanned out
+            return normalized(rewards_kind(self._args), shaped_rewards, self._args.pass_at_k)
         _, place = np.unique([s.sample_index for s in samples], return_inverse=True)
         per_sample = np.bincount(place, weights=shaped_rewards) / np.bincount(place)
         normalised: np.ndarray = normalized(rewards_kind(self._args), per_sample, self._args.pass_at_k)[place]
@@ -218,7 +221,7 @@ def _row_ids(group: SampleGroup) -> list[RowId]:
         raise RolloutError("a finished group has no samples", where=f"group {group.uid}")
     row_ids = []
     for sample in group.samples:
-        if sample.uid != group.uid:
+        if sample.uid is not group.uid and sample.uid != group.uid:
             raise RolloutError(
                 f"a sample of this group has the uid {sample.uid}", where=f"group {group.uid}", expected="the group's"
             )
@@ -261,38 +264,54 @@ def _response_length(sample: Sample, evaluation: bool) -> int:
     return length
 
 
-def _tokens(sample: Sample) -> np.ndarray:
-    tokens = _array(sample, sample.tokens, "tokens")
-    if tokens.dtype.kind not in "iu":
-        raise _unusable(sample, f"its tokens are of type {tokens.dtype}", "integers")
-    if tokens.min() < 0 or tokens.max() > INT32_MAX:
-        raise _unusable(sample, f"its tokens go from {tokens.min()} to {tokens.max()}", "ids that fit into int32")
-    return tokens.astype(np.int32)
+def _tokens(samples: Sequence[Sample]) -> list[np.ndarray]:
+    rows = [_array(sample, sample.tokens, "tokens") for sample in samples]
+    for sample, tokens in zip(samples, rows, strict=True):
+        if tokens.dtype.kind not in "iu":
+            raise _unusable(sample, f"its tokens are of type {tokens.dtype}", "integers")
+    if _all_rows(rows, lambda tokens: ((tokens >= 0) & (tokens <= INT32_MAX)).all()):
+        return [tokens.astype(np.int32) for tokens in rows]
+    at = next(i for i, tokens in enumerate(rows) if tokens.min() < 0 or tokens.max() > INT32_MAX)
+    what = f"its tokens go from {rows[at].min()} to {rows[at].max()}"
+    raise _unusable(samples[at], what, "ids that fit into int32")
 
 
-def _loss_mask(sample: Sample) -> np.ndarray:
-    length = sample.response_length
-    if sample.remove_sample:
-        return np.zeros(length, dtype=np.float32)
-    if sample.loss_mask is None:
-        return np.ones(length, dtype=np.float32)
-    mask = _per_token(sample, sample.loss_mask, "loss_mask")
-    if not np.isin(mask, (0.0, 1.0)).all():
-        raise _unusable(sample, "its loss_mask holds something else", "0 or 1 for each response token")
-    return mask
+def _loss_masks(samples: Sequence[Sample]) -> list[np.ndarray]:
+    rows = []
+    for sample in samples:
+        if sample.remove_sample or sample.loss_mask is None:
+            rows.append(np.full(sample.response_length, not sample.remove_sample, dtype=np.float32))
+        else:
+            rows.append(_per_token(sample, sample.loss_mask, "loss_mask"))
+    given = [s for s in samples if not s.remove_sample and s.loss_mask is not None]
+    if given and not _all_rows(rows, _is_mask):
+        at = next(i for i, mask in enumerate(rows) if not _is_mask(mask))
+        raise _unusable(samples[at], "its loss_mask holds something else", "0 or 1 for each response token")
+    return rows
 
 
-def _log_probs(sample: Sample, name: str) -> np.ndarray:
-    given: list[float] | None = getattr(sample, name)
-    if given is None and sample.remove_sample:
-        return np.zeros(sample.response_length, dtype=np.float32)
-    if given is None:
-        raise _unusable(sample, f"it has no {name}, but others of its group have", "all or none")
-    log_probs = _per_token(sample, given, name)
-    if not np.isfinite(log_probs).all():
-        at = int(np.flatnonzero(~np.isfinite(log_probs))[0])
-        raise _unusable(sample, f"{name}[{at}] is {log_probs[at]}", "finite numbers")
-    return log_probs
+def _is_mask(values: np.ndarray) -> bool:
+    return bool(((values == 0.0) | (values == 1.0)).all())
+
+
+def _log_probs(samples: Sequence[Sample], name: str) -> list[np.ndarray]:
+    rows = []
+    for sample in samples:
+        given: list[float] | None = getattr(sample, name)
+        if given is None and not sample.remove_sample:
+            raise _unusable(sample, f"it has no {name}, but others of its group have", "all or none")
+        rows.append(_per_token(sample, [0.0] * sample.response_length if given is None else given, name))
+    if not _all_rows(rows, lambda values: np.isfinite(values).all()):
+        at = next(i for i, row in enumerate(rows) if not np.isfinite(row).all())
+        place = int(np.flatnonzero(~np.isfinite(rows[at]))[0])
+        raise _unusable(samples[at], f"{name}[{place}] is {rows[at][place]}", "finite numbers")
+    return rows
+
+
+def _all_rows(rows: Sequence[np.ndarray], holds: Callable[[np.ndarray], Any]) -> bool:
+    """Whether ``holds`` is true of all rows: asked once, of all of them together, where they can be joined."""
+    alike = len({(row.dtype, row.ndim) for row in rows}) == 1 and rows[0].ndim == 1
+    return bool(holds(np.concatenate(rows))) if alike else all(holds(row) for row in rows)
 
 
 def _kept(args: Any, sample: Sample) -> list[bytes]:
@@ -331,6 +350,8 @@ def _array(
 
 
 def _oldest_version(sample: Sample) -> int:
+    if len(sample.weight_versions) == 1:
+        return sample.weight_versions[0].version
     oldest = sample.oldest_version
     return NO_VERSION if oldest is None else oldest
 

@@ -41,6 +41,7 @@ from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import apply_filter, apply_sample_filter, process_all_samples
 from buffer_rl.types import RolloutOutput, SampleGroup, Status
 
+REPORT_S = 0.02  # between messages to the Buffer, of which each costs about a millisecond of its CPU and of this one's
 SCORING_GRACE_S = 2.0  # for rewards that are not needed any more
 
 
@@ -161,10 +162,19 @@ class _Run:
         if self._finishes_at_end:
             self._kept.append(group)
         else:
+            await self._report_time()
             await self.buffer.afinish(group, encoded)
         self.stats.count_kept(group, rewards_of(self._args, group))
         if self.context.baseline:
             self.stats.baselines.append(baseline_of(group[0]))
+
+    async def _report_time(self) -> None:
+        """Wait until the next moment at which groups are reported, so that those of one time travel in one message;
+        not any longer than until enough are kept."""
+        moment = (asyncio.get_running_loop().time() // REPORT_S + 1) * REPORT_S
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(moment):
+                await self._enough.wait()
 
     async def _attempt(self, slot: _Slot, group: SampleGroup) -> str | AttemptFailure:
         """Generate, score and filter the group. Returns an empty text if it is kept, else the reason or the failure."""

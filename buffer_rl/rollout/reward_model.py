@@ -22,7 +22,7 @@ from buffer_rl.buffer.calling import Answers
 from buffer_rl.model_config import length_problem, max_positions, text_config
 from buffer_rl.rollout.failures import FailureKind
 from buffer_rl.rollout.prompts import load_tokenizer
-from buffer_rl.rollout.reward_process import Outcome
+from buffer_rl.rollout.reward_pool import Outcome
 from buffer_rl.types import Sample
 
 ROLE = "reward"

@@ -13,7 +13,8 @@ from buffer_rl.contract_check import check_reward, check_statuses
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
 from buffer_rl.resolution.calls import traceback_tail
 from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of
-from buffer_rl.rollout.reward_process import Outcome, RewardPool, RewardTarget
+from buffer_rl.rollout.reward_pool import Outcome, RewardPool
+from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.user_functions import is_async
 from buffer_rl.scope import is_for_rows
 from buffer_rl.types import Sample, SampleGroup, Status
@@ -88,17 +89,22 @@ class Scorer:
         if self._args.custom_group_rm_path and samples:
             return await self._score_together(samples)
         by_target: dict[RewardTarget, list[Sample]] = {}
+        targets: dict[str, RewardTarget] = {}
         failures: dict[int, RewardFailure] = {}
         for sample in samples:
             if sample.reward is None and self._args.use_opd and not self._scores(sample):
                 sample.reward = 0.0  # the teacher is all that there is to learn from
             if sample.reward is not None:
                 self._set_reward(sample, "set by the generate function", Outcome(value=sample.reward), failures)
-            else:
-                by_target.setdefault(self._target(sample, of_set), []).append(sample)
+                continue
+            name = str(sample.metadata.get("rm_type") or "")
+            if name not in targets:
+                targets[name] = self._target(name, sample, of_set)
+            by_target.setdefault(targets[name], []).append(sample)
         for target, rows in by_target.items():
+            origin = repr(target.reference)
             for sample, outcome in zip(rows, await self._run(target, rows), strict=True):
-                self._set_reward(sample, repr(target.reference), outcome, failures)
+                self._set_reward(sample, origin, outcome, failures)
         return [failures[id(sample)] for sample in samples if id(sample) in failures]
 
     async def _score_together(self, samples: Sequence[Sample]) -> list[RewardFailure]:
@@ -138,14 +144,14 @@ class Scorer:
         args = self._args
         return bool(args.custom_rm_path or args.rm_type or args.rm_model or sample.metadata.get("rm_type"))
 
-    def _target(self, sample: Sample, of_set: str) -> RewardTarget:
+    def _target(self, name: str, sample: Sample, of_set: str) -> RewardTarget:
+        """The function that scores rows whose metadata choose ``name``; ``sample`` is the first of them."""
         if self._args.custom_rm_path:
             return RewardTarget(self._args.custom_rm_path, registered=False)
-        name, where = str(sample.metadata.get("rm_type") or ""), f"row {sample.row_id}"
         if name and name == of_set:
             return RewardTarget(name, registered=True)
         if name and name != self._args.rm_type:
-            check_row_choice(self._args, name, where=where)
+            check_row_choice(self._args, name, where=f"row {sample.row_id}")
             if not is_for_rows(self._registry.resolve_registered("reward", name)):
                 raise unmarked_reward(name)
             return RewardTarget(name, registered=True)
@@ -155,7 +161,7 @@ class Scorer:
             return RewardTarget(self._args.rm_type, registered=False)
         raise ConfigError(
             "no reward function",
-            where=where,
+            where=f"row {sample.row_id}",
             expected="--custom-rm-path module:fn, --rm-type NAME, --rm-model PATH, or a row whose metadata choose one "
             "of --row-rm-types",
         )
@@ -186,13 +192,13 @@ class Scorer:
             return Outcome(kind=kind_of(error), text=text)
 
     def _set_reward(self, sample: Sample, origin: str, outcome: Outcome, failures: dict[int, RewardFailure]) -> None:
-        where = f"reward {origin}, row {sample.row_id}"
         kind, text, expected = outcome.kind, outcome.text, outcome.expected
         if kind is None:
             try:
-                sample.reward = check_reward(outcome.value, where=where)
+                sample.reward = check_reward(outcome.value, where=origin)
                 sample.get_reward_value(self._args)
-                check_statuses([sample], where=where)  # an asynchronous function works on the sample itself
+                if type(sample.status) is not Status:  # an asynchronous function works on the sample itself
+                    check_statuses([sample], where=origin)
                 return
             except BufferRLError as error:
                 kind, text, expected = FailureKind.INVALID, error.what, error.expected
@@ -200,4 +206,5 @@ class Scorer:
                 kind, text = FailureKind.INVALID, str(error).removeprefix(f"{sample.row_id}: ")
         sample.reward = None
         sample.status = Status.FAILED
+        where = f"reward {origin}, row {sample.row_id}"
         failures[id(sample)] = RewardFailure(kind=kind, error=RewardError(text, where=where, expected=expected))

@@ -13,6 +13,11 @@ import numpy as np
 
 from buffer_rl.types import Sample, SampleGroup, Status, sample_means
 
+OF_KEPT = frozenset(
+    {"raw_reward", "raw_reward_std", "response_len/mean", "response_len/max", "truncated_ratio", "zero_std"}
+)
+"""The metrics of finished groups, whatever the function that finished them."""
+
 
 class BusyClock:
     """Seconds during which at least one of many concurrent activities was under way."""

@@ -19,7 +19,7 @@ from buffer_rl.errors import BufferRLError, RewardError, RolloutError
 from buffer_rl.resolution.calls import short_repr, traceback_tail
 from buffer_rl.resolution.signature import call_rollout
 from buffer_rl.rollout.evaluate import eval_metrics
-from buffer_rl.rollout.stats import RolloutStats, rewards_of
+from buffer_rl.rollout.stats import OF_KEPT, RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import call_user
 from buffer_rl.train.roles import is_supervised
 from buffer_rl.types import NO_UID, GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
@@ -139,6 +139,9 @@ def finished_metrics(
 ) -> dict[str, float]:
     """Reward, lengths and truncation of finished groups under the built-in rollout's names, as far as the ``given``
     metrics of the rollout function lack them. For ``sft_loss``, whose rewards mean nothing, lengths alone."""
+    names = {name.removeprefix("rollout/") for name in given}
+    if not evaluation and names >= OF_KEPT:  # as the built-in functions give them
+        return {}
     ordered = sorted(groups, key=lambda group: group.uid)
     stats = RolloutStats()
     try:
@@ -148,7 +151,6 @@ def finished_metrics(
             stats.count_kept(group, rewards_of(args, group))
     except (TypeError, ValueError):  # lengths that are no numbers: what finishes the groups says which
         return {}
-    names = {name.removeprefix("rollout/") for name in given}
     return {
         name: value
         for name, value in stats.metrics_of_kept().items()

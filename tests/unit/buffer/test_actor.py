@@ -32,6 +32,7 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.config import compose, dump_args
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DeadlineError, WorkerError
 from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.types import SampleGroup
 
 
 def make_actor(folder: Path, num_rows: int = 6, rollout_batch_size: int = 2) -> BufferActor:
@@ -102,6 +103,27 @@ def test_an_operation_is_sent_by_its_name_with_positional_arguments_and_a_number
         ("read", "plan_data", (3, 0, 1, 2, 0, Splitting.ROWS, False)),
         ("change", client._caller, 1, 1, "commit", (3, 4)),
     ]
+
+
+def test_changes_of_one_message_have_an_answer_or_an_error_each_and_are_executed_once(tmp_path: Path) -> None:
+    actor = make_actor(tmp_path)
+    driver = Caller(actor, "driver")
+    ticket = driver.change("generate", 0, False)
+    first, second = driver.change("get_samples", ticket, 2)
+    columns = {"tokens": [np.zeros(2, dtype=np.int32)] * 2}
+
+    def report(number: int, group: SampleGroup, attempt: int) -> tuple[int, int, str, tuple[Any, ...]]:
+        rows = [sample.row_id for sample in group]
+        return number, 0, "finish", (ticket, group.uid, attempt, rows, columns)
+
+    message = [report(0, first, first.attempt), report(1, second, 7), report(2, second, second.attempt)]
+    for _ in range(2):  # as Ray may deliver it
+        answers = actor.change_many("worker", message)
+        assert [answers[0], answers[2]] == [None, None]
+        assert isinstance(answers[1], BufferStateError)
+        assert "attempt 7" in str(answers[1])
+    with pytest.raises(BufferStateError, match="is refused"):
+        actor.change("worker", *report(3, first, first.attempt))
 
 
 def test_anything_else_is_refused(tmp_path: Path) -> None:

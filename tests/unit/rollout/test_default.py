@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError, RolloutError
+from buffer_rl.rollout import default
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.stats import RolloutStats
@@ -73,6 +74,26 @@ async def roll_in_random_order(kit: Any, buffer: FakeBuffer, seed: int) -> Any:
         finally:
             answering.cancel()
     return {sample.row_id: sample.tokens for group in buffer.finished for sample in group}
+
+
+async def test_groups_are_reported_together_and_at_the_latest_when_enough_are_kept(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(default, "REPORT_S", 1e9)  # no moment comes
+    kept_before: list[int] = []
+
+    class Buffer(FakeBuffer):
+        async def afinish(self, group: SampleGroup, encoded: Any = None) -> None:
+            kept_before.append(len(self.finished))
+            await asyncio.sleep(0)
+            await super().afinish(group, encoded)
+
+    buffer = Buffer([kit.make_group(row) for row in range(3)], kit.make_ticket(3))
+    async with kit.opened(kit.ScriptedEngine(), custom_rm_path=kit.user(RULE)) as context:
+        async with asyncio.timeout(30):
+            await roll(context, buffer)
+    assert rows(buffer) == [0, 1, 2]
+    assert kept_before == [0, 0, 0]
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,7 +9,8 @@ import pytest
 
 from buffer_rl.errors import ConfigError, DataError, PluginError
 from buffer_rl.rollout.failures import FailureKind
-from buffer_rl.rollout.reward_process import MAX_LOST_PER_CALL
+from buffer_rl.rollout.reward_pool import MAX_LOST_PER_CALL
+from buffer_rl.rollout.reward_process import DONE
 from buffer_rl.types import Status
 
 TIMEOUT_S = 0.5
@@ -226,6 +227,54 @@ async def test_groups_are_scored_by_as_many_processes_as_allowed(kit: Any) -> No
         await asyncio.gather(*(context.scorer.score(group.samples) for group in groups))
         assert {int(group[0].reward) for group in groups} == set(kit.pids(context))
         assert len(kit.pids(context)) <= 2
+
+
+async def test_the_deadline_is_of_each_sample_not_of_the_group(kit: Any) -> None:
+    labels = ["0.3", "0.3", "0.3", "3600", "0.3"]
+    group, (failure,) = await score_labels(kit, labels, "block_for_label", rm_timeout_s=0.7)
+    assert [sample.reward for sample in group] == [1.0, 1.0, 1.0, None, 1.0]
+    assert failure.kind is FailureKind.TIMEOUT
+    assert "row source:6:0/3.0" in str(failure.error)
+
+
+async def test_a_group_wakes_the_event_loop_once(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[bytes] = []
+    feed = asyncio.StreamReader.feed_data
+    monkeypatch.setattr(
+        asyncio.StreamReader, "feed_data", lambda stream, data: (received.append(data), feed(stream, data))
+    )
+    async with kit.opened(custom_rm_path=kit.user("length")) as context:
+        await context.scorer.score(kit.make_group(0).samples)  # starts the process
+        group = kit.make_group(1, labels=["x"] * 200)
+        for sample in group:
+            sample.response_length = sample.sample_index
+        received.clear()
+        assert await context.scorer.score(group.samples) == []
+    assert [sample.reward for sample in group] == list(range(200))
+    assert received == [DONE]
+
+
+async def test_samples_of_a_slow_reward_are_shared_out_over_the_processes(kit: Any) -> None:
+    async with kit.opened(custom_rm_path=kit.user("process_id_after_50_ms"), rm_workers=2) as context:
+        split = []
+        for row in range(2):
+            group = kit.make_group(row, labels=["x"] * 8)
+            assert await context.scorer.score(group.samples) == []
+            split.append([sample.reward for sample in group])
+    first, second = split
+    assert len(set(first)) == 1  # how long it takes is not known yet
+    assert len(set(second)) == 2
+    assert len(set(second[:4])) == len(set(second[4:])) == 1
+
+
+async def test_parts_of_a_group_give_up_together(kit: Any) -> None:
+    async with kit.opened(custom_rm_path=kit.user("block_for_label"), rm_workers=2, rm_timeout_s=0.3) as context:
+        await context.scorer.score(kit.make_group(0, labels=["0.2"]).samples)
+        group = kit.make_group(1, labels=["3600", "0.1", "0.1", "3600", "0.1", "0.1"])
+        failures = await context.scorer.score(group.samples)
+    assert {failure.kind for failure in failures} == {FailureKind.TIMEOUT}
+    assert sum("not run" in failure.error.what for failure in failures) == 2  # the rest of the part that lost last
+    assert sorted(str(sample.reward) for sample in group) == ["1.0"] * 2 + ["None"] * 4
 
 
 async def test_closing_ends_the_processes_even_while_one_hangs(kit: Any) -> None:

@@ -105,6 +105,11 @@ def block_for_label(args: Any, sample: Sample) -> float:
     return 1.0
 
 
+def process_id_after_50_ms(args: Any, sample: Sample) -> float:
+    time.sleep(0.05)
+    return float(os.getpid())
+
+
 def keep_odd_rows(args: Any, group: SampleGroup) -> FilterDecision:
     return FilterDecision(keep=group.uid.row % 2 == 1, reason="even")
 
