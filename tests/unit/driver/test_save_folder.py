@@ -86,7 +86,8 @@ def test_urls_are_looked_into_and_what_has_no_manifest_there_is_no_checkpoint(tm
         check_lineage(args, 2)
     assert "secret" not in str(caught.value)
     system = MemoryFileSystem()
-    (manifest,) = (path for path in system.find("/") if "lineage/saves/step_000005" in path and path.endswith("manifest.json"))
+    files = (path for path in system.find("/") if "lineage/saves/step_000005" in path)
+    (manifest,) = (path for path in files if path.endswith("manifest.json"))
     system.rm(manifest)
     check_lineage(args, 2)
     with pytest.raises(ConfigError, match="step 2"):
