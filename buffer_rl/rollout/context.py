@@ -20,7 +20,7 @@ from buffer_rl.rollout.user_functions import resolve_function
 if TYPE_CHECKING:
     from buffer_rl.engine.client import EngineClient
     from buffer_rl.plugins import PluginRegistry
-    from buffer_rl.rollout.generate import RequestNumbers, Requests
+    from buffer_rl.rollout.requests import RequestNumbers, Requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,8 @@ from buffer_rl.resolution.calls import place, returned
 from buffer_rl.resolution.signature import takes_evaluation
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
-from buffer_rl.rollout.generate import RequestNumbers, Requests, generate, reset_to_prompt
+from buffer_rl.rollout.generate import generate, reset_to_prompt
+from buffer_rl.rollout.requests import RequestNumbers, Requests
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.rollout.user_functions import call_plugin
 from buffer_rl.types import Sample, SampleGroup, Status, Ticket

@@ -12,8 +12,6 @@ from buffer_rl.engine.embedded.sampling import (
     SamplingError,
     SamplingParams,
     draw,
-    mix64,
-    sample_seed,
     truncate,
     uniforms,
 )
@@ -145,13 +143,6 @@ def test_uniforms_are_uniform_and_uncorrelated_along_seeds_and_positions(seeds, 
     counts = np.bincount((u * 20).astype(int), minlength=20)
     assert ((counts - 200) ** 2 / 200).sum() < 19 + 4 * math.sqrt(38)
     assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 4 / math.sqrt(4000)
-
-
-def test_samples_of_one_request_have_different_seeds_and_the_first_keeps_its_own():
-    seeds = [sample_seed(11, i) for i in range(64)]
-    assert seeds[0] == 11
-    assert len(set(seeds)) == 64
-    assert all(0 <= s < 2**64 for s in seeds)
 
 
 @pytest.mark.parametrize(

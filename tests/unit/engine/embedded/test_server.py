@@ -128,8 +128,11 @@ async def test_batches_and_n_answer_with_lists(http):
     many = await http.generate([5, 6], "r", max_new_tokens=8, n=3, sampling_seed=2)
     assert len({tuple(a["output_ids"]) for a in many}) == 3
     assert [a["meta_info"]["id"] for a in many] == ["r_0", "r_1", "r_2"]
-    alone = await http.generate([5, 6], max_new_tokens=8, sampling_seed=2)
-    assert alone["output_ids"] == many[0]["output_ids"]
+    listed = await http.generate([[5, 6]] * 3, max_new_tokens=8, sampling_seed=2)
+    assert [a["output_ids"] for a in listed] == [a["output_ids"] for a in many]
+    both = await http.generate([[5, 6], [7]], "r", max_new_tokens=8, n=2, sampling_seed=2)
+    assert [a["meta_info"]["prompt_tokens"] for a in both] == [2, 2, 1, 1]
+    assert [a["output_ids"] for a in both[:2]] == [a["output_ids"] for a in many[:2]]
 
 
 async def test_without_a_seed_deterministic_answers_follow_the_rid(http):
