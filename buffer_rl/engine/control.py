@@ -307,7 +307,9 @@ class EngineControlClient:
 
     def resume(self, urls: Collection[str] | None = None) -> None:
         """End a pause on the engines at ``urls``; None: on every engine."""
-        self._run(lambda engines: engines.post("/continue_generation", {}, only=urls, timeout_s=CONTROL_TIMEOUT_S))
+        self._run(
+            lambda engines: engines.post("/continue_generation", {}, only=urls, timeout_s=CONTROL_TIMEOUT_S)
+        )
 
     def flush(self) -> None:
         """Have every engine forget what it cached. EngineError while requests run."""

@@ -21,6 +21,7 @@ from buffer_rl.engine.rows import row_rid, row_seeds
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.production import run_all
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
 from buffer_rl.train.reward_model import RewardModel
 from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket, VersionSpan
@@ -104,7 +105,7 @@ class ScriptedEngine:
         """Each row as a request of its own, with the id and the seed that it has at an embedded engine."""
         seeds = row_seeds(sampling_params["sampling_seed"], num_rows)
         rows = [(row_rid(rid, i), {**sampling_params, "sampling_seed": seed}) for i, seed in enumerate(seeds)]
-        return await asyncio.gather(*(self.agenerate(own, input_ids, params) for own, params in rows))
+        return await run_all(self.agenerate(own, input_ids, params) for own, params in rows)
 
     async def let_go(self) -> None:
         """Answer waiting requests one at a time, in random order, until cancelled."""
