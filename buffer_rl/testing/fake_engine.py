@@ -8,6 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -55,7 +56,6 @@ class FakeEngineLog:
     answered: int = 0
     disconnected: int = 0
     in_flight: int = 0
-    max_in_flight: int = 0
 
 
 def rows_of(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -189,17 +189,16 @@ class FakeEngine:
         self.log.requests += rows
         self.log.in_flight += 1
         self._in_flight.add(number)
-        self.log.max_in_flight = max(self.log.max_in_flight, self.log.in_flight)
         try:
             aborted = await asyncio.gather(*(self._aborted(row) for row in rows))
             fault = None
             if not all(aborted):
-                scripted = self.fault(body, number) if self.fault else None
-                fault = self._struck.pop(number, scripted)
+                fault = self._struck.pop(number, self.fault(body, number) if self.fault else None)
+            success = partial(self._success, body, aborted, fault)
             if fault is None or fault is Fault.ABORT:
-                answer: web.StreamResponse = self._success(body, aborted, fault)
+                answer: web.StreamResponse = success()
             else:
-                answer = await self._failed(request, body, aborted, fault)
+                answer = await self._failed(request, fault, success)
             self.log.answered += 1
             return answer
         except asyncio.CancelledError:
@@ -306,11 +305,9 @@ class FakeEngine:
             await asyncio.Event().wait()
         return answer
 
-    async def _failed(
-        self, request: web.Request, body: dict[str, Any], aborted: list[bool], fault: Fault
-    ) -> web.StreamResponse:
+    async def _failed(self, request: web.Request, fault: Fault, make: Callable[[], web.Response]) -> web.StreamResponse:
         if self.point is FaultPoint.MID_STREAM:
-            whole = json.dumps(json.loads(self._success(body, aborted).body or b"")).encode()  # type: ignore[arg-type]
+            whole = json.dumps(json.loads(make().body or b"")).encode()  # type: ignore[arg-type]
             half = len(whole) // 2
             response = web.StreamResponse(status=500 if fault is Fault.SERVER_ERROR else 200)
             response.content_length = len(whole)
@@ -320,7 +317,7 @@ class FakeEngine:
                 await response.write(b"\0" * (len(whole) - half))
                 return response
         elif self.point is FaultPoint.BEFORE_ACK:
-            self._success(body, aborted)
+            make()
         return await self._effect(request, fault)
 
     async def _effect(self, request: web.Request, fault: Fault) -> web.StreamResponse:

@@ -93,7 +93,8 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
         if not one_for_all:
             raise BadRequestError("'n' above 1 needs one 'sampling_params' for all prompts")
         n, batched = params[0].n, True
-        prompts, wanted, params = ([item for item in items for _ in range(n)] for items in (prompts, wanted, params))
+        prompts, params = [ids for ids in prompts for _ in range(n)], params * n
+        wanted = [flag for flag in wanted for _ in range(n)]
     for prompt, own in zip(prompts, params, strict=True):
         _check_length(prompt, own, limits)
         if own.stop and not limits.has_tokenizer:

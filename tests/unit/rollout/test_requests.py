@@ -81,10 +81,10 @@ async def test_engines_that_give_all_rows_one_seed_get_none_or_under_determinist
 
 async def test_evaluation_shares_requests(kit: Any) -> None:
     with FakeEngine(seeded) as engine:
-        async with EngineClient(engine.url, [engine.url]) as client:
-            async with kit.opened(client, custom_rm_path=kit.user("length")) as context:
-                groups = [kit.make_group(row, labels=["1"] * 4) for row in range(3)]
-                await evaluate(context, FakeBuffer(groups, kit.make_ticket(3, evaluation=True)))
+        client = EngineClient(engine.url, [engine.url])
+        async with client, kit.opened(client, custom_rm_path=kit.user("length")) as context:
+            groups = [kit.make_group(row, labels=["1"] * 4) for row in range(3)]
+            await evaluate(context, FakeBuffer(groups, kit.make_ticket(3, evaluation=True)))
     assert (engine.log.num_posts, len(engine.log.requests)) == (3, 12)
 
 
