@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from buffer_rl.errors import EngineError
 from buffer_rl.rollout.context import LeaseScope, lease_scope
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.generate import generate, sampling_params_for
-from buffer_rl.rollout.production import generate_group
+from buffer_rl.rollout.production import generate_group, run_all
 from buffer_rl.rollout.requests import RequestNumbers, Requests, request_id, sampling_seed, shared_request_id
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.testing.fake_buffer import FakeBuffer
@@ -166,3 +167,46 @@ async def test_a_stop_aborts_the_request_once_and_its_finished_rows_are_whole(ki
     assert [(sample.status.value, sample.response_length) for sample in samples] == [
         ("completed", 3), ("aborted", 1), ("completed", 3),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("concurrency", "num_posts"), [(30, 16), (10, 16), (7, 8 * (1 + 3 + 1 + 2))])
+async def test_samples_that_share_a_request_begin_together_where_places_are_few(
+    kit: Any, concurrency: int, num_posts: int
+) -> None:
+    # Of 16 samples with 7 places, 0 to 6 share a request and 10 to 13 do; 7 to 9, 14 and 15 begin too late.
+    rng = random.Random(0)
+    with FakeEngine(seeded, latency=lambda body: rng.random() / 100) as engine:
+        client = EngineClient(engine.url, [engine.url])
+        async with client, kit.opened(client, rollout_concurrency=concurrency) as context:
+            groups = [kit.make_group(row, labels=["1"] * 16) for row in range(8)]
+            params, ticket, requests = sampling_params_for(context.args, False), kit.make_ticket(8), Requests()
+            await run_all(generate_group(context, ticket, group, params, RolloutStats(), requests) for group in groups)
+            for _ in range(concurrency):  # every place is free again
+                assert not context.semaphore.locked()
+                await context.semaphore.acquire()
+            assert context.semaphore.locked()
+    assert len(engine.log.requests) == 8 * 16
+    assert engine.log.num_posts == num_posts
+
+
+async def test_samples_that_are_cancelled_before_they_begin_free_their_places(kit: Any) -> None:
+    with FakeEngine(seeded, latency=lambda body: 600.0) as engine:
+        client = EngineClient(engine.url, [engine.url])
+        async with client, kit.opened(client, rollout_concurrency=12) as context:
+            params, ticket, requests = sampling_params_for(context.args, False), kit.make_ticket(8), Requests()
+            for num_turns in range(8):
+                groups = [kit.make_group(row, labels=["1"] * 8) for row in range(2)]
+                tasks = [
+                    asyncio.create_task(generate_group(context, ticket, group, params, RolloutStats(), requests))
+                    for group in groups
+                ]
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+                for _ in range(12):
+                    assert not context.semaphore.locked()
+                    await context.semaphore.acquire()
+                for _ in range(12):
+                    context.semaphore.release()
