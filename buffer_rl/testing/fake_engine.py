@@ -90,8 +90,8 @@ class FakeEngine:
     the latency of the others begins when an answer before them is due, however late this process notices, so that the
     time of a queue is known. A request of several rows (``rows_of``) is answered when all of them are; respond,
     latency, slots and aborts are of each row. fault: what happens instead of an answer, by request body and number of
-    the request (from 0). version: the weight version of every token. Every token's
-    log-probability is ``log_prob``. aborted_after: how many tokens a row has that is aborted before its answer.
+    the request (from 0). version: of the weights of every token, whose log-probability is ``log_prob``.
+    aborted_after: how many tokens a row has that is aborted before its answer.
     update_s: seconds that ``/update_weights_from_disk`` takes; it sets ``version`` and reads nothing.
     point: where faults strike. control_fault: by path, what a control call (``CONTROL_PATHS``) meets in place of its
     effect. back_after_s: seconds until a killed or hung engine is replaced at the same URL, with ``back_version`` or

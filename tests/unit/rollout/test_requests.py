@@ -63,6 +63,12 @@ async def test_samples_that_ask_later_or_otherwise_go_alone_under_the_seeds_that
     assert [sample.tokens for sample in others] == [sample.tokens for sample in samples[:10]]
 
 
+async def test_a_further_response_goes_alone_under_an_id_of_its_own(kit: Any) -> None:
+    engine, _ = await asked(kit, 2, custom_generate_function_path=kit.user("asks_twice"))
+    assert engine.log.num_posts == 1 + 2
+    assert len({body["rid"] for body in engine.log.requests}) == 4
+
+
 async def test_a_seed_of_the_users_is_no_rows_and_goes_alone(kit: Any) -> None:
     engine, samples = await asked(kit, 3, custom_generate_function_path=kit.user("with_a_seed"))
     assert engine.log.num_posts == 3

@@ -416,3 +416,8 @@ async def one_at_a_time(args: Any, sample: Sample, sampling_params: dict[str, An
 async def fifth_is_warmer(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     warmer = {"temperature": 2.0} if sample.sample_index == 5 else {}
     return await generate(args, sample, sampling_params | warmer)
+
+
+async def asks_twice(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    await generate(args, sample, sampling_params)
+    return await generate(args, sample, sampling_params)
