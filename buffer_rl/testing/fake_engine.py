@@ -191,9 +191,7 @@ class FakeEngine:
         self._in_flight.add(number)
         try:
             aborted = await asyncio.gather(*(self._aborted(row) for row in rows))
-            fault = None
-            if not all(aborted):
-                fault = self._struck.pop(number, self.fault(body, number) if self.fault else None)
+            fault = None if all(aborted) else self._struck.pop(number, self.fault(body, number) if self.fault else None)
             success = partial(self._success, body, aborted, fault)
             if fault is None or fault is Fault.ABORT:
                 answer: web.StreamResponse = success()
