@@ -36,7 +36,8 @@ from buffer_rl.observe.timeline import read_trace
 from buffer_rl.observe.timeline_stats import Overlap, StepStats, step_stats, step_windows
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.rollout.generate import generate, sampling_seed
+from buffer_rl.rollout.generate import generate
+from buffer_rl.rollout.requests import sampling_seed
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import Sample

@@ -98,6 +98,7 @@ def run_schedule(folder: Path, setting: Setting, name: str, sigma: float, num_st
                 "train_backend": f"{HERE / 'known_costs.py'}:{setting.trainer}",
                 "router_url": engine.url,
                 "engine_urls": [engine.url],
+                "deterministic": True,  # a request a sample, with its seed
                 "num_rollout": num_steps + 2,
                 "rollout_batch_size": setting.groups,
                 "n_samples_per_prompt": SAMPLES,

@@ -37,7 +37,7 @@ from buffer_rl.engine.embedded.scheduler import Request, Scheduler
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.rollout.generate import sampling_seed
+from buffer_rl.rollout.requests import sampling_seed
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.model import prepare_torch
 from buffer_rl.train.objective import Objective

@@ -8,6 +8,7 @@ registry        the engines of a fleet now, their heartbeat, the control calls o
 router          the router and its list of workers
 router_process  ``python -m buffer_rl.engine.router_process``, the router's process
 process         server processes and their API key
+rows            requests of several rows: ids and seeds
 text            text of token ids, and stop strings
 embedded/       an engine of our own, for Hugging Face models
 options         options

@@ -22,6 +22,7 @@ import numpy as np
 import orjson
 
 from buffer_rl.engine.control import CONTROL_TIMEOUT_S, EngineFanOut, HttpSession, decode_json, status_error
+from buffer_rl.engine.rows import ROWS
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.types import Status, VersionSpan, tile
 
@@ -175,12 +176,31 @@ class EngineClient:
         Raises EngineError naming a sampling parameter that the router would drop, or the URL, the status and the
         answer's text, and DeadlineError when time is up; the request is aborted at the engines then.
         """
+        prompt = list(input_ids)
+        return parse_answer(await self._ask(rid, prompt, prompt, sampling_params), self._generate_url)
+
+    async def agenerate_rows(
+        self, rid: str, input_ids: Sequence[int], num_rows: int, sampling_params: Mapping[str, Any]
+    ) -> list[GenerateResult]:
+        """Generate ``num_rows`` answers for ``input_ids`` with one request, in order; see ``buffer_rl.engine.rows`` for
+        their ids and seeds. They arrive together. Retries and errors are those of ``agenerate``, of all rows at once.
+        """
+        if not 1 < num_rows <= ROWS:
+            raise EngineError(f"{num_rows} rows in a request", expected=f"2 to {ROWS}", where=f"request {rid!r}")
+        prompt = list(input_ids)
+        answers = await self._ask(rid, [prompt] * num_rows, prompt, sampling_params)
+        if not isinstance(answers, list) or len(answers) != num_rows:
+            found = f"{len(answers)} answers" if isinstance(answers, list) else "one answer"
+            raise EngineError(f"{found} to a request of {num_rows} rows", where=self._generate_url)
+        return [parse_answer(answer, self._generate_url) for answer in answers]
+
+    async def _ask(self, rid: str, input_ids: list[Any], prompt: list[int], sampling_params: Mapping[str, Any]) -> Any:
+        """The parsed body of the answer to ``input_ids``, a prompt or several. prompt: the one that they share."""
         if sampling_params.get("n", 1) != 1:
             raise EngineError("agenerate asks for one answer", expected="n = 1", hint="send one request a sample")
         self._check_forwarded(sampling_params)
-        prompt = list(input_ids)
         body = orjson.dumps(
-            {"rid": rid, "input_ids": prompt, "sampling_params": dict(sampling_params), "return_logprob": True}
+            {"rid": rid, "input_ids": input_ids, "sampling_params": dict(sampling_params), "return_logprob": True}
         )
         # Samples of one prompt share a key, so that one engine runs the prompt once for all of them.
         headers = {ROUTING_KEY_HEADER: format(zlib.crc32(orjson.dumps(prompt)), "08x")}
@@ -208,7 +228,7 @@ class EngineClient:
             error.status = 400
             raise error
 
-    async def _with_retries(self, rid: str, body: bytes, headers: Mapping[str, str]) -> GenerateResult:
+    async def _with_retries(self, rid: str, body: bytes, headers: Mapping[str, str]) -> Any:
         attempt = 0
         while True:
             failure: EngineError
@@ -217,7 +237,7 @@ class EngineClient:
                     raw = await response.read()
                     status = response.status
                 if status == 200:
-                    return parse_answer(decode_json(raw, self._generate_url), self._generate_url)
+                    return decode_json(raw, self._generate_url)
                 failure = status_error(self._generate_url, status, raw)
                 if status not in _RETRYABLE_STATUS:
                     raise failure
@@ -236,8 +256,8 @@ class EngineClient:
             await self.abort([rid])
 
     async def abort(self, rids: Iterable[str] | None = None) -> None:
-        """Finish the requests ``rids``, or all requests where it is None, with what they have. An engine out of reach
-        has nothing to abort and is passed over."""
+        """Finish the requests ``rids``, all rows of each, or all requests where it is None, with what they have. An
+        engine out of reach has nothing to abort and is passed over."""
         bodies = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
         for body in bodies:
             await self._engines.post("/abort_request", body, reachable_only=True)

@@ -5,7 +5,8 @@ sft             the rollout function of supervised fine-tuning: the answers are 
 loss_masks      conversations of the data: token ids, and which of them are trained on
 evaluate        evaluation on held-out prompts, and its metrics
 production      generates and scores one group; task groups and the deadline of a rollout
-generate        the built-in generate function: seeds, requests to the engine, continued responses
+generate        the built-in generate function: sampling parameters, continued responses
+requests        what is asked of the engines: ids, seeds, samples that share a request, and its stop
 turns           several turns in one sample, for generate functions of users
 prompts         the tokenizer, chat templates, prompts to token ids
 scoring         chooses each sample's reward function and computes the reward within a deadline

@@ -20,7 +20,7 @@ from buffer_rl.rollout.user_functions import resolve_function
 if TYPE_CHECKING:
     from buffer_rl.engine.client import EngineClient
     from buffer_rl.plugins import PluginRegistry
-    from buffer_rl.rollout.generate import RequestNumbers, Requests
+    from buffer_rl.rollout.requests import RequestNumbers, Requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,7 @@ class RolloutContext:
 
     engine is None where a run needs none (supervised fine-tuning). ``generate`` and the filters are the
     user's functions, resolved once; None stands for the built-in generate function and for no filter.
+    semaphore: a place for each sample in flight; admission: held by who takes several, that no two wait for each other.
     baseline: whether each group needs the reward of a greedy response (``buffer_rl.rollout.baseline``).
     run_dir: where reports go; None writes none.
     """
@@ -60,6 +61,7 @@ class RolloutContext:
     scorer: Scorer
     engine: EngineClient | None
     semaphore: asyncio.Semaphore
+    admission: asyncio.Lock
     seed: int
     generate: Callable[..., Any] | None = None
     dynamic_filter: Callable[..., Any] | None = None
@@ -93,6 +95,7 @@ class RolloutContext:
             scorer=Scorer(args, registry, RewardModelClient(args, tokenizer, reward_model) if reward_model else None),
             engine=engine,
             semaphore=asyncio.Semaphore(args.rollout_concurrency),
+            admission=asyncio.Lock(),
             seed=args.rollout_seed,
             generate=resolve_function(registry, "generate", args.custom_generate_function_path),
             dynamic_filter=resolve_function(registry, "filter", args.dynamic_sampling_filter_path),

@@ -34,9 +34,10 @@ from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.failure_policy import FailurePolicy
 from buffer_rl.rollout.failures import GROUP_ERRORS, STALE_WEIGHTS, AttemptFailure, Domain, failure_of
-from buffer_rl.rollout.generate import Requests, sampling_params_for
+from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.production import generate_group, run_all, score_group, task_group, within_deadline
 from buffer_rl.rollout.prompts import TOO_LONG
+from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import apply_filter, apply_sample_filter, process_all_samples
 from buffer_rl.types import RolloutOutput, SampleGroup, Status

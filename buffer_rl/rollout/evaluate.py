@@ -13,8 +13,9 @@ from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failure_policy import DATA_ATTEMPTS, FailurePolicy
 from buffer_rl.rollout.failures import GROUP_ERRORS, AttemptFailure, Domain, failure_of
-from buffer_rl.rollout.generate import Requests, sampling_params_for
+from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.production import generate_group, run_all, score_group, within_deadline
+from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import UNNAMED
 from buffer_rl.types import RolloutOutput, SampleGroup, Status

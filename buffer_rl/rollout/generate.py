@@ -1,33 +1,23 @@
 """The built-in generate function: one prompt in, one response out, as tokens.
 
-Beside it: sampling parameters and seeds, the continuation of a response that was aborted (its tokens become part of
-the prompt and stay in the sample), and the requests of a rollout that an engine works on, their numbers and their stop.
+Beside it: sampling parameters, and the continuation of a response that was aborted (its tokens become part of the
+prompt and stay in the sample).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.engine.text import stop_window, text_before_stop
-from buffer_rl.errors import EngineError, RolloutError
-from buffer_rl.rollout.context import current_context, current_scope
-from buffer_rl.types import GroupUid, RowId, Sample, SampleGroup, Status, VersionSpan, tile
+from buffer_rl.errors import RolloutError
+from buffer_rl.rollout.context import current_context
+from buffer_rl.rollout.requests import STATUS_OF, answer_for, is_stopped
+from buffer_rl.types import Sample, SampleGroup, Status, VersionSpan
 
 if TYPE_CHECKING:
-    from buffer_rl.engine.client import EngineClient, GenerateResult
-
-REPEAT_S = 0.5
-"""A request may reach its engine after the abort did, so the abort is repeated until every answer is here."""
-GRACE_S = 30.0
-"""An abort is answered at once; a generate function of the user that takes longer than this to end is cancelled."""
-SEED_BITS = 31  # the widest seed that every engine and every random generator behind one accepts
-STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+    from buffer_rl.engine.client import GenerateResult
 
 
 def sampling_params_for(args: Any, evaluation: bool) -> dict[str, Any]:
@@ -57,81 +47,6 @@ def sampling_params_for(args: Any, evaluation: bool) -> dict[str, Any]:
     return params
 
 
-def sampling_seed(run_seed: int, uid: GroupUid, sample_index: int, part: int = 0, number: int = 0) -> int:
-    """The seed of one response, ``0 <= seed < 2**31``: a function of its arguments alone, equal on every machine.
-
-    number: how many responses this part of the sample requested before (``RequestNumbers``)."""
-    further = f"|{part}|{number}" if part or number else ""
-    digest = blake2b(f"{run_seed}|{uid}|{sample_index}{further}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
-
-
-def request_id(sample: Sample, number: int = 0) -> str:
-    """The ``rid`` of response ``number``: different for every other lease, response and turn.
-
-    No id of a running request is a prefix of another one: SGLang aborts by prefix."""
-    scope = current_scope()
-    further = f"#{number}" if number else ""
-    turn = f"+{sample.response_length}" if sample.response_length else ""
-    return f"{scope.task}:{sample.row_id}{further}:{scope.attempt}:{scope.incarnation}{turn}"
-
-
-def is_stopped() -> bool:
-    """Whether the rollout has enough groups: what is not generated yet must end as ``aborted``."""
-    requests = current_scope().requests
-    return requests is not None and requests.stopped
-
-
-async def answer_for(sample: Sample, input_ids: list[int], sampling_params: dict[str, Any]) -> GenerateResult:
-    """The engine's answer to ``input_ids``, checked; it may be aborted as soon as the rollout does not need the sample.
-
-    The seed is the ``sampling_seed`` of ``sampling_params``, where they have one; else the sample's own, and for each
-    further response of the sample another one.
-
-    Raises RolloutError without an engine, EngineError, naming the row, if the engine refuses or its answer breaks the
-    protocol."""
-    context = current_context()
-    if context.engine is None:
-        raise RolloutError(
-            "this rollout has no engine",
-            where=f"row {sample.row_id}",
-            hint="remove uses_engine = False from the rollout function",
-        )
-    scope = current_scope()
-    requests = scope.requests or Requests()
-    number = scope.numbers.number(sample) if scope.numbers is not None else 0
-    params = dict(sampling_params)
-    if params.get("sampling_seed") is None:
-        params["sampling_seed"] = sampling_seed(
-            context.seed, sample.row_id.uid, sample.sample_index, sample.part, number
-        )
-    try:
-        result = await requests.ask(context.engine, request_id(sample, number), input_ids, params)
-    except EngineError as error:  # it names the engine; here the row is added
-        where = f"row {sample.row_id}, {error.where}".removesuffix(", ")
-        named = EngineError(error.what, where=where, expected=error.expected, hint=error.hint)
-        named.status = error.status
-        raise named from error
-    if len(result.log_probs) != len(result.output_ids):
-        raise EngineError(
-            f"{len(result.output_ids)} tokens came with {len(result.log_probs)} log-probabilities",
-            where=f"row {sample.row_id}",
-        )
-    if not tile(result.spans, len(result.output_ids)):
-        raise EngineError(
-            f"the version spans {list(result.spans)} are of {len(result.output_ids)} tokens",
-            where=f"row {sample.row_id}",
-            expected="spans that cover every token once, in order",
-        )
-    if result.finish_reason not in STATUS_OF:
-        raise EngineError(
-            f"unknown finish reason {result.finish_reason!r}",
-            where=f"row {sample.row_id}",
-            expected=", ".join(STATUS_OF),
-        )
-    return result
-
-
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Fill ``sample`` with one response to its prompt, sampled by the engine behind the router.
 
@@ -155,7 +70,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.status = Status.TRUNCATED
         return sample
     sample.response_length = len(before)
-    result = await answer_for(sample, prompt_ids + before.ids, params)
+    result = await answer_for(sample, prompt_ids + before.ids, params, gather=not before)
     _fill(sample, prompt_ids, before, result)
     if before:
         _fix_end(context.tokenizer, sample, len(before), params, getattr(result, "matched", None))
@@ -282,65 +197,3 @@ def response_text(tokenizer: Any, ids: Sequence[int], params: dict[str, Any], ma
         return decode(ids, skip_special_tokens)
     shown = ids[:-1] if isinstance(matched, int) and ids and ids[-1] == matched else ids
     return text_before_stop(decode, shown, stops_of(params), skip_special_tokens)
-
-
-class RequestNumbers:
-    """Numbers the responses that are requested during one attempt at a group, for their seeds and request ids.
-
-    Each row counts from 0, in the order of the calls. A response that continues, for example with its next turn, keeps
-    its number: its request starts at a later position.
-    """
-
-    def __init__(self) -> None:
-        self._next: Counter[RowId] = Counter()
-        # By id(sample); holding the sample keeps the id unique. The last entry is the position of its last request.
-        self._last: dict[int, tuple[Sample, RowId, int, int]] = {}
-
-    def number(self, sample: Sample) -> int:
-        """The number of the response that ``sample`` requests now."""
-        row_id, position = sample.row_id, sample.response_length
-        _, last_row_id, last_position, number = self._last.get(id(sample), (None, None, 0, 0))
-        if row_id != last_row_id or position <= last_position:
-            number = self._next[row_id]
-            self._next[row_id] += 1
-        self._last[id(sample)] = (sample, row_id, position, number)
-        return number
-
-
-class Requests:
-    """The running requests of one rollout. Belongs to one event loop. ``stopped``: generation must end."""
-
-    grace_s = GRACE_S
-
-    def __init__(self) -> None:
-        self.stopped = False
-        self._running: set[str] = set()
-
-    async def ask(
-        self, engine: EngineClient, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any]
-    ) -> GenerateResult:
-        """The engine's answer; ``stop`` may end it early, with finish reason ``abort``."""
-        self._running.add(rid)
-        try:
-            return await engine.agenerate(rid, input_ids, sampling_params)
-        finally:
-            self._running.discard(rid)
-
-    async def stop(self, engine: EngineClient | None, tasks: Callable[[], Sequence[asyncio.Task[Any]]]) -> None:
-        """Abort these requests and no others, and wait until ``tasks()``, the tasks that still generate, is empty.
-
-        Tasks left after ``grace_s`` are cancelled and awaited. An engine that cannot be reached has nothing to abort.
-        """
-        self.stopped = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.grace_s):
-                while pending := tasks():
-                    if self._running and engine is not None:
-                        with contextlib.suppress(EngineError):
-                            await engine.abort(sorted(self._running))
-                    await asyncio.wait(pending, timeout=REPEAT_S)
-        late = tasks()
-        for task in late:
-            task.cancel()
-        if late:
-            await asyncio.wait(late)

@@ -53,7 +53,7 @@ class RolloutOptions(Section):
     )
     rollout_stop_token_ids: list[int] = option([], "stop token ids, besides the tokenizer's end token")
     rollout_skip_special_tokens: bool = option(True, "leave special tokens out of the response text")
-    rollout_concurrency: int = option(512, "most requests in flight from one rollout worker", ge=1)
+    rollout_concurrency: int = option(512, "most samples in flight from one rollout worker", ge=1)
     rollout_timeout_s: float = option(3600.0, "deadline of one whole rollout, in seconds", gt=0)
     generate_timeout_s: float = option(600.0, "deadline of one generation request, in seconds", gt=0)
     custom_generate_timeout_s: float | None = option(

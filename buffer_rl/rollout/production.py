@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 
 from buffer_rl.buffer.partial import DONE
 from buffer_rl.contract_check import check_statuses
+from buffer_rl.engine.rows import ROWS
 from buffer_rl.errors import DeadlineError, RolloutError
 from buffer_rl.resolution.calls import place, returned
 from buffer_rl.resolution.signature import takes_evaluation
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
-from buffer_rl.rollout.generate import RequestNumbers, Requests, generate, reset_to_prompt
+from buffer_rl.rollout.generate import generate, reset_to_prompt
+from buffer_rl.rollout.requests import RequestNumbers, Requests
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.rollout.user_functions import call_plugin
 from buffer_rl.types import Sample, SampleGroup, Status, Ticket
@@ -42,10 +44,13 @@ async def generate_group(
     )
     num_before = sum(sample.response_length for sample in group)
     with lease_scope(scope), stats.generating.running():
+        # Samples of a function of the user's end one by one: none of them keeps its place free for others.
+        size = min(ROWS, context.args.rollout_concurrency) if context.generate is None else 1
         parts = await run_all(
-            _generate_one(context, sample, params, requests, ticket.evaluation) for sample in group.samples
+            _generate_together(context, group.samples[start : start + size], params, requests, ticket.evaluation)
+            for start in range(0, len(group.samples), size)
         )
-    group.samples = [part for sample_parts in parts for part in sample_parts]
+    group.samples = [part for samples_parts in parts for sample_parts in samples_parts for part in sample_parts]
     stats.count_generated(group, num_before)
 
 
@@ -92,20 +97,45 @@ async def within_deadline(work: Coroutine[Any, Any, T], timeout_s: float, ticket
         ) from error
 
 
+async def _generate_together(
+    context: RolloutContext, samples: list[Sample], params: dict[str, Any], requests: Requests, evaluation: bool
+) -> list[list[Sample]]:
+    """The parts of each sample. All begin in the same moment, so that they can share a request; each frees its place
+    when it is done."""
+    held = 0
+
+    async def one(sample: Sample) -> list[Sample]:
+        nonlocal held
+        if sample.status in DONE:
+            return [sample]
+        try:
+            return await _generate_one(context, sample, params, requests, evaluation)
+        finally:
+            held -= 1
+            context.semaphore.release()
+
+    try:
+        async with context.admission:
+            for _ in [sample for sample in samples if sample.status not in DONE]:
+                await context.semaphore.acquire()
+                held += 1
+        return await run_all([one(sample) for sample in samples])
+    finally:
+        for _ in range(held):  # of samples that were cancelled before they began
+            context.semaphore.release()
+
+
 async def _generate_one(
     context: RolloutContext, sample: Sample, params: dict[str, Any], requests: Requests, evaluation: bool
 ) -> list[Sample]:
-    if sample.status in DONE:
+    if context.generate is None:
+        return [await generate(context.args, sample, params)]
+    if sample.status is Status.ABORTED and not getattr(context.generate, "continues_partial", False):
+        sample = reset_to_prompt(sample)
+    if requests.stopped:
+        sample.status = Status.ABORTED
         return [sample]
-    async with context.semaphore:
-        if context.generate is None:
-            return [await generate(context.args, sample, params)]
-        if sample.status is Status.ABORTED and not getattr(context.generate, "continues_partial", False):
-            sample = reset_to_prompt(sample)
-        if requests.stopped:
-            sample.status = Status.ABORTED
-            return [sample]
-        return await _call_custom(context, sample, dict(params), evaluation)
+    return await _call_custom(context, sample, dict(params), evaluation)
 
 
 async def _call_custom(

@@ -12,7 +12,8 @@ from typing import Any
 
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.context import current_context
-from buffer_rl.rollout.generate import STATUS_OF, answer_for, is_stopped, room_for
+from buffer_rl.rollout.generate import room_for
+from buffer_rl.rollout.requests import STATUS_OF, answer_for, is_stopped
 from buffer_rl.types import Sample, Status
 
 

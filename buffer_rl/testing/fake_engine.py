@@ -8,10 +8,12 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from buffer_rl.engine.rows import row_rid, row_seeds
 from buffer_rl.errors import DeadlineError
 
 START_TIMEOUT_S = 30.0
@@ -44,16 +46,30 @@ CONTROL_PATHS = ("/pause_generation", "/continue_generation", "/flush_cache", "/
 
 @dataclass(slots=True, kw_only=True)
 class FakeEngineLog:
-    """What the engine was asked. requests: bodies of ``/generate`` in order of arrival; updates: those of
-    ``/update_weights_from_disk``."""
+    """What the engine was asked. requests: bodies of ``/generate`` in order of arrival, where a request of several rows
+    is as many (``rows_of``); num_posts: how many there were; updates: bodies of ``/update_weights_from_disk``."""
 
     requests: list[dict[str, Any]] = field(default_factory=list)
+    num_posts: int = 0
     aborted: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
     answered: int = 0
     disconnected: int = 0
     in_flight: int = 0
-    max_in_flight: int = 0
+
+
+def rows_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a request as requests of their own, with ids and seeds as an embedded engine gives them."""
+    if not isinstance(body["input_ids"][0], list):
+        return [body]
+    params, prompts = body.get("sampling_params", {}), body["input_ids"]
+    own = [params] * len(prompts)
+    if params.get("sampling_seed") is not None:
+        own = [{**params, "sampling_seed": seed} for seed in row_seeds(params["sampling_seed"], len(prompts))]
+    return [
+        {**body, "rid": row_rid(body.get("rid", ""), row), "input_ids": prompt, "sampling_params": one}
+        for row, (prompt, one) in enumerate(zip(prompts, own, strict=True))
+    ]
 
 
 def echo(input_ids: list[int], seed: int) -> Sequence[int]:
@@ -70,11 +86,12 @@ class FakeEngine:
     """Serves SGLang's ``/generate`` on 127.0.0.1 in a thread of its own. Use it as a context manager.
 
     respond: computes the answer's tokens; more than ``max_new_tokens`` are cut (finish reason ``length``).
-    latency: seconds before the answer, by request body. slots: how many requests it works on at a time, in the order in
-    which they came; the latency of the others begins when an answer before them is due, however late this process
-    notices, so that the time of a queue is known. fault: what happens instead of an answer, by request
-    body and number of the request (from 0). version: the weight version of every token. Every token's
-    log-probability is ``log_prob``. aborted_after: how many tokens a request has that is aborted before its answer.
+    latency: seconds before the answer, by body. slots: how many it works on at a time, in the order in which they came;
+    the latency of the others begins when an answer before them is due, however late this process notices, so that the
+    time of a queue is known. A request of several rows (``rows_of``) is answered when all of them are; respond,
+    latency, slots and aborts are of each row. fault: what happens instead of an answer, by request body and number of
+    the request (from 0). version: of the weights of every token, whose log-probability is ``log_prob``.
+    aborted_after: how many tokens a row has that is aborted before its answer.
     update_s: seconds that ``/update_weights_from_disk`` takes; it sets ``version`` and reads nothing.
     point: where faults strike. control_fault: by path, what a control call (``CONTROL_PATHS``) meets in place of its
     effect. back_after_s: seconds until a killed or hung engine is replaced at the same URL, with ``back_version`` or
@@ -166,18 +183,20 @@ class FakeEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body: dict[str, Any] = await request.json()
-        number = len(self.log.requests)
-        self.log.requests.append(body)
+        number = self.log.num_posts
+        self.log.num_posts += 1
+        rows = rows_of(body)
+        self.log.requests += rows
         self.log.in_flight += 1
         self._in_flight.add(number)
-        self.log.max_in_flight = max(self.log.max_in_flight, self.log.in_flight)
         try:
-            if await self._aborted(body):
-                output_ids = self._output_ids(body)[: self.aborted_after]
-                answer: web.StreamResponse = web.json_response(self._payload(body, output_ids, {"type": "abort"}))
+            aborted = await asyncio.gather(*(self._aborted(row) for row in rows))
+            fault = None if all(aborted) else self._struck.pop(number, self.fault(body, number) if self.fault else None)
+            success = partial(self._success, body, aborted, fault)
+            if fault is None or fault is Fault.ABORT:
+                answer: web.StreamResponse = success()
             else:
-                scripted = self.fault(body, number) if self.fault else None
-                answer = await self._answer(request, body, self._struck.pop(number, scripted))
+                answer = await self._failed(request, fault, success)
             self.log.answered += 1
             return answer
         except asyncio.CancelledError:
@@ -187,22 +206,22 @@ class FakeEngine:
             self.log.in_flight -= 1
             self._in_flight.discard(number)
 
-    async def _aborted(self, body: dict[str, Any]) -> bool:
-        """Wait for the latency of the answer; whether an abort came first."""
+    async def _aborted(self, row: dict[str, Any]) -> bool:
+        """Wait for the latency of the row's answer; whether an abort came first."""
         if self.latency is None:
             return False
-        abort = self._aborts.setdefault(body.get("rid", ""), asyncio.Event())
+        abort = self._aborts.setdefault(row.get("rid", ""), asyncio.Event())
         arrived = self._loop.time()
         try:
             free_at = await self._slots.acquire(abort)
-            return free_at is None or await self._aborted_in_slot(body, abort, max(arrived, free_at))
+            return free_at is None or await self._aborted_in_slot(row, abort, max(arrived, free_at))
         finally:
-            self._aborts.pop(body.get("rid", ""), None)
+            self._aborts.pop(row.get("rid", ""), None)
 
-    async def _aborted_in_slot(self, body: dict[str, Any], abort: asyncio.Event, begun: float) -> bool:
+    async def _aborted_in_slot(self, row: dict[str, Any], abort: asyncio.Event, begun: float) -> bool:
         due, is_due = begun, False
         try:
-            due += self.latency(body) if self.latency else 0.0
+            due += self.latency(row) if self.latency else 0.0
             async with asyncio.timeout_at(due):
                 await abort.wait()
             return True
@@ -212,25 +231,23 @@ class FakeEngine:
         finally:
             self._slots.release(due if is_due else self._loop.time())
 
-    def _output_ids(self, body: dict[str, Any]) -> list[int]:
-        seed = int(body.get("sampling_params", {}).get("sampling_seed", 0))
-        return list(self.respond(list(body["input_ids"]), seed))
+    def _success(self, body: dict[str, Any], aborted: list[bool], fault: Fault | None = None) -> web.Response:
+        rows = [self._row(row, early, fault) for row, early in zip(rows_of(body), aborted, strict=True)]
+        return web.json_response(rows if isinstance(body["input_ids"][0], list) else rows[0])
 
-    async def _answer(self, request: web.Request, body: dict[str, Any], fault: Fault | None) -> web.StreamResponse:
-        if fault is not None and fault is not Fault.ABORT:
-            return await self._failed(request, body, fault)
-        return self._success(body, fault)
-
-    def _success(self, body: dict[str, Any], fault: Fault | None = None) -> web.Response:
+    def _row(self, row: dict[str, Any], aborted: bool, fault: Fault | None) -> dict[str, Any]:
         if fault is Fault.ABORT:
             reason = {"type": "abort", "message": "scripted", "status_code": 400, "err_type": "Scripted"}
-            return web.json_response(self._payload(body, [], reason))
-        output_ids = self._output_ids(body)
-        limit = int(body.get("sampling_params", {}).get("max_new_tokens", len(output_ids)))
+            return self._payload(row, [], reason)
+        params = row.get("sampling_params", {})
+        output_ids = list(self.respond(list(row["input_ids"]), int(params.get("sampling_seed", 0))))
+        if aborted:
+            return self._payload(row, output_ids[: self.aborted_after], {"type": "abort"})
+        limit = int(params.get("max_new_tokens", len(output_ids)))
         if len(output_ids) > limit:
-            return web.json_response(self._payload(body, output_ids[:limit], {"type": "length", "length": limit}))
+            return self._payload(row, output_ids[:limit], {"type": "length", "length": limit})
         matched = output_ids[-1] if output_ids else None
-        return web.json_response(self._payload(body, output_ids, {"type": "stop", "matched": matched}))
+        return self._payload(row, output_ids, {"type": "stop", "matched": matched})
 
     def _payload(self, body: dict[str, Any], output_ids: list[int], finish_reason: dict[str, Any]) -> dict[str, Any]:
         span = {"version": str(self.version), "start": 0, "end": len(output_ids)}
@@ -253,7 +270,7 @@ class FakeEngine:
         body: dict[str, Any] = await request.json()
         self.log.aborted.append(body)
         for rid, abort in self._aborts.items():
-            if body.get("abort_all") or rid == body.get("rid"):
+            if body.get("abort_all") or rid.startswith(body["rid"]):  # by prefix, as SGLang
                 abort.set()
         return web.Response()
 
@@ -286,9 +303,9 @@ class FakeEngine:
             await asyncio.Event().wait()
         return answer
 
-    async def _failed(self, request: web.Request, body: dict[str, Any], fault: Fault) -> web.StreamResponse:
+    async def _failed(self, request: web.Request, fault: Fault, make: Callable[[], web.Response]) -> web.StreamResponse:
         if self.point is FaultPoint.MID_STREAM:
-            whole = json.dumps(json.loads(self._success(body).body or b"")).encode()  # type: ignore[arg-type]
+            whole = json.dumps(json.loads(make().body or b"")).encode()  # type: ignore[arg-type]
             half = len(whole) // 2
             response = web.StreamResponse(status=500 if fault is Fault.SERVER_ERROR else 200)
             response.content_length = len(whole)
@@ -298,7 +315,7 @@ class FakeEngine:
                 await response.write(b"\0" * (len(whole) - half))
                 return response
         elif self.point is FaultPoint.BEFORE_ACK:
-            self._success(body)
+            make()
         return await self._effect(request, fault)
 
     async def _effect(self, request: web.Request, fault: Fault) -> web.StreamResponse:

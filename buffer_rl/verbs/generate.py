@@ -158,7 +158,7 @@ async def _answer_of_engine(
     params: dict[str, Any],
     sample: Sample,
 ) -> dict[str, Any]:
-    from buffer_rl.rollout.generate import sampling_seed
+    from buffer_rl.rollout.requests import sampling_seed
 
     seed = sampling_seed(args.rollout_seed, sample.row_id.uid, sample.sample_index)
     async with gate:

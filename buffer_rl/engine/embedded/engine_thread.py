@@ -11,7 +11,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class EngineThread:
         self.failure: BaseException | None = None
         self._on_finished = on_finished
         self._on_failure = on_failure
-        self._inbox: queue.SimpleQueue[Request | _Call | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Sequence[Request] | _Call | None] = queue.SimpleQueue()
         self._drained: list[_Call] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -60,9 +60,9 @@ class EngineThread:
         self._inbox.put(None)
         self._thread.join(timeout_s)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; ``on_finished`` gets it back."""
-        self._inbox.put(request)
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, all before the same step; ``on_finished`` gets them back."""
+        self._inbox.put(requests)
 
     async def call(self, function: Callable[[], Any], *, when_drained: bool = False) -> Any:
         """Run ``function`` in the thread, between steps; ``when_drained``: only once nothing is running, unless the
@@ -98,8 +98,9 @@ class EngineThread:
             block = False
             if item is None:
                 return False
-            if isinstance(item, Request):
-                self.scheduler.add(item)
+            if not isinstance(item, _Call):
+                for request in item:
+                    self.scheduler.add(request)
             elif item.when_drained:
                 self._drained.append(item)
                 self.scheduler.draining = True

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.engine.embedded.sampling import SamplingError, SamplingParams, is_neutral, sample_seed
+from buffer_rl.engine.embedded.sampling import SamplingError, SamplingParams, is_neutral
 from buffer_rl.engine.embedded.scheduler import Request
+from buffer_rl.engine.rows import row_rid, row_seeds
 from buffer_rl.engine.text import TextCodec
 
 # Fields of SGLang's request that this engine does not implement, with the values that change nothing; None, False and
@@ -60,9 +61,8 @@ class Limits:
 
 @dataclass(slots=True, kw_only=True)
 class GenerateCall:
-    """One HTTP request: its engine requests, whether the answer is a list, and which of them want log-probabilities."""
+    """One HTTP request: its rows, whether the answer is a list, and which of them want log-probabilities."""
 
-    rids: tuple[str, ...]
     requests: list[Request]
     as_list: bool
     return_logprob: list[bool]
@@ -86,26 +86,26 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
         if not is_neutral(value, _NEUTRAL_FIELDS[name]):
             raise BadRequestError(f"field {name!r} is not supported by the embedded engine, got {value!r:.80}")
     prompts, batched = _prompts(body, codec, limits)
-    params = _sampling_params(body.get("sampling_params"), len(prompts))
-    rids = _rids(body.get("rid"), len(prompts), batched)
     wanted = _wanted(body.get("return_logprob"), len(prompts))
-    requests, return_logprob = [], []
-    for rid, prompt, own, flag in zip(rids, prompts, params, wanted, strict=True):
+    params = _sampling_params(body.get("sampling_params"), len(prompts))
+    one_for_all = not isinstance(body.get("sampling_params"), list)
+    if any(own.n > 1 for own in params):
+        if not one_for_all:
+            raise BadRequestError("'n' above 1 needs one 'sampling_params' for all prompts")
+        n, batched = params[0].n, True
+        prompts, params = [ids for ids in prompts for _ in range(n)], params * n
+        wanted = [flag for flag in wanted for _ in range(n)]
+    for prompt, own in zip(prompts, params, strict=True):
         _check_length(prompt, own, limits)
         if own.stop and not limits.has_tokenizer:
             raise BadRequestError("stop strings need a tokenizer, and the model's folder has none")
-        seed = _seed(rid, own, limits.deterministic)
-        for index in range(own.n):
-            name = rid if own.n == 1 else f"{rid}_{index}"
-            request = Request(rid=name, prompt_ids=prompt, params=own, seed=sample_seed(seed, index))
-            requests.append(request)
-            return_logprob.append(flag)
-    return GenerateCall(
-        rids=tuple(rids),
-        requests=requests,
-        as_list=batched or len(requests) > 1,
-        return_logprob=return_logprob,
-    )
+    rids = _rids(body.get("rid"), len(prompts), batched)
+    seeds = _seeds(rids, params, batched and one_for_all, limits.deterministic)
+    requests = [
+        Request(rid=rid, prompt_ids=prompt, params=own, seed=seed)
+        for rid, prompt, own, seed in zip(rids, prompts, params, seeds, strict=True)
+    ]
+    return GenerateCall(requests=requests, as_list=batched, return_logprob=wanted)
 
 
 def answer(
@@ -155,7 +155,9 @@ def _prompts(body: dict[str, Any], codec: TextCodec, limits: Limits) -> tuple[li
             raise BadRequestError("'input_ids' must be a list of token ids, or a list of such lists")
         batched = isinstance(ids[0], list)
         prompts = [tuple(item) if isinstance(item, list) else () for item in (ids if batched else [ids])]
-    for prompt in prompts:
+    for prompt, before in zip(prompts, [None, *prompts[:-1]], strict=True):
+        if prompt == before:  # the rows of a request often have one prompt
+            continue
         if not prompt:
             raise BadRequestError("a prompt is empty")
         if any(type(token) is not int for token in prompt):
@@ -188,7 +190,7 @@ def _rids(raw: Any, count: int, batched: bool) -> list[str]:
     if raw is None:
         return [secrets.token_hex(16) for _ in range(count)]
     if isinstance(raw, str):
-        rids = [f"{raw}_{i}" for i in range(count)] if batched else [raw]
+        rids = [row_rid(raw, row) for row in range(count)] if batched else [raw]
     elif isinstance(raw, list) and all(isinstance(item, str) for item in raw):
         rids = raw
     else:
@@ -212,13 +214,20 @@ def _check_length(prompt: tuple[int, ...], params: SamplingParams, limits: Limit
         )
 
 
-def _seed(rid: str, params: SamplingParams, deterministic: bool) -> int:
-    """The request's own seed; without one, fresh randomness, or a hash of ``rid`` in deterministic mode."""
-    if params.sampling_seed is not None:
-        return params.sampling_seed
-    if deterministic:
-        return int.from_bytes(hashlib.sha256(rid.encode()).digest()[:8], "little")
-    return secrets.randbits(64)
+def _seeds(rids: list[str], params: list[SamplingParams], is_shared: bool, deterministic: bool) -> list[int]:
+    """The seed of each row: its own, or mixed from one that is shared (``row_seeds``); without one, fresh randomness,
+    or a hash of the row's id in deterministic mode."""
+    if is_shared and params[0].sampling_seed is not None:
+        return row_seeds(params[0].sampling_seed, len(params))
+    seeds = []
+    for rid, own in zip(rids, params, strict=True):
+        if own.sampling_seed is not None:
+            seeds.append(own.sampling_seed)
+        elif deterministic:
+            seeds.append(int.from_bytes(hashlib.sha256(rid.encode()).digest()[:8], "little"))
+        else:
+            seeds.append(secrets.randbits(64))
+    return seeds
 
 
 def weight_version(body: Mapping[str, Any]) -> str | None:

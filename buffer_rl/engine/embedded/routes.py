@@ -90,7 +90,7 @@ class _Generate:
         try:
             await asyncio.wait((reply, gone), return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
-                await asyncio.gather(*(self.service.abort(rid=rid) for rid in call.rids))
+                await self.service.abort(call.requests.__contains__)
                 return None
         finally:
             gone.cancel()
@@ -131,7 +131,7 @@ class _Handlers:
             call, reply = self.service.begin(probe)
             await asyncio.wait_for(reply, PROBE_TIMEOUT_S)
         except TimeoutError:
-            await self.service.abort(rid=call.rids[0])
+            await self.service.abort(call.requests.__contains__)
             return PlainTextResponse("no token within the deadline", 503)
         except EngineError as error:
             return PlainTextResponse(str(error), 503)
@@ -154,11 +154,10 @@ class _Handlers:
     async def abort_request(self, request: HttpRequest) -> Response:
         async def run() -> Response:
             body = await _object(request)
-            everything = bool(body.get("abort_all", False))
-            rid = body.get("rid") or ""
-            if not isinstance(rid, str) or not (rid or everything):
+            rid = "" if body.get("abort_all", False) else body.get("rid")
+            if not isinstance(rid, str) or not (rid or body.get("abort_all")):
                 raise BadRequestError("give 'rid' (a string) or 'abort_all': true")
-            await self.service.abort(rid=rid, everything=everything)
+            await self.service.abort(lambda own: own.rid.startswith(rid))  # by prefix, as SGLang
             return Response(status_code=200)
 
         return await _answering_errors(run)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from buffer_rl.engine.embedded.model import VOCAB_BLOCK
+from buffer_rl.engine.rows import GOLDEN, mix64
 
 GREEDY_BELOW = 1e-6  # SGLang's threshold for "temperature 0"
 
@@ -163,33 +164,15 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def mix64(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators",
-    with the constants of Stafford's variant 13). ``x``: uint64, any shape; overflow wraps."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = x ^ (x >> np.uint64(31))
-    return mixed
-
-
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     """One float64 in [0, 1) for each (seed, position); ``[len(seeds)]``. Seeds are taken modulo 2**64."""
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     counter = np.array(positions, dtype=np.uint64)
-    golden = np.uint64(0x9E3779B97F4A7C15)
+    golden = np.uint64(GOLDEN)
     # The key is mixed first, or neighbouring seeds would walk through overlapping streams.
     bits: np.ndarray = mix64(mix64(key + golden) + (counter + np.uint64(1)) * golden)
     numbers: np.ndarray = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return numbers
-
-
-def sample_seed(seed: int, index: int) -> int:
-    """The seed of sample ``index`` of a request with n > 1; the first sample keeps the request's seed."""
-    if index == 0:
-        return seed
-    golden = 0x9E3779B97F4A7C15
-    mixed = mix64(np.array([(seed + index * golden) & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
-    return int(mixed[0])
 
 
 @torch.inference_mode()

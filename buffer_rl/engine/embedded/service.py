@@ -19,7 +19,7 @@ PAUSE_MODES = ("abort", "in_place", "retract")
 
 
 class _InFlight:
-    """One HTTP request that waits for its engine requests."""
+    """One HTTP request that waits for its rows."""
 
     __slots__ = ("call", "left", "reply")
 
@@ -67,7 +67,7 @@ class EngineService:
         self.on_failure: Callable[[], None] = lambda: None
         self.staged = StagedUpdate()
         self.groups = WeightGroups(model.checkpoint_shapes, self.staged, weight_update_timeout_s)
-        self._in_flight: dict[str, _InFlight] = {}
+        self._in_flight: dict[str, Request] = {}
         self._thread = EngineThread(self.scheduler, on_finished=self._finished, on_failure=self._failed)
 
     def start(self) -> None:
@@ -88,17 +88,17 @@ class EngineService:
     def begin(self, body: Any) -> tuple[GenerateCall, asyncio.Future[None]]:
         """Check and queue a request; the future is done when all its samples are. Raises BadRequestError."""
         call = parse_generate(body, self.codec, self.limits)
-        for rid in call.rids:
-            if rid in self._in_flight:
-                raise BadRequestError(f"a request with rid {rid!r} is already running")
+        for request in call.requests:
+            if request.rid in self._in_flight:
+                raise BadRequestError(f"a request with rid {request.rid!r} is already running")
         if self.failure is not None:
             raise EngineError(f"the engine has failed: {self.failure}")
         reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = _InFlight(call, reply)
-        self._in_flight.update(dict.fromkeys(call.rids, entry))
         for request in call.requests:
             request.tag = entry
-            self._thread.submit(request)
+            self._in_flight[request.rid] = request
+        self._thread.submit(call.requests)
         return call, reply
 
     def _finished(self, requests: list[Request]) -> None:
@@ -111,30 +111,27 @@ class EngineService:
                     entry.reply.set_result(None)
 
     def _failed(self, error: BaseException) -> None:
-        for entry in set(self._in_flight.values()):
+        for entry in {request.tag for request in self._in_flight.values()}:
             self._forget(entry)
             if not entry.reply.done():
                 entry.reply.set_exception(EngineError(f"the engine has failed: {error}"))
         self.on_failure()
 
     def _forget(self, entry: _InFlight) -> None:
-        for rid in entry.call.rids:
-            self._in_flight.pop(rid, None)
+        for request in entry.call.requests:
+            self._in_flight.pop(request.rid, None)
 
     # ------------------------------------------------------------------ commands
 
-    async def abort(self, *, rid: str = "", everything: bool = False) -> None:
-        """Finish requests with what they have: all of them, or those of one HTTP request's ``rid``. On return they
-        are answered and their rids are free."""
-        entry = self._in_flight.get(rid)
-        if not everything and entry is None:
-            return
-        own = {request.rid for request in entry.call.requests} if entry is not None else set()
+    async def abort(self, chosen: Callable[[Request], bool] = lambda _: True) -> None:
+        """Finish the chosen rows with what they have. On return they are done, and an HTTP request is answered whose
+        rows all are."""
 
         def run() -> None:
-            self._thread.finished_between_steps(self.scheduler.abort(lambda r: everything or r.rid in own))
+            self._thread.finished_between_steps(self.scheduler.abort(chosen))
 
-        await self._thread.call(run)
+        if any(map(chosen, self._in_flight.values())):
+            await self._thread.call(run)
 
     async def pause(self, mode: str) -> None:
         """Stop decoding; new requests queue. Raises BadRequestError for an unknown mode."""
@@ -169,7 +166,7 @@ class EngineService:
             return held if self.scheduler.paused else 0
 
         if abort_all:
-            await self.abort(everything=True)
+            await self.abort()
         return int(await self._thread.call(run, when_drained=True))
 
     async def end_weight_update(self) -> None:

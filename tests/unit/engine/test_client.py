@@ -11,6 +11,7 @@ from aiohttp.test_utils import TestServer
 
 from buffer_rl.engine.client import EngineClient, parse_answer
 from buffer_rl.engine.control import EngineControlClient, EngineFanOut
+from buffer_rl.engine.rows import row_seeds
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.types import Status, VersionSpan
@@ -90,6 +91,58 @@ async def test_a_cancelled_call_is_not_swallowed():
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+
+
+async def test_rows_share_a_request_and_are_answered_in_order():
+    with FakeEngine(respond=lambda ids, seed: [*ids, seed]) as engine:
+        async with client_of(engine) as client:
+            rows = await client.agenerate_rows("r", [4, 5], 3, {"sampling_seed": 9, "max_new_tokens": 8})
+    assert [row.output_ids for row in rows] == [[4, 5, seed] for seed in row_seeds(9, 3)]
+    assert [body["rid"] for body in engine.log.requests] == ["r_0", "r_1", "r_2"]
+    assert (engine.log.num_posts, engine.log.aborted) == (1, [])
+
+
+@pytest.mark.parametrize("fault", [Fault.SERVER_ERROR, Fault.RESET])
+async def test_lost_rows_are_repeated_together_under_their_ids_after_an_abort_of_all(fault):
+    with FakeEngine(fault=lambda body, number: fault if number == 0 else None) as engine:
+        async with client_of(engine) as client:
+            rows = await client.agenerate_rows("r", [1, 2], 2, {"sampling_seed": 5})
+    assert [row.output_ids for row in rows] == [[2, 1], [2, 1]]
+    assert engine.log.requests[:2] == engine.log.requests[2:]
+    assert (engine.log.num_posts, engine.log.aborted) == (2, [{"rid": "r"}])
+
+
+async def test_a_deadline_aborts_all_rows_and_an_abort_of_some_leaves_the_others():
+    with FakeEngine(latency=lambda body: 60.0 if body["rid"].endswith("_1") else 0.0) as engine:
+        async with client_of(engine, timeout_s=0.3) as client:
+            with pytest.raises(DeadlineError, match="'slow'"):
+                await client.agenerate_rows("slow", [1], 3, {})
+        assert {"rid": "slow"} in engine.log.aborted
+        async with client_of(engine) as client:
+            task = asyncio.create_task(client.agenerate_rows("r", [1], 2, {}))
+            while len(engine.log.requests) < 5:  # noqa: ASYNC110 (the log belongs to another thread)
+                await asyncio.sleep(0.01)
+            await client.abort(["r_1"])
+            assert [row.finish_reason for row in await task] == ["stop", "abort"]
+
+
+@pytest.mark.parametrize("wrong", [[{}], {"output_ids": []}, [], "text"])
+async def test_an_answer_with_another_number_of_rows_is_refused(wrong):
+    async def answer(request):
+        return web.json_response(wrong)
+
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    async with TestServer(app) as server, EngineClient(str(server.make_url("/")), []) as client:
+        with pytest.raises(EngineError, match="to a request of 2 rows"):
+            await client.agenerate_rows("r", [1], 2, {})
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 11])
+async def test_a_request_has_two_to_ten_rows(num_rows):
+    async with EngineClient("http://127.0.0.1:9", []) as client:
+        with pytest.raises(EngineError, match=f"{num_rows} rows"):
+            await client.agenerate_rows("r", [1], num_rows, {})
 
 
 async def test_more_than_one_answer_a_request_is_refused():

@@ -92,6 +92,11 @@ class Engine:
     async def agenerate(self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any]) -> Answer:
         return Answer([5])
 
+    async def agenerate_rows(
+        self, rid: str, input_ids: Sequence[int], num_rows: int, sampling_params: dict[str, Any]
+    ) -> list[Answer]:
+        return [Answer([5])] * num_rows
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Here:

@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from buffer_rl.config import compose
+from buffer_rl.engine.rows import row_rid, row_seeds
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.production import run_all
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
 from buffer_rl.train.reward_model import RewardModel
 from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket, VersionSpan
@@ -96,6 +98,14 @@ class ScriptedEngine:
                 self.cancelled += 1
                 raise
         return self.respond(list(input_ids), sampling_params)
+
+    async def agenerate_rows(
+        self, rid: str, input_ids: Sequence[int], num_rows: int, sampling_params: dict[str, Any]
+    ) -> list[Answer]:
+        """Each row as a request of its own, with the id and the seed that it has at an embedded engine."""
+        seeds = row_seeds(sampling_params["sampling_seed"], num_rows)
+        rows = [(row_rid(rid, i), {**sampling_params, "sampling_seed": seed}) for i, seed in enumerate(seeds)]
+        return await run_all(self.agenerate(own, input_ids, params) for own, params in rows)
 
     async def let_go(self) -> None:
         """Answer waiting requests one at a time, in random order, until cancelled."""

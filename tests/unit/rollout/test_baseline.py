@@ -29,7 +29,7 @@ def respond(kit: Any) -> Any:
 
     def answer(input_ids: list[int], params: dict[str, Any]) -> Any:
         seed, row = params["sampling_seed"], input_ids[-1] - DIGIT_0
-        return kit.answer([7] * (row + 3) if params["temperature"] == 0 else [9] * (1 + seed % 2))
+        return kit.answer([7] * (row + 3) if params["temperature"] == 0 else [9] * (1 + seed % 3 % 2))
 
     return answer
 

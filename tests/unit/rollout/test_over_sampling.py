@@ -20,7 +20,8 @@ from buffer_rl.rollout import default
 from buffer_rl.rollout.context import LeaseScope, lease_scope
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
-from buffer_rl.rollout.generate import Requests, end_of_straddling_stop, generate, response_text, sampling_params_for
+from buffer_rl.rollout.generate import end_of_straddling_stop, generate, response_text, sampling_params_for
+from buffer_rl.rollout.requests import Requests
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine
 from buffer_rl.testing.local_buffer import local_client, local_state
@@ -42,7 +43,9 @@ def row_of(body: dict[str, Any]) -> int:
 
 
 def sample_of(body: dict[str, Any]) -> int:
-    return int(body["rid"].split("/")[1].split(".")[0])
+    """The sample of a row: a request of its own, or a row of one for the samples 0 to 9."""
+    rid = body["rid"]
+    return int(rid.rpartition("_")[2] if "/0x" in rid else rid.split("/")[1].split(".")[0])
 
 
 class Bench:
@@ -92,8 +95,9 @@ async def test_the_first_that_are_done_are_trained_on_and_the_rest_is_aborted_an
     slow = {0, 1, 3}
     with FakeEngine(positions, latency=lambda body: FOREVER if row_of(body) in slow else 0.0) as engine:
         assert await bench.roll(0, engine) == [2, 4]
-        aborted = {body["rid"] for body in engine.log.aborted}
-        assert aborted == {body["rid"] for body in engine.log.requests if row_of(body) in slow}
+        rids = {body["rid"].rpartition("_")[0] for body in engine.log.requests if row_of(body) in slow}
+        assert {body["rid"] for body in engine.log.aborted} == rids  # one request a group
+        assert len(rids) == 3
         assert (engine.log.in_flight, engine.log.disconnected) == (0, 0)
         assert bench.queued == [0, 1, 3]
         metrics = bench.output.metrics

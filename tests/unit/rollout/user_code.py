@@ -409,3 +409,20 @@ def minus_baseline(args: Any, batch: Any) -> None:
 
 def last_token_with_baseline(args, samples):
     return {**last_token_only(args, samples), "baseline_reward": [0.5 for _ in samples]}
+
+
+async def one_at_a_time(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """In turns of the event loop of their own."""
+    for _ in range(5 * sample.sample_index):
+        await asyncio.sleep(0)
+    return await generate(args, sample, sampling_params)
+
+
+async def fifth_is_warmer(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    warmer = {"temperature": 2.0} if sample.sample_index == 5 else {}
+    return await generate(args, sample, sampling_params | warmer)
+
+
+async def asks_twice(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    await generate(args, sample, sampling_params)
+    return await generate(args, sample, sampling_params)

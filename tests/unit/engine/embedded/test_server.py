@@ -18,6 +18,7 @@ from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.engine.router import Router
+from buffer_rl.engine.rows import ROWS, row_seeds
 from buffer_rl.errors import EngineError
 from buffer_rl.testing.fake_engine import FakeEngine
 
@@ -128,8 +129,65 @@ async def test_batches_and_n_answer_with_lists(http):
     many = await http.generate([5, 6], "r", max_new_tokens=8, n=3, sampling_seed=2)
     assert len({tuple(a["output_ids"]) for a in many}) == 3
     assert [a["meta_info"]["id"] for a in many] == ["r_0", "r_1", "r_2"]
-    alone = await http.generate([5, 6], max_new_tokens=8, sampling_seed=2)
-    assert alone["output_ids"] == many[0]["output_ids"]
+    listed = await http.generate([[5, 6]] * 3, max_new_tokens=8, sampling_seed=2)
+    assert [a["output_ids"] for a in listed] == [a["output_ids"] for a in many]
+    both = await http.generate([[5, 6], [7]], "r", max_new_tokens=8, n=2, sampling_seed=2)
+    assert [a["meta_info"]["prompt_tokens"] for a in both] == [2, 2, 1, 1]
+    assert [a["output_ids"] for a in both[:2]] == [a["output_ids"] for a in many[:2]]
+
+
+async def test_rows_of_a_request_have_the_tokens_and_log_probs_of_requests_of_their_own(fleet, http):
+    cuts = [{"temperature": 0.8, "top_p": 0.7}, {"temperature": 1.3}, {"temperature": 0.0}, {"top_k": 9, "min_p": 0.01}]
+    prompts = [[5, 6, 7], [9, 8], [5, 6, 7], [11]]
+    params = [
+        {"max_new_tokens": 20 + 3 * i, "ignore_eos": i % 2 == 0, "sampling_seed": 100 + i, **cut}
+        for i, cut in enumerate(cuts)
+    ]
+    asked = list(zip(range(4), prompts, params, strict=True))
+    async with EngineClient(fleet.router_url, fleet.engine_urls) as client:
+        shared = await asyncio.gather(*(client.agenerate_rows(f"s{i}", ids, ROWS, own) for i, ids, own in asked))
+        alone = await asyncio.gather(
+            *(
+                client.agenerate(f"a{i}.{row}", ids, {**own, "sampling_seed": seed})
+                for i, ids, own in asked
+                for row, seed in enumerate(row_seeds(own["sampling_seed"], ROWS))
+            )
+        )
+    rows = [row for answers in shared for row in answers]
+    assert [(row.output_ids, row.log_probs, row.text) for row in rows] == [
+        (one.output_ids, one.log_probs, one.text) for one in alone
+    ]
+    assert len({tuple(row.output_ids) for row in shared[1]}) == ROWS  # they differ, unless they are greedy
+    assert len({tuple(row.output_ids) for row in shared[2]}) == 1
+
+
+async def test_rows_without_a_seed_differ(http):
+    rows = await http.generate([[5, 6]] * 4, "r", max_new_tokens=12)
+    assert len({tuple(row["output_ids"]) for row in rows}) == 4
+
+
+async def test_an_abort_ends_the_rows_whose_ids_begin_so_and_the_answer_waits_for_all(http):
+    await http.post("/pause_generation", {"mode": "in_place"})
+    ask = http.generate([[5], [6], [7]], "list", max_new_tokens=3, sampling_seed=1)
+    task = asyncio.create_task(ask)
+    await http.until(lambda info: info["num_waiting_requests"] == 3)
+    assert (await http.post("/abort_request", {"rid": "list_1"}))[0] == 200
+    await http.until(lambda info: info["num_waiting_requests"] == 2)
+    status, answer = await http.post("/generate", {"input_ids": [1], "rid": "list_2"})
+    assert (status, "already running" in answer["error"]["message"]) == (400, True)
+    assert not task.done()
+    await http.post("/continue_generation")
+    rows = await task
+    assert [row["meta_info"]["finish_reason"]["type"] for row in rows] == ["length", "abort", "length"]
+    assert [len(row["output_ids"]) for row in rows] == [3, 0, 3]
+    await http.post("/pause_generation", {"mode": "in_place"})
+    task = asyncio.create_task(http.generate([[5], [6], [7]], "list", max_new_tokens=3))
+    other = asyncio.create_task(http.generate([5], "another", max_new_tokens=3))
+    await http.until(lambda info: info["num_waiting_requests"] == 4)
+    await http.post("/abort_request", {"rid": "list"})
+    assert [row["meta_info"]["finish_reason"]["type"] for row in await task] == ["abort"] * 3
+    await http.post("/continue_generation")
+    assert len((await other)["output_ids"]) == 3
 
 
 async def test_without_a_seed_deterministic_answers_follow_the_rid(http):

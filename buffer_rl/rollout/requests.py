@@ -1,0 +1,292 @@
+"""What a rollout asks of the engines: request ids, seeds, samples that share one request, and the stop of all of them.
+
+The first responses of a group's samples are asked for in the same moment, for one prompt and with equal sampling
+parameters. They go as one request of several rows (``buffer_rl.engine.rows``): ten samples, those of indices 0 to 9, 10
+to 19, …, cost little more than one. A sample's seed is mixed from the seed of its ten and its place in them, as the
+embedded engine mixes those of rows, so a sample has the same tokens whether it is asked for alone or with others.
+
+Alone go: continued samples, further turns and further responses, whose requests differ or must not wait for others, and
+samples whose sampling parameters name a seed. Other engines give all rows of a request one seed: there they go without
+one, or, under ``--deterministic``, alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from buffer_rl.engine.rows import ROWS, SEED_BITS, row_seeds
+from buffer_rl.errors import EngineError, RolloutError
+from buffer_rl.rollout.context import LeaseScope, RolloutContext, current_context, current_scope
+from buffer_rl.types import GroupUid, RowId, Sample, Status, tile
+
+if TYPE_CHECKING:
+    from buffer_rl.engine.client import EngineClient, GenerateResult
+
+REPEAT_S = 0.5
+"""A request may reach its engine after the abort did, so the abort is repeated until every answer is here."""
+GRACE_S = 30.0
+"""An abort is answered at once; a generate function of the user that takes longer than this to end is cancelled."""
+STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+
+def shared_seed(run_seed: int, uid: GroupUid, sample_index: int, part: int = 0, number: int = 0) -> int:
+    """The seed of the request that the ten samples around ``sample_index`` share, ``0 <= seed < 2**31``: a function of
+    its arguments alone, equal on every machine.
+
+    number: how many responses this part of the sample requested before (``RequestNumbers``)."""
+    further = f"|{part}|{number}" if part or number else ""
+    digest = blake2b(f"{run_seed}|{uid}|{sample_index // ROWS}{further}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+
+
+def sampling_seed(run_seed: int, uid: GroupUid, sample_index: int, part: int = 0, number: int = 0) -> int:
+    """The seed of one response, ``0 <= seed < 2**31``; the arguments are those of ``shared_seed``."""
+    row = sample_index % ROWS
+    return row_seeds(shared_seed(run_seed, uid, sample_index, part, number), row + 1)[row]
+
+
+def request_id(sample: Sample, number: int = 0) -> str:
+    """The ``rid`` of response ``number``: different for every other lease, response and turn.
+
+    No id of a running request is a prefix of another one: SGLang aborts by prefix."""
+    further = f"#{number}" if number else ""
+    turn = f"+{sample.response_length}" if sample.response_length else ""
+    return f"{_lease_id(str(sample.row_id) + further)}{turn}"
+
+
+def shared_request_id(sample: Sample) -> str:
+    """The ``rid`` of the request that the sample may share with the others of its ten."""
+    row = sample.row_id
+    return _lease_id(f"{row.uid}/{row.sample_index // ROWS}x.{row.part}")
+
+
+def _lease_id(name: str) -> str:
+    scope = current_scope()
+    return f"{scope.task}:{name}:{scope.attempt}:{scope.incarnation}"
+
+
+def is_stopped() -> bool:
+    """Whether the rollout has enough groups: what is not generated yet must end as ``aborted``."""
+    requests = current_scope().requests
+    return requests is not None and requests.stopped
+
+
+def engines_mix_seeds(args: Any) -> bool:
+    """Whether the rows of a request draw under seeds of their own: at embedded engines that the run starts itself."""
+    return args.rollout_engine == "embedded" and not args.engine_urls
+
+
+async def answer_for(
+    sample: Sample, input_ids: list[int], sampling_params: dict[str, Any], *, gather: bool = False
+) -> GenerateResult:
+    """The engine's answer to ``input_ids``, checked; it may be aborted as soon as the rollout does not need the sample.
+
+    The seed is the ``sampling_seed`` of ``sampling_params``, where they have one; else the sample's own, and for each
+    further response of the sample another one. gather: the answer may wait for those of other samples of the group
+    that are asked for in the same moment.
+
+    Raises RolloutError without an engine, EngineError, naming the row, if the engine refuses or its answer breaks the
+    protocol."""
+    context = current_context()
+    if context.engine is None:
+        raise RolloutError(
+            "this rollout has no engine",
+            where=f"row {sample.row_id}",
+            hint="remove uses_engine = False from the rollout function",
+        )
+    try:
+        result = await _result(context, context.engine, current_scope(), sample, input_ids, sampling_params, gather)
+    except EngineError as error:  # it names the engine; here the row is added
+        where = f"row {sample.row_id}, {error.where}".removesuffix(", ")
+        named = EngineError(error.what, where=where, expected=error.expected, hint=error.hint)
+        named.status = error.status
+        raise named from error
+    if len(result.log_probs) != len(result.output_ids):
+        raise EngineError(
+            f"{len(result.output_ids)} tokens came with {len(result.log_probs)} log-probabilities",
+            where=f"row {sample.row_id}",
+        )
+    if not tile(result.spans, len(result.output_ids)):
+        raise EngineError(
+            f"the version spans {list(result.spans)} are of {len(result.output_ids)} tokens",
+            where=f"row {sample.row_id}",
+            expected="spans that cover every token once, in order",
+        )
+    if result.finish_reason not in STATUS_OF:
+        raise EngineError(
+            f"unknown finish reason {result.finish_reason!r}",
+            where=f"row {sample.row_id}",
+            expected=", ".join(STATUS_OF),
+        )
+    return result
+
+
+async def _result(
+    context: RolloutContext,
+    engine: EngineClient,
+    scope: LeaseScope,
+    sample: Sample,
+    input_ids: list[int],
+    params: dict[str, Any],
+    gather: bool,
+) -> GenerateResult:
+    requests = scope.requests or Requests()
+    number = scope.numbers.number(sample) if scope.numbers is not None else 0
+    if params.get("sampling_seed") is None:
+        identity = (context.seed, sample.row_id.uid, sample.sample_index, sample.part, number)
+        mixes = engines_mix_seeds(context.args)
+        if gather and number == 0 and (mixes or not context.args.deterministic):
+            seed = shared_seed(*identity) if mixes else None
+            shared = requests.shared(engine, shared_request_id(sample), seed)
+            if (result := await shared.join(sample.sample_index % ROWS, input_ids, params)) is not None:
+                return result
+        params = {**params, "sampling_seed": sampling_seed(*identity)}
+    rid = request_id(sample, number)
+    with requests.running(rid):
+        return await engine.agenerate(rid, input_ids, params)
+
+
+class RequestNumbers:
+    """Numbers the responses that are requested during one attempt at a group, for their seeds and request ids.
+
+    Each row counts from 0, in the order of the calls. A response that continues, for example with its next turn, keeps
+    its number: its request starts at a later position.
+    """
+
+    def __init__(self) -> None:
+        self._next: Counter[RowId] = Counter()
+        # By id(sample); holding the sample keeps the id unique. The last entry is the position of its last request.
+        self._last: dict[int, tuple[Sample, RowId, int, int]] = {}
+
+    def number(self, sample: Sample) -> int:
+        """The number of the response that ``sample`` requests now."""
+        row_id, position = sample.row_id, sample.response_length
+        _, last_row_id, last_position, number = self._last.get(id(sample), (None, None, 0, 0))
+        if row_id != last_row_id or position <= last_position:
+            number = self._next[row_id]
+            self._next[row_id] += 1
+        self._last[id(sample)] = (sample, row_id, position, number)
+        return number
+
+
+class Requests:
+    """The running requests of one rollout. Belongs to one event loop. ``stopped``: generation must end."""
+
+    grace_s = GRACE_S
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._running: set[str] = set()
+        self._joinable: dict[str, SharedRequest] = {}
+
+    @contextlib.contextmanager
+    def running(self, rid: str) -> Iterator[None]:
+        """For the length of the block ``rid`` is a running request, which ``stop`` aborts."""
+        self._running.add(rid)
+        try:
+            yield
+        finally:
+            self._running.discard(rid)
+
+    def shared(self, engine: EngineClient, rid: str, seed: int | None) -> SharedRequest:
+        """The request ``rid``, which samples may join until the tasks that are ready now have run."""
+        shared = self._joinable.get(rid)
+        if shared is None:
+            shared = self._joinable[rid] = SharedRequest(self, engine, rid, seed)
+            asyncio.get_running_loop().call_soon(lambda: self._joinable.pop(rid).send())
+        return shared
+
+    async def stop(self, engine: EngineClient | None, tasks: Callable[[], Sequence[asyncio.Task[Any]]]) -> None:
+        """Abort these requests and no others, and wait until ``tasks()``, the tasks that still generate, is empty.
+
+        Tasks left after ``grace_s`` are cancelled and awaited. An engine that cannot be reached has nothing to abort.
+        """
+        self.stopped = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.grace_s):
+                while pending := tasks():
+                    if self._running and engine is not None:
+                        with contextlib.suppress(EngineError):
+                            await engine.abort(sorted(self._running))
+                    await asyncio.wait(pending, timeout=REPEAT_S)
+        late = tasks()
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Joined:
+    """A sample that asks for a place in a shared request. answer: None where it has to ask alone."""
+
+    position: int
+    input_ids: list[int]
+    params: dict[str, Any]
+    answer: asyncio.Future[GenerateResult | None]
+
+
+class SharedRequest:
+    """One request for several samples. A sample that is cancelled ends no other; without any left, it is cancelled.
+
+    seed: its ``sampling_seed``, of which engines make those of the rows; None where they do not.
+    """
+
+    def __init__(self, requests: Requests, engine: EngineClient, rid: str, seed: int | None) -> None:
+        self._requests, self._engine, self._rid, self._seed = requests, engine, rid, seed
+        self._joined: list[_Joined] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def join(self, position: int, input_ids: list[int], params: dict[str, Any]) -> GenerateResult | None:
+        """The answer to row ``position``; None if it has no place in the request. Raises what the request raised."""
+        answer: asyncio.Future[GenerateResult | None] = asyncio.get_running_loop().create_future()
+        self._joined.append(_Joined(position=position, input_ids=input_ids, params=params, answer=answer))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._task is not None and all(joined.answer.cancelled() for joined in self._joined):
+                self._task.cancel()
+                await asyncio.wait([self._task])
+            raise
+
+    def send(self) -> None:
+        """Ask for the positions from 0 on, without a gap, whose prompt and parameters are those of position 0."""
+        rows: list[_Joined] = []
+        for joined in sorted(self._joined, key=lambda joined: joined.position):
+            first = rows[0] if rows else joined
+            is_equal = joined.input_ids == first.input_ids and joined.params == first.params
+            if joined.position == len(rows) and is_equal and not joined.answer.done():
+                rows.append(joined)
+        if len(rows) < 2:
+            rows = []
+        for joined in self._joined:
+            if joined not in rows and not joined.answer.done():
+                joined.answer.set_result(None)
+        self._joined = rows
+        if rows:
+            self._task = asyncio.create_task(self._ask(rows))
+
+    async def _ask(self, rows: list[_Joined]) -> None:
+        seed = {} if self._seed is None else {"sampling_seed": self._seed}
+        params = {**rows[0].params, **seed}
+        waiting = [row.answer for row in rows]
+        try:
+            with self._requests.running(self._rid):
+                results = await self._engine.agenerate_rows(self._rid, rows[0].input_ids, len(rows), params)
+        except Exception as error:  # fault boundary: every row raises it where it is awaited
+            for answer in waiting:
+                if not answer.done():
+                    answer.set_exception(error)
+        else:
+            for answer, result in zip(waiting, results, strict=True):
+                if not answer.done():
+                    answer.set_result(result)
+        finally:
+            for answer in waiting:  # what is not answered yet: this task is cancelled
+                answer.cancel()

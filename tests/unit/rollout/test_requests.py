@@ -1,0 +1,218 @@
+"""Which samples share a request to the engines, and what one of them does to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from buffer_rl.engine.client import EngineClient
+from buffer_rl.engine.rows import row_rid
+from buffer_rl.errors import EngineError
+from buffer_rl.rollout.context import LeaseScope, lease_scope
+from buffer_rl.rollout.evaluate import evaluate
+from buffer_rl.rollout.generate import generate, sampling_params_for
+from buffer_rl.rollout.production import generate_group, run_all
+from buffer_rl.rollout.requests import RequestNumbers, Requests, request_id, sampling_seed, shared_request_id
+from buffer_rl.rollout.stats import RolloutStats
+from buffer_rl.testing.fake_buffer import FakeBuffer
+from buffer_rl.testing.fake_engine import FakeEngine, Fault
+from buffer_rl.types import Sample
+
+FOREIGN = {"router_url": "http://127.0.0.1:9", "engine_urls": ["http://127.0.0.1:9"]}
+
+
+def seeded(input_ids: list[int], seed: int) -> list[int]:
+    return [3 + seed % 50, 3 + seed // 50 % 50, 1]
+
+
+async def asked(kit: Any, num_samples: int, **options: Any) -> tuple[FakeEngine, list[Sample]]:
+    """An engine's log, and the samples of one group."""
+    with FakeEngine(seeded) as engine:
+        async with EngineClient(engine.url, [engine.url]) as client, kit.opened(client, **options) as context:
+            group = kit.make_group(0, labels=["1"] * num_samples)
+            params = sampling_params_for(context.args, False)
+            await generate_group(context, kit.make_ticket(1), group, params, RolloutStats(), Requests())
+    return engine, group.samples
+
+
+@pytest.mark.parametrize(("num_samples", "num_posts"), [(1, 1), (2, 1), (10, 1), (11, 2), (16, 2), (25, 3)])
+async def test_ten_samples_share_a_request_and_each_has_its_own_seed(
+    kit: Any, num_samples: int, num_posts: int
+) -> None:
+    engine, samples = await asked(kit, num_samples)
+    assert engine.log.num_posts == num_posts
+    seeds = [body["sampling_params"]["sampling_seed"] for body in engine.log.requests]
+    assert sorted(seeds) == sorted(sampling_seed(42, sample.uid, sample.sample_index) for sample in samples)
+    for sample in samples:
+        expected = seeded([], sampling_seed(42, sample.uid, sample.sample_index))
+        assert sample.tokens[-sample.response_length :] == expected
+
+
+async def test_samples_that_ask_later_or_otherwise_go_alone_under_the_seeds_that_they_have_together(kit: Any) -> None:
+    together, samples = await asked(kit, 12)
+    assert together.log.num_posts == 2
+    apart, others = await asked(kit, 12, custom_generate_function_path=kit.user("one_at_a_time"))
+    assert apart.log.num_posts == 12
+    assert [sample.tokens for sample in others] == [sample.tokens for sample in samples]
+    # Sample 5 has another temperature: 0 to 4 share a request, and what comes after the gap goes alone.
+    odd, others = await asked(kit, 10, custom_generate_function_path=kit.user("fifth_is_warmer"))
+    assert odd.log.num_posts == 1 + 5
+    assert [sample.tokens for sample in others] == [sample.tokens for sample in samples[:10]]
+
+
+async def test_a_further_response_goes_alone_under_an_id_of_its_own(kit: Any) -> None:
+    engine, _ = await asked(kit, 2, custom_generate_function_path=kit.user("asks_twice"))
+    assert engine.log.num_posts == 1 + 2
+    assert len({body["rid"] for body in engine.log.requests}) == 4
+
+
+async def test_a_seed_of_the_users_is_no_rows_and_goes_alone(kit: Any) -> None:
+    engine, samples = await asked(kit, 3, custom_generate_function_path=kit.user("with_a_seed"))
+    assert engine.log.num_posts == 3
+    assert [sample.tokens[-3:] for sample in samples] == [seeded([], 77)] * 3
+
+
+async def test_engines_that_give_all_rows_one_seed_get_none_or_under_deterministic_single_requests(kit: Any) -> None:
+    for options in (FOREIGN, {"rollout_engine": "sglang"}):
+        engine, _ = await asked(kit, 10, **options)
+        assert engine.log.num_posts == 1
+        assert all("sampling_seed" not in body["sampling_params"] for body in engine.log.requests)
+        engine, samples = await asked(kit, 10, deterministic=True, **options)
+        assert engine.log.num_posts == 10
+        for sample in samples:
+            assert sample.tokens[-3:] == seeded([], sampling_seed(42, sample.uid, sample.sample_index))
+
+
+async def test_evaluation_shares_requests(kit: Any) -> None:
+    with FakeEngine(seeded) as engine:
+        client = EngineClient(engine.url, [engine.url])
+        async with client, kit.opened(client, custom_rm_path=kit.user("length")) as context:
+            groups = [kit.make_group(row, labels=["1"] * 4) for row in range(3)]
+            await evaluate(context, FakeBuffer(groups, kit.make_ticket(3, evaluation=True)))
+    assert (engine.log.num_posts, len(engine.log.requests)) == (3, 12)
+
+
+def test_no_id_of_a_request_or_row_is_a_prefix_of_another(kit: Any) -> None:
+    rids = []
+    for index in (0, 1, 10, 11, 19, 100):
+        sample = kit.make_group(0)[0]
+        sample.sample_index = index
+        with lease_scope(LeaseScope(task="train_0", incarnation="a", attempt=1)):
+            rids += [request_id(sample), request_id(sample, 1)]
+            if index % 10 == 0:
+                rids += [row_rid(shared_request_id(sample), row) for row in range(10)]
+    assert len(set(rids)) == len(rids)
+    assert not [(a, b) for a in rids for b in rids if a != b and b.startswith(a)]
+
+
+class Asking:
+    """Tasks that generate the samples of a group of three, of which sample 1 has no end."""
+
+    def __init__(self, kit: Any, engine: FakeEngine, context: Any) -> None:
+        self.engine, self.requests = engine, Requests()
+        params = sampling_params_for(context.args, False)
+        with lease_scope(LeaseScope(requests=self.requests, numbers=RequestNumbers())):
+            samples = kit.make_group(0, labels=["1"] * 3)
+            self.tasks = [asyncio.create_task(generate(context.args, sample, params)) for sample in samples]
+
+    async def begun(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.engine.log.in_flight:  # noqa: ASYNC110 (the log belongs to another thread)
+                await asyncio.sleep(0.005)
+
+
+def endless(body: dict[str, Any]) -> float:
+    return 600.0 if body["rid"].endswith("_1") else 0.0
+
+
+async def test_a_sample_that_is_cancelled_ends_no_other_and_the_last_one_ends_the_request(kit: Any) -> None:
+    before = asyncio.all_tasks()
+    with FakeEngine(seeded, latency=endless) as engine:
+        async with EngineClient(engine.url, [engine.url]) as client, kit.opened(client) as context:
+            asking = Asking(kit, engine, context)
+            await asking.begun()
+            asking.tasks[0].cancel()
+            await asyncio.wait(asking.tasks[:1])
+            assert not any(task.done() for task in asking.tasks[1:])
+            await client.abort()
+            assert [(await task).status.value for task in asking.tasks[1:]] == ["aborted", "completed"]
+            assert engine.log.disconnected == 0
+            asking = Asking(kit, engine, context)
+            await asking.begun()
+            for task in asking.tasks:
+                task.cancel()
+            await asyncio.wait(asking.tasks)
+            assert asyncio.all_tasks() == before | {asyncio.current_task()}
+            async with asyncio.timeout(10):
+                while engine.log.in_flight:  # noqa: ASYNC110 (counted in another thread)
+                    await asyncio.sleep(0.005)
+    assert engine.log.disconnected == 1
+
+
+async def test_an_error_of_the_request_reaches_each_sample_under_its_own_name(kit: Any) -> None:
+    with FakeEngine(seeded, fault=lambda body, number: Fault.GARBAGE) as engine:
+        async with EngineClient(engine.url, [engine.url]) as client, kit.opened(client) as context:
+            asking = Asking(kit, engine, context)
+            errors = await asyncio.gather(*asking.tasks, return_exceptions=True)
+    assert engine.log.num_posts == 1
+    assert all(isinstance(error, EngineError) for error in errors)
+    assert [f"row source:0:0/{i}.0," in str(error) for i, error in enumerate(errors)] == [True] * 3
+
+
+async def test_a_stop_aborts_the_request_once_and_its_finished_rows_are_whole(kit: Any) -> None:
+    with FakeEngine(seeded, latency=endless, aborted_after=1) as engine:
+        async with EngineClient(engine.url, [engine.url]) as client, kit.opened(client) as context:
+            asking = Asking(kit, engine, context)
+            await asking.begun()
+            await asking.requests.stop(client, lambda: [task for task in asking.tasks if not task.done()])
+            samples = [task.result() for task in asking.tasks]
+    assert {body["rid"] for body in engine.log.aborted} == {engine.log.requests[0]["rid"].removesuffix("_0")}
+    assert [(sample.status.value, sample.response_length) for sample in samples] == [
+        ("completed", 3), ("aborted", 1), ("completed", 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("concurrency", "num_posts"), [(30, 16), (10, 16), (7, 8 * (1 + 3 + 1 + 2))])
+async def test_samples_that_share_a_request_begin_together_where_places_are_few(
+    kit: Any, concurrency: int, num_posts: int
+) -> None:
+    # Of 16 samples with 7 places, 0 to 6 share a request and 10 to 13 do; 7 to 9, 14 and 15 begin too late.
+    rng = random.Random(0)
+    with FakeEngine(seeded, latency=lambda body: rng.random() / 100) as engine:
+        client = EngineClient(engine.url, [engine.url])
+        async with client, kit.opened(client, rollout_concurrency=concurrency) as context:
+            groups = [kit.make_group(row, labels=["1"] * 16) for row in range(8)]
+            params, ticket, requests = sampling_params_for(context.args, False), kit.make_ticket(8), Requests()
+            await run_all(generate_group(context, ticket, group, params, RolloutStats(), requests) for group in groups)
+            for _ in range(concurrency):  # every place is free again
+                assert not context.semaphore.locked()
+                await context.semaphore.acquire()
+            assert context.semaphore.locked()
+    assert len(engine.log.requests) == 8 * 16
+    assert engine.log.num_posts == num_posts
+
+
+async def test_samples_that_are_cancelled_before_they_begin_free_their_places(kit: Any) -> None:
+    with FakeEngine(seeded, latency=lambda body: 600.0) as engine:
+        client = EngineClient(engine.url, [engine.url])
+        async with client, kit.opened(client, rollout_concurrency=12) as context:
+            params, ticket, requests = sampling_params_for(context.args, False), kit.make_ticket(8), Requests()
+            for num_turns in range(8):
+                groups = [kit.make_group(row, labels=["1"] * 8) for row in range(2)]
+                tasks = [
+                    asyncio.create_task(generate_group(context, ticket, group, params, RolloutStats(), requests))
+                    for group in groups
+                ]
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+                for _ in range(12):
+                    assert not context.semaphore.locked()
+                    await context.semaphore.acquire()
+                for _ in range(12):
+                    context.semaphore.release()
