@@ -26,6 +26,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ TRL = "TRL"
 MICRO_BATCHES = (512, 64)
 PROBE_STEPS = 6
 TIMEOUT_S = 7200.0
+HEADER = ("system", "runs", "s a step", "faster", "CPU s a step", "s to accuracy", "faster", "at the end", "start, s")
 Record = dict[str, Any]
 
 
@@ -144,14 +146,13 @@ class Comparison:
 
 def seconds_to(target: float, record: Record) -> float | None:
     """Training seconds until the accuracy is ``target``, on straight lines between evaluations; None if it never is."""
-    before, spent = 0.0, 0.0
     known = sorted((int(step), accuracy) for step, accuracy in record["accuracy"].items())
-    for (first, low), (last, high) in zip([(0, 0.0), *known], known, strict=False):
-        seconds = sum(record["seconds"][first:last])
+    if known[0][1] >= target:
+        return 0.0
+    for (first, low), (last, high) in pairwise(known):
         if high >= target:
-            before = (target - low) / (high - low) if last > first else 0.0
-            return spent + before * seconds
-        spent += seconds
+            share = (target - low) / (high - low)
+            return float(sum(record["seconds"][:first]) + share * sum(record["seconds"][first:last]))
     return None
 
 
@@ -177,20 +178,20 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 
 def table(task: Task, cores: int, records: Sequence[Record]) -> Iterator[str]:
-    """Markdown: one line a system, its runs as medians and ranges over seeds, and what TRL's are to it."""
+    """Markdown: one line a system: medians and ranges over its runs, and how many times as fast as TRL it is."""
     chosen = [r for r in records if (r["kind"], r["task"], r["cores"]) == ("run", task.name, cores)]
     chosen = [r for r in chosen if r["steps"] == task.steps]
     newest = {(r["system"], r["seed"]): r for r in chosen}
     systems: dict[str, list[Record]] = {}
     for (system, _), record in sorted(newest.items(), key=lambda item: item[0]):
         systems.setdefault(system, []).append(record)
-    start = {record["accuracy"]["0"] for record in chosen}
+    start = ", ".join(sorted({f"{record['accuracy']['0']:.2f}" for record in chosen}))
     yield f"### {task.name}: {PROMPTS} x {SAMPLES} samples, {cores} {'core' if cores == 1 else 'cores'}"
     yield ""
-    yield f"Seconds to an accuracy of {task.target:.2f}, from {', '.join(f'{value:.2f}' for value in sorted(start))}."
+    yield f"Seconds to an accuracy of {task.target:.2f}, from {start}."
     yield ""
-    yield "| system | runs | s a step | TRL's | CPU s a step | s to accuracy | TRL's | reached | at the end | start, s |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "| " + " | ".join(HEADER) + " |"
+    yield "|---" * len(HEADER) + "|"
     base = _times(task, systems.get(TRL, []))
     for system, runs in systems.items():
         steps, reached = _times(task, runs)
@@ -201,7 +202,7 @@ def table(task: Task, cores: int, records: Sequence[Record]) -> Iterator[str]:
             spread(steps, 2),
             _ratio(base[0], steps),
             spread([sum(used.values()) for used in processes], 2),
-            spread(reached, 0),
+            spread(reached, 0) + ("" if len(reached) == len(runs) else f", {len(reached)} of {len(runs)} reach it"),
             _ratio(base[1], reached)
             if len(reached) == len(runs) and len(base[1]) == len(systems.get(TRL, []))
             else "-",

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,13 @@ def step_seconds(perf: Sequence[Mapping[str, float]], ends: Sequence[float]) -> 
     """Seconds of each step, from the end of the one before; checkpoints are taken off.
 
     perf: the metrics of each step. ends: when it ended. The first step began when the run had started."""
-    whole = [perf[0]["perf/step_time"], *(after - before for before, after in zip(ends, ends[1:], strict=False))]
+    whole = [perf[0]["perf/step_time"], *(after - before for before, after in pairwise(ends))]
     return [seconds - step.get("perf/save_time", 0.0) for seconds, step in zip(whole, perf, strict=True)]
 
 
 def cpu_seconds(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """CPU-seconds of each step but the first, by process."""
-    pairs = list(zip(lines, lines[1:], strict=False))
+    pairs = list(pairwise(lines))
     return {name: [b["cpu"][name] - a["cpu"].get(name, 0.0) for a, b in pairs] for name in lines[-1]["cpu"]}
 
 

@@ -60,7 +60,7 @@ def reversed_word(rng: random.Random) -> tuple[str, str]:
 
 
 def long_sum(rng: random.Random) -> tuple[str, str]:
-    """``"47,23,="`` asks for 24 + 37, column by column from the right, and ``"470=11231=06:61."`` is the answer: of each
+    """``"47,23,="`` asks for 24 + 37, column by column from the right; ``"470=11231=06:61."`` is the answer: of each
     column its digits, the carry and their sum, then the whole sum."""
     lengths = range(1, MAX_DIGITS + 1)
     columns = rng.choices(lengths, [1 / length for length in lengths])[0]
@@ -83,7 +83,7 @@ TASKS: Mapping[str, Task] = {
             characters=string.ascii_lowercase + "=",
             max_tokens=12,
             context=64,
-            warm_up=0.06,
+            warm_up=0.03,
             target=0.85,
             steps=150,
             eval_every=10,

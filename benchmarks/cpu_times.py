@@ -19,6 +19,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def role_of(command: str, parent: str) -> str:
 def engine_urls(pids: Iterator[int]) -> set[str]:
     """Of the router's engines: it has them among its arguments."""
     words = [word for pid in pids if "router_process" in (line := _command(pid)) for word in line.split("\0")]
-    return {url for flag, url in zip(words, words[1:], strict=False) if flag == "--worker-urls"}
+    return {url for flag, url in pairwise(words) if flag == "--worker-urls"}
 
 
 def _command(pid: int) -> str:
