@@ -56,7 +56,9 @@ class Comparison:
     @property
     def ours(self) -> str:
         """The name of buffer_rl with its options in the table."""
-        return " ".join(["buffer_rl", self.options["schedule"], *["streamed"] * self.options["stream_gradients"]])
+        schedule, streams, *more = self.options.items()
+        shown = [f"{name}={value}" for name, value in more]
+        return " ".join(["buffer_rl", schedule[1], *["streamed"] * streams[1], *shown])
 
     def records(self) -> list[Record]:
         """What has run."""
@@ -243,8 +245,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cores", type=int, choices=(1, 2), default=2, help="that a run and its children share")
-    parser.add_argument("--schedule", default="lockstep", help="of buffer_rl")
-    parser.add_argument("--stream-gradients", action="store_true", help="of buffer_rl, with a schedule that streams")
+    # Where generation goes on while a checkpoint is written, its time cannot be taken off: no async.
+    parser.add_argument("--schedule", choices=("lockstep", "pipelined"), default="lockstep", help="of buffer_rl")
+    parser.add_argument("--stream-gradients", action="store_true", help="of buffer_rl, with --schedule pipelined")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="more options of buffer_rl")
     parser.add_argument("--steps", type=int, help="of each run, in place of the task's")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has TRL")
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "against_trl", help="folder of the results")
@@ -252,10 +256,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="run nothing, print the tables of what has run")
     parser.add_argument("--quick", action="store_true", help="short answers, a few steps: does everything work?")
     args = parser.parse_args(argv)
+    more = dict(item.split("=", 1) for item in args.set)
     comparison = Comparison(
         out=args.out.absolute(),
         cores=args.cores,
-        options={"schedule": args.schedule, "stream_gradients": args.stream_gradients},
+        options={"schedule": args.schedule, "stream_gradients": args.stream_gradients, **more},
         trl_python=args.trl_python,
         again=args.again,
     )
