@@ -37,7 +37,7 @@ from comparison_tasks import PROMPTS, SAMPLES, TASKS, Task, held_out_accuracy, r
 HERE = Path(__file__).resolve().parent
 TRL = "TRL"
 MICRO_BATCHES = (512, 64)
-PROBE_STEPS = 6
+PROBE_STEPS = 8
 TIMEOUT_S = 7200.0
 HEADER = ("system", "runs", "s a step", "faster", "CPU s a step", "s to accuracy", "faster", "at the end", "start, s")
 Record = dict[str, Any]
@@ -250,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stream-gradients", action="store_true", help="of buffer_rl, with --schedule pipelined")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="more options of buffer_rl")
     parser.add_argument("--steps", type=int, help="of each run, in place of the task's")
+    parser.add_argument("--trl", type=int, nargs=2, metavar=("THREADS", "MICRO_BATCH"), help="of TRL, untried")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has TRL")
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "against_trl", help="folder of the results")
     parser.add_argument("--again", action="store_true", help="also what has run")
@@ -271,7 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     seeds = args.seeds[:1] if args.quick else args.seeds
     for task in [] if args.table else tasks:
         start_model(comparison.start(task), task)
-        trl = {"threads": 1, "micro_batch": 512} if args.quick else comparison.best_of_trl(task)
+        untried = (1, 512) if args.quick else args.trl
+        trl = dict(zip(("threads", "micro_batch"), untried, strict=True)) if untried else comparison.best_of_trl(task)
         comparison.compare(task, seeds, trl)
     records = comparison.records()
     for task in tasks:

@@ -84,7 +84,7 @@ TASKS: Mapping[str, Task] = {
             max_tokens=12,
             context=64,
             warm_up=0.03,
-            target=0.85,
+            target=0.6,
             steps=150,
             eval_every=10,
         ),

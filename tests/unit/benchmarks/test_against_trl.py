@@ -145,10 +145,12 @@ def test_what_has_run_with_the_same_settings_is_not_run_again(script: Script, tm
     comparison = module.Comparison(out=tmp_path, cores=2, options=options, trl_python="/nonexistent")
     assert comparison.ours == "buffer_rl pipelined streamed"
     known = [record(comparison.ours), record("TRL", settings={"threads": 1, "micro_batch": 64})]
+    known += [record("TRL", settings={"threads": 2, "micro_batch": 512}), record(comparison.ours, seed=1)]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in known))
     assert comparison.once(task, comparison.ours, 0) == known[0]
     assert comparison.once(task, "TRL", 0, threads=1, micro_batch=64) == known[1]
     assert comparison.found(system="TRL", settings={"threads": 2, "micro_batch": 64}) is None
+    assert comparison.found(system="TRL") == known[2]
 
 
 def test_the_seconds_of_a_step_begin_at_the_end_of_the_one_before_without_its_checkpoint(script: Script) -> None:
