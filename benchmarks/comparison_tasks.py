@@ -60,18 +60,17 @@ def reversed_word(rng: random.Random) -> tuple[str, str]:
 
 
 def long_sum(rng: random.Random) -> tuple[str, str]:
-    """``"47,23,="`` asks for 24 + 37, column by column from the right; ``"470=11231=06:61."`` is the answer: of each
-    column its digits, the carry and their sum, then the whole sum."""
+    """``"a47b23="`` asks for 24 + 37, column by column from the right; ``"a470=11b231=06:."`` is the answer: of each column
+    its letter, digits, carry and their sum; after ``:`` comes a last carry, if there is one."""
     lengths = range(1, MAX_DIGITS + 1)
     columns = rng.choices(lengths, [1 / length for length in lengths])[0]
-    pairs = [(rng.randrange(10), rng.randrange(10)) for _ in range(columns)]
-    carry, work = 0, []
-    for a, b in pairs:
-        total = a + b + carry
-        work.append(f"{a}{b}{carry}={total:02d}")
-        carry = total // 10
-    numbers = [int("".join(str(pair[i]) for pair in reversed(pairs))) for i in (0, 1)]
-    return "".join(f"{a}{b}," for a, b in pairs) + "=", "".join(work) + f":{sum(numbers):0{columns}d}."
+    carry, prompt, work = 0, "", ""
+    for letter in string.ascii_lowercase[:columns]:
+        a, b = rng.randrange(10), rng.randrange(10)
+        prompt += f"{letter}{a}{b}"
+        work += f"{letter}{a}{b}{carry}={a + b + carry:02d}"
+        carry = (a + b + carry) // 10
+    return f"{prompt}=", f"{work}:{carry or ''}."
 
 
 TASKS: Mapping[str, Task] = {
@@ -91,7 +90,7 @@ TASKS: Mapping[str, Task] = {
         Task(
             name="long",
             row=long_sum,
-            characters=string.digits + ",=:.",
+            characters=string.ascii_lowercase[:MAX_DIGITS] + string.digits + "=:.",
             max_tokens=116,
             context=192,
             warm_up=0.25,

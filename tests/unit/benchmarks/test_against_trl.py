@@ -42,15 +42,18 @@ def test_each_column_of_a_long_sum_is_right_and_its_answers_have_10_to_116_token
     tasks = script("comparison_tasks")
     lengths = []
     for prompt, answer in tasks.rows(tasks.TASKS["long"], 4000, "test"):
-        columns = re.findall(r"(\d)(\d),", prompt)
-        first, second = (int("".join(column[i] for column in columns)[::-1]) for i in (0, 1))
-        work, total = answer.removesuffix(".").split(":")
-        assert int(total) == first + second
-        below = [10**place for place in range(len(columns))]
-        carries = [int((first % b + second % b) >= b) if b > 1 else 0 for b in below]
-        sums = [int(a) + int(b) + carry for (a, b), carry in zip(columns, carries, strict=True)]
-        expected = [f"{a}{b}{c}={s:02d}" for (a, b), c, s in zip(columns, carries, sums, strict=True)]
-        assert work == "".join(expected)
+        columns = re.findall(r"([a-p])(\d)(\d)", prompt)
+        assert "".join(letter for letter, _, _ in columns) == "abcdefghijklmnop"[: len(columns)]
+        first, second = (int("".join(column[i] for column in columns)[::-1]) for i in (1, 2))
+        steps = re.findall(r"([a-p])(\d)(\d)(\d)=(\d\d)", answer)
+        assert [step[:3] for step in steps] == columns
+        for place, (_, a, b, carry, total) in enumerate(steps):
+            below = 10**place
+            assert int(carry) == (first % below + second % below) // below
+            assert int(total) == int(a) + int(b) + int(carry)
+        last, total = ":1." if first + second >= 10 ** len(columns) else ":.", first + second
+        assert answer[7 * len(columns) :] == last
+        assert int("".join(step[4][1] for step in steps)[::-1]) == total % 10 ** len(columns)
         lengths.append(len(answer) + 1)  # a token a character, and the end token
     assert (min(lengths), max(lengths)) == (10, 116)
     assert sorted(lengths)[len(lengths) // 2] < 116 / 3
