@@ -60,8 +60,8 @@ def reversed_word(rng: random.Random) -> tuple[str, str]:
 
 
 def long_sum(rng: random.Random) -> tuple[str, str]:
-    """``"a47b23="`` asks for 24 + 37, column by column from the right; ``"a470=11b231=06:."`` is the answer: of each column
-    its letter, digits, carry and their sum; after ``:`` comes a last carry, if there is one."""
+    """``"a47b23="`` asks for 24 + 37, column by column from the right; ``"a470=11b231=06:."`` is the answer: of each
+    column its letter, digits, carry and their sum; after ``:`` comes a last carry, if there is one."""
     lengths = range(1, MAX_DIGITS + 1)
     columns = rng.choices(lengths, [1 / length for length in lengths])[0]
     carry, prompt, work = 0, "", ""
@@ -93,7 +93,7 @@ TASKS: Mapping[str, Task] = {
             characters=string.ascii_lowercase[:MAX_DIGITS] + string.digits + "=:.",
             max_tokens=116,
             context=192,
-            warm_up=0.25,
+            warm_up=0.3,
             target=0.8,
             steps=100,
             eval_every=10,
