@@ -94,8 +94,8 @@ TASKS: Mapping[str, Task] = {
             max_tokens=116,
             context=192,
             warm_up=0.3,
-            target=0.8,
-            steps=100,
+            target=0.6,
+            steps=80,
             eval_every=10,
         ),
     )
