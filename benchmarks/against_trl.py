@@ -30,6 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from algorithms import execute
 from comparison_ours import RESULT, Spec
 from comparison_tasks import PROMPTS, SAMPLES, TASKS, Task, held_out_accuracy, rows, start_model, write_rows
@@ -195,6 +196,7 @@ def table(task: Task, cores: int, records: Sequence[Record]) -> Iterator[str]:
     yield "| " + " | ".join(HEADER) + " |"
     yield "|---" * len(HEADER) + "|"
     base = _times(task, systems.get(TRL, []))
+    base = (base[0], base[1] if len(base[1]) == len(base[0]) else [])  # what some runs do not reach is not compared
     for system, runs in systems.items():
         steps, reached = _times(task, runs)
         processes = [cpu_a_step(run) for run in runs]
@@ -205,10 +207,7 @@ def table(task: Task, cores: int, records: Sequence[Record]) -> Iterator[str]:
             _ratio(base[0], steps),
             spread([sum(used.values()) for used in processes], 2),
             spread(reached, 0) + ("" if len(reached) == len(runs) else f", {len(reached)} of {len(runs)} reach it"),
-            _ratio(base[1], reached)
-            if len(reached) == len(runs) and len(base[1]) == len(systems.get(TRL, []))
-            else "-",
-            f"{len(reached)} of {len(runs)}",
+            _ratio(base[1], reached if len(reached) == len(runs) else []),
             spread([run["accuracy"][max(run["accuracy"], key=int)] for run in runs], 2),
             spread([run["start_s"] for run in runs], 0),
         ]
@@ -266,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         again=args.again,
     )
     comparison.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # of the start models and the evaluations
     tasks = [TASKS[name] for name in (["short"] if args.quick else args.tasks)]
     steps = 8 if args.quick else args.steps
     tasks = [replace(t, steps=steps, eval_every=min(t.eval_every, steps // 2)) if steps else t for t in tasks]

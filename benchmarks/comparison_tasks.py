@@ -123,7 +123,9 @@ def read_rows(path: Path) -> list[tuple[str, str]]:
 def load(folder: Path) -> tuple[Any, Any]:
     """Model, in float32, and tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM
     return model.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
 

@@ -122,11 +122,14 @@ def test_the_table_compares_the_newest_run_of_each_seed_with_trl(script: Script)
         record("ours", seed=1),
         record("ours", cores=1, seconds=[50.0] * 4),
         record("short of it", accuracy={"0": 0.2, "2": 0.3, "4": 0.3}),
+        record("in part", seed=0),
+        record("in part", seed=1, accuracy={"0": 0.2, "4": 0.3}),
         record("TRL", kind="probe", seconds=[0.1] * 4),
     ]
     task = replace(module.TASKS["short"], steps=4, target=0.6)
     lines = [line for line in module.table(task, 2, records) if line.startswith("| ")][1:]
     cells = {line.split(" | ")[0]: [cell.strip(" |") for cell in line.split(" | ")[1:]] for line in lines}
+    assert {len(row) + 1 for row in cells.values()} == {len(module.HEADER)}
     # TRL reaches 0.6 after 14 s and half of 8 s, ours after 12 s and half of 4 s.
     assert cells["| TRL 1 (1 thread, micro-batches of 64)"][:6] == [
         "1",
@@ -138,6 +141,7 @@ def test_the_table_compares_the_newest_run_of_each_seed_with_trl(script: Script)
     ]
     assert cells["| ours 1"][:2] == ["2", "2.00 (2.00 to 2.00)"]
     assert [cells["| ours 1"][i] for i in (2, 4, 5)] == ["2.00x", "14 (14 to 14)", "1.29x"]
+    assert cells["| in part 1"][4:6] == ["14 (14 to 14), 1 of 2 reach it", "-"]
     assert cells["| short of it 1"][4:6] == ["-, 0 of 1 reach it", "-"]
 
 
