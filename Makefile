@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart test test-all campaign test-times golden golden-record bench bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
+.PHONY: help env quickstart test test-all campaign test-times golden golden-record bench bench-trl bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
@@ -20,7 +20,8 @@ help:
 	@echo "make golden-record  note what the golden runs end with, before code is moved; make golden compares"
 	@echo "make lint         format check, ruff, mypy --strict, import rules, unused names"
 	@echo "make format       reformat and apply ruff's safe fixes"
-	@echo "make bench        step time by phase, and the engine against transformers"
+	@echo "make bench        a step by phase, by process and by part, and the engine against transformers"
+	@echo "make bench-trl    step time and seconds to the same accuracy against TRL (ARGS='--quick': two minutes)"
 	@echo "make bench-schedules  step time under each schedule"
 	@echo "make bench-algorithms  whether each algorithm learns (half an hour); writes table and picture in docs/"
 	@echo "make wheel        build the distribution into dist/"
@@ -68,6 +69,13 @@ golden: $(VENV)/.stamp-dev
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python benchmarks/run.py
+
+$(VENV)/.stamp-bench: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@
+
+bench-trl: $(VENV)/.stamp-bench
+	$(BIN)/python benchmarks/against_trl.py $(ARGS)
 
 bench-schedules: $(VENV)/.stamp-dev
 	$(BIN)/python benchmarks/schedules.py

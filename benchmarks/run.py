@@ -1,4 +1,4 @@
-"""All benchmarks in one run: whole steps by phase, publications of weights, then the engine against ``generate``.
+"""All benchmarks in one run: steps by phase and process, publications of weights, the engine against ``generate``.
 
     python benchmarks/run.py            # about three minutes
 

@@ -1,11 +1,14 @@
-"""The time of whole training steps, by phase: everything a real run does, on the quickstart's sizes.
+"""The time of whole training steps, by phase, and the budget of a step in CPU-seconds, by process and part.
 
     python benchmarks/step_time.py            # about a minute
+    python benchmarks/step_time.py --set schedule=pipelined stream_gradients=true
+
+Everything a real run does, on the quickstart's sizes.
 
 32 prompts with 16 samples of at most 12 tokens a step, a Qwen3 of 0.18 million random parameters, one thread each for
 the engine and the trainer. Every prompt is trained on (no filter), so that all steps do the same work. The first
 step is left out. Shares are of the median step; generation contains scoring, and the Buffer's work, beside all of
-these, contains the ledger's.
+these, contains the ledger's. What the parts of the budget are is in ``cpu_times.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ import string
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from cpu_times import OPTIONS, budget, budget_table, read_steps
 
 from buffer_rl.config import compose
 from buffer_rl.driver.launch import launch_training
@@ -46,8 +52,8 @@ def make_task(folder: Path, seed: int) -> None:
     (folder / "train.jsonl").write_text("".join(rows))
 
 
-def run_steps(folder: Path, num_steps: int, seed: int) -> list[dict[str, float]]:
-    """Run a training and return the timings of its steps, the first one left out."""
+def run_steps(folder: Path, num_steps: int, seed: int, options: dict[str, Any]) -> list[dict[str, float]]:
+    """Run a training and return the timings of its steps, the first one left out; its files are in ``folder/run``."""
     args = compose(CORE_SECTIONS).model_validate(
         {
             "run_dir": str(folder / "run"),
@@ -62,8 +68,9 @@ def run_steps(folder: Path, num_steps: int, seed: int) -> list[dict[str, float]]
             "lr": 3e-4,
             "max_tokens_per_gpu": 2048,
             "engine_max_running_requests": 512,
-            "logger": [],
             "progress": "none",
+            **OPTIONS,
+            **options,
         }
     )
     launch_training(args, PluginRegistry())  # type: ignore[arg-type]
@@ -76,9 +83,10 @@ def run_steps(folder: Path, num_steps: int, seed: int) -> list[dict[str, float]]
 def table(steps: list[dict[str, float]]) -> list[str]:
     """One line a phase: median, range, share of the step."""
     whole = statistics.median(step["perf/step_time"] for step in steps)
+    phases = [phase for phase in PHASES if any(f"perf/{phase}_time" in step for step in steps)]
     lines = [f"{'phase':16}{'median s':>10}{'min':>8}{'max':>8}{'share':>8}"]
-    for phase in PHASES:
-        times = [step[f"perf/{phase}_time"] for step in steps]
+    for phase in phases:
+        times = [step.get(f"perf/{phase}_time", 0.0) for step in steps]
         median = statistics.median(times)
         lines.append(f"{phase:16}{median:>10.3f}{min(times):>8.3f}{max(times):>8.3f}{median / whole:>8.1%}")
     tokens = statistics.median(step["rollout/generated_tokens"] for step in steps)
@@ -91,11 +99,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="more options of the run")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         make_task(Path(name), flags.seed)
-        steps = run_steps(Path(name), flags.steps, flags.seed)
+        steps = run_steps(Path(name), flags.steps, flags.seed, dict(item.split("=", 1) for item in flags.set))
+        used = budget(read_steps(Path(name) / "run"))
     print("\n".join([f"{len(steps)} steps of 32 x 16 samples, one thread a process", *table(steps)]))
+    print("\n".join(["CPU-seconds, means over these steps", *budget_table(*used)]))
     return 0
 
 

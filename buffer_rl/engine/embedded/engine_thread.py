@@ -11,6 +11,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,8 @@ class EngineThread:
     """Runs ``scheduler.step`` while there is work.
 
     on_finished: called in the event loop with requests that finished. on_failure: called in the event loop with
-    the exception if a step raises; the thread has then ended.
+    the exception if a step raises; the thread has then ended. compute_cpu_s: CPU-seconds of this thread in steps, which
+    are those of the mathematics where torch has one thread.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class EngineThread:
     ) -> None:
         self.scheduler = scheduler
         self.failure: BaseException | None = None
+        self.compute_cpu_s = 0.0
         self._on_finished = on_finished
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Sequence[Request] | _Call | None] = queue.SimpleQueue()
@@ -80,7 +83,10 @@ class EngineThread:
         try:
             while self._handle_inbox():
                 if self.scheduler.has_work:
-                    self._post_finished(self.scheduler.step())
+                    began = time.thread_time()
+                    finished = self.scheduler.step()
+                    self.compute_cpu_s += time.thread_time() - began
+                    self._post_finished(finished)
                 self._run_drained()
         except BaseException as error:  # fault boundary: whatever ends the thread must reach the waiting requests
             logger.exception("the engine thread has failed")

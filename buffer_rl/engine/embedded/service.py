@@ -236,6 +236,7 @@ class EngineService:
             "paused": self.scheduler.paused,
             "num_running_requests": self.scheduler.num_running,
             "num_waiting_requests": self.scheduler.num_waiting,
+            "compute_cpu_s": self._thread.compute_cpu_s,
             "tp_size": 1,
             "dp_size": 1,
         }

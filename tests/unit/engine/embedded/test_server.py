@@ -100,6 +100,16 @@ async def test_information_and_health(http, fleet):
     assert (await http.get("/nowhere"))[0] == 404
 
 
+async def test_cpu_seconds_of_the_engines_steps_grow_with_what_is_generated(http):
+    async def compute() -> float:
+        return (await http.get("/server_info"))[1]["compute_cpu_s"]
+
+    before = await compute()
+    await http.generate([5, 6, 7], "one", max_new_tokens=4, sampling_seed=1)
+    after = await compute()
+    assert before < after == await compute()
+
+
 async def test_the_answer_of_generate_has_sglangs_shape(http):
     answer = await http.generate([5, 6, 7], "my-rid", max_new_tokens=4, sampling_seed=1)
     meta = answer["meta_info"]
