@@ -6,7 +6,7 @@ read the same names.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, overload
@@ -389,24 +389,3 @@ def take_rows(column: Column, indices: Sequence[int]) -> Column:
     if isinstance(column, np.ndarray):
         return column[np.asarray(indices, dtype=np.int64)]
     return [column[i] for i in indices]
-
-
-def concat_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
-    """Rows of several blocks one after another. Every block must have the same fields.
-
-    Raises ``ValueError`` naming the fields that differ.
-    """
-    if not parts:
-        return {}
-    names = set(parts[0])
-    for part in parts:
-        if set(part) != names:
-            raise ValueError(f"blocks have different fields: {sorted(names)} and {sorted(part)}")
-    joined: dict[str, Column] = {}
-    for name in parts[0]:
-        blocks = [part[name] for part in parts]
-        if all(isinstance(block, np.ndarray) for block in blocks):
-            joined[name] = np.concatenate(blocks)
-        else:
-            joined[name] = [row for block in blocks for row in block]
-    return joined

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from buffer_rl.errors import BufferStateError
-from buffer_rl.types import SAMPLE_SIZES, Column, GroupUid, RowId, TrainBatch, concat_columns, take_rows
+from buffer_rl.types import SAMPLE_SIZES, Column, GroupUid, RowId, TrainBatch, take_rows
 
 IN_MESSAGE_BYTES = 1 << 18
 """Smaller fields are copied into the message: about as long as shipping one array by itself takes."""
@@ -351,3 +351,24 @@ class ColumnStore:
                 f"group {uid} has no stored payload", hint="was its rollout released, or the group never finished?"
             )
         return group
+
+
+def concat_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """Rows of several blocks one after another. Every block must have the same fields.
+
+    Raises ``ValueError`` naming the fields that differ.
+    """
+    if not parts:
+        return {}
+    names = set(parts[0])
+    for part in parts:
+        if set(part) != names:
+            raise ValueError(f"blocks have different fields: {sorted(names)} and {sorted(part)}")
+    joined: dict[str, Column] = {}
+    for name in parts[0]:
+        blocks = [part[name] for part in parts]
+        if all(isinstance(block, np.ndarray) for block in blocks):
+            joined[name] = np.concatenate(blocks)
+        else:
+            joined[name] = [row for block in blocks for row in block]
+    return joined

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.buffer.columns import RowSizes, sample_sizes
-from buffer_rl.types import SAMPLE_SIZES, Column, GroupUid, RowId, TrainBatch, concat_columns
+from buffer_rl.buffer.columns import RowSizes, concat_columns, sample_sizes
+from buffer_rl.types import SAMPLE_SIZES, Column, GroupUid, RowId, TrainBatch
 
 
 class Result(StrEnum):

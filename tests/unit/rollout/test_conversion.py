@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.columns import column_bytes
+from buffer_rl.buffer.columns import column_bytes, concat_columns
 from buffer_rl.errors import RolloutError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.types import RowId, Sample, SampleGroup, Status, VersionSpan, concat_columns
+from buffer_rl.types import RowId, Sample, SampleGroup, Status, VersionSpan
 
 
 def scored(kit: Any, rewards: list[float], *, row: int = 0) -> SampleGroup:
