@@ -168,6 +168,9 @@ def make_trainer(args: Any, rank: int, world_size: int, objective: Any) -> Any:
     return TimedTrainer(args, rank, world_size, objective)
 
 
+make_trainer.reads_old_log_probs = False  # type: ignore[attr-defined]
+
+
 def read_steps(run_dir: str | Path) -> list[dict[str, Any]]:
     """The lines that a run's logger wrote."""
     return [json.loads(line) for line in (Path(run_dir) / FILE).read_text(encoding="utf-8").splitlines()]

@@ -290,6 +290,9 @@ class Trainer(Protocol):
 
     For ``--ref-update-interval`` it also has ``load_ref(path)``, unless ``--num-ref-workers`` have the reference: the
     model "ref" takes the weights in the Hugging Face folder ``path``, which ``save_hf`` wrote.
+
+    Unless the class, or the function that makes it, has ``reads_old_log_probs = False``, rows have that column. The
+    objective needs it with several optimizer steps a rollout alone, and has it then.
     """
 
     @property

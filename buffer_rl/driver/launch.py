@@ -191,7 +191,8 @@ class _Run:
             return RolePlan(max_restarts=args.role_max_restarts)
         estimator = self.registry.resolve("advantage", estimator_of(args)[1])
         own = [row for _, row in own_roles(args, self.registry).values()]
-        return role_plan(args, estimator, own)
+        backend = None if args.train_backend == "torch" else self.registry.resolve("trainer", args.train_backend)
+        return role_plan(args, estimator, own, backend)
 
     def driver(self) -> Driver:
         """The driver, with its plan, roles and watchers."""

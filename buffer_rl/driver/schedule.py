@@ -151,14 +151,14 @@ class RolePlan:
         return [model for owner, model in self.passes if owner == role]
 
 
-def role_plan(args: Any, estimator: object, own: Sequence[Role] = ()) -> RolePlan:
+def role_plan(args: Any, estimator: object, own: Sequence[Role] = (), backend: object = None) -> RolePlan:
     """The roles that the options ask for, and what is left to the trainer. estimator: of advantages. own: the roles of
-    ``--role-path``."""
+    ``--role-path``. backend: a trainer backend that is not the default one."""
     counts = worker_counts(args)
     rows = [*(row for role, row in DEDICATED.items() if counts[role]), *own]
     dedicated = tuple(row.name for row in rows)
     models = frozen_models_of_trainer(args)
-    if old_log_probs_pass(args, estimator) and "actor_fwd" not in dedicated:
+    if old_log_probs_pass(args, estimator, backend) and "actor_fwd" not in dedicated:
         models.append("actor")
     critic = (CRITIC,) if uses_critic(args) else ()
     return RolePlan(

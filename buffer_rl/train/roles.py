@@ -117,13 +117,15 @@ def policy_field(args: Any) -> str:
     return "rollout_log_probs" if args.use_rollout_logprobs or args.stream_gradients else "old_log_probs"
 
 
-def old_log_probs_pass(args: Any, estimator: object) -> str:
+def old_log_probs_pass(args: Any, estimator: object, backend: object = None) -> str:
     """What of the options asks for old log-probabilities before the first optimizer step on a rollout, and so for a
     forward pass of their own by the trainer or by ``--num-actor-fwd-workers``; empty where nothing does.
 
     Nothing does where a rollout has one step: its own forward pass is by the weights that the step starts from, so its
     log-probabilities, without a gradient, are the old ones (``buffer_rl.train.objective``). With streamed gradients
-    there is one step; ``--use-rollout-logprobs`` takes the engine's; the supervised loss has no ratio."""
+    there is one step; ``--use-rollout-logprobs`` takes the engine's; the supervised loss has no ratio.
+
+    backend: what ``--train-backend`` names, where it is not the default one (see ``buffer_rl.contracts.Trainer``)."""
     if args.stream_gradients or args.use_rollout_logprobs:
         return ""
     has_ratio = not is_supervised(args)
@@ -133,7 +135,7 @@ def old_log_probs_pass(args: Any, estimator: object) -> str:
         "an advantage estimator that needs old_log_probs": has_ratio
         and "old_log_probs" in estimator_needs(args, estimator),
         "an advantage estimator that does not declare what it reads": has_ratio and declared_scope(estimator) is None,
-        "a trainer backend that may read the column": args.train_backend != "torch",
+        "a trainer backend that may read the column": getattr(backend, "reads_old_log_probs", backend is not None),
     }
     return next((reason for reason, asks in asking.items() if asks), "")
 

@@ -379,8 +379,6 @@ def test_the_trainer_computes_what_no_role_does(
         ({"advantage_estimator": "grpo", "kl_coef": 0.1}, by_row, ""),  # which has no token rewards
         ({}, undeclared, "an advantage estimator that does not declare what it reads"),
         ({"loss_type": "sft_loss"}, undeclared, ""),
-        ({"train_backend": "mine"}, by_row, "a trainer backend that may read the column"),
-        ({"train_backend": "mine", **STREAM}, by_row, ""),
     ],
 )
 def test_old_log_probs_have_a_pass_of_their_own_where_something_asks_for_them_before_the_first_step(
@@ -388,6 +386,21 @@ def test_old_log_probs_have_a_pass_of_their_own_where_something_asks_for_them_be
 ) -> None:
     args: Any = with_steps(compose(CORE_SECTIONS).model_validate(options))
     assert old_log_probs_pass(args, estimator) == reason
+
+
+def test_a_trainer_backend_that_is_not_the_default_one_reads_old_log_probs_unless_it_says_that_it_does_not() -> None:
+    class Reads:
+        pass
+
+    class Leaves:
+        reads_old_log_probs = False
+
+    args: Any = compose(CORE_SECTIONS).model_validate({"train_backend": "mine"})
+    assert old_log_probs_pass(args, by_row, Reads) == "a trainer backend that may read the column"
+    assert old_log_probs_pass(args, by_row, Leaves) == ""
+    assert old_log_probs_pass(compose(CORE_SECTIONS).model_validate(STREAM), by_row, Reads) == ""
+    assert role_plan(args, by_row, backend=Reads).passes == (("train", "actor"),)
+    assert role_plan(args, by_row, backend=Leaves).passes == ()
 
 
 @pytest.mark.parametrize(
