@@ -41,8 +41,9 @@ def seating(args: Any, nodes: Sequence[Node], *, engines: bool) -> Seating:
     engines: whether the run generates, with its own engines unless ``--engine-urls`` names others. Raises ConfigError,
     with the arithmetic, where devices that the options ask for are not there, and where a named node is not.
     """
-    there = [node.address for node in nodes]
-    if missing := [address for address in args.rollout_worker_nodes if address not in there]:
+    named, there = args.rollout_worker_nodes, [node.address for node in nodes]
+    missing = [address for address in named if address not in there]
+    if missing and len(missing) == len(named):
         raise ConfigError(
             f"no node of the cluster has the address {missing[0]!r}",
             where="--rollout-worker-nodes",
@@ -52,7 +53,7 @@ def seating(args: Any, nodes: Sequence[Node], *, engines: bool) -> Seating:
         nodes = [replace(node, gpus=min(node.gpus, most)) for node in nodes]
     gpus = sum(node.gpus for node in nodes)
     trainers = _trainer_demands(args)
-    notices: list[str] = []
+    notices = [f"--rollout-worker-nodes: there is no node {address} (any more)" for address in missing]
     unit = Unit.GPU if _trains_on_gpu(args, gpus, trainers, notices) else Unit.CPU
     demands: dict[Unit, list[Demand]] = {Unit.GPU: [], Unit.CPU: []}
     demands[unit] += [*trainers, *_role_demands(args)]

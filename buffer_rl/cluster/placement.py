@@ -79,12 +79,13 @@ class Placement:
         environment = self._environment(role)
         if (found := self._seats.get((role, index))) is not None:
             unit, seat = found
-            if self._reserved and not is_node_gone(self._home(seat).node_id):
+            gone = bool(self._reserved) and is_node_gone(self._home(seat).node_id)
+            if self._reserved and not gone:
                 chosen["scheduling_strategy"] = self._strategy(unit, seat.devices[0])
             if len(seat.devices) == 1 or seat.share == 1.0:
                 amount = "num_gpus" if unit is Unit.GPU else "num_cpus"
                 chosen[amount] = seat.share if len(seat.devices) == 1 else len(seat.devices)
-            else:  # Ray divides single devices only
+            elif not gone:  # Ray divides single devices only
                 environment |= self._visible_devices(seat)
         elif (node := self._near(role, index)) is not None:
             chosen |= near(node.node_id)
@@ -194,8 +195,9 @@ class Placement:
         of the trainer rank it belongs to when workers are dealt out to ranks."""
         if role != "rollout" or len(self._nodes) == 1:
             return None
-        if named := self._args.rollout_worker_nodes:
-            return next(node for node in self._nodes if node.address == named[index % len(named)])
+        named = self._args.rollout_worker_nodes
+        if chosen := [node for address in named for node in self._nodes if node.address == address]:
+            return chosen[index % len(chosen)]
         ranks = grouping(self._args.num_rollout_workers, self._args.num_train_ranks)
         return next((self.node_of(ACTOR, rank) for rank, units in ranks.items() if index in units), None)
 

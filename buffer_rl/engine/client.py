@@ -22,7 +22,7 @@ import numpy as np
 import orjson
 
 from buffer_rl.engine.control import CONTROL_TIMEOUT_S, EngineFanOut, HttpSession, decode_json, status_error
-from buffer_rl.engine.rows import ROWS
+from buffer_rl.engine.rows import ROWS, row_rid
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.types import Status, VersionSpan, tile
 
@@ -177,7 +177,7 @@ class EngineClient:
         answer's text, and DeadlineError when time is up; the request is aborted at the engines then.
         """
         prompt = list(input_ids)
-        return parse_answer(await self._ask(rid, prompt, prompt, sampling_params), self._generate_url)
+        return parse_answer(await self._ask(rid, [rid], prompt, prompt, sampling_params), self._generate_url)
 
     async def agenerate_rows(
         self, rid: str, input_ids: Sequence[int], num_rows: int, sampling_params: Mapping[str, Any]
@@ -188,14 +188,19 @@ class EngineClient:
         if not 1 < num_rows <= ROWS:
             raise EngineError(f"{num_rows} rows in a request", expected=f"2 to {ROWS}", where=f"request {rid!r}")
         prompt = list(input_ids)
-        answers = await self._ask(rid, [prompt] * num_rows, prompt, sampling_params)
+        # A server aborts by the ids of rows that it has: that of the request is none of them.
+        rows = [row_rid(rid, row) for row in range(num_rows)]
+        answers = await self._ask(rid, rows, [prompt] * num_rows, prompt, sampling_params)
         if not isinstance(answers, list) or len(answers) != num_rows:
             found = f"{len(answers)} answers" if isinstance(answers, list) else "one answer"
             raise EngineError(f"{found} to a request of {num_rows} rows", where=self._generate_url)
         return [parse_answer(answer, self._generate_url) for answer in answers]
 
-    async def _ask(self, rid: str, input_ids: list[Any], prompt: list[int], sampling_params: Mapping[str, Any]) -> Any:
-        """The parsed body of the answer to ``input_ids``, a prompt or several. prompt: the one that they share."""
+    async def _ask(
+        self, rid: str, rows: list[str], input_ids: list[Any], prompt: list[int], sampling_params: Mapping[str, Any]
+    ) -> Any:
+        """The parsed body of the answer to ``input_ids``, a prompt or several. rows: the ids that an abort names.
+        prompt: the one that they share."""
         if sampling_params.get("n", 1) != 1:
             raise EngineError("agenerate asks for one answer", expected="n = 1", hint="send one request a sample")
         self._check_forwarded(sampling_params)
@@ -206,9 +211,9 @@ class EngineClient:
         headers = {ROUTING_KEY_HEADER: format(zlib.crc32(orjson.dumps(prompt)), "08x")}
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await self._with_retries(rid, body, headers)
+                return await self._with_retries(rid, rows, body, headers)
         except TimeoutError as error:
-            await self._abort_quietly(rid)
+            await self._abort_quietly(rows)
             raise DeadlineError(
                 f"no answer for request {rid!r} within {self.timeout_s:g} s",
                 where=self._generate_url,
@@ -228,7 +233,7 @@ class EngineClient:
             error.status = 400
             raise error
 
-    async def _with_retries(self, rid: str, body: bytes, headers: Mapping[str, str]) -> Any:
+    async def _with_retries(self, rid: str, rows: list[str], body: bytes, headers: Mapping[str, str]) -> Any:
         attempt = 0
         while True:
             failure: EngineError
@@ -247,17 +252,17 @@ class EngineClient:
             if attempt >= self.max_retries:
                 failure.hint = f"request {rid!r} failed {attempt + 1} times; see the logs of the engines and the router"
                 raise failure
-            await self._abort_quietly(rid)
+            await self._abort_quietly(rows)
             await asyncio.sleep(min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S))
             attempt += 1
 
-    async def _abort_quietly(self, rid: str) -> None:
+    async def _abort_quietly(self, rows: list[str]) -> None:
         with contextlib.suppress(EngineError):  # what cannot be aborted ends on its own; the retry will tell
-            await self.abort([rid])
+            await self.abort(rows)
 
     async def abort(self, rids: Iterable[str] | None = None) -> None:
-        """Finish the requests ``rids``, all rows of each, or all requests where it is None, with what they have. An
-        engine out of reach has nothing to abort and is passed over."""
+        """Finish the requests ``rids``, or rows of shared ones, or all where it is None, with what they have. An engine
+        out of reach has nothing to abort and is passed over."""
         bodies = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
         for body in bodies:
             await self._engines.post("/abort_request", body, reachable_only=True)

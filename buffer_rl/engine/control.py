@@ -48,8 +48,6 @@ class HttpSession:
 
 
 CONTROL_TIMEOUT_S = 60.0
-"""Most seconds of a call that moves no weights; longer than any engine needs for one."""
-
 CONTROL_KEEPALIVE_S = 2.0
 """Less than servers wait, 5 s and more, before they close an idle connection: a control call that met that moment would
 fail."""
@@ -92,12 +90,10 @@ class EngineFanOut:
         *,
         reachable_only: bool = False,
         only: Collection[str] | None = None,
-        timeout_s: float | None = None,
     ) -> None:
         """Send ``body`` to all engines, or to those at the URLs ``only``. reachable_only: pass over engines that cannot
-        be reached. timeout_s: of this call."""
-        raw = orjson.dumps(dict(body))
-        await self._all("POST", path, raw, reachable_only=reachable_only, only=only, timeout_s=timeout_s)
+        be reached."""
+        await self._all("POST", path, orjson.dumps(dict(body)), reachable_only=reachable_only, only=only)
 
     async def post_each(self, path: str, bodies: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]]) -> None:
         """``post`` with a body for each engine: at least as many as there are engines, or by the URLs of some."""
@@ -133,7 +129,6 @@ class EngineFanOut:
         *,
         reachable_only: bool = False,
         only: Collection[str] | None = None,
-        timeout_s: float | None = None,
     ) -> dict[str, bytes]:
         urls = [url for url in self._urls() or await self._urls_of_router() if only is None or url in only]
         bodies: Sequence[bytes | None]
@@ -141,8 +136,7 @@ class EngineFanOut:
             bodies = [body[url] for url in urls]
         else:
             bodies = [body] * len(urls) if isinstance(body, bytes) or body is None else body[: len(urls)]
-        limit_s = min(timeout_s or self.timeout_s, self.timeout_s)
-        calls = [self._one(method, url + path, own, limit_s) for url, own in zip(urls, bodies, strict=True)]
+        calls = [self._one(method, url + path, own) for url, own in zip(urls, bodies, strict=True)]
         results = await asyncio.gather(*calls)
         answers = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, bytes)}
         failures = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, EngineError)}
@@ -163,7 +157,7 @@ class EngineFanOut:
         if not self._router_url:
             return []
         url = f"{self._router_url}/workers"
-        raw = await self._one("GET", url, None, self.timeout_s)
+        raw = await self._one("GET", url, None)
         if isinstance(raw, EngineError):
             raise raw
         try:
@@ -171,13 +165,13 @@ class EngineFanOut:
         except (KeyError, TypeError) as error:
             raise EngineError(f"the answer is no list of workers: {raw[:200]!r}", where=url) from error
 
-    async def _one(self, method: str, url: str, body: bytes | None, timeout_s: float) -> bytes | EngineError:
+    async def _one(self, method: str, url: str, body: bytes | None) -> bytes | EngineError:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 async with self._http.session().request(method, url, data=body) as response:
                     raw = await response.read()
         except TimeoutError as error:
-            failure = EngineError(f"no answer within {timeout_s:g} s", where=url)
+            failure = EngineError(f"no answer within {self.timeout_s:g} s", where=url)
             failure.__cause__ = error
             return failure
         except aiohttp.ClientError as error:
@@ -303,11 +297,11 @@ class EngineControlClient:
 
     def pause(self, mode: str = "retract") -> None:
         """Stop decoding on every engine; mode is ``abort``, ``in_place`` or ``retract``."""
-        self._run(lambda engines: engines.post("/pause_generation", {"mode": mode}, timeout_s=CONTROL_TIMEOUT_S))
+        self._post("/pause_generation", {"mode": mode})
 
     def resume(self, urls: Collection[str] | None = None) -> None:
         """End a pause on the engines at ``urls``; None: on every engine."""
-        self._run(lambda engines: engines.post("/continue_generation", {}, only=urls, timeout_s=CONTROL_TIMEOUT_S))
+        self._run(lambda engines: engines.post("/continue_generation", {}, only=urls))
 
     def flush(self) -> None:
         """Have every engine forget what it cached. EngineError while requests run."""

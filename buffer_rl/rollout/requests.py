@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.engine.rows import ROWS, SEED_BITS, row_seeds
+from buffer_rl.engine.rows import ROWS, SEED_BITS, row_rid, row_seeds
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, current_context, current_scope
 from buffer_rl.types import GroupUid, RowId, Sample, Status, tile
@@ -186,13 +186,13 @@ class Requests:
         self._joinable: dict[str, SharedRequest] = {}
 
     @contextlib.contextmanager
-    def running(self, rid: str) -> Iterator[None]:
-        """For the length of the block ``rid`` is a running request, which ``stop`` aborts."""
-        self._running.add(rid)
+    def running(self, *rids: str) -> Iterator[None]:
+        """For the length of the block these are running requests, or rows of one, which ``stop`` aborts."""
+        self._running.update(rids)
         try:
             yield
         finally:
-            self._running.discard(rid)
+            self._running.difference_update(rids)
 
     def shared(self, engine: EngineClient, rid: str, seed: int | None) -> SharedRequest:
         """The request ``rid``, which samples may join until the tasks that are ready now have run."""
@@ -258,11 +258,14 @@ class SharedRequest:
     def send(self) -> None:
         """Ask for the positions from 0 on, without a gap, whose prompt and parameters are those of position 0."""
         rows: list[_Joined] = []
-        for joined in sorted(self._joined, key=lambda joined: joined.position):
-            first = rows[0] if rows else joined
-            is_equal = joined.input_ids == first.input_ids and joined.params == first.params
-            if joined.position == len(rows) and is_equal and not joined.answer.done():
-                rows.append(joined)
+        try:
+            for joined in sorted(self._joined, key=lambda joined: joined.position):
+                first = rows[0] if rows else joined
+                is_equal = joined.input_ids == first.input_ids and joined.params == first.params
+                if joined.position == len(rows) and is_equal and not joined.answer.done():
+                    rows.append(joined)
+        except Exception:  # fault boundary: parameters are the user's, and may not compare; each shows its error alone
+            rows = []
         if len(rows) < 2:
             rows = []
         for joined in self._joined:
@@ -277,7 +280,7 @@ class SharedRequest:
         params = {**rows[0].params, **seed}
         waiting = [row.answer for row in rows]
         try:
-            with self._requests.running(self._rid):
+            with self._requests.running(*(row_rid(self._rid, row) for row in range(len(rows)))):
                 results = await self._engine.agenerate_rows(self._rid, rows[0].input_ids, len(rows), params)
         except Exception as error:  # fault boundary: every row raises it where it is awaited
             for answer in waiting:

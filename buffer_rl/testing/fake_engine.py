@@ -269,9 +269,10 @@ class FakeEngine:
     async def _abort(self, request: web.Request) -> web.Response:
         body: dict[str, Any] = await request.json()
         self.log.aborted.append(body)
-        for rid, abort in self._aborts.items():
-            if body.get("abort_all") or rid.startswith(body["rid"]):  # by prefix, as SGLang
-                abort.set()
+        if body.get("abort_all") or body["rid"] in self._aborts:  # as SGLang: by prefix, where it has such a row
+            for rid, abort in self._aborts.items():
+                if body.get("abort_all") or rid.startswith(body["rid"]):
+                    abort.set()
         return web.Response()
 
     async def _update(self, request: web.Request) -> web.StreamResponse:

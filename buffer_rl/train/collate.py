@@ -18,6 +18,9 @@ from buffer_rl.scope import Unit
 from buffer_rl.train.packing import Packing, pack, prompt_keys
 from buffer_rl.types import SAMPLE_SIZES, GroupUid, TrainBatch
 
+PLACES_PER_TOKEN = 3
+"""Most places of the padded rows of a micro-batch for each token that ``--max-tokens-per-gpu`` lets it have packed."""
+
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
@@ -201,8 +204,9 @@ def row_blocks(args: Any, batch: TrainBatch, unit: Unit = Unit.ROW, *, packed: b
     groups: dict[GroupUid, list[int]] = {}
     for index, row in enumerate(batch.row_ids):
         groups.setdefault(row.uid, []).append(index)
-    if packed:
-        together = [[rows] for rows in groups.values()] if args.deterministic else [list(groups.values())]
+    if packed and len(batch):
+        by_length = sorted(groups.values(), key=lambda rows: -max(lengths[row] for row in rows))
+        together = [[rows] for rows in groups.values()] if args.deterministic else [by_length]
         return [block for each in together for block in _packed_blocks(batch, each, limit, whole=unit is Unit.GROUP)]
     if unit is Unit.GROUP:
         return _whole_groups(list(groups.values()), lengths, 0 if args.deterministic else limit)
@@ -215,24 +219,30 @@ def row_blocks(args: Any, batch: TrainBatch, unit: Unit = Unit.ROW, *, packed: b
 
 def _packed_blocks(batch: TrainBatch, groups: list[list[int]], max_tokens: int, *, whole: bool) -> list[list[int]]:
     """Row indices in micro-batches of at most ``max_tokens`` packed tokens, group by group; a row, or with ``whole`` a
-    group, that has more is a micro-batch of its own."""
+    group, that has more is a micro-batch of its own.
+
+    Attention has the prompt of each row beside it, and the loss has padded responses: rows x longest row is bounded,
+    too."""
     response_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
     prompt_b = np.asarray(batch.lengths, dtype=np.int64) - response_b
     keys = prompt_keys(list(batch.columns["tokens"]), prompt_b)
     blocks: list[list[int]] = []
     held: set[bytes] = set()  # prompts of the last block
-    num_tokens = 0
+    num_tokens = longest = 0
     for rows in groups if whole else ([row] for group in groups for row in group):
         responses = int(response_b[rows].sum())
         prompts = {keys[row]: int(prompt_b[row]) for row in rows}
         added = responses + sum(length for key, length in prompts.items() if key not in held)
-        if blocks and num_tokens + added <= max_tokens:
+        width = max(longest, *(int(prompt_b[row] + response_b[row]) for row in rows))
+        places = (len(blocks[-1]) + len(rows)) * width if blocks else 0
+        if blocks and num_tokens + added <= max_tokens and places <= PLACES_PER_TOKEN * max_tokens:
             blocks[-1] += rows
-            num_tokens += added
+            num_tokens, longest = num_tokens + added, width
             held |= prompts.keys()
         else:
             blocks.append(list(rows))
             num_tokens, held = responses + sum(prompts.values()), set(prompts)
+            longest = max(int(prompt_b[row] + response_b[row]) for row in rows)
     return blocks
 
 

@@ -27,6 +27,7 @@ from buffer_rl.train.forward import batch_outputs, response_log_probs
 from buffer_rl.train.layout import topology_of
 from buffer_rl.train.model import initial_folder, load_model, load_tokenizer, pick_device, unique_state, weight_buckets
 from buffer_rl.train.optimizer import learning_rate
+from buffer_rl.train.packing import is_packed
 from buffer_rl.train.roles import frozen_models_of_trainer
 from buffer_rl.types import TrainBatch
 
@@ -116,9 +117,10 @@ class TensorParallelTrainer:
     def accumulate(self, batch: TrainBatch) -> Sums:
         """As on one rank: what is parallel is inside the model."""
         parts = []
-        for indices in row_blocks(self._args, batch, self._objective.unit):
+        packed = is_packed(self._actor)
+        for indices in row_blocks(self._args, batch, self._objective.unit, packed=packed):
             rows = batch.select(indices)
-            micro = collate(rows, self._device)
+            micro = collate(rows, self._device, packed=packed)
             log_probs, entropy = response_log_probs(self._actor, micro, self._objective.temperature)
             loss, sums = self._objective(log_probs, entropy, rows)
             loss.backward()

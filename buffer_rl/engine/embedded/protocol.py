@@ -156,12 +156,12 @@ def _prompts(body: dict[str, Any], codec: TextCodec, limits: Limits) -> tuple[li
         batched = isinstance(ids[0], list)
         prompts = [tuple(item) if isinstance(item, list) else () for item in (ids if batched else [ids])]
     for prompt, before in zip(prompts, [None, *prompts[:-1]], strict=True):
-        if prompt == before:  # the rows of a request often have one prompt
-            continue
         if not prompt:
             raise BadRequestError("a prompt is empty")
         if any(type(token) is not int for token in prompt):
             raise BadRequestError("token ids must be whole numbers")
+        if prompt == before:  # the rows of a request often have one prompt
+            continue
         if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
             raise BadRequestError(f"token ids must be in [0, {limits.vocab_size})")
     return prompts, batched

@@ -136,6 +136,44 @@ def test_micro_batches_of_packed_rows_hold_every_row_once_within_the_limit(unit:
         assert len(blocks) < len(row_blocks(args, batch, unit))  # padded rows
 
 
+def test_a_micro_batch_has_few_places_of_attention_and_of_padded_responses_for_its_tokens() -> None:
+    rng = np.random.default_rng(0)
+    tokens, lengths = [], []
+    for group in range(4):  # a long prompt with short responses, and once a long response
+        prompt = rng.integers(3, 20, 90)
+        for sample in range(16):
+            lengths.append(300 if (group, sample) == (2, 7) else 2)
+            tokens.append(np.concatenate([prompt, rng.integers(3, 20, lengths[-1])]).astype(np.int32))
+    row_ids = [RowId(GroupUid("set", row // 16, 0), row % 16, 0) for row in range(64)]
+    columns = {"tokens": tokens, "response_length": np.array(lengths, dtype=np.int32)}
+    batch = TrainBatch(rollout_id=0, task="train_0", row_ids=row_ids, columns=columns)
+    blocks = row_blocks(SimpleNamespace(max_tokens_per_gpu=400, deterministic=False), batch, packed=True)
+    assert sorted(row for block in blocks for row in block) == list(range(64))
+    for block in blocks:
+        micro = collate(batch.select(block), CPU, packed=True)
+        assert micro.packing is not None
+        assert micro.tokens_bl.numel() <= 3 * 400
+        assert sum(len(places.tokens) for places in micro.packing.blocks) <= 3 * 400
+
+
+def test_a_batch_without_rows_has_no_micro_batch() -> None:
+    empty = TrainBatch(rollout_id=0, task="train_0", row_ids=[], columns={})
+    assert row_blocks(SimpleNamespace(max_tokens_per_gpu=400, deterministic=False), empty, packed=True) == []
+
+
+@pytest.mark.parametrize("zeros", ["lm_head.weight", "model.layers.0.self_attn.o_proj.weight"])
+def test_a_model_that_does_not_show_what_its_rows_see_stays_padded(zeros: str, model_path: str) -> None:
+    model = load_model(model_path, CPU, "--hf-checkpoint")
+    model.set_attn_implementation("sdpa")
+    for name, parameter in model.named_parameters():
+        if name == zeros or ("o_proj" in name and "o_proj" in zeros):
+            torch.nn.init.zeros_(parameter)
+    if zeros == "lm_head.weight":
+        torch.nn.init.zeros_(model.get_output_embeddings().weight)
+    pack_where_possible(model)
+    assert not is_packed(model)
+
+
 def test_a_model_whose_rows_would_see_each_other_stays_padded(model_path: str) -> None:
     class Leaking(torch.nn.Module):
         """Adds to each token what stands before it, over the border of packed rows."""
