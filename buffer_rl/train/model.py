@@ -281,6 +281,8 @@ class ModelFactory:
             model = load_model(path, self._device, flag, trust_remote_code=trust)
         if self._converter is not None:
             self._fill(self._converter, model, checked_folder(path, flag))
+        if isinstance(model, PreTrainedModel):
+            pack_where_possible(model)
         return model
 
     def export(self, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -34,7 +34,9 @@ def model(args):
     model = transformers.AutoModelForCausalLM.from_pretrained(args.hf_checkpoint)
     passes = []
 
-    def die(*_):
+    def die(_model, _args, inputs):
+        if inputs["input_ids"].numel() <= 12:  # it is tried whether the model takes packed rows
+            return
         passes.append(1)
         deaths = Path(args.run_dir, "deaths")
         if len(passes) == 2 and (not deaths.exists() or len(deaths.read_text()) < 3):
@@ -43,7 +45,7 @@ def model(args):
             os.kill(os.getpid(), signal.SIGKILL)
 
     if b"FusedProcess" in Path("/proc/self/cmdline").read_bytes():
-        model.register_forward_pre_hook(die)
+        model.register_forward_pre_hook(die, with_kwargs=True)
     return model
 
 

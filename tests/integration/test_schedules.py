@@ -47,7 +47,12 @@ HERE = Path(__file__).parent
 def model(args):
     # That of the folder; says when it is at work.
     model = transformers.AutoModelForCausalLM.from_pretrained(args.hf_checkpoint)
-    model.register_forward_pre_hook(lambda *_: (HERE / "at_work").touch())
+
+    def say(_model, _args, inputs):
+        if inputs["input_ids"].numel() > 12:  # fewer: it is tried whether the model takes packed rows
+            (HERE / "at_work").touch()
+
+    model.register_forward_pre_hook(say, with_kwargs=True)
     return model
 
 
@@ -257,7 +262,9 @@ def model(args):
     model = transformers.AutoModelForCausalLM.from_pretrained(args.hf_checkpoint)
     passes = []
 
-    def die(*_):
+    def die(_model, _args, inputs):
+        if inputs["input_ids"].numel() <= 12:  # it is tried whether the model takes packed rows
+            return
         passes.append(1)
         if len(passes) == 2 and first("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -265,7 +272,7 @@ def model(args):
             (HERE / "replaced").touch()
 
     if args.hf_checkpoint.endswith("reference"):
-        model.register_forward_pre_hook(die)
+        model.register_forward_pre_hook(die, with_kwargs=True)
     return model
 
 
