@@ -320,7 +320,7 @@ def ends_as(whole: Path, run_dir: Path, *, gone: str) -> None:
     audit.close()
     trained = [entry for entry in entries if entry.state == "trained"]
     assert Counter(entry.step for entry in trained) == {1: 3, 2: 3, 3: 3}  # a uid has one entry
-    # With the rollout worker on that node, groups that it had are leased again if it saw the engine fail before its end.
+    # With the rollout worker on that node, its groups are leased again if it saw the engine fail before its own end.
     attempts = Counter(entry.attempt for entry in trained)
     assert attempts == {1: 9} or (gone == THIRD and attempts.keys() == {1, 2} and attempts[1] >= 6)
     assert metrics_of(run_dir) == metrics_of(whole)
