@@ -246,6 +246,11 @@ async def long_in_rollout_1(args, sample, sampling_params):
         sampling_params = {**sampling_params, "max_new_tokens": 450, "ignore_eos": True}
         if not tasks:
             tasks.append(asyncio.create_task(asyncio.to_thread(say_when_both_are_at_work, args)))
+    if current_scope().task == "train_2" and Path(args.run_dir).name.startswith("without"):
+        deadline = time.monotonic() + 60
+        while not Path(args.run_dir, "logs", "fleet.log").exists():  # the run does not end before it is noticed
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
     return await generate(args, sample, sampling_params)
 """
 KEY = "the-key-of-these-runs"

@@ -72,7 +72,7 @@ PROMPTS = [[5 + i, 6, 7] for i in range(16)]
 async def answers_of(fleet, params, name, at_work=lambda: None):
     async with EngineClient(fleet.router_url, [], timeout_s=60) as client:
         tasks = [
-            asyncio.create_task(client.agenerate(f"{name}-{i}", prompt, {**params, "sampling_seed": i}))
+            asyncio.create_task(client.agenerate(f"{name}-{i:02}", prompt, {**params, "sampling_seed": i}))
             for i, prompt in enumerate(PROMPTS)
         ]
         await asyncio.to_thread(at_work)
