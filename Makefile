@@ -9,12 +9,14 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart test test-all campaign test-times golden golden-record bench bench-trl bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
+.PHONY: help env quickstart test test-all sglang-env test-sglang test-megatron campaign test-times golden golden-record bench bench-trl bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
 	@echo "make test         run the tests but the slow ones, in minutes (PYTEST_ARGS='-k name' to choose)"
 	@echo "make test-all     run all tests"
+	@echo "make test-sglang  run the tests against real SGLang servers on the CPU; installs them in $(VENV)-sglang (1.6 GB)"
+	@echo "make test-megatron  run the tests of all layouts of Megatron ranks on the CPU"
 	@echo "make campaign     long fault campaigns (an hour); writes docs/campaigns.md"
 	@echo "make test-times   run tests and say where their time went (PYTEST_ARGS='tests/unit/algo')"
 	@echo "make golden-record  note what the golden runs end with, before code is moved; make golden compares"
@@ -48,11 +50,29 @@ quickstart: $(VENV)/.stamp-examples
 env: $(VENV)/.stamp-dev
 
 test: $(VENV)/.stamp-dev
-	$(BIN)/python tests/run.py -m 'not slow' $(PYTEST_ARGS)
+	$(BIN)/python tests/run.py -m 'not slow and not sglang and not megatron' $(PYTEST_ARGS)
 
 # One after another: the tests that kill and hang parts of a run have deadlines of seconds.
 test-all: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -m 'not campaign' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not campaign and not sglang and not megatron' $(PYTEST_ARGS)
+
+# Real servers, in an environment of their own (1.6 GB).
+$(VENV)-sglang/.stamp: plugins/buffer_rl_sglang/requirements-cpu.txt
+	$(PYTHON) -m venv $(VENV)-sglang
+	$(VENV)-sglang/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	$(VENV)-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps sglang==0.5.23
+	$(VENV)-sglang/bin/python -m pip install -q --disable-pip-version-check -r $<
+	$(VENV)-sglang/bin/python -m pip uninstall -q -y triton
+	@touch $@
+
+sglang-env: $(VENV)-sglang/.stamp
+
+test-sglang: $(VENV)/.stamp-dev $(VENV)-sglang/.stamp
+	SGLANG_PYTHON=$(CURDIR)/$(VENV)-sglang/bin/python $(BIN)/python -m pytest -m sglang $(PYTEST_ARGS)
+
+# Every layout of ranks that a CPU can run; a sample is among the other tests.
+test-megatron: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -m megatron $(PYTEST_ARGS)
 
 campaign: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -m campaign
@@ -111,4 +131,4 @@ ci:
 	.ci/run
 
 clean:
-	rm -rf $(VENV) dist build examples/*/build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-sglang dist build examples/*/build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

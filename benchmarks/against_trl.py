@@ -1,7 +1,7 @@
 """Seconds a step, and to the same held-out accuracy, of buffer_rl and of TRL's GRPO, in turns on this machine.
 
     pip install -e '.[bench]'
-    python benchmarks/against_trl.py                            # both tasks, three seeds, two cores: about an hour
+    python benchmarks/against_trl.py                            # both tasks, three seeds, two cores: half an hour
     python benchmarks/against_trl.py --schedule pipelined --stream-gradients
     python benchmarks/against_trl.py --quick                    # two minutes: does everything work?
 
@@ -224,7 +224,8 @@ def table(task: Task, cores: int, records: Sequence[Record]) -> Iterator[str]:
 
 def _title(system: str, record: Record) -> str:
     settings = record["settings"]
-    more = f" ({settings['threads']} thread, micro-batches of {settings['micro_batch']})" if settings else ""
+    plural = "s" * (settings.get("threads") != 1)
+    more = f" ({settings['threads']} thread{plural}, micro-batches of {settings['micro_batch']})" if settings else ""
     return f"{system} {record['version']}{more}"
 
 

@@ -94,7 +94,7 @@ TASKS: Mapping[str, Task] = {
             max_tokens=116,
             context=192,
             warm_up=0.3,
-            target=0.6,
+            target=0.5,
             steps=80,
             eval_every=10,
         ),

@@ -17,9 +17,8 @@ import os
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,9 @@ class CpuLogger:
         cpu["driver"] -= self._own
         for part in PARTS[1:]:
             self._parts[part] += metrics.get("train/" + CPU_METRIC.format(part), 0.0)
-        self._parts[PARTS[0]] = sum(self._compute(url) for url in engine_urls(pid for pid, _, _ in processes))
+        router = router_url(pid for pid, _, _ in processes)
+        urls = [worker["url"] for worker in self._get(f"{router}/workers")["workers"]] if router else []
+        self._parts[PARTS[0]] = sum(float(self._get(f"{url}/server_info")["compute_cpu_s"]) for url in urls)
         line = {"step": step, "time": now, "cpu": cpu, "parts": self._parts}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -75,12 +76,10 @@ class CpuLogger:
         """Close the file."""
         self._file.close()
 
-    def _compute(self, url: str) -> float:
+    def _get(self, url: str) -> Any:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        with urllib.request.urlopen(
-            urllib.request.Request(f"{url}/server_info", headers=headers), timeout=10
-        ) as answer:
-            return float(json.load(answer)["compute_cpu_s"])
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+            return json.load(answer)
 
 
 def run_processes(root: int) -> Iterator[tuple[int, str, float]]:
@@ -110,10 +109,14 @@ def role_of(command: str, parent: str) -> str:
     return next((role for part, role in ROLES.items() if part in command), RAY)
 
 
-def engine_urls(pids: Iterator[int]) -> set[str]:
-    """Of the router's engines: it has them among its arguments."""
-    words = [word for pid in pids if "router_process" in (line := _command(pid)) for word in line.split("\0")]
-    return {url for flag, url in pairwise(words) if flag == "--worker-urls"}
+def router_url(pids: Iterable[int]) -> str:
+    """Of the router, from the arguments of its watcher: the router's own process has another title. Empty where the run
+    has none."""
+    words = next((line for pid in pids if "router_process" in (line := _command(pid))), "").split("\0")
+    if "--port" not in words:
+        return ""
+    host, port = (words[words.index(flag) + 1] for flag in ("--host", "--port"))
+    return f"http://{host}:{port}"
 
 
 def _command(pid: int) -> str:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BENCHMARKS = (("step_time.py", ()), ("weight_publish.py", ()), ("engine_decode.py", ("--http",)))
+BENCHMARKS = (("step_time.py", ()), ("publication.py", ("--sizes", "10,100")), ("engine_decode.py", ("--http",)))
 
 
 def main() -> int:

@@ -1,6 +1,10 @@
 """buffer_rl: plugin-driven, buffer-centric reinforcement-learning post-training of language models.
 
 types           records that travel: samples, groups, batches, tickets
+sample          one prompt with one response
+ids             identities of groups, rows and versions
+user_args       what user functions receive as ``args``
+lazy_list       lists that are made when they are first read
 contracts       what a plugin of each kind receives and returns
 contract_check  checks of what plugins return
 kinds           the kinds of plugins, with their flags

@@ -6,7 +6,6 @@ is gone; 143 terminated. Only the module of the requested verb is imported, so t
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
@@ -14,9 +13,10 @@ import traceback
 from collections.abc import Sequence
 
 from buffer_rl.config import did_you_mean
-from buffer_rl.configuration.help import FlagParser, flags_of, normalise_flags, refuse_unknown
+from buffer_rl.configuration.help import FlagParser, flags_of, normalise_flags, take_items
+from buffer_rl.configuration.unknown_flags import accept_known, refuse_unknown
 from buffer_rl.errors import BufferRLError, ConfigError
-from buffer_rl.verbs.table import VERBS
+from buffer_rl.verbs.table import VERBS, all_verbs, parser_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,17 +57,21 @@ def _run(arguments: Sequence[str]) -> int:
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     subparsers = parser.add_subparsers(metavar="VERB", title="verbs (buffer-rl VERB --help tells more)")
     verb = arguments[0] if arguments else ""
-    if verb in VERBS:
-        importlib.import_module(f"buffer_rl.verbs.{verb}").add_parser(subparsers, arguments)
+    verbs = VERBS if verb in VERBS else all_verbs()
+    if verb in verbs:
+        parser_of(verb)(subparsers, arguments)
     elif verb and not verb.startswith("-"):
         raise ConfigError(
-            f"there is no verb {verb!r}", expected=f"one of {', '.join(VERBS)}", hint=did_you_mean(verb, VERBS)
+            f"there is no verb {verb!r}", expected=f"one of {', '.join(verbs)}", hint=did_you_mean(verb, verbs)
         )
     else:
-        for name, summary in VERBS.items():
+        for name, summary in verbs.items():
             subparsers.add_parser(name, help=summary)
     namespace, extra = parser.parse_known_args(arguments)
-    refuse_unknown(extra, flags_of(parser), prog=f"buffer-rl {verb}".rstrip())
+    rest, known = accept_known(namespace, take_items(namespace, extra))
+    refuse_unknown(rest, flags_of(parser), prog=f"buffer-rl {verb}".rstrip())
+    for text in known:
+        print(f"buffer-rl: notice: {text}", file=sys.stderr)
     if namespace.version:
         return _print_version()
     if not hasattr(namespace, "run"):

@@ -15,12 +15,14 @@ import functools
 import importlib
 import json
 import types
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Union, cast, get_args, get_origin
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
+from pydantic.fields import FieldInfo
 
 from buffer_rl.errors import ConfigError
+from buffer_rl.user_args import UserArgs
 
 ENV_PREFIX = "BUFFER_RL_"
 
@@ -46,6 +48,18 @@ class Options(Section):
 
     section_references: ClassVar[tuple[str, ...]] = ()
 
+    @functools.cached_property
+    def for_user_code(self) -> UserArgs:
+        """What the user's functions in this process receive as ``args``."""
+        names = type(self).model_fields
+        values = {name: getattr(self, name) for name in names}
+        return UserArgs(values, [name for name in names if plugin_kind_of(type(self), name)])
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        copied.__dict__.pop("for_user_code", None)  # of the options before what is changed in the copy
+        return copied
+
     def __reduce__(self) -> tuple[Any, ...]:
         return load_args, (dump_args(self),)
 
@@ -55,14 +69,24 @@ def _is_list(annotation: Any) -> bool:
     return any(get_origin(member) is list for member in members)
 
 
-def option(default: Any, help: str, *, kind: str = "", metavar: str = "", short: str = "", **constraints: Any) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    kind: str = "",
+    metavar: str = "",
+    short: str = "",
+    prefix: str = "",
+    **constraints: Any,
+) -> Any:
     """One option of a section.
 
     help: one sentence, with the unit where there is one. ``kind``: the option's value is a plugin reference (or a
     list of them) of this plugin kind, checked before anything starts. ``short``: a second flag of one letter, for
-    example ``-p``. ``constraints`` go to ``pydantic.Field``.
+    example ``-p``. ``prefix``: of a mapping whose items are options too: with ``tool_``, ``--tool-level 3`` is its
+    item ``level``, unless another option has that name. ``constraints`` go to ``pydantic.Field``.
     """
-    extra: dict[str, Any] = {"kind": kind, "metavar": metavar, "short": short}
+    extra: dict[str, Any] = {"kind": kind, "metavar": metavar, "short": short, "prefix": prefix}
     return Field(default, description=help, json_schema_extra=extra, **constraints)
 
 
@@ -152,6 +176,16 @@ def plugin_kind_of(args_class: type[Section], name: str) -> str:
     """The plugin kind that the option ``name`` refers to; empty for options that are no references."""
     extra = args_class.model_fields[name].json_schema_extra
     return str(extra.get("kind", "")) if isinstance(extra, dict) else ""
+
+
+def item_of_mapping(known: Mapping[str, FieldInfo], name: str) -> tuple[str, str]:
+    """The option and its item that ``name``, which is no option, stands for (``option(prefix=…)``); or empty texts."""
+    for owner, field in known.items():
+        extra = field.json_schema_extra
+        prefix = str(extra.get("prefix", "")) if isinstance(extra, dict) else ""
+        if prefix and name.startswith(prefix) and len(name) > len(prefix):
+            return owner, name.removeprefix(prefix)
+    return "", ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -5,11 +5,13 @@ The checkers of plugin objects themselves are in ``buffer_rl.resolution.signatur
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +19,12 @@ from buffer_rl.errors import RewardError, RolloutError
 from buffer_rl.resolution.calls import short_repr
 from buffer_rl.types import NO_UID, FilterDecision, GroupUid, RolloutOutput, Sample, SampleGroup, Status
 
+_log = logging.getLogger(__name__)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-def check_reward(value: object, *, where: str) -> float | dict[str, float]:
-    """The reward as a float, or as floats by name.
+def check_reward(value: object, *, where: str) -> float | dict[str, Any]:
+    """The reward as a float, or by name as floats, texts and Nones, of which ``--reward-key`` names a number.
 
     Finite numbers are accepted, booleans as 0 and 1, numpy scalars and arrays of no dimensions too. None, NaN,
     infinity, text and lists raise RewardError: a reward that could not be computed is never a silent 0.
@@ -32,11 +35,16 @@ def check_reward(value: object, *, where: str) -> float | dict[str, float]:
         return _finite_number(value, where)
     if not value:
         raise RewardError("the reward is an empty mapping", where=where, expected="at least one name with a number")
-    rewards: dict[str, float] = {}
+    rewards: dict[str, Any] = {}
     for key, entry in value.items():
         if not isinstance(key, str):
             raise RewardError(f"the reward has the key {key!r}", where=where, expected="text keys")
-        rewards[key] = _finite_number(entry, f"{where}, entry {key!r}" if where else f"entry {key!r}")
+        number = None
+        if entry is not None and not isinstance(entry, str):
+            number = _finite_number(entry, f"{where}, entry {key!r}" if where else f"entry {key!r}")
+        rewards[key] = entry if number is None else number
+    if all(isinstance(entry, str | None) for entry in rewards.values()):
+        raise RewardError("the reward is a mapping without a number", where=where, expected="one under --reward-key")
     return rewards
 
 
@@ -53,13 +61,14 @@ def check_filter_decision(value: object, *, where: str) -> FilterDecision:
     if isinstance(value, FilterDecision):
         keep = _as_bool(value.keep)
         if keep is not None and isinstance(value.reason, str):
-            return FilterDecision(keep=keep, reason=value.reason)
+            return value if keep is value.keep else replace(value, keep=keep)
     elif (keep := _as_bool(value)) is not None:
         return FilterDecision(keep=keep)
     elif (keep := _as_bool(getattr(value, "keep", None))) is not None:  # a record of slime's or of the user's own
         reason = getattr(value, "reason", None)
         if reason is None or isinstance(reason, str):
-            return FilterDecision(keep=keep, reason=reason or "")
+            fallback = bool(getattr(value, "keep_when_insufficient", False))
+            return FilterDecision(keep=keep, reason=reason or "", keep_when_insufficient=fallback)
     raise RolloutError(
         f"the filter returned {short_repr(value)}",
         where=where,
@@ -120,7 +129,7 @@ def as_leased_group(value: object, leased: Mapping[GroupUid, SampleGroup]) -> Sa
     """
     if isinstance(value, SampleGroup):
         return value
-    if not isinstance(value, list):
+    if not isinstance(value, MutableSequence):  # a list, or what a leased group holds before its samples are read
         return None
     samples = [part for entry in value for part in (entry if isinstance(entry, list) else [entry])]
     if not all(isinstance(sample, Sample) for sample in samples):
@@ -138,8 +147,8 @@ def as_leased_group(value: object, leased: Mapping[GroupUid, SampleGroup]) -> Sa
 
 def _as_foreign_group(value: object) -> SampleGroup | None:
     """A list of samples without uids, which no lease gave, as a group without one; else None."""
-    if isinstance(value, list) and value and all(isinstance(s, Sample) and s.uid is None for s in value):
-        return SampleGroup(samples=value)
+    if isinstance(value, MutableSequence) and value and all(isinstance(s, Sample) and s.uid is None for s in value):
+        return SampleGroup(samples=[*value])
     return None
 
 
@@ -161,12 +170,15 @@ def _groups_and_metrics(value: object, where: str) -> tuple[list[object], object
 
 
 def check_metrics(metrics: object, *, where: str) -> dict[str, float]:
-    """Metrics as floats by name. Raises RolloutError naming the first that is no number."""
+    """Metrics as floats by name. Texts are written to the log. Raises RolloutError naming the first that is neither."""
     if not isinstance(metrics, Mapping):
         raise RolloutError(f"the metrics are {short_repr(metrics)}", where=where, expected="numbers by name")
     checked: dict[str, float] = {}
     for name, value in metrics.items():
         number = _unwrap_scalar(value)
+        if isinstance(name, str) and isinstance(number, str):
+            _log.warning("%s: %s = %s", where, name, number)
+            continue
         if not isinstance(name, str) or not isinstance(number, numbers.Real):
             raise RolloutError(f"the metric {name!r} is {short_repr(value)}", where=where, expected="a number")
         checked[name] = float(number)

@@ -334,19 +334,27 @@ class Trainer(Protocol):
 
 
 class EngineProcess(Protocol):
-    """A rollout engine that was started: a server that speaks SGLang's HTTP protocol at ``url``."""
+    """A rollout engine that was started: a server that speaks SGLang's HTTP protocol at ``url``.
+
+    ``check`` raises EngineError once the server has ended. It is called several times a second, and waits for nothing.
+    A server that hangs is found by its silence: ``GET /server_info`` must be answered by what decodes."""
 
     @property
     def url(self) -> str: ...
     def wait_ready(self, timeout_s: float) -> None: ...
+    def check(self) -> None: ...
     def stop(self) -> None: ...
 
 
 class EngineLauncher(Protocol):
     """Starts one rollout engine, without waiting for it. Called on its node, in a process whose environment names its
     devices: the server listens on a free port of ``args.engine_host`` and ends with that process, as a child does that
-    ``buffer_rl.engine.process.ChildProcess`` starts. The engine may also have ``check()``, which raises EngineError
-    once the server has ended."""
+    ``buffer_rl.engine.process.ChildProcess`` starts; ``ServerProcess`` there finds the port of a server that cannot
+    inherit a socket.
+
+    The launcher may have ``deterministic``, true if under ``args.deterministic`` an answer depends on the request and
+    its ``sampling_seed`` alone, and ``check(args)``, which is called before anything starts and raises ConfigError for
+    options that its engines cannot serve."""
 
     def __call__(self, args: Any, index: int, log_path: str) -> EngineProcess: ...
 

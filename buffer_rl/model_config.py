@@ -1,4 +1,4 @@
-"""What the configuration of a Hugging Face model says about its longest sequence, read without torch.
+"""What the configuration of a Hugging Face model says about its tokens and its longest sequence, read without torch.
 
 The configurations of composite models keep that of the language model one level down. Rope settings are in
 ``rope_scaling`` (flat, with ``type`` or ``rope_type``) or ``rope_parameters`` (flat, or one dictionary for each kind of
@@ -7,10 +7,38 @@ layer).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from buffer_rl.errors import ConfigError
+
+DOWNLOAD = "a model of the Hub is downloaded first: hf download ORG/NAME --local-dir FOLDER"
 _TEXT_CONFIGS = ("text_config", "decoder", "generator", "llm_config", "language_config")
+
+
+def read_config(flag: str, folder: str) -> dict[str, Any]:
+    """``config.json`` of a model folder. Raises ConfigError if it is not there or no JSON object."""
+    path = Path(folder, "config.json")
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder!r} is no Hugging Face folder: there is no config.json in it", where=flag, hint=DOWNLOAD
+        )
+    return json_object(flag, path)
+
+
+def json_object(flag: str, path: Path) -> dict[str, Any]:
+    """The object in the file ``path``. Raises ConfigError naming ``flag``."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"the file cannot be read: {error.strerror}", where=f"{flag} {path}") from error
+    except ValueError as error:
+        raise ConfigError(f"the file is no JSON: {error}", where=f"{flag} {path}", hint=DOWNLOAD) from error
+    if not isinstance(value, dict):
+        raise ConfigError("the file holds no JSON object", where=f"{flag} {path}", hint=DOWNLOAD)
+    return value
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -22,6 +50,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def max_positions(config: Mapping[str, Any]) -> int | None:
     """``max_position_embeddings`` of the language model; None where it states none."""
     return _length(text_config(config).get("max_position_embeddings"))
+
+
+def vocab_size(config: Mapping[str, Any]) -> int | None:
+    """Rows of the language model's embedding, which may be more than its tokenizer has tokens; token ids are below it.
+    None where the configuration states none."""
+    return _length(text_config(config).get("vocab_size"))
 
 
 def length_problem(config: Mapping[str, Any], longest: int | None) -> tuple[str, int] | None:
@@ -46,6 +80,19 @@ def length_problem(config: Mapping[str, Any], longest: int | None) -> tuple[str,
         f"the model has {what}: beyond {limit} tokens the log-probabilities of a row would depend on other rows",
         limit,
     )
+
+
+def require_short_rows(flag: str, config: Mapping[str, Any], longest: int | None, limit_flag: str) -> None:
+    """Raises ConfigError if sequences of up to ``longest`` tokens cannot be computed in batches (``length_problem``).
+    flag: names the model; limit_flag: what would limit the sequences."""
+    if problem := length_problem(config, longest):
+        reason, limit = problem
+        raise ConfigError(
+            reason,
+            where=f"{flag} config.json",
+            expected=f"sequences of at most {limit} tokens; here they may have {longest or 'any number'}",
+            hint=f"add {limit_flag} {limit}, or less",
+        )
 
 
 def _scalings(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -7,10 +7,11 @@ contract of its kind and registered in one pluggy ``PluginManager``, so that one
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pluggy
 
@@ -26,10 +27,11 @@ from buffer_rl.resolution.entry_points import (
     origin_of_object,
 )
 from buffer_rl.resolution.hooks import Adapter, HookPlugins, Provided
+from buffer_rl.resolution.import_names import ImportNames
 from buffer_rl.resolution.locate import Search, import_object
 from buffer_rl.resolution.reference import Form, Origin, find_module, form_of
 from buffer_rl.resolution.shipping import search_folders
-from buffer_rl.resolution.signature import check_contract, describe
+from buffer_rl.resolution.signature import check_contract, describe, inner_function
 
 __all__ = ["Origin", "PluginInfo", "PluginRegistry", "check_contract"]
 
@@ -52,6 +54,7 @@ class PluginRegistry:
         autoload = autoload and not os.environ.get(AUTOLOAD_VARIABLE)
         self._entry_points = EntryPoints(blocked=blocked, autoload=autoload)
         self._plugins = HookPlugins(entry_points=self._entry_points, folders=self._folders)
+        self._import_names = ImportNames(self._entry_points, self._folders)
         self._resolved: dict[tuple[str, str], Adapter] = {}
 
     @classmethod
@@ -79,11 +82,13 @@ class PluginRegistry:
         return self._plugins.call(hook, **facts)
 
     def load_plugin(self, reference: str) -> None:
-        """Load one requested pluggy plugin (``-p``): an installed name, a module or ``module:attr``.
+        """Load one requested pluggy plugin (``-p``): an installed name, a module or ``module:attr``; or provide the
+        import name ``reference`` (``buffer_rl.resolution.import_names``).
 
         Raises PluginError if it is broken; broken plugins that are only installed are skipped.
         """
-        self._plugins.load(reference)
+        if not self._import_names.request(reference):
+            self._plugins.load(reference)
 
     def names(self, kind: str) -> list[str]:
         """The names that are registered or installed for a kind."""
@@ -98,6 +103,8 @@ class PluginRegistry:
         if self._entry_points.is_blocked(reference):
             raise plugin_error(row, reference, f"blocked by -p no:{reference}")
         form = form_of(reference)
+        if form in (Form.MODULE, Form.DOTTED):
+            self._import_names.provide([reference.partition(":")[0]])
         search = Search(kind=row, shown=reference, folders=self._folders)
         if form in (Form.MODULE, Form.FILE):
             return search.locate(reference)
@@ -151,6 +158,14 @@ class PluginRegistry:
         what = "data may choose only registered names, never a path to code"
         raise plugin_error(row, name, what, known=names)
 
+    def is_written_for_others(self, obj: object) -> bool:
+        """Whether the source of a function imports a package whose names a plugin provides, installed or not."""
+        try:
+            file = inspect.getsourcefile(inspect.unwrap(cast(Any, inner_function(obj))))
+        except TypeError:  # an object that is no function: its class says it
+            file = inspect.getsourcefile(type(obj))
+        return self._import_names.are_asked_by(file or "")
+
     def infos(self, kind: str | None = None) -> list[PluginInfo]:
         """Every plugin that is installed, provided or resolved; nothing is imported but installed pluggy plugins."""
         kinds = [kind_named(kind).name] if kind else list(KINDS)
@@ -192,7 +207,14 @@ class PluginRegistry:
             candidate = self._named(row, reference)
             assert isinstance(candidate, Provided)
             return candidate.object
-        return import_object(Search(kind=row, shown=reference, folders=self._folders), origin)
+        search = Search(kind=row, shown=reference, folders=self._folders)
+        self._import_names.provide_for(origin.file)
+        try:
+            return import_object(search, origin)
+        except PluginError as error:
+            if not self._import_names.provide_missing(error.__cause__):
+                raise
+        return import_object(search, origin)
 
     def _candidates(self, kind: str) -> dict[str, list[EntryPointInfo | Provided]]:
         """Every name of a kind with all that have it."""

@@ -1,172 +1,28 @@
 """The records that travel between the parts of buffer_rl (standard library and numpy only).
 
-``Sample`` keeps slime's field names where the meaning is the same, so that functions written for it
-read the same names.
+``Sample`` and what it consists of are in ``buffer_rl.sample``, and are found here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 
-Prompt = str | list[dict[str, Any]]
-"""Plain text, or chat messages (``[{"role": ..., "content": ...}, ...]``)."""
+from buffer_rl.ids import NO_UID as NO_UID
+from buffer_rl.ids import GroupUid as GroupUid
+from buffer_rl.ids import RowId as RowId
+from buffer_rl.ids import VersionSpan as VersionSpan
+from buffer_rl.ids import tile as tile
+from buffer_rl.lazy_list import LazyList
+from buffer_rl.sample import Prompt as Prompt
+from buffer_rl.sample import Sample as Sample
+from buffer_rl.sample import Status as Status
 
 Column = np.ndarray | list[np.ndarray]
 """One field of several rows: an array ``[num_rows]``, or one array ``[num_tokens]`` per row."""
-
-
-class Status(StrEnum):
-    """What became of one sample."""
-
-    PENDING = "pending"
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"
-    ABORTED = "aborted"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class GroupUid:
-    """Identity of one prompt group: which data source, which of its rows, in which epoch."""
-
-    source: str
-    row: int
-    epoch: int
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.row}:{self.epoch}"
-
-    def __reduce__(self) -> tuple[Any, ...]:  # several times faster than the one that dataclasses write
-        return GroupUid, (self.source, self.row, self.epoch)
-
-    @classmethod
-    def parse(cls, text: str) -> GroupUid:
-        """The inverse of ``str(uid)``. Raises ``ValueError`` for anything else."""
-        source, row, epoch = text.rsplit(":", 2)
-        return cls(source, int(row), int(epoch))
-
-
-NO_UID = GroupUid("", 0, 0)
-"""Of a group that the rollout function made without one; the framework gives it one when it is reported."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class RowId:
-    """Identity of one training row: the group, which of its samples, which part of a sample that fanned out."""
-
-    uid: GroupUid
-    sample_index: int
-    part: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.uid}/{self.sample_index}.{self.part}"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RowId, (self.uid, self.sample_index, self.part)
-
-    def __hash__(self) -> int:  # without a second call for the uid: a step takes thousands
-        return hash((self.uid.row, self.uid.epoch, self.sample_index, self.part))
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Response tokens ``start`` to ``end`` (exclusive, counted from the first response token) were sampled
-    by weights of ``version``."""
-
-    version: int
-    start: int
-    end: int
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return VersionSpan, (self.version, self.start, self.end)
-
-
-def tile(spans: Sequence[VersionSpan], length: int) -> bool:
-    """Whether the spans, in order, cover the tokens 0 to ``length`` once each, and none of them is empty."""
-    end = 0
-    for span in spans:
-        if span.start != end or span.end <= span.start:
-            return False
-        end = span.end
-    return end == length
-
-
-@dataclass(slots=True, kw_only=True)
-class Sample:
-    """One prompt with one response.
-
-    tokens: prompt and response token ids, ``[prompt_length + response_length]``.
-    rollout_log_probs: the engine's log-probability of each response token, ``[response_length]``, in nats.
-    teacher_log_probs: the same under a teacher (``--use-opd``), where a function of the user's asks it.
-    rollout_kept_tokens: for each response token the ids of the tokens that top-k, top-p and min-p left to draw it from,
-    as bytes of int32, ``[response_length]``; empty for the whole vocabulary, as where the token was not sampled. Of
-    ``--replay-kept-tokens``, under which ``rollout_log_probs`` are renormalised over them.
-    loss_mask: 1 for each response token that is trained on, ``[response_length]``; None means all of them.
-    reward: a finite number, or a mapping of names to numbers with the one to train on under ``--reward-key``.
-    remove_sample: set by a sample filter: keep the row, but with a loss mask of zeros.
-    train_metadata: what training needs beside: ``baseline_reward``, the reward of a greedy response, for ReMax.
-    """
-
-    uid: GroupUid | None = None
-    sample_index: int = 0
-    part: int = 0
-    group_index: int | None = None
-    index: int | None = None
-    prompt: Prompt = ""
-    tokens: list[int] = field(default_factory=list)
-    multimodal_inputs: dict[str, Any] | None = None
-    response: str = ""
-    response_length: int = 0
-    label: Any = None
-    reward: float | dict[str, Any] | None = None
-    loss_mask: list[int] | None = None
-    weight_versions: list[VersionSpan] = field(default_factory=list)
-    rollout_log_probs: list[float] | None = None
-    teacher_log_probs: list[float] | None = None
-    rollout_kept_tokens: list[bytes] | None = None
-    status: Status = Status.PENDING
-    metadata: dict[str, Any] = field(default_factory=dict)
-    remove_sample: bool = False
-    train_metadata: dict[str, Any] | None = None
-    session_id: str | None = None
-
-    Status = Status  # slime's functions write ``Sample.Status.COMPLETED``
-
-    @property
-    def row_id(self) -> RowId:
-        """Raises ``ValueError`` for a sample that no data source gave a uid."""
-        if self.uid is None:
-            raise ValueError("this sample has no uid: it did not come from Buffer.get_samples")
-        return RowId(self.uid, self.sample_index, self.part)
-
-    @property
-    def prompt_length(self) -> int:
-        """Number of prompt tokens."""
-        return len(self.tokens) - self.response_length
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest weight version that any response token was sampled from; None without a response."""
-        return min((span.version for span in self.weight_versions), default=None)
-
-    def get_reward_value(self, args: Any) -> float:
-        """The number to train on: ``reward``, or ``reward[args.reward_key]`` where it is a mapping."""
-        if isinstance(self.reward, dict):
-            key = getattr(args, "reward_key", None)
-            if key not in self.reward:
-                raise ValueError(
-                    f"{self.row_id}: the reward is a mapping with keys {sorted(self.reward)}; "
-                    f"name the one to train on with --reward-key (now {key!r})"
-                )
-            return float(self.reward[key])
-        if self.reward is None:
-            raise ValueError(f"{self.row_id}: no reward was set")
-        return float(self.reward)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,24 +59,15 @@ class SampleGroup(Sequence[Sample]):
     def __iter__(self) -> Iterator[Sample]:
         return iter(self.samples)
 
-    def as_prompts(self) -> SampleGroup:
-        """A copy with the prompts alone: responses, rewards and versions are gone."""
-        fresh = [
-            Sample(
-                uid=s.uid,
-                sample_index=s.sample_index,
-                group_index=s.group_index,
-                index=s.index,
-                prompt=s.prompt,
-                multimodal_inputs=s.multimodal_inputs,
-                label=s.label,
-                metadata=dict(s.metadata),
-                session_id=s.session_id,
-            )
-            for s in self.samples
-            if s.part == 0
-        ]
-        return replace(self, samples=fresh)
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the samples are copies of one prompt that were not read yet, so that nothing was generated."""
+        return isinstance(self.samples, LazyList) and not self.samples.is_made
+
+    def as_prompts(self, **changes: Any) -> SampleGroup:
+        """A copy with the prompts alone: responses, rewards and versions are gone. changes: its other fields."""
+        samples = cast(Any, self.samples).unmade() if self.is_fresh else [s.as_prompt() for s in self if s.part == 0]
+        return replace(self, samples=samples, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,10 +147,15 @@ class RolloutOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterDecision:
-    """A dynamic sampling filter's answer; ``reason`` is counted and shown for dropped groups."""
+    """A dynamic sampling filter's answer; ``reason`` is counted and shown for dropped groups.
+
+    keep_when_insufficient: keep a group that is not wanted where another would have to be generated in its place, that
+    is, once ``--over-sampling-batch-size`` leaves no more groups than the step needs.
+    """
 
     keep: bool
     reason: str = ""
+    keep_when_insufficient: bool = False
 
 
 SAMPLE_SIZES = ("sample_total_tokens", "sample_parts")

@@ -6,20 +6,24 @@ the rewards, so that it holds for rewards other than 0 and 1 as well.
 
 from __future__ import annotations
 
+from statistics import stdev
 from typing import Any
 
 from buffer_rl.types import FilterDecision, SampleGroup
 
+MIN_STD = 1e-6
+"""Rewards that deviate by no more count as equal: a reward of float sums may differ by rounding alone."""
+
 
 def nonzero(args: Any, group: SampleGroup) -> FilterDecision:
-    """Keep the group if the standard deviation of its rewards is not 0; else the reason is ``zero_std_{reward}``.
+    """Keep the group if the standard deviation of its rewards (divisor n - 1) is above ``MIN_STD``; else the reason is
+    ``zero_std_{reward}``.
 
-    Equality is tested on the rewards themselves: a computed deviation of equal floats may come out as 1e-17.
     Samples without a reward (failed, aborted) do not count; a group without any is dropped as ``no_rewards``.
     """
     rewards = [sample.get_reward_value(args) for sample in group if sample.reward is not None]
     if not rewards:
         return FilterDecision(keep=False, reason="no_rewards")
-    if min(rewards) == max(rewards):
+    if len(rewards) < 2 or stdev(rewards) <= MIN_STD:
         return FilterDecision(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
     return FilterDecision(keep=True)

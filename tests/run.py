@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-HALVES = (("tests/integration", "tests/gpu"), ("tests/unit", "tests/golden"))
+HALVES = (("tests/integration", "tests/conformance", "tests/gpu"), ("tests/unit", "tests/golden"))
 NO_TESTS = 5  # pytest's status where nothing is selected
 POLL_S = 0.2
 

@@ -8,12 +8,13 @@ groups that stream add up without knowledge of the rest of the step. Suffix lege
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Total
+
+if TYPE_CHECKING:
+    import torch
 
 
 def __getattr__(name: str) -> object:
@@ -24,7 +25,7 @@ def __getattr__(name: str) -> object:
 
 def mask_out(values_bt: torch.Tensor, mask_bt: torch.Tensor) -> torch.Tensor:
     """``values x mask``, where a masked value may even be infinite or NaN (``inf x 0`` would be NaN)."""
-    return torch.where(mask_bt != 0, values_bt, 0.0) * mask_bt
+    return values_bt.where(mask_bt != 0, 0.0) * mask_bt
 
 
 def token_weights(
@@ -44,6 +45,8 @@ def token_weights(
     Raises ConfigError for another mode.
     """
     if mode == "token-mean":
+        import torch
+
         return mask_bt, mask_bt.sum(dtype=torch.float64)
     samples = (1 / parts_b.double()).sum()
     if mode == "seq-mean-token-mean":
@@ -79,6 +82,8 @@ def metric_totals(
     metrics: Mapping[str, Any], weights: torch.Tensor, mask_bt: torch.Tensor, parts_b: torch.Tensor
 ) -> dict[str, Total]:
     """The sums of all metrics; means over tokens, which are most of them, in one operation."""
+    import torch
+
     given = {name: m if isinstance(m, Metric) else Metric(m) for name, m in metrics.items()}
     token_means = [name for name, m in given.items() if Reduction(m.reduction) is Reduction.MEAN and m.values.ndim == 2]
     stacked = torch.stack([given[name].values.detach().float() for name in token_means])
@@ -91,6 +96,8 @@ def metric_totals(
 
 
 def _total(metric: Metric, weights: torch.Tensor, mask_bt: torch.Tensor, parts_b: torch.Tensor) -> Total:
+    import torch
+
     reduction, values = Reduction(metric.reduction), metric.values.detach().float()
     if reduction is Reduction.LOSS:
         return Total(reduction, mask_out(values, weights).sum(dtype=torch.float64))

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from buffer_rl.algo.losses import clipped_surrogate, ratio_of
 from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.scope import Unit, loss_unit
@@ -27,6 +25,8 @@ def decoupled_ppo(args: Any, inputs: LossInputs) -> TokenLoss:
     Metrics, means over tokens: ``pg_clipfrac``; ``ppo_kl``, from proximal to new policy; ``behave_weight`` before the
     cap; ``behave_capped``.
     """
+    import torch
+
     prox_bt = inputs["prox_log_probs"] if args.use_rollout_logprobs else inputs.get("prox_log_probs")
     prox_bt = inputs.old_log_probs if prox_bt is None else prox_bt
     log_ratio_bt = inputs.log_probs - prox_bt

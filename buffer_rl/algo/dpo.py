@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch.nn.functional import logsigmoid
-
 from buffer_rl.algo.aggregation import mask_out
 from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.scope import Unit, loss_unit
@@ -26,6 +23,9 @@ def dpo(args: Any, inputs: LossInputs) -> TokenLoss:
     Metrics, means over pairs: ``dpo_accuracy``, the share whose margin is positive; ``dpo_margin``, ``beta (d_chosen -
     d_rejected)``.
     """
+    import torch
+    from torch.nn.functional import logsigmoid
+
     shift_b = mask_out(inputs.log_probs - inputs.ref_log_probs, inputs.loss_mask).sum(-1)
     weights_b = torch.zeros_like(shift_b)
     source: list[torch.Tensor] = [shift_b.sum() * 0] * len(shift_b)  # a gradient of 0 where there is no pair

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from buffer_rl.algo.aggregation import row_mean
 from buffer_rl.algo.losses import clip_range, ratio_of
 from buffer_rl.contracts import LossInputs, TokenLoss
@@ -30,7 +28,7 @@ def gmpo(args: Any, inputs: LossInputs) -> TokenLoss:
     advantages_b = row_mean(inputs.advantages, inputs.loss_mask)
     log_ratio_bt = inputs.log_probs - inputs.old_log_probs
     rises = (advantages_b > 0)[:, None]
-    clipped_bt = torch.where(rises, log_ratio_bt.clamp(max=high), log_ratio_bt.clamp(min=-low))
+    clipped_bt = log_ratio_bt.clamp(max=high).where(rises, log_ratio_bt.clamp(min=-low))
     ratio_b = ratio_of(row_mean(clipped_bt, inputs.loss_mask))
     metrics = {"pg_clipfrac": clipped_bt != log_ratio_bt, "ppo_kl": -log_ratio_bt}
     return TokenLoss(-advantages_b * ratio_b, metrics=metrics)

@@ -1,18 +1,21 @@
 """Losses as formulas: a number for each response token, which the framework masks, weighs, sums and divides; and what
 other losses take from PPO: the ratio, its clip range, the clipped surrogate.
 
+Modules of built-in losses import torch, which takes a second, in functions alone: the driver imports them.
 Suffix legend: ``_bt`` is ``[num_rows, max_response]``; torch float32; log-probabilities and entropies in nats.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+import math
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.scope import Unit, loss_unit
 from buffer_rl.token_loss import Metric, Reduction
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this many nats before ``exp`` (e^20 is about 5e8, far from overflow in float32). Where the
@@ -40,11 +43,11 @@ def clipped_surrogate(args: Any, advantages: torch.Tensor, ratio: torch.Tensor) 
     low, high = clip_range(args)
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    values, acts = torch.maximum(free, clipped), clipped > free
+    values, acts = free.maximum(clipped), clipped > free
     if args.eps_clip_c is None:
         return values, acts
-    ceiling = torch.where(advantages < 0, -advantages * args.eps_clip_c, torch.inf)
-    return torch.minimum(values, ceiling), acts | (values > ceiling)
+    ceiling = (-advantages * args.eps_clip_c).where(advantages < 0, math.inf)
+    return values.minimum(ceiling), acts | (values > ceiling)
 
 
 @loss_unit(Unit.TOKEN)

@@ -20,6 +20,8 @@ def shaped(args: Any, rewards_n: np.ndarray, lengths_n: np.ndarray) -> np.ndarra
     ``--reward-scale``, minus the penalties of long responses, which are neither clipped nor scaled."""
     bounds = reward_bounds(args)
     clipped_n = np.clip(rewards_n, *bounds) if bounds else rewards_n
+    if not args.overlong_buffer_len and not args.length_penalty and args.reward_scale == 1:
+        return clipped_n
     penalties_n = overlong_penalties(args, lengths_n) + length_penalties(args, lengths_n)
     shaped_n: np.ndarray = clipped_n * float(args.reward_scale) + penalties_n
     return shaped_n

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from buffer_rl.algo.losses import ratio_of
 from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.scope import Unit, loss_unit
@@ -22,8 +20,10 @@ def sapo(args: Any, inputs: LossInputs) -> TokenLoss:
 
     Metrics, means over tokens: ``sapo_gate``, the slope of ``f`` at the ratio; ``ppo_kl``.
     """
+    import torch
+
     log_ratio_bt = inputs.log_probs - inputs.old_log_probs
     tau_bt = torch.where(inputs.advantages > 0, args.sapo_tau_pos, args.sapo_tau_neg)
-    open_bt = torch.sigmoid(tau_bt * (ratio_of(log_ratio_bt) - 1))
+    open_bt = (tau_bt * (ratio_of(log_ratio_bt) - 1)).sigmoid()
     metrics = {"sapo_gate": 4 * open_bt * (1 - open_bt), "ppo_kl": -log_ratio_bt}
     return TokenLoss(-inputs.advantages * 4 / tau_bt * open_bt, metrics=metrics)

@@ -9,7 +9,8 @@ pools           the pools of all selections
 selection       which finished groups one step trains on
 pool            one selection's rows, filled and read while it is open
 readers         which groups a reading task gets next
-columns         how columns travel and are stored
+columns         how columns are stored
+wire            how columns and row ids travel
 ledger          the durable state of every group, on SQLite
 ledger_tables   its tables, in SQL
 ledger_entry    a group's states, and the rules by which they change

@@ -110,7 +110,7 @@ class BufferActor:
             return target(*args)
 
     def _operation(self, name: str, kind: Kind) -> Callable[..., Any]:
-        for owner in (self._state, self):
+        for owner in (self, self._state):
             if kind_of(operation := getattr(owner, name, None)) is kind:
                 return cast(Callable[..., Any], operation)
         raise BufferStateError(f"the Buffer has no method {name!r} that {kind}")
@@ -120,6 +120,9 @@ class BufferActor:
         """Counts for a display, answered even while the state is worked on. Best effort: the counts may be
         of two moments. ``busy_s``: seconds that a thread has worked on the change of now; ``work_s``: on
         all changes so far, of which ``ledger_s`` in the ledger's transactions; ``pid``: of this process."""
+        return self._counts()
+
+    def _counts(self) -> dict[str, Any]:
         since = self._busy_since
         health = {
             "busy_s": 0.0 if since is None else time.monotonic() - since,
@@ -131,6 +134,12 @@ class BufferActor:
             return health | self._state.get_progress()
         except (RuntimeError, BufferStateError):  # a task began or ended while it was read: the next poll will do
             return health | {"incarnation": self._ledger.fencing_token}
+
+    @mutates
+    def release(self, version: int) -> dict[str, Any]:
+        """``BufferState.release``, with the times of ``get_progress`` before it. Called through ``change``."""
+        self._state.release(version)
+        return self._counts()
 
     @ray.method(concurrency_group="wait")
     def wait_change(self, revision: int, timeout_s: float) -> None:

@@ -20,11 +20,12 @@ import ray
 from buffer_rl.buffer.actor import BufferActor
 from buffer_rl.buffer.calling import Answers, JoinedCalls, StartedCall
 from buffer_rl.buffer.calls import Kind, OpenCalls, kind_of
-from buffer_rl.buffer.columns import BatchPlan, Cell, Columns, assemble
+from buffer_rl.buffer.columns import BatchPlan, Cell, assemble
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, split_payloads
+from buffer_rl.buffer.wire import Columns, RowIds
 from buffer_rl.errors import DeadlineError, PayloadLostError
 from buffer_rl.types import Column, RowId, Ticket, TrainBatch
 
@@ -159,7 +160,7 @@ class BufferClient:
 
     def import_groups(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
         """Take groups over that were finished elsewhere; see ``BufferState.import_groups``."""
-        self.call(BufferState.import_groups, ticket, list(row_ids), Columns(columns))
+        self.call(BufferState.import_groups, ticket, RowIds(row_ids), Columns(columns))
 
     def get_data(
         self,
@@ -185,7 +186,7 @@ class BufferClient:
         self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
     ) -> StartedCall[None]:
         """``put_fields`` without waiting."""
-        return self._start(lambda _: None, BufferState.put_fields, task, list(row_ids), Columns(columns), writer)
+        return self._start(lambda _: None, BufferState.put_fields, task, RowIds(row_ids), Columns(columns), writer)
 
     def take(
         self, task: str, request: ReadRequest, timeout_s: float, fields: Sequence[str] | None = None

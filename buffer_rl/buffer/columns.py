@@ -1,17 +1,13 @@
-"""Columns of sample groups: how they travel between processes, and how the Buffer stores them.
-
-Ray ships every array of a call by itself, which costs more than the bytes of a short one: a step of 64 rows and 10
-fields is 400 arrays. So ``Columns`` join the rows of a field before they are sent, small fields travel inside the
-message, and the receiver gets views of one array, with the values, dtypes and shapes of the sent ones.
+"""Columns of sample groups: how the Buffer stores them, and plans batches of them.
 
 A ``Cell`` is one field of one group. Its payload is in the Buffer's memory, or in the object store: a small payload
-travels inside the call that reports it; a large one is put there by the process that owns it, and only its reference
-is in the Buffer (see ``buffer_rl.buffer.storage``).
+travels inside the call that reports it (see ``buffer_rl.buffer.wire``); a large one is put there by the process that
+owns it, and only its reference is in the Buffer (see ``buffer_rl.buffer.storage``).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -19,76 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from buffer_rl.buffer.wire import Columns, RowIds, are_alike, stacked
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import SAMPLE_SIZES, Column, GroupUid, RowId, TrainBatch, take_rows
 
-IN_MESSAGE_BYTES = 1 << 18
-"""Smaller fields are copied into the message: about as long as shipping one array by itself takes."""
 
-
-class Columns(dict[str, Any]):
-    """Columns by name, which travel joined. A value that is no column, such as a ``Cell``, travels as it is."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived_columns, ({name: _sent(column) for name, column in self.items()},)
-
-
-def stacked(blocks: Sequence[Column]) -> Column | None:
-    """The rows of all ``blocks`` as one column, which can be cut again; None where they are of different kinds."""
-    if all(isinstance(block, list) for block in blocks):
-        return [row for block in blocks for row in block]
-    return np.concatenate(blocks) if _are_alike(blocks) else None
-
-
-class _Sent(NamedTuple):
-    """A column as one array. data: the array, or its bytes. ends: where each row ends, of a column that is a list."""
-
-    data: np.ndarray | bytes
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    ends: list[int] | None
-
-    def column(self) -> Column:
-        data = self.data
-        array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=self.dtype).reshape(self.shape)
-        if self.ends is None:
-            return array
-        return [array[start:end] for start, end in zip([0, *self.ends], self.ends, strict=False)]
-
-
-def _arrived_columns(sent: Mapping[str, Any]) -> Columns:
-    return Columns((name, value.column() if isinstance(value, _Sent) else value) for name, value in sent.items())
-
-
-def _sent(column: Any) -> Any:
-    """``column``, joined where it is a list of arrays of one kind."""
-    ends = None
-    if isinstance(column, list):
-        if not _are_alike(column):
-            return column
-        column, ends = np.concatenate(column), list(accumulate(map(len, column)))
-    if type(column) is not np.ndarray or column.dtype.hasobject:
-        return column
-    data = column.tobytes() if column.nbytes < IN_MESSAGE_BYTES else column
-    return _Sent(data, column.dtype, column.shape, ends)
-
-
-def _are_alike(parts: Sequence[Any]) -> bool:
-    """Whether ``parts`` are arrays that can be joined along their first axis, and cut again, without a change.
-
-    Not those of a subclass, such as masked arrays, nor those whose dtype joining changes."""
-    if not parts or type(parts[0]) is not np.ndarray or parts[0].ndim == 0:
-        return False
-    dtype, shape = parts[0].dtype, parts[0].shape[1:]
-    if dtype.hasobject or dtype.fields is not None or not dtype.isnative:
-        return False
-    return all(
-        type(part) is np.ndarray and part.ndim > 0 and part.dtype == dtype and part.shape[1:] == shape for part in parts
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class Cell(NamedTuple):
     """A column of one group. ``ref`` is an object reference, opaque to everybody but the clients; ``storage`` names the
     process that owns the object."""
 
@@ -100,7 +32,7 @@ class Cell:
     @classmethod
     def of(cls, column: Column) -> Cell:
         """The column itself."""
-        return cls(num_rows=len(column), inline=column)
+        return cls(len(column), column)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +56,7 @@ class RowSizes:
 
 def _sums(rows: Column) -> list[float]:
     """The sum of each row."""
-    if isinstance(rows, list) and _are_alike(rows) and all(map(len, rows)):
+    if isinstance(rows, list) and are_alike(rows) and all(map(len, rows)):
         starts = [0, *accumulate(map(len, rows[:-1]))]
         return [float(total) for total in np.add.reduceat(np.concatenate(rows), starts)]
     return [float(np.sum(row)) for row in rows]
@@ -133,12 +65,14 @@ def _sums(rows: Column) -> list[float]:
 def sample_sizes(row_ids: Sequence[RowId], sizes: RowSizes) -> dict[str, np.ndarray]:
     """The columns ``SAMPLE_SIZES`` of a whole group, each ``[num_rows]`` float32: for each row the unmasked response
     tokens of its sample, summed over the parts that the sample fanned out into, and the number of these parts."""
-    totals: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for row, trained in zip(row_ids, sizes.trained, strict=True):
-        totals[row.sample_index][0] += trained
-        totals[row.sample_index][1] += 1
-    columns = np.asarray([totals[row.sample_index] for row in row_ids], dtype=np.float32)
-    return {name: np.ascontiguousarray(column) for name, column in zip(SAMPLE_SIZES, columns.T, strict=True)}
+    samples = [row.sample_index for row in row_ids]
+    parts, totals = Counter(samples), dict(zip(samples, sizes.trained, strict=True))
+    if len(parts) < len(samples):
+        totals = dict.fromkeys(samples, 0.0)
+        for sample, trained in zip(samples, sizes.trained, strict=True):
+            totals[sample] += trained
+    columns = ([counts[sample] for sample in samples] for counts in (totals, parts))
+    return {name: np.asarray(column, dtype=np.float32) for name, column in zip(SAMPLE_SIZES, columns, strict=True)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +110,8 @@ class BatchPlan:
         columns = _joint_columns(self.slices)
         slices = [
             (
-                part.row_ids,
-                part.positions,
+                RowIds(part.row_ids),
+                None if part.is_whole else part.positions,
                 part.num_rows,
                 {n: None if n in columns else c for n, c in part.cells.items()},
             )
@@ -201,7 +135,7 @@ def _joint_columns(slices: Sequence[GroupSlice]) -> Columns:
 def _arrived_plan(
     rollout_id: int,
     task: str,
-    slices: Sequence[tuple[list[RowId], list[int], int, dict[str, Cell | None]]],
+    slices: Sequence[tuple[list[RowId], list[int] | None, int, dict[str, Cell | None]]],
     columns: Columns,
 ) -> BatchPlan:
     plan = BatchPlan(rollout_id=rollout_id, task=task)
@@ -209,6 +143,7 @@ def _arrived_plan(
     for row_ids, positions, num_rows, sent in slices:
         start, end = end, end + num_rows
         cells = {name: cell or Cell.of(columns[name][start:end]) for name, cell in sent.items()}
+        positions = list(range(num_rows)) if positions is None else positions
         plan.slices.append(GroupSlice(row_ids=row_ids, positions=positions, cells=cells))
     return plan
 
@@ -249,14 +184,14 @@ def assemble(plan: BatchPlan, resolve: Resolve | None = None) -> TrainBatch:
 
 @dataclass(slots=True, kw_only=True)
 class _Stored:
-    """One group. place: the position of each row. given: the fields that it came with. partial: rows by position, of
-    fields that lack some rows yet."""
+    """One group. given: the fields that it came with. place: the position of each row, once it is asked for. partial:
+    rows by position, of fields that lack some rows yet."""
 
     rows: list[RowId]
     cells: dict[str, Cell]
     sizes: RowSizes
-    place: dict[RowId, int]
     given: frozenset[str]
+    place: dict[RowId, int] = field(default_factory=dict)
     partial: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
 
 
@@ -288,8 +223,7 @@ class ColumnStore:
         cells = {name: column if isinstance(column, Cell) else Cell.of(column) for name, column in columns.items()}
         if "loss_mask" in cells:
             cells |= {name: Cell.of(column) for name, column in sample_sizes(row_ids, sizes).items()}
-        place = {row: position for position, row in enumerate(row_ids)}
-        self._groups[uid] = _Stored(rows=list(row_ids), cells=cells, sizes=sizes, place=place, given=frozenset(cells))
+        self._groups[uid] = _Stored(rows=list(row_ids), cells=cells, sizes=sizes, given=frozenset(cells))
 
     def check_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> None:
         """Raises what ``put_field`` would raise; changes nothing."""
@@ -330,6 +264,8 @@ class ColumnStore:
     def position(self, row: RowId) -> int | None:
         """Where a row is in its group's cells; None if it is unknown."""
         group = self._groups.get(row.uid)
+        if group is not None and not group.place:
+            group.place = {known: position for position, known in enumerate(group.rows)}
         return None if group is None else group.place.get(row)
 
     def cells(self, uid: GroupUid) -> Mapping[str, Cell]:

@@ -80,7 +80,7 @@ class EpochCounts:
     groups that were leased before are then counted as pending.
 
     ``epoch`` is None for all foreign groups of a source, which the rollout function made: those that are pending were
-    lost before their step, or not needed, and may be handed in again."""
+    lost before their step, or not needed, and may be imported again."""
 
     source: str
     epoch: int | None

@@ -15,7 +15,7 @@ the diagram has no such arrow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -94,7 +94,7 @@ def selected(uid: GroupUid, entry: LedgerEntry, rollout_id: int) -> LedgerEntry:
         raise BufferStateError(
             f"group {uid} cannot be selected for rollout {rollout_id}: it is {_describe(entry)}", expected="finished"
         )
-    return replace(entry, rollout_id=rollout_id, selected=True)
+    return LedgerEntry(state=entry.state, attempt=entry.attempt, rollout_id=rollout_id, selected=True)
 
 
 def trained(uid: GroupUid, entry: LedgerEntry, rollout_id: int, step: int) -> LedgerEntry:

@@ -103,6 +103,8 @@ def is_complete(samples: Sequence[Sample]) -> bool:
 
 def oldest_version(group: SampleGroup) -> int | None:
     """The oldest weights that a token of the group was sampled from; None without tokens."""
+    if group.is_fresh:
+        return None
     return min((v for sample in group if (v := sample.oldest_version) is not None), default=None)
 
 
@@ -198,8 +200,7 @@ def _is_sound(sample: Sample) -> bool:
 
 def _copy(sample: Sample) -> Sample:
     """A copy with lists of plain numbers of its own."""
-    return replace(
-        sample,
+    return sample.changed(
         tokens=[int(token) for token in sample.tokens],
         rollout_log_probs=[float(value) for value in sample.rollout_log_probs or ()],
         loss_mask=None if sample.loss_mask is None else [int(value) for value in sample.loss_mask],

@@ -16,6 +16,7 @@ from buffer_rl.buffer.columns import BatchPlan, Cell, ColumnStore, GroupSlice, R
 from buffer_rl.buffer.readers import Reader, Splitting, balanced_partition
 from buffer_rl.buffer.readers import ReadRequest as ReadRequest
 from buffer_rl.buffer.selection import Selection
+from buffer_rl.buffer.wire import RowIds
 from buffer_rl.errors import BufferStateError
 from buffer_rl.roles import DERIVED_FIELDS
 from buffer_rl.types import Column, GroupUid, RowId, take_rows
@@ -64,7 +65,7 @@ class DataPool:
         self._store = store
         self._first_generation = first_generation
         self._readers: dict[str, Reader] = {}
-        self._assignments: dict[tuple[int, int, int, Splitting], list[list[RowId]]] = {}
+        self._assignments: dict[tuple[int, int, int, Splitting], list[dict[GroupUid, list[int]]]] = {}
 
     # -- filling -------------------------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ class DataPool:
         uids = reader.deal(request, self.selection.closed)
         return RowsMeta(
             task=self.task,
-            row_ids=[row for uid in uids or () if uid in self.selection for row in self._store.rows(uid)],
+            row_ids=RowIds(row for uid in uids or () if uid in self.selection for row in self._store.rows(uid)),
             dealt=uids is not None,
             ended=uids is None and self.selection.closed and reader.is_done(len(self.selection)),
             generation=reader.generation,
@@ -178,15 +179,14 @@ class DataPool:
         a group that the step was closed without are left out: their reader could not know.
 
         Raises BufferStateError for a row of another task and for a field that is not there."""
-        slices: list[tuple[GroupUid, list[RowId]]] = []
+        slices: list[tuple[GroupUid, list[int]]] = []
         for row in row_ids:
             if self.selection.is_withdrawn(row.uid):
                 continue
-            self._position(row)
             if slices and slices[-1][0] == row.uid:
-                slices[-1][1].append(row)
+                slices[-1][1].append(self._position(row))
             else:
-                slices.append((row.uid, [row]))
+                slices.append((row.uid, [self._position(row)]))
         return self._plan(slices, fields)
 
     # -- reading when it is closed -------------------------------------------------------------------
@@ -199,7 +199,7 @@ class DataPool:
         does not divide. Raises BufferStateError if there is no such mini-batch, or while the rollout still runs.
         """
         uids = self._mini_batch(num_steps, step)
-        return self._plan([(uid, self._store.rows(uid)) for uid in uids], None)
+        return self._plan([(uid, self._positions(uid)) for uid in uids], None)
 
     def share(
         self,
@@ -221,15 +221,17 @@ class DataPool:
         key = (dp_size, num_steps, step, splitting)
         if key not in self._assignments:
             self._assignments[key] = self._assign(uids, dp_size, splitting)
-        chosen = set(self._assignments[key][dp_rank])
-        mine = [(uid, [row for row in self._store.rows(uid) if row in chosen]) for uid in uids]
+        mine = self._assignments[key][dp_rank]
         names = [n for n in self._common_fields(uids) if not given or all(n in self._store.given(uid) for uid in uids)]
-        return self._plan([(uid, rows) for uid, rows in mine if rows], names)
+        return self._plan([(uid, mine[uid]) for uid in uids if uid in mine], names)
 
     # -- helpers -------------------------------------------------------------------------------------
 
-    def _assign(self, uids: Sequence[GroupUid], dp_size: int, splitting: Splitting) -> list[list[RowId]]:
-        blocks = [[row] for uid in uids for row in self._store.rows(uid)]
+    def _assign(self, uids: Sequence[GroupUid], dp_size: int, splitting: Splitting) -> list[dict[GroupUid, list[int]]]:
+        """For each replica the positions of its rows in their groups, in order."""
+        if dp_size == 1:
+            return [{uid: self._positions(uid) for uid in uids}]
+        blocks = [(uid, [position]) for uid in uids for position in self._positions(uid)]
         lengths = [tokens for uid in uids for tokens in self._store.sizes(uid).tokens]
         if len(blocks) < dp_size:
             raise BufferStateError(f"{len(blocks)} rows cannot be shared among {dp_size} ranks", where=self.task)
@@ -242,25 +244,38 @@ class DataPool:
                 hint="fewer --num-train-ranks, or more groups for each optimizer step, if a filter dropped some",
             )
         if splitting is not Splitting.ROWS and enough:
-            blocks = [self._store.rows(uid) for uid in uids]
+            blocks = [(uid, self._positions(uid)) for uid in uids]
             lengths = [sum(self._store.sizes(uid).tokens) for uid in uids]
-        parts = balanced_partition(lengths, dp_size)
-        return [[row for index in part for row in blocks[index]] for part in parts]
+        shares: list[dict[GroupUid, list[int]]] = []
+        for part in balanced_partition(lengths, dp_size):
+            shares.append({})
+            for uid, positions in (blocks[index] for index in part):
+                shares[-1].setdefault(uid, []).extend(positions)
+        return shares
+
+    def _positions(self, uid: GroupUid) -> list[int]:
+        return list(range(len(self._store.rows(uid))))
 
     def _plan(
         self,
-        slices: Sequence[tuple[GroupUid, list[RowId]]],
+        slices: Sequence[tuple[GroupUid, list[int]]],
         fields: Sequence[str] | None,
     ) -> BatchPlan:
+        """Of each group the rows at these positions."""
         uids = [uid for uid, _ in slices]
         names = self._common_fields(uids) if fields is None else list(fields)
         parts = []
-        for uid, rows in slices:
-            cells = self._store.cells(uid)
+        for uid, positions in slices:
+            cells, rows = self._store.cells(uid), self._store.rows(uid)
             if absent := [name for name in names if name not in cells]:
                 raise BufferStateError(f"group {uid} has no field {absent[0]!r} yet", where=self.task)
-            positions = [self._position(row) for row in rows]
-            parts.append(GroupSlice(row_ids=rows, positions=positions, cells={name: cells[name] for name in names}))
+            parts.append(
+                GroupSlice(
+                    row_ids=[rows[position] for position in positions],
+                    positions=positions,
+                    cells={name: cells[name] for name in names},
+                )
+            )
         return BatchPlan(rollout_id=self.rollout_id, task=self.task, slices=parts)
 
     def _common_fields(self, uids: Sequence[GroupUid]) -> list[str]:
@@ -333,7 +348,7 @@ def check_group(
 ) -> RowSizes:
     """The group's sizes, made of its columns where they are not given. Raises BufferStateError for a group with rows of
     another prompt, a row twice, or columns that do not have a value for each row."""
-    if foreign := [row for row in row_ids if row.uid != uid]:
+    if foreign := [row for row in row_ids if row.uid is not uid and row.uid != uid]:
         raise BufferStateError(
             f"group {uid} was reported with row {foreign[0]}",
             expected="rows of one prompt",
@@ -346,8 +361,10 @@ def check_group(
         lengths |= {"sizes": len(sizes.tokens), "trained sizes": len(sizes.trained)}
     if not row_ids or any(length != len(row_ids) for length in lengths.values()):
         raise BufferStateError(f"group {uid} has {len(row_ids)} rows and columns of lengths {lengths}")
-    here = {name: column for name, column in columns.items() if not isinstance(column, Cell)}
-    return sizes or RowSizes.of(here, len(row_ids))
+    if sizes is None:
+        here = {name: column for name, column in columns.items() if not isinstance(column, Cell)}
+        sizes = RowSizes.of(here, len(row_ids))
+    return sizes
 
 
 def split_groups(

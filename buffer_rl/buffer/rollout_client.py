@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 from buffer_rl.buffer.calling import blocking
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.buffer.columns import Columns, RowSizes
+from buffer_rl.buffer.codec import for_queue
+from buffer_rl.buffer.columns import RowSizes
 from buffer_rl.buffer.partial import check_versions
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.buffer.wire import Columns, RowIds
 from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.types import Column, GroupUid, QueueHeader, RowId, SampleGroup, Ticket
 
@@ -26,7 +28,7 @@ class GroupEncoder(Protocol):
 class EncodedGroup:
     """One group's rows and columns, ready to be reported."""
 
-    row_ids: list[RowId]
+    row_ids: RowIds
     columns: Columns
     sizes: RowSizes
 
@@ -85,14 +87,14 @@ class RolloutClient:
     async def aadd_samples(self, groups: Sequence[SampleGroup]) -> None:
         """Give leased groups back."""
         leases = [(group.uid, group.attempt) for group in groups]
-        kept = list(groups) if self._ticket.keeps_tokens else ()
+        kept = for_queue(groups) if self._ticket.keeps_tokens else ()
         await self._client.acall(BufferState.add_samples, self._ticket, leases, kept)
 
     def encode(self, group: SampleGroup) -> EncodedGroup:
         """The group as the Buffer stores it. Raises RolloutError for one that cannot be trained on."""
         check_versions(self._ticket, group)
         row_ids, columns = self._encoder.encode(group, self._ticket.evaluation)
-        return EncodedGroup(row_ids=row_ids, columns=Columns(columns), sizes=RowSizes.of(columns, len(row_ids)))
+        return EncodedGroup(row_ids=RowIds(row_ids), columns=Columns(columns), sizes=RowSizes.of(columns, len(row_ids)))
 
     async def afinish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""

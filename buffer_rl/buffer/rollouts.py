@@ -352,7 +352,7 @@ class Rollouts:
 
     def _lease(self, rollout: OpenRollout, entry: Admitted, attempt: int) -> SampleGroup:
         ticket, uid = rollout.ticket, entry.group.uid
-        prompts = replace(entry.group.as_prompts(), attempt=attempt, incarnation=self._ledger.fencing_token)
+        prompts = entry.group.as_prompts(attempt=attempt, incarnation=self._ledger.fencing_token)
         rollout.leases[uid] = Lease(group=prompts, number=entry.number, order=self._count_lease())
         if oldest_version(entry.group) is None:
             return prompts.as_prompts()  # the caller may change what it got

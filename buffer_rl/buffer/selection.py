@@ -2,7 +2,7 @@
 
 A ticket is a batch of admissions: what a rollout function may lease. A selection is what a step trains on. In lockstep
 and pipelined runs both open with ``generate`` and end with ``close_rollout``: the groups that finish under the ticket
-join its selection. A final reader is offered the first P of them, and what it got is pinned: its effect cannot be
+join its selection. A final reader may take the first P of them, and what it took is pinned: its effect cannot be
 undone. When the selection closes, the pinned groups and then those leased first are chosen, whatever finished first.
 """
 

@@ -304,8 +304,9 @@ class BufferState(PoolCalls):
         self._record.commit(rollout_id, step)
 
     @mutates
-    def release(self, version: int) -> None:
-        """The weights of ``version`` are published: rollouts before it give their slots and payloads back.
+    def release(self, version: int) -> dict[str, Any]:
+        """The weights of ``version`` are published: rollouts before it give their slots and payloads back. Returns the
+        counts of ``get_progress``.
 
         Raises BufferStateError if one of them was not committed, or if ``version`` goes back.
         """
@@ -318,6 +319,7 @@ class BufferState(PoolCalls):
         self._record.set_version(version)
         for pool in done:
             self.clear(pool.task)
+        return self.get_progress()
 
     # -- the rest ------------------------------------------------------------------------------------
 

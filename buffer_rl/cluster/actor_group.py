@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -89,7 +90,7 @@ class ActorGroup:
         self._independent = independent
         self._timeout_s = timeout_s
         self._turns = itertools.count()
-        self._kept: dict[str, tuple[Any, ...]] = {}
+        self._kept: Callable[[], object] = lambda: None
 
     @classmethod
     def of(cls, role: str, member_class: type, args: Callable[[int], tuple[Any, ...]], size: int, **more: Any) -> Self:
@@ -120,19 +121,25 @@ class ActorGroup:
         return self.start(method, *args).wait(timeout_s)
 
     def call_and_keep(self, method: str, *args: Any) -> bool:
-        """``call`` for what members that replace these must be called with as well, in place of what was kept of
-        ``method`` before. Returns whether all members that are there have done it; one that died is not an error here,
-        since the next call fails with its death and has it replaced."""
-        self._kept[method] = args
+        """``do_and_keep`` of ``call`` with these."""
+        return self.do_and_keep(partial(self.call, method, *args, timeout_s=self._timeout_s))
+
+    def do_and_keep(self, give: Callable[[], object]) -> bool:
+        """Call ``give``, which brings the members to a state, now and for those that replace them, in place of what was
+        kept before. Returns whether it was done; that a member died is not an error here, since the next call fails
+        with its death and has it replaced."""
+        self._kept = give
         try:
-            self.call(method, *args, timeout_s=self._timeout_s)
-        except WorkerDiedError:
+            give()
+        except WorkerDiedError as error:
+            if not error.where.startswith(self.role):  # a process that gives
+                raise
             return False
         return True
 
     def restart(self) -> None:
         """Replace the members: those that died where they are independent, else all of them, which are ready then and
-        have been called with what was kept."""
+        have been brought to the state that was kept."""
         for rank, actor in enumerate(self.actors):
             if not self._independent or is_dead(actor, "ready"):
                 _kill(actor)
@@ -140,8 +147,7 @@ class ActorGroup:
         if self._independent:
             return
         self.call("ready", timeout_s=self._timeout_s)
-        for method, args in self._kept.items():
-            self.call(method, *args, timeout_s=self._timeout_s)
+        self._kept()
 
     def stop(self, close_method: str = "", timeout_s: float = 0.0) -> None:
         """End the members' processes. Never raises: it is called while another error is on its way.

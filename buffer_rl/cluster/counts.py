@@ -58,11 +58,12 @@ class Derived:
 
 
 def with_counts(args: Run) -> Run:
-    """The options of a run, with the numbers of processes that follow from its numbers of devices; ``args`` itself
-    where none does.
+    """The options of a run, with the numbers of processes that follow from its numbers of devices, and with the engines
+    of ``--rollout-external-engine-addrs``; ``args`` itself where nothing follows.
 
     Raises ConfigError where two options say different numbers, or one does not divide another."""
-    changes = {}
+    external = getattr(args, "rollout_external_engine_addrs", [])
+    changes: dict[str, Any] = {"rollout_engine": "external"} if external else {}
     for name, derived in derived_counts(args).items():
         given, source = getattr(args, name), flag_of(derived.option)
         if given == derived.number:
@@ -83,7 +84,7 @@ def derived_counts(args: Any) -> dict[str, Derived]:
     found |= {row.workers: [_one_device_each(args, role)] for role, row in PLACED.items()}
     counts = {name: _agreed(candidates) for name, candidates in found.items()}
     ranks = counts["num_train_ranks"].number if counts["num_train_ranks"] else args.num_train_ranks
-    counts["rollout_num_engines"] = _agreed([_engines(args, ranks), _engines_of_resource(args)])
+    counts["rollout_num_engines"] = _agreed([_external(args), _engines(args, ranks), _engines_of_resource(args)])
     critics = _one_device_each(args, CRITIC)
     if critics is not None and critics.number != ranks:
         raise ConfigError(
@@ -97,7 +98,8 @@ def derived_counts(args: Any) -> dict[str, Derived]:
 def _agreed(candidates: Sequence[Derived | None]) -> Derived | None:
     said = [derived for derived in candidates if derived is not None]
     if len({derived.number for derived in said}) > 1:
-        first, second = said
+        first = said[0]
+        second = next(derived for derived in said if derived.number != first.number)
         raise ConfigError(
             f"{first.how} is {first.number}, and {second.how} is {second.number}",
             where=f"{flag_of(first.option)} and {flag_of(second.option)}",
@@ -119,6 +121,11 @@ def _ranks(args: Any) -> Derived | None:
             hint="or --actor-num-gpus-per-node N, in place of --num-train-ranks",
         )
     return None
+
+
+def _external(args: Any) -> Derived | None:
+    count, option = len(args.rollout_external_engine_addrs), "rollout_external_engine_addrs"
+    return Derived(number=count, option=option, how=f"{flag_of(option)} with {count} addresses") if count else None
 
 
 def _engines(args: Any, ranks: int) -> Derived | None:

@@ -116,8 +116,7 @@ def _engine_demand(args: Any, unit: Unit) -> Demand:
 
 
 def _engine_unit(args: Any, gpus: int) -> Unit:
-    on_cpu = args.rollout_engine == "embedded" and args.engine_device == "cpu"
-    return Unit.CPU if on_cpu or not gpus else Unit.GPU
+    return Unit.CPU if args.engine_device == "cpu" or not gpus else Unit.GPU
 
 
 def _trains_on_gpu(args: Any, gpus: int, trainers: Sequence[Demand], notices: list[str]) -> bool:

@@ -73,10 +73,12 @@ class Placement:
         return cls(args, nodes, seating(args, nodes, engines=engines))
 
     def options(self, role: str, index: int) -> dict[str, Any]:
-        """The ``.options`` of the actor of a member: its CPUs and GPUs, where Ray starts it, and its environment. Where
-        Ray has found the member's node gone, it starts on any that has the devices."""
+        """The ``.options`` of the actor of a member: its CPUs and GPUs, where Ray starts it, and what its environment
+        has beside the run's (where there is something, Ray starts Python twice). Where Ray has found the member's node
+        gone, it starts on any that has the devices."""
         chosen: dict[str, Any] = dict(NO_DEVICE)
-        environment = self._environment(role)
+        computes = role not in ("rollout", ENGINE)  # with torch, on ``--num-train-threads`` (see ``prepare_torch``)
+        environment: dict[str, str] = dict(self._args.train_env_vars) if computes else {}
         if (found := self._seats.get((role, index))) is not None:
             unit, seat = found
             gone = bool(self._reserved) and is_node_gone(self._home(seat).node_id)
@@ -89,7 +91,7 @@ class Placement:
                 environment |= self._visible_devices(seat)
         elif (node := self._near(role, index)) is not None:
             chosen |= near(node.node_id)
-        if environment and not (chosen["num_gpus"] or "CUDA_VISIBLE_DEVICES" in environment) and self._has_gpus:
+        if computes and not (chosen["num_gpus"] or "CUDA_VISIBLE_DEVICES" in environment) and self._has_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all of them visible: "auto" would find one
         return {**chosen, "runtime_env": {"env_vars": environment}} if environment else chosen
 
@@ -183,12 +185,6 @@ class Placement:
     def _visible_devices(self, seat: Seat) -> dict[str, str]:
         ids = ",".join(self._gpu_ids[device] for device in seat.devices if device in self._gpu_ids)
         return {"CUDA_VISIBLE_DEVICES": ids, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} if ids else {}
-
-    def _environment(self, role: str) -> dict[str, str]:
-        """The environment of a member that computes with torch, beside the run's own."""
-        if role in ("rollout", ENGINE):
-            return {}
-        return {"OMP_NUM_THREADS": str(self._args.num_train_threads), **self._args.train_env_vars}
 
     def _near(self, role: str, index: int) -> Node | None:
         """The node of a rollout worker: the one that ``--rollout-worker-nodes`` names, or where its rows are read, that

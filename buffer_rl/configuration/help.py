@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from pydantic.fields import FieldInfo
 
-from buffer_rl.config import Section, did_you_mean, flag_of, load_section
-from buffer_rl.configuration.values import OptionType, Raw, option_type
+from buffer_rl.config import Section, did_you_mean, flag_of, item_of_mapping, load_section
+from buffer_rl.configuration.values import OptionType, Raw, mapping_of, option_type
 from buffer_rl.errors import ConfigError
 
 _DEST = "option "  # an option may have the name of a command's own flag, so its destination needs a prefix
@@ -113,7 +113,11 @@ def normalise_flags(argv: Sequence[str]) -> list[str]:
     for token in argv:
         if token.startswith("--"):
             name, equals, value = token.partition("=")
-            token = name.replace("_", "-") + equals + value
+            name = name.replace("_", "-")
+            if " " in value and not value.startswith("-"):
+                normal += [name, value]  # argparse takes a token with a space for a value
+                continue
+            token = name + equals + value
         normal.append(token)
     return normal
 
@@ -128,15 +132,39 @@ def set_flag(namespace: argparse.Namespace, name: str, value: Raw) -> None:
     setattr(namespace, _DEST + name, value)
 
 
-def refuse_unknown(extra: Sequence[str], flags: Sequence[str], *, prog: str) -> None:
-    """Raises ConfigError for arguments that no flag took, with the nearest of ``flags``."""
-    if not extra:
-        return
-    unknown = next((token for token in extra if token.startswith("-")), None)
-    if unknown is None:
-        raise ConfigError(f"unexpected argument {extra[0]!r}", hint=f"see {prog} --help")
-    flag = unknown.partition("=")[0]
-    raise ConfigError(f"unknown flag {flag}", hint=did_you_mean(flag, flags) or f"see {prog} --help")
+def take_items(namespace: argparse.Namespace, extra: Sequence[str]) -> list[str]:
+    """Move the items of mappings (``option(prefix=…)``) from the arguments ``extra``, which no flag took, to their
+    options: a flag without value is True, one with several is a list. Returns the other arguments."""
+    sections = [load_section(each) if isinstance(each, str) else each for each in getattr(namespace, "sections", ())]
+    known = {name: field for section in sections for name, field in section.model_fields.items()}
+    items: dict[str, dict[str, list[str]]] = {}
+    own: dict[str, list[str]] = {}
+    rest: list[str] = []
+    values = rest
+    for token in extra:
+        flag, equals, value = token.partition("=")
+        name = flag[2:].replace("-", "_") if token.startswith("--") else ""
+        owner, item = item_of_mapping(known, name)
+        if owner and name in known:  # no item, but an option beside them, of which this command has no flag
+            values = own.setdefault(name, [])
+            values += [value] if equals else []
+        elif owner:
+            if item in items.get(owner, {}):
+                raise ConfigError(f"{flag} is given twice")
+            values = items.setdefault(owner, {}).setdefault(item, [])
+            values += [value] if equals else []
+        elif token.startswith("--"):
+            values = rest
+            rest.append(token)
+        else:
+            values.append(token)
+    for name, given_values in own.items():
+        set_flag(namespace, name, given_values[0] if len(given_values) == 1 else given_values)
+    for owner, found in items.items():
+        given = mapping_of(known[owner], given_flags(namespace).get(owner, {}), flag_of(owner))
+        texts = {item: values[0] if len(values) == 1 else values or True for item, values in found.items()}
+        set_flag(namespace, owner, {**given, **texts})
+    return rest
 
 
 def flags_of(parser: argparse.ArgumentParser) -> list[str]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from buffer_rl.config import ENV_PREFIX, Options, did_you_mean, env_of, flag_of
-from buffer_rl.configuration.values import Raw, convert, option_type
+from buffer_rl.configuration.values import Raw, convert, mapping_of, option_type
 from buffer_rl.configuration.yaml_file import read_yaml
 from buffer_rl.errors import ConfigError
 from buffer_rl.redaction import MASK, holds_credentials, is_secret, mask_secrets, mask_url
@@ -65,6 +65,8 @@ def resolve(
         origins[name] = Origin(source=Source.ENVIRONMENT, where=env_of(name))
     for name, raw in flags.items():
         _refuse_secret(name, raw)
+        if isinstance(raw, dict):  # items, which are added to what file and environment say
+            raw = {**mapping_of(known[name], raws.get(name, {}), str(origins[name])), **raw}
         raws[name] = raw
         origins[name] = Origin(source=Source.FLAG, where=flag_of(name))
     values = {name: convert(option_type(known[name]), raw) for name, raw in raws.items()}

@@ -14,6 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
+from buffer_rl.errors import ConfigError
+
 Raw = str | list[str] | dict[str, Any] | None
 """A value before conversion: a text, several texts (flags and YAML sequences), a YAML mapping, or YAML null."""
 
@@ -96,6 +98,16 @@ def convert(wanted: OptionType, raw: Raw) -> Any:
             return None
         return [_one(wanted, item) for item in raw]
     return _one(wanted, raw)
+
+
+def mapping_of(field: FieldInfo, raw: Raw, where: str) -> dict[str, Any]:
+    """The value of a mapping option, to which items are added. Raises ConfigError if it is none."""
+    value = convert(option_type(field), raw)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{raw!r} is no mapping", where=where, expected="NAME=VALUE,... or JSON")
+    return value
 
 
 def _one(wanted: OptionType, raw: Any) -> Any:

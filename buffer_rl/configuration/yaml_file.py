@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic.fields import FieldInfo
 
-from buffer_rl.config import did_you_mean
-from buffer_rl.configuration.values import Raw
+from buffer_rl.config import did_you_mean, item_of_mapping
+from buffer_rl.configuration.values import Raw, mapping_of
 from buffer_rl.errors import ConfigError
 
 _PLACEHOLDER = re.compile(r"\$?\$\{([^}]*)\}")
@@ -25,7 +26,7 @@ class YamlValue:
     where: str
 
 
-def read_yaml(path: str, *, known: Collection[str], environ: Mapping[str, str]) -> dict[str, YamlValue]:
+def read_yaml(path: str, *, known: Mapping[str, FieldInfo], environ: Mapping[str, str]) -> dict[str, YamlValue]:
     """The options that the file sets, by option name.
 
     Keys may be spelt with ``_`` or ``-``. Raises ConfigError with ``file:line`` for a file that is no flat mapping,
@@ -40,11 +41,18 @@ def read_yaml(path: str, *, known: Collection[str], environ: Mapping[str, str]) 
     for key, node in root.value:
         where = where_of(path, key)
         name = str(key.value).replace("-", "_")
+        fill = _filler(str(Path(path).absolute().parent), environ, where)
+        owner, item = ("", "") if name in known else item_of_mapping(known, name)
+        if owner:
+            before = mapping_of(known[owner], values[owner].raw if owner in values else {}, where)
+            if item in before:
+                raise ConfigError(f"the option {key.value!r} is set twice", where=where)
+            values[owner] = YamlValue(raw={**before, item: _construct(node, fill, where)}, where=where)
+            continue
         if name not in known:
             raise ConfigError(f"unknown option {key.value!r}", where=where, hint=did_you_mean(name, known))
-        if name in values:
+        if name in values:  # or items of it
             raise ConfigError(f"the option {key.value!r} is set twice", where=where, hint=f"see {values[name].where}")
-        fill = _filler(str(Path(path).absolute().parent), environ, where)
         values[name] = YamlValue(raw=_raw(node, fill, where), where=where)
     return values
 

@@ -20,7 +20,7 @@ import hashlib
 import inspect
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +31,7 @@ from buffer_rl.errors import BufferRLError, BufferStateError, DataError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, construct, place
 from buffer_rl.types import GroupUid, Prompt, Sample, SampleGroup
+from buffer_rl.user_args import user_args
 
 JSON_INTEGERS = range(-(2**63), 2**64)
 MAX_STATE_BYTES = 64 * 2**20
@@ -112,7 +113,7 @@ class GroupReader:
         return [self._group(entry, place, request.first_group + place) for place, entry in enumerate(value)]
 
     def _group(self, entry: object, place: int, running: int) -> SampleGroup:
-        if not isinstance(entry, SampleGroup | list | tuple):
+        if not isinstance(entry, SampleGroup | MutableSequence | tuple):
             self._refuse(f"entry {place} is {_kind(entry)}", expected="a SampleGroup, or a list of samples")
         for sample in entry:
             if not isinstance(sample, Sample):
@@ -153,7 +154,10 @@ class GroupReader:
             fields["group_index"] = running
         if fields["index"] is None:
             fields["index"] = running * self._num_samples + number
-        return Sample(uid=uid, sample_index=number, **fields)
+        prompt_sample = Sample(uid=uid, sample_index=number, **fields)
+        for name, value in sample.own_attributes().items():
+            setattr(prompt_sample, name, self._plain(value, f"{where}: {name}"))
+        return prompt_sample
 
     def _plain(self, value: Any, where: str) -> Any:
         """``value`` made of the types that JSON has, and bytes: subclasses and numpy's numbers become plain."""
@@ -204,7 +208,7 @@ class CustomSource:
         self._max_state_bytes = max_state_bytes
         self._reader = GroupReader(self.reference, args.n_samples_per_prompt)
         factory = registry.resolve("data_source", self.reference)
-        self._source: Any = construct("data_source", self.reference, factory, args).built
+        self._source: Any = construct("data_source", self.reference, factory, user_args(args)).built
         self._next, self._state_hash = 0, hash_state(b"")
         self._last: Delivery | None = None
         self._failure: BufferRLError | None = None

@@ -164,6 +164,8 @@ def _prompt(value: Any, key: str) -> Prompt:
         if not value.strip():
             raise RowError(f"the prompt {key!r} is empty")
         return value
+    if isinstance(value, int) and not isinstance(value, bool):  # the number of a task, for an environment
+        return str(value)
     if not isinstance(value, list):
         raise RowError(f"the prompt {key!r} is {_kind(value)}, not text or a list of chat messages")
     if not value:
@@ -191,10 +193,10 @@ def _check_message(message: Any, where: str) -> None:
 def _label(value: Any, key: str | None) -> Any:
     items = value if isinstance(value, list) else [value]
     for item in items:
-        if not (item is None or isinstance(item, str | int | float)):
+        if not (item is None or isinstance(item, str | int | float | dict)):
             raise RowError(
-                f"the label {key!r} is or holds {_kind(item)}, not text, a number, a boolean, null or a list of these"
-                " (structured answers go into the metadata)"
+                f"the label {key!r} is or holds {_kind(item)}, not text, a number, a boolean, null, a mapping or a "
+                "list of these"
             )
     return value
 

@@ -97,15 +97,19 @@ class EvalSet(BaseModel):
 
 
 def parse_eval_sets(texts: Sequence[str]) -> list[EvalSet]:
-    """Read ``NAME=PATH`` texts. Raises ConfigError for a malformed text and a name that comes twice."""
+    """Read texts ``NAME=PATH``, or a name and a path one after the other. Raises ConfigError for a malformed text and
+    a name that comes twice."""
     sets: dict[str, EvalSet] = {}
-    for text in texts:
+    rest = iter(texts)
+    for text in rest:
         name, equals, path = text.partition("=")
+        if not equals and (path := next(rest, "")):
+            equals = "="
         if not (equals and path and NAME.fullmatch(name)):
             raise ConfigError(
                 f"{text!r} is no evaluation set",
                 where="--eval-prompt-data",
-                expected="NAME=PATH, the name of letters, digits, '_', '-' and '.'",
+                expected="NAME=PATH, or NAME PATH, the name of letters, digits, '_', '-' and '.'",
             )
         if name in sets:
             raise ConfigError(f"two evaluation sets have the name {name!r}", where="--eval-prompt-data")

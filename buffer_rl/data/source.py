@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from buffer_rl.data.options import DataOptions
 from buffer_rl.data.order import Cursor, JoinedOrder, RowOrder, WeightedOrder, seed_of_source
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
+from buffer_rl.lazy_list import prompt_copies
 from buffer_rl.redaction import mask_url
 from buffer_rl.types import GroupUid, Sample, SampleGroup
 
@@ -77,30 +77,26 @@ def make_group(
     sampling_params: dict[str, Any] | None = None,
     rm_type: str = "",
 ) -> SampleGroup:
-    """A group of empty samples for one row. Samples share nothing that can be changed, multimodal values excepted:
-    they may be large.
+    """A group of empty samples for one row (see ``prompt_copies``).
 
     group_index: running number of the group; index: running number of its first sample.
     """
-    samples = [
-        Sample(
-            uid=uid,
-            sample_index=number,
-            group_index=group_index,
-            index=index + number,
-            prompt=_copied(row.prompt),
-            multimodal_inputs=None if row.multimodal is None else dict(row.multimodal),
-            label=_copied(row.label),
-            metadata=copy.deepcopy(row.metadata) if row.metadata else {},
-        )
-        for number in range(num_samples)
-    ]
-    params = dict(sampling_params or {})
-    return SampleGroup(uid=uid, samples=samples, data_set=data_set, sampling_params=params, rm_type=rm_type)
-
-
-def _copied(value: Any) -> Any:
-    return value if isinstance(value, str) else copy.deepcopy(value)
+    prompt = Sample(
+        uid=uid,
+        group_index=group_index,
+        index=index,
+        prompt=row.prompt,
+        multimodal_inputs=row.multimodal,
+        label=row.label,
+        metadata=row.metadata or {},
+    )
+    return SampleGroup(
+        uid=uid,
+        samples=prompt_copies(prompt, num_samples),
+        data_set=data_set,
+        sampling_params=dict(sampling_params or {}),
+        rm_type=rm_type,
+    )
 
 
 class PromptDataSource:

@@ -12,6 +12,8 @@ from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.source import check_sources
 from buffer_rl.driver.algorithm_checks import check_algorithm
 from buffer_rl.driver.schedule import Schedule, parse_early_stop, rollout_only, train_only
+from buffer_rl.engine.external import urls_of
+from buffer_rl.engine.router import router_arguments
 from buffer_rl.errors import ConfigError
 from buffer_rl.roles import worker_counts
 from buffer_rl.rollout.options import is_built_in_rollout
@@ -43,10 +45,11 @@ def check_options(args: Any) -> None:
     _check_top_k(args)
     _check_replay(args)
     check_algorithm(args)
-    require_local_engines(args.weight_sync_mode, args.engine_urls)
+    require_local_engines(args.weight_sync_mode, [*args.engine_urls, *urls_of(args)])
     check_template_kwargs(args.apply_chat_template_kwargs)
     _check_optimizer(args)
     check_role_options(args)
+    router_arguments(args.router_args)
     if args.early_stop is not None:
         _check_early_stop(args)
     if args.save_interval is not None and args.save is None:
@@ -104,9 +107,9 @@ def _check_partial_rollout(args: Any) -> None:
 
 
 def _check_reward(args: Any) -> None:
-    """A rollout function of the user's own may score for itself; the built-in ones cannot. With a teacher a sample that
-    nothing scores has the reward 0, but an evaluation of such samples would say nothing."""
-    own_rollout = not is_built_in_rollout(args)
+    """A rollout or generate function of the user's own may score for itself; the built-in ones cannot. With a teacher a
+    sample that nothing scores has the reward 0, but an evaluation of such samples would say nothing."""
+    own_function = not is_built_in_rollout(args) or args.custom_generate_function_path is not None
     others = {"rm_type": args.rm_type, "custom_rm_path": args.custom_rm_path}
     others["custom_group_rm_path"] = args.custom_group_rm_path
     if args.rm_model and (given := [flag_of(name) for name, value in others.items() if value]):
@@ -119,7 +122,7 @@ def _check_reward(args: Any) -> None:
         raise ConfigError("there is no reward model", where="--num-reward-workers", hint="add --rm-model PATH")
     scores = any((*others.values(), args.rm_model))
     distils = args.use_opd and all(s.rm_type for s in eval_sets_of(args))
-    if not scores and not own_rollout and not is_supervised(args) and not distils:
+    if not scores and not own_function and not is_supervised(args) and not distils:
         raise ConfigError(
             "nothing scores the samples",
             where="--rm-type and --custom-rm-path",

@@ -20,7 +20,7 @@ What is lost, and what goes on:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
@@ -71,8 +71,7 @@ class Driver:
     def run(self) -> RunResult:
         """Run to the end of the plan. Raises the first error of any role, named."""
         plan = self._plan
-        self._buffer(BufferState.release, self._version)
-        self._buffer_times()  # those of the start belong to no step
+        self._buffer_times(self._buffer(BufferState.release, self._version))  # those of the start belong to no step
         evaluates = self._plan.evaluates_at(self._version)
         if self._published is None and (plan.publish_each_step or evaluates):
             self._publish()
@@ -115,8 +114,7 @@ class Driver:
         try:
             if self._plan.publish_each_step or self._plan.evaluates_at(step):
                 self._publish()
-            self._buffer(BufferState.release, step)
-            metrics |= self._buffer_times()
+            metrics |= self._buffer_times(self._buffer(BufferState.release, step))
         finally:  # a restart does not take a step again that is in a checkpoint
             metrics |= {f"perf/{name}_time": seconds for name, seconds in self._times.items()}
             metrics["perf/step_time"] = self._runtime.now() - started
@@ -309,9 +307,10 @@ class Driver:
                 raise
         self._saved = step
 
-    def _buffer_times(self) -> dict[str, float]:
-        """Seconds since the last call of this in which the Buffer changed its state, and of those in the ledger."""
-        progress, times = self._buffer(BufferState.get_progress), {}
+    def _buffer_times(self, progress: Mapping[str, Any]) -> dict[str, float]:
+        """Seconds since the last call of this in which the Buffer changed its state, and of those in the ledger.
+        progress: the Buffer's counts of now."""
+        times = {}
         for key, name in (("work_s", "perf/buffer_time"), ("ledger_s", "perf/ledger_time")):
             if key in progress:
                 before = self._buffer_seconds.get(key, 0.0)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.buffer.actor import BufferWatch, start_buffer
 from buffer_rl.buffer.client import BufferClient
@@ -22,7 +23,7 @@ from buffer_rl.cluster.counts import with_counts
 from buffer_rl.cluster.placement import placed
 from buffer_rl.config import dump_args
 from buffer_rl.driver.driver import Driver
-from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints
+from buffer_rl.driver.local_roles import EngineFeed, RecordedRollouts, RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.process import check_lineage, folder_lock, save_lock, termination_as_exception
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, run_with_restarts
@@ -41,7 +42,7 @@ from buffer_rl.driver.schedule import (
 from buffer_rl.driver.session import RunSession
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.engine.host import at_this_node, placed_launcher, places_engines
-from buffer_rl.engine.process import with_engine_key
+from buffer_rl.engine.process import starts_engines, with_engine_key
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
 from buffer_rl.roles import ACTOR
@@ -60,12 +61,15 @@ from buffer_rl.train.roles import (
     uses_reference,
 )
 from buffer_rl.train.worker import start_roles
-from buffer_rl.weights.publish import Publisher, ReferenceUpdates, RolePublisher
+from buffer_rl.weights.confirm import LogProbCheck
+from buffer_rl.weights.options import engines_may_differ
+from buffer_rl.weights.publish import Publisher
+from buffer_rl.weights.roles import FolderUpdates, RoleBroadcasts, RolePublisher
 from buffer_rl.weights.sender import Senders
 from buffer_rl.weights.tensor import require_local_trainer
 
 if TYPE_CHECKING:
-    from buffer_rl.contracts import EngineLauncher
+    from buffer_rl.contracts import EngineLauncher, WeightTransport
     from buffer_rl.engine.control import EngineControlClient
     from buffer_rl.options import Args
 
@@ -121,21 +125,21 @@ class _Run:
         self.checkpoint = checkpoint
         self.session = session
         self.observer = session.observer
-        self.rollouts_use_engine = bool(
-            getattr(registry.resolve("rollout", args.rollout_function_path), "uses_engine", True)
-        )
+        rollout = registry.resolve("rollout", args.rollout_function_path)
+        self.rollouts_use_engine = bool(getattr(rollout, "uses_engine", True))
         # Engines load while Ray starts: they are separate processes and take the longest. Those on nodes need it.
         self.fleet: EngineFleet | None = None
         self.evaluates = bool(args.eval_prompt_data or args.eval_config) and not train_only(args)
         asks_engine = self.evaluates or (self.rollouts_use_engine and not train_only(args))
         on_nodes = asks_engine and places_engines(args)
-        if asks_engine and not on_nodes:
+        early = asks_engine and not on_nodes and args.ray_address is None
+        if early:
             self._start_fleet(args, registry)
         session.connect()
-        starts_engines = asks_engine and args.router_url is None
-        self.placement = stack.enter_context(placed(args, starts_engines, self.observer.notice))
-        if on_nodes:
-            self._start_fleet(at_this_node(args), placed_launcher(self.placement, self.observer.notice))
+        self.placement = stack.enter_context(placed(args, asks_engine and starts_engines(args), self.observer.notice))
+        if asks_engine and not early:
+            launcher = placed_launcher(self.placement, self.observer.notice) if on_nodes else registry
+            self._start_fleet(at_this_node(args), launcher)
         self.engines: EngineControlClient | None = None
         logs = str((run_dir / "logs").absolute())
         self.source = self._start_source(args, logs) if reads_data_source(args) else None
@@ -161,9 +165,10 @@ class _Run:
             self.reward = start_reward_model(args, logs, self.placement)
             stack.stops(self.reward)
         if self.fleet is not None:
-            self.fleet.wait_ready()
             self.args = args = args.model_copy(update=self.fleet.addresses)
         self.rollout = None if train_only(args) else self._start_rollout(args, dump_args(args), actor, logs)
+        if self.fleet is not None:
+            self.fleet.wait_ready()
         self.reference = self._reference_updates()
         self._wait_ready()
 
@@ -207,11 +212,17 @@ class _Run:
             targets["rollout"] = local("rollout", recorded)
         targets.update(self.trained)
         targets.update(self.roles)
+        feeds: list[Callable[[], None]] = []
         publisher = self._publisher()
         if publisher is not None:
             then = self.engines.close if self.engines is not None else None
             targets["publish"] = publishing = local("publish", publisher, end_s=PUBLISH_END_S, then=then)
             self.stack.callback(lambda: wait(publishing.start("close").futures, timeout=PUBLISH_END_S))
+            if self.fleet is not None:
+                publish, busy = partial(publishing.start, "publish"), self._trainer_is_busy
+                feeds.append(
+                    EngineFeed(self.fleet, publish, self._publish_timeout_s, self.observer.notice, trainer_is_busy=busy)
+                )
         if self.reference is not None:
             targets["reference"] = local("reference", self.reference)
         plan = self._plan()
@@ -226,57 +237,65 @@ class _Run:
             targets["record"] = local("record", recorder)
         watchers: list[Callable[[], None]] = [self._buffer_watch()]
         watchers += [self.fleet.check] if self.fleet is not None else []
-        watchers += [SourceWatch(self.source, args, self.observer.notice)] if self.source is not None else []
+        if self.source is not None:
+            watchers.append(watch := SourceWatch(self.source, args, self.observer.notice))
+            self.stack.callback(watch.close)
         if self.reward is not None:
             watchers.append(RewardModelWatch(self.reward.actors, args, self.observer.notice))
         self.observer.planned(plan.num_rollouts)
-        return Driver(plan, RayRuntime(targets, watchers), self.observer)
+        return Driver(plan, RayRuntime(targets, watchers, feeds), self.observer)
 
     def _publisher(self) -> Publisher | RolePublisher | None:
         """The publisher to the engines and to the roles that need the actor's weights; None without any."""
         args, train, publisher = self.args, self.train, None
         if train is None:
             return None
+        senders = Senders(lambda *call: train.start("send_weights", *call).futures, args.train_timeout_s)
         if self.fleet is not None:
-            name = args.weight_sync_mode
-            transport = construct("weight_transport", name, self.registry.resolve("weight_transport", name), args)
             self.engines = self.fleet.control(args.update_weights_timeout_s)
             publisher = Publisher(
-                transport,
-                Senders(lambda *call: train.start("send_weights", *call).futures, args.train_timeout_s),
+                self._transport(),
+                senders,
                 self.engines,
                 compare=args.check_weight_update_equal,
-                timeout_s=2 * args.update_weights_timeout_s,
+                check=LogProbCheck.from_args(args, train),
+                timeout_s=2 * args.update_weights_timeout_s + args.engine_start_timeout_s,
                 notice=self.observer.notice,
             )
-        if "actor_fwd" in self.roles:
-            role, folder = self.roles["actor_fwd"], self._weights_of("actor_fwd")
-            return RolePublisher(publisher, self.save_hf, role, folder, self.observer.notice)
-        return publisher
+        if "actor_fwd" not in self.roles:
+            return publisher
+        role = self.roles["actor_fwd"]
+        updates: RoleBroadcasts | FolderUpdates = FolderUpdates.of("actor_fwd", args, self.save_hf, train, role)
+        if getattr(transport := self._transport(), "reaches_roles", False):
+            limit, busy = args.update_weights_timeout_s, self._trainer_is_busy
+            updates = RoleBroadcasts(role, transport, senders, timeout_s=limit, trainer_is_busy=busy)
+        return RolePublisher(publisher, "actor_fwd", updates.update, self.observer.notice)
+
+    def _transport(self) -> WeightTransport:
+        name = self.args.weight_sync_mode
+        transport = construct("weight_transport", name, self.registry.resolve("weight_transport", name), self.args)
+        return cast("WeightTransport", transport)
+
+    @property
+    def _trainer_is_busy(self) -> bool:
+        """Whether the trainer works on groups of rollouts that run."""
+        works = self.args.stream_gradients or self.role_plan.models_of(ACTOR)
+        return Schedule.named(self.args.schedule).streams and bool(works)
+
+    @property
+    def _publish_timeout_s(self) -> float:
+        return 3 * self.args.update_weights_timeout_s + self.args.engine_start_timeout_s + GRACE_S
 
     def save_hf(self, path: str) -> None:
         """Write the actor's weights as a Hugging Face folder."""
         assert self.train is not None
         self.train.call("save_hf", path, timeout_s=self.args.train_timeout_s)
 
-    def _reference_updates(self) -> ReferenceUpdates | None:
+    def _reference_updates(self) -> FolderUpdates | None:
         """What updates the reference model, which the trainer or a role has; None without one."""
-        args, train = self.args, self.train
-        if train is None or not uses_reference(args) or self.num_rollouts == 0:
+        if self.train is None or not uses_reference(self.args) or self.num_rollouts == 0:
             return None
-
-        def load(path: str, version: int) -> None:
-            if "ref" in self.roles:
-                self.roles["ref"].call_and_keep("update_weights_from_disk", path, version)
-            else:
-                train.call("load_ref", path, timeout_s=args.train_timeout_s)
-
-        return ReferenceUpdates(self.save_hf, load, self._weights_of("ref"))
-
-    def _weights_of(self, role: str) -> Path:
-        """Where the versions that a role reads are written; other nodes see it under ``--update-weight-disk-dir``."""
-        shared = self.args.update_weight_disk_dir
-        return Path(shared, role) if shared else self.run_dir / f"weights_{role}"
+        return FolderUpdates.of("ref", self.args, self.save_hf, self.train, self.roles.get("ref"))
 
     def _num_rollouts(self) -> int:
         args = self.args
@@ -318,7 +337,7 @@ class _Run:
             early_stop=parse_early_stop(args.early_stop) if args.early_stop else None,
             rollout_timeout_s=args.rollout_timeout_s + 2 * GRACE_S,  # the worker's own deadline comes first
             train_timeout_s=args.train_timeout_s,
-            publish_timeout_s=3 * args.update_weights_timeout_s + GRACE_S,
+            publish_timeout_s=self._publish_timeout_s,
             save_timeout_s=args.save_timeout_s + GRACE_S,  # each call's own deadline, which says more, comes first
             buffer_timeout_s=args.buffer_timeout_s,
             max_rollout_retries=args.buffer_max_restarts,
@@ -327,6 +346,8 @@ class _Run:
 
     def _wait_ready(self) -> None:
         limit = self.args.train_timeout_s
+        groups = [*self.roles.values(), self.reward, self.rollout]
+        loading = [group.start("ready") for group in groups if group is not None]  # while the trainers load
         for role, trained in self.trained.items():
             master, port = trained.call("host", timeout_s=limit)
             if role == ACTOR:  # the one whose weights are published
@@ -339,12 +360,8 @@ class _Run:
         if self.checkpoint is not None and self.trained and self.num_rollouts > 0:
             # A run that only evaluates may have other data, or none.
             self.buffer.load(str(self.checkpoint.folder))
-        for group in self.roles.values():
-            group.call("ready", timeout_s=limit)
-        if self.reward is not None:
-            self.reward.call("ready", timeout_s=limit)
-        if self.rollout is not None:
-            self.rollout.call("ready", timeout_s=limit)
+        for call in loading:
+            call.wait(limit)
 
     def _start_source(self, args: Args, logs: str) -> Any:
         """The user's data source, constructed: what its constructor raises must not wait for the engines."""
@@ -377,9 +394,3 @@ class _Run:
             notice=self.observer.notice,
             process=lambda: ledger_writer(self.run_dir / FILE_NAME),
         )
-
-
-def engines_may_differ(args: Args) -> bool:
-    """Whether engines may have started with other weights than the trainer: engines behind ``--router-url`` were
-    not started by the run, and a model provider or converter may change what is in ``--hf-checkpoint``."""
-    return any((args.engine_urls, args.custom_model_provider_path, args.model_converter_path))

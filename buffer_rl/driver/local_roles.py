@@ -1,9 +1,9 @@
-"""Roles in the driver's own process: checkpoints, and files with the rows of rollouts."""
+"""Roles in the driver's own process: checkpoints, files with the rows of rollouts, weights for starved engines."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.row_file import read_rollout, write_rollout
 from buffer_rl.checkpoint import upload_checkpoint, write_checkpoint
 from buffer_rl.cluster.actor_group import ActorGroup
-from buffer_rl.errors import BufferRLError, DataError, DeadlineError
+from buffer_rl.errors import BufferRLError, DataError, DeadlineError, WorkerDiedError
 from buffer_rl.redaction import mask_secrets
 from buffer_rl.remote import is_remote, local_path
 from buffer_rl.roles import ACTOR
@@ -22,8 +22,10 @@ from buffer_rl.train.roles import REFERENCE_FOLDER, checkpoint_folder
 from buffer_rl.types import Ticket, sample_means
 
 if TYPE_CHECKING:
+    from buffer_rl.cluster.actor_group import Call
+    from buffer_rl.engine.fleet import EngineFleet
     from buffer_rl.options import Args
-    from buffer_rl.weights.publish import ReferenceUpdates
+    from buffer_rl.weights.roles import FolderUpdates
 
 
 class RunCheckpoints:
@@ -42,7 +44,7 @@ class RunCheckpoints:
         *,
         buffer: BufferClient,
         trained: Mapping[str, ActorGroup],
-        reference: ReferenceUpdates | None = None,
+        reference: FolderUpdates | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
         self._args = args
@@ -129,3 +131,37 @@ class RecordedRollouts:
             rewards = sample_means(samples, np.asarray(batch.columns["raw_reward"]).tolist())
             metrics["rollout/raw_reward"] = float(np.mean(rewards))
         return metrics, []
+
+
+class EngineFeed:
+    """While the driver waits for a rollout: publishes its version once more if every engine that is left is a
+    replacement that lacks it. Such a rollout waits for an engine, and the next publication for the rollout.
+
+    publish: starts the publication of a version. timeout_s: its deadline. trainer_is_busy: the trainer works while a
+    rollout runs, and cannot send weights then, so that a global restart begins in place of the publication.
+    """
+
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        publish: Callable[[int], Call],
+        timeout_s: float,
+        notice: Callable[[str], None],
+        *,
+        trainer_is_busy: bool,
+    ) -> None:
+        self._fleet = fleet
+        self._publish = publish
+        self._timeout_s = timeout_s
+        self._notice = notice
+        self._trainer_is_busy = trainer_is_busy
+
+    def __call__(self) -> None:
+        version = self._fleet.starved_version()
+        if version is None:
+            return
+        if self._trainer_is_busy:
+            what = f"no engine has the weights of version {version}, and the trainer cannot send them during a rollout"
+            raise WorkerDiedError(what, where="engine", hint="--weight-sync-mode disk has them for replacements")
+        self._notice(f"version {version} is published again, as every engine that had it is gone")
+        self._publish(version).wait(self._timeout_s)

@@ -50,7 +50,11 @@ class DebugOptions(Section):
 
     heading: ClassVar[str] = "Debugging"
 
-    debug_rollout_only: bool = option(False, "generate and evaluate with the initial weights; no trainer is started")
+    debug_rollout_only: bool = option(
+        False,
+        "generate and evaluate with the initial weights, or those of the engines behind --router-url; no trainer is "
+        "started",
+    )
     debug_train_only: bool = option(
         False, "train on the rollouts of --load-debug-rollout-data; no engine, no rollout worker, no evaluation"
     )

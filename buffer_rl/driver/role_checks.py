@@ -228,7 +228,8 @@ def _check_post_processors(args: Any, registry: PluginRegistry) -> None:
 
 
 def _check_actor_fwd(args: Any) -> None:
-    if why := _why_no_old_log_probs(args):
+    why = "the supervised loss has no ratio" if is_supervised(args) else _why_no_old_log_probs(args)
+    if why:
         raise ConfigError(
             f"no old log-probabilities are needed: {why}", where="--num-actor-fwd-workers", hint="take it out"
         )

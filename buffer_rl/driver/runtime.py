@@ -18,7 +18,8 @@ from buffer_rl.cluster.actor_group import Call
 from buffer_rl.driver.tasks import Task
 from buffer_rl.errors import DeadlineError, WorkerError
 
-POLL_S = 0.5
+POLL_S = 1.0
+"""Each look is a call or a request to several processes, which does not pay more often."""
 
 
 class Target(Protocol):
@@ -71,12 +72,19 @@ def _work(calls: SimpleQueue[_Work | None]) -> None:
 class RayRuntime:
     """Implements ``buffer_rl.driver.tasks.Runtime``; its tasks are ``Call``s.
 
-    watchers: called about twice a second while the driver waits, over all its calls; what one raises ends the wait.
+    watchers: called about once a second while the driver waits, over all its calls; what one raises ends the wait.
+    rollout_watchers: the same, while the call that it waits for is a rollout, so that the trainer takes no step.
     """
 
-    def __init__(self, targets: Mapping[str, Target], watchers: Sequence[Callable[[], None]] = ()) -> None:
+    def __init__(
+        self,
+        targets: Mapping[str, Target],
+        watchers: Sequence[Callable[[], None]] = (),
+        rollout_watchers: Sequence[Callable[[], None]] = (),
+    ) -> None:
         self._targets = dict(targets)
         self._watchers = list(watchers)
+        self._rollout_watchers = list(rollout_watchers)
         self._watch_at = 0.0
 
     def submit(self, role: str, method: str, *args: Any) -> Call:
@@ -88,7 +96,7 @@ class RayRuntime:
         while True:
             if ended := next((task for task in mine if task.ended()), None):
                 return ended
-            self._watch()
+            self._watch(mine[0].role)
             left = deadline - self.now()
             if left <= 0:
                 waited_for = ", ".join(f"{task.role}.{task.method}" for task in mine)
@@ -106,11 +114,11 @@ class RayRuntime:
             raise WorkerError("the role's processes cannot be replaced", where=role)
         restart()
 
-    def _watch(self) -> None:
-        """Call the watchers, unless they were called less than ``POLL_S`` ago."""
+    def _watch(self, role: str) -> None:
+        """Call the watchers, unless they were called less than ``POLL_S`` ago. role: whose call is waited for."""
         if self.now() < self._watch_at:
             return
-        for watcher in self._watchers:
+        for watcher in (*self._watchers, *(self._rollout_watchers if role == "rollout" else ())):
             watcher()
         self._watch_at = self.now() + POLL_S
 

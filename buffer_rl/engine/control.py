@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import weakref
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
+from itertools import accumulate
 from typing import Any, Self, TypeVar
 
 import aiohttp
 import orjson
 
+from buffer_rl.engine.loop_thread import LoopThread
 from buffer_rl.engine.process import auth_headers
+from buffer_rl.engine.server_info import ServerInfo
 from buffer_rl.errors import EngineError
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class HttpSession:
 
 
 CONTROL_TIMEOUT_S = 60.0
+ENDED_POLL_S = 0.5
 CONTROL_KEEPALIVE_S = 2.0
 """Less than servers wait, 5 s and more, before they close an idle connection: a control call that met that moment would
 fail."""
@@ -61,7 +63,8 @@ class EngineFanOut:
     ``router_url`` lists then.
     timeout_s: deadline of one call. is_gone: whether to ignore the failure of the engine at a URL, because it has
     died or was dropped; asked only where another engine answered, with the failure; it may block for a moment. A call
-    that no engine answers fails all the same. api_key: of engines and router.
+    that no engine answers fails all the same. has_ended: whether the engine at a URL that has not answered yet was
+    given up meanwhile, so that its answer is not waited for. api_key: of engines and router.
     """
 
     def __init__(
@@ -71,9 +74,11 @@ class EngineFanOut:
         *,
         router_url: str = "",
         is_gone: Callable[[str, EngineError], bool] | None = None,
+        has_ended: Callable[[str], bool] = lambda url: False,
         api_key: str | None = None,
     ) -> None:
         self._urls = urls
+        self._has_ended = has_ended
         self.timeout_s = timeout_s
         self._router_url = router_url
         self._is_gone = is_gone
@@ -92,20 +97,31 @@ class EngineFanOut:
         only: Collection[str] | None = None,
     ) -> None:
         """Send ``body`` to all engines, or to those at the URLs ``only``. reachable_only: pass over engines that cannot
-        be reached."""
+        be reached, or do not answer in time."""
         await self._all("POST", path, orjson.dumps(dict(body)), reachable_only=reachable_only, only=only)
 
-    async def post_each(self, path: str, bodies: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]]) -> None:
-        """``post`` with a body for each engine: at least as many as there are engines, or by the URLs of some."""
-        if isinstance(bodies, Mapping):
-            by_url = {url: orjson.dumps(dict(body)) for url, body in bodies.items()}
-            await self._all("POST", path, by_url, only=by_url)
-        else:
-            await self._all("POST", path, [orjson.dumps(dict(body)) for body in bodies])
+    async def post_each(
+        self, path: str, bodies: Mapping[str, Mapping[str, Any]], timeout_s: float | None = None
+    ) -> None:
+        """``post`` with a body for each of the engines at the URLs ``bodies``. timeout_s: a deadline of its own."""
+        by_url = {url: orjson.dumps(dict(body)) for url, body in bodies.items()}
+        await self._all("POST", path, by_url, only=by_url, timeout_s=timeout_s)
+
+    async def sample(self, urls: Collection[str], body: Mapping[str, Any]) -> dict[str, Any]:
+        """End the pause of the engines at ``urls`` and have each answer the request ``body``; the answers by URL."""
+        await self.post("/continue_generation", {}, only=urls)
+        found = await self._all("POST", "/generate", orjson.dumps(dict(body)), only=urls)
+        return {url: decode_json(raw, f"{url}/generate") for url, raw in found.items()}
 
     async def versions(self) -> dict[str, str]:
         """The weight version of each engine, by URL."""
         return await self._field("weight_version", "GET", "/model_info", None)
+
+    async def server_info(self, *, reachable_only: bool = False) -> dict[str, ServerInfo]:
+        """What each engine is, by URL. reachable_only: see ``post``."""
+        # An engine of a plugin may not have it: it is taken for one that promises nothing.
+        found = await self._all("GET", "/server_info", None, reachable_only=reachable_only, missing=b"{}")
+        return {url: ServerInfo.parse(decode_json(raw, f"{url}/server_info"), url) for url, raw in found.items()}
 
     async def checksums(self) -> dict[str, str]:
         """The checksum of the weights that each engine serves, by URL."""
@@ -125,23 +141,27 @@ class EngineFanOut:
         self,
         method: str,
         path: str,
-        body: bytes | Sequence[bytes] | Mapping[str, bytes] | None,
+        body: bytes | Mapping[str, bytes] | None,
         *,
         reachable_only: bool = False,
         only: Collection[str] | None = None,
+        missing: bytes | None = None,
+        timeout_s: float | None = None,
     ) -> dict[str, bytes]:
+        timeout_s = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
         urls = [url for url in self._urls() or await self._urls_of_router() if only is None or url in only]
-        bodies: Sequence[bytes | None]
-        if isinstance(body, Mapping):
-            bodies = [body[url] for url in urls]
-        else:
-            bodies = [body] * len(urls) if isinstance(body, bytes) or body is None else body[: len(urls)]
-        calls = [self._one(method, url + path, own) for url, own in zip(urls, bodies, strict=True)]
+        bodies = [body[url] if isinstance(body, Mapping) else body for url in urls]
+        calls = [
+            self._until_ended(url, self._one(method, url + path, own, timeout_s))
+            for url, own in zip(urls, bodies, strict=True)
+        ]
         results = await asyncio.gather(*calls)
+        if missing is not None:
+            results = [missing if isinstance(each, EngineError) and each.status == 404 else each for each in results]
         answers = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, bytes)}
         failures = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, EngineError)}
         if reachable_only:
-            failures = {url: error for url, error in failures.items() if not is_connection_error(error)}
+            failures = {url: error for url, error in failures.items() if not _is_out_of_reach(error)}
         elif answers and self._is_gone is not None:
             failures = {
                 url: error for url, error in failures.items() if not await asyncio.to_thread(self._is_gone, url, error)
@@ -157,7 +177,7 @@ class EngineFanOut:
         if not self._router_url:
             return []
         url = f"{self._router_url}/workers"
-        raw = await self._one("GET", url, None)
+        raw = await self._one("GET", url, None, self.timeout_s)
         if isinstance(raw, EngineError):
             raise raw
         try:
@@ -165,13 +185,25 @@ class EngineFanOut:
         except (KeyError, TypeError) as error:
             raise EngineError(f"the answer is no list of workers: {raw[:200]!r}", where=url) from error
 
-    async def _one(self, method: str, url: str, body: bytes | None) -> bytes | EngineError:
+    async def _until_ended(self, url: str, call: Coroutine[Any, Any, bytes | EngineError]) -> bytes | EngineError:
+        """What ``call`` returns. An engine that hangs and is ended breaks it; one that is not the run's to end would
+        leave it open."""
+        task = asyncio.ensure_future(call)
         try:
-            async with asyncio.timeout(self.timeout_s):
+            while not (await asyncio.wait([task], timeout=ENDED_POLL_S))[0]:
+                if self._has_ended(url):
+                    return EngineError("it was given up while a call to it was open", where=url)
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _one(self, method: str, url: str, body: bytes | None, timeout_s: float) -> bytes | EngineError:
+        try:
+            async with asyncio.timeout(timeout_s):
                 async with self._http.session().request(method, url, data=body) as response:
                     raw = await response.read()
         except TimeoutError as error:
-            failure = EngineError(f"no answer within {self.timeout_s:g} s", where=url)
+            failure = EngineError(f"no answer within {timeout_s:g} s", where=url)
             failure.__cause__ = error
             return failure
         except aiohttp.ClientError as error:
@@ -179,6 +211,10 @@ class EngineFanOut:
             failure.__cause__ = error
             return failure
         return raw if response.status == 200 else status_error(url, response.status, raw)
+
+
+def _is_out_of_reach(error: EngineError) -> bool:
+    return is_connection_error(error) or isinstance(error.__cause__, TimeoutError)
 
 
 def is_connection_error(error: EngineError) -> bool:
@@ -201,60 +237,11 @@ def status_error(url: str, status: int, raw: bytes) -> EngineError:
     return error
 
 
-class LoopThread:
-    """An event loop that runs in a thread of its own from the first call on, so that connections outlive a call.
-
-    The thread is a daemon: it ends with ``stop``, when the object is collected, or with the process.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._end: weakref.finalize[Any, LoopThread] | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the thread was started and not ended."""
-        return self._loop is not None
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's answer. It must have a deadline of its own. Callable from every thread but the loop's.
-
-        Raises ``concurrent.futures.CancelledError`` where ``stop`` comes first."""
-        with self._lock:  # so that it is asked for before the end, and cancelled by it
-            answer = asyncio.run_coroutine_threadsafe(coroutine, self._running())
-        return answer.result()
-
-    def stop(self) -> None:
-        """End the thread, if it was started; a later ``run`` starts another one."""
-        with self._lock:
-            if self._end is not None:
-                self._end()
-            self._loop = self._end = None
-
-    def _running(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop, ended = asyncio.new_event_loop(), asyncio.Event()
-            threading.Thread(target=_run_until, args=(self._loop, ended), name=self._name, daemon=True).start()
-            self._end = weakref.finalize(self, self._loop.call_soon_threadsafe, ended.set)
-            self._end.atexit = False
-        return self._loop
-
-
-def _run_until(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # cancels what still runs, so that no caller waits for it
-        runner.run(_waited(ended))
-
-
-async def _waited(ended: asyncio.Event) -> None:
-    await ended.wait()
-
-
 class EngineControlClient:
     """The control calls for synchronous code, wherever it is called from: they run in the event loop of another thread.
 
-    timeout_s: deadline of one call. is_gone, api_key: see ``EngineFanOut``. Close it, or use it as a context manager.
+    timeout_s: deadline of one call. is_gone, has_ended, api_key: see ``EngineFanOut``. Close it, or use it as a context
+    manager.
     """
 
     def __init__(
@@ -263,12 +250,13 @@ class EngineControlClient:
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
         is_gone: Callable[[str, EngineError], bool] | None = None,
+        has_ended: Callable[[str], bool] = lambda url: False,
         api_key: str | None = None,
     ) -> None:
         self.engine_urls = tuple(url.rstrip("/") for url in engine_urls)
         self.timeout_s = timeout_s
         self._loop = LoopThread("engine-control")
-        self._engines = EngineFanOut(self.targets, timeout_s, is_gone=is_gone, api_key=api_key)
+        self._engines = EngineFanOut(self.targets, timeout_s, is_gone=is_gone, has_ended=has_ended, api_key=api_key)
 
     def __enter__(self) -> Self:
         return self
@@ -303,6 +291,14 @@ class EngineControlClient:
         """End a pause on the engines at ``urls``; None: on every engine."""
         self._run(lambda engines: engines.post("/continue_generation", {}, only=urls))
 
+    def sample(self, urls: Collection[str], body: Mapping[str, Any]) -> dict[str, Any]:
+        """End the pause of the engines at ``urls`` and have each answer the request ``body`` of ``/generate``."""
+        return self._run(lambda engines: engines.sample(urls, body))
+
+    def halt(self, urls: Collection[str]) -> None:
+        """Pause the engines at ``urls`` again, and end the requests that run there: these have sampled meanwhile."""
+        self._run(lambda engines: engines.post("/pause_generation", {"mode": "abort"}, only=urls))
+
     def flush(self) -> None:
         """Have every engine forget what it cached. EngineError while requests run."""
         self._post("/flush_cache", {})
@@ -316,9 +312,9 @@ class EngineControlClient:
         self._post("/begin_weight_update", {"selector": "all"})
 
     def update_weights_from_tensor(
-        self, serialized: Sequence[str], load_format: str | None, version: int | None
+        self, serialized: Mapping[str, Sequence[str]], load_format: str | None, version: int | None
     ) -> None:
-        """Send every engine a bucket of weights, of which ``serialized`` has a handle for each of them.
+        """Send the engines at the URLs ``serialized`` a bucket of weights: a handle for each tensor-parallel rank.
 
         load_format: how the handles are to be read. version: what the weights are called, with the last bucket."""
         common = {
@@ -326,16 +322,27 @@ class EngineControlClient:
             "flush_cache": False,  # the publisher has flushed; at a real server it would fail after the weights changed
             "weight_version": None if version is None else str(version),
         }
-        bodies = [{"serialized_named_tensors": [handle], **common} for handle in serialized]
+        bodies = {url: {"serialized_named_tensors": list(own), **common} for url, own in serialized.items()}
         self._run(lambda engines: engines.post_each("/update_weights_from_tensor", bodies))
 
-    def init_weights_update_group(self, address: str, port: int, urls: Sequence[str], *, name: str) -> None:
-        """Have the engines at ``urls`` join a group as ranks 1, 2, …, whose rank 0 listens at ``address``. It ends when
-        all members are there: start rank 0 before."""
-        common = {"master_address": address, "master_port": port, "world_size": len(urls) + 1}
-        common |= {"group_name": name, "backend": "gloo"}
-        bodies = {url: {"rank_offset": rank, **common} for rank, url in enumerate(urls, start=1)}
-        self._run(lambda engines: engines.post_each("/init_weights_update_group", bodies))
+    def init_weights_update_group(
+        self,
+        address: str,
+        port: int,
+        ranks: Mapping[str, int],
+        *,
+        name: str,
+        backend: str = "gloo",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Have the engines at the URLs ``ranks``, each with so many ranks, join a group as its ranks 1, 2, …, in their
+        order. Rank 0 listens at ``address``; the call ends when all members are there: start rank 0 before.
+        timeout_s: of this call."""
+        common = {"master_address": address, "master_port": port, "world_size": 1 + sum(ranks.values())}
+        common |= {"group_name": name, "backend": backend}
+        offsets = accumulate(ranks.values(), initial=1)
+        bodies = {url: {"rank_offset": offset, **common} for url, offset in zip(ranks, offsets, strict=False)}
+        self._run(lambda engines: engines.post_each("/init_weights_update_group", bodies, timeout_s))
 
     def update_weights_from_distributed(
         self, bucket: Mapping[str, Sequence[Any]], *, name: str, version: int | None = None, flattened: bool = False
@@ -361,6 +368,9 @@ class EngineControlClient:
         """Have every engine serve what was sent since ``begin_weight_update``."""
         self._post("/end_weight_update", {})
 
+    def wait_for_engine(self) -> None:
+        """Does nothing: these engines are not replaced, so none will come."""
+
     def drop_failed_engines(self) -> None:
         """Does nothing: these engines are not replaced, so the failure of one fails the call."""
 
@@ -374,6 +384,10 @@ class EngineControlClient:
     def versions(self) -> dict[str, str]:
         """The weight version of each engine, by URL."""
         return self._run(lambda engines: engines.versions())
+
+    def server_info(self) -> dict[str, ServerInfo]:
+        """What each engine is, by URL."""
+        return self._run(lambda engines: engines.server_info())
 
     def checksums(self) -> dict[str, str]:
         """The checksum of the weights that each engine serves, by URL."""

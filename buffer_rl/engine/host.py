@@ -10,14 +10,12 @@ still takes connections where that answer is late. Ray takes seconds to say that
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
 
 import ray
 
@@ -28,7 +26,7 @@ from buffer_rl.cluster.placement import Placement, is_node_gone
 from buffer_rl.config import dump_args, load_args
 from buffer_rl.contracts import EngineLauncher, EngineProcess
 from buffer_rl.engine.fleet import named_launcher
-from buffer_rl.engine.process import STOP_TIMEOUT_S
+from buffer_rl.engine.process import STOP_TIMEOUT_S, refuses_connections, starts_engines
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError, WorkerDiedError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.weights.tensor import require_local_engines
@@ -43,7 +41,6 @@ MAX_DEATHS = 2
 """Of actors before they ran, as their node died just then."""
 LATE_S = 0.3
 """An actor that is alive answers ``check`` sooner."""
-CONNECT_TIMEOUT_S = 0.2
 ANSWER_S = 2.0
 """What an actor may take longer than the wait that it was asked for."""
 
@@ -78,11 +75,10 @@ class EngineHost:
             return self._engine.url
 
     def check(self) -> None:
-        """Raises the engine's error if it has ended; one without ``check`` counts as alive."""
-        probe = getattr(self._engine, "check", None)
-        if probe is not None:
+        """Raises the engine's error if it has ended."""
+        if self._engine is not None:
             with self._named():
-                probe()
+                self._engine.check()
 
     def stop(self) -> None:
         """End the server; returns when it is gone."""
@@ -197,7 +193,7 @@ class PlacedEngine:
 
     def _wait_for_room(self, timeout_s: float) -> None:
         """Return once the actor runs. Places it elsewhere where its node died meanwhile."""
-        started, told, deaths = time.monotonic(), False, 0
+        started, noticed, deaths = time.monotonic(), False, 0
         while True:
             placed = wait([self._node], min(ROOM_POLL_S, timeout_s)).done
             died = bool(placed) and isinstance(self._node.exception(), ray.exceptions.RayActorError)
@@ -214,9 +210,9 @@ class PlacedEngine:
                     where=f"the cluster, asked for {self._asks()}",
                     hint="`ray status` says what its nodes have; add nodes, or lower --rollout-num-engines",
                 )
-            if waited >= ROOM_NOTICE_S and not told and self._notice is not None:
+            if waited >= ROOM_NOTICE_S and not noticed and self._notice is not None:
                 self._notice(f"{self._name} waits for a node that has room for it ({self._asks()})")
-                told = True
+                noticed = True
 
     def _asks(self) -> str:
         """What Ray was asked for, in words."""
@@ -257,9 +253,9 @@ class PlacedEngine:
 def places_engines(args: Any) -> bool:
     """Whether Ray places the engines of a run: on the nodes of a cluster that it joins, or on the GPUs of this machine.
     Else they are children of the driver's process, and load while Ray starts."""
-    if args.router_url is not None:
+    if not starts_engines(args):
         return False
-    on_cpu = args.rollout_engine == "embedded" and args.engine_device == "cpu"
+    on_cpu = args.engine_device == "cpu"
     return args.ray_address is not None or (not on_cpu and any(Path("/dev").glob("nvidia[0-9]*")))
 
 
@@ -281,15 +277,3 @@ def placed_launcher(placement: Placement, notice: Callable[[str], None] | None =
         return PlacedEngine(args, index, log_path, placement, notice)
 
     return launch
-
-
-def refuses_connections(url: str) -> bool:
-    """Whether the machine at ``url`` answers that nothing listens there. False where it does not answer at once."""
-    parts = urlsplit(url)
-    try:
-        socket.create_connection((parts.hostname or "", parts.port or 80), timeout=CONNECT_TIMEOUT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from buffer_rl.config import Section, option
 
@@ -14,14 +14,16 @@ class EngineOptions(Section):
 
     rollout_engine: str = option("embedded", "which engine to start", kind="engine")
     rollout_num_engines: int = option(1, "engines behind the router", ge=1)
-    engine_device: Literal["auto", "cpu", "cuda"] = option("auto", "where the embedded engine runs")
+    engine_device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "where engines that the run starts compute; auto: on GPUs where there are any"
+    )
     engine_dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "number format of the engine")
     engine_num_threads: int = option(1, "torch threads an engine", ge=1)
     engine_max_running_requests: int = option(64, "sequences that decode together", ge=1)
     engine_context_length: int | None = option(None, "most tokens of a sequence; the model's own limit where absent")
     engine_start_timeout_s: float = option(300.0, "deadline for an engine or the router to answer, in seconds", gt=0)
     rollout_health_check_timeout: float = option(
-        60.0, "seconds after which an engine that answers no /health is replaced as one that died", gt=0
+        60.0, "seconds after which an engine that answers no /server_info is replaced as one that died", gt=0
     )
     engine_max_restarts: int = option(
         2, "most engines of a run that are started again after they died; with none left the run ends", ge=0
@@ -39,6 +41,26 @@ class EngineOptions(Section):
         "127.0.0.1",
         "address that engines and router listen on; with --ray-address the run sets it to that of the node of each",
         metavar="ADDRESS",
+    )
+    rollout_external_engine_addrs: list[str] = option(
+        [],
+        "engines that run elsewhere, behind a router of this run's own; it starts none, publishes its weights to them "
+        "first, and takes one that went away back when it answers again",
+        metavar="HOST:PORT",
+    )
+    router_policy: Literal["manual", "consistent_hashing", "cache_aware", "round_robin", "power_of_two", "random"] = (
+        option(
+            "manual",
+            "how the router that the run starts chooses the engine of a request: manual and consistent_hashing by its "
+            "sample's session_id, else by its prompt group (manual has a new one begin where the fewest requests are)",
+        )
+    )
+    router_args: dict[str, Any] = option(
+        {},
+        "arguments of that router under its own names: --router-cache-threshold 0.5, or a line "
+        "router_cache_threshold: 0.5 in the --config file",
+        metavar="JSON",
+        prefix="router_",
     )
     router_url: str | None = option(
         None, "the URL that every generation request goes to; set by the run where absent", metavar="URL"

@@ -7,7 +7,9 @@ list: every user of the machine can read a command line, only its owner the envi
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
+import json
 import os
 import secrets
 import signal
@@ -16,22 +18,41 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from buffer_rl.config import env_of
-from buffer_rl.errors import DeadlineError, EngineError
+from buffer_rl.errors import ConfigError, DeadlineError, EngineError
+from buffer_rl.redaction import is_secret
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
 
 LOG_TAIL_LINES = 20
+LOG_TAIL_BYTES = 65536
 STOP_TIMEOUT_S = 5.0
 PARENT_FD_FLAG = "--parent-fd"
 KEY_VARIABLE = env_of("engine_api_key")
 KEY_BYTES = 32
 POLL_INTERVAL_S = 0.05
+CONNECT_TIMEOUT_S = 0.2
+START_ATTEMPTS = 3
+PORT_IS_TAKEN = "address already in use"
+"""In the log of a server whose port another process has, whatever the case; SGLang says it and goes on living."""
+
+
+def settle_garbage_collector() -> None:
+    """For a process before it imports torch, and once it is set up: what it has by then is never looked through again,
+    and collections are rarer.
+
+    With Python's usual thresholds, torch and transformers take a fourth longer to import, and with these and Ray
+    imported a rollout worker loses a quarter of its CPU time. Collections come with net allocations, and a step frees
+    what it allocates, so each step ends with ``gc.collect()``: what is left in cycles may hold tensors."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 10, 10)
 
 
 def exit_with_parent(fd: int) -> None:
@@ -71,6 +92,7 @@ class ChildProcess:
         read_end, self._lifeline = os.pipe()
         try:
             with open(log_path, "ab") as log:
+                self._log_start = log.tell()
                 self._process = subprocess.Popen(
                     [*command, PARENT_FD_FLAG, str(read_end)],
                     stdin=subprocess.DEVNULL,
@@ -97,9 +119,11 @@ class ChildProcess:
         return self._process.poll()
 
     def log_tail(self) -> str:
-        """The last lines of the log."""
+        """The last lines that the process wrote to the log."""
         try:
-            text = Path(self.log_path).read_text(encoding="utf-8", errors="replace")
+            with open(self.log_path, "rb") as log:
+                log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES))
+                text = log.read().decode(errors="replace")
         except OSError:
             return ""
         return "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
@@ -115,13 +139,17 @@ class ChildProcess:
         raise EngineError(f"{self.name} {how}; {log}", where=self.log_path, hint="read the log")
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """SIGTERM, then SIGKILL for the whole group; returns when the process is gone. May be called twice."""
+        """SIGTERM, then SIGKILL for the whole group; returns when all of it is gone, so that its memory and devices are
+        free. May be called twice."""
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout_s)
         self._signal(signal.SIGKILL)  # whatever else is in the group
         self._process.wait(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while _lives_in_group(self.pid) and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL_S)
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
@@ -133,12 +161,46 @@ class ChildProcess:
             return
 
 
+def _lives_in_group(leader: int) -> bool:
+    """Whether a process of the group ``leader`` runs; a zombie, which its parent has not asked for yet, does not. False
+    where the system has no ``/proc``."""
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, _, group = entry.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                return True
+    return False
+
+
 def listening_socket(host: str, backlog: int | None = None) -> socket.socket:
     """A socket that listens on a free port of the address ``host``. Raises EngineError if this machine has no such
     address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with _naming_address(host):
+        return socket.create_server((host, 0), family=_family(host), backlog=backlog)
+
+
+def reserved_port(host: str) -> socket.socket:
+    """A socket that has a free port of the address ``host`` and does not listen: the system gives the port to no other
+    process, and a server can listen on it that sets SO_REUSEADDR, as usual. Raises EngineError as above."""
+    with _naming_address(host):
+        held = socket.socket(_family(host), socket.SOCK_STREAM)
+        try:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((host, 0))
+        except OSError:
+            held.close()
+            raise
+        return held
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+@contextlib.contextmanager
+def _naming_address(host: str) -> Iterator[None]:
     try:
-        return socket.create_server((host, 0), family=family, backlog=backlog)
+        yield
     except OSError as error:
         raise EngineError(f"no port of {host} can be listened on: {error}", where="--engine-host") from error
 
@@ -148,12 +210,15 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def wait_until_ready(url: str, process: ChildProcess, timeout_s: float) -> None:
-    """Ask ``url`` until it answers 200. Raises EngineError if ``process`` ends first, DeadlineError when time is up."""
+def wait_until_ready(
+    url: str, process: ChildProcess, timeout_s: float, check: Callable[[], None] | None = None
+) -> None:
+    """Ask ``url`` until it answers 200. Raises EngineError if ``process`` ends first, DeadlineError when time is up,
+    and what ``check`` raises, which is called meanwhile; where absent, that of the process."""
     deadline = time.monotonic() + timeout_s
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+    check = check or process.check
     while True:
-        process.check()
+        check()
         left = deadline - time.monotonic()
         if left <= 0:
             raise DeadlineError(
@@ -162,20 +227,128 @@ def wait_until_ready(url: str, process: ChildProcess, timeout_s: float) -> None:
                 where=process.log_path,
                 hint="read the log, or raise --engine-start-timeout-s",
             )
-        try:
-            with opener.open(url, timeout=min(left, 1.0)) as response:
-                if response.status == 200:
-                    return
-        except (http.client.HTTPException, OSError):  # urllib's errors are OSErrors
-            pass
+        if answers(url, min(left, 1.0)):
+            return
         time.sleep(min(POLL_INTERVAL_S, max(left, 0.0)))
+
+
+def answers(url: str, timeout_s: float) -> bool:
+    """Whether ``url`` answers 200 within ``timeout_s`` seconds."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+    try:
+        with opener.open(url, timeout=timeout_s) as response:
+            return bool(response.status == 200)
+    except (http.client.HTTPException, OSError):  # urllib's errors are OSErrors
+        return False
+
+
+def refuses_connections(url: str) -> bool:
+    """Whether the machine at ``url`` answers that nothing listens there. False where it does not answer at once."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 80), timeout=CONNECT_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+class ServerProcess:
+    """A child process that opens its ports itself. They are reserved until it is ready; where another process takes one
+    all the same, it is started again on others. ``url`` is that of the first port, and final after ``wait_ready``.
+    A server that can inherit a socket that listens (``listening_socket``) does not need this.
+
+    command: the command for free ports of ``hosts``, one each. The others: see ``ChildProcess``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[Sequence[int]], Sequence[str]],
+        log_path: str,
+        *,
+        hosts: Sequence[str],
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._name = name
+        self._command = command
+        self._log_path = log_path
+        self._hosts = hosts
+        self._env = env
+        self._held = contextlib.ExitStack()
+        self._start()
+
+    def _start(self) -> None:
+        with contextlib.ExitStack() as held:
+            ports = [held.enter_context(reserved_port(host)).getsockname()[1] for host in self._hosts]
+            self.url = base_url(self._hosts[0], ports[0])
+            self.process = ChildProcess(self._name, self._command(ports), self._log_path, env=self._env)
+            self._held = held.pop_all()
+
+    def wait_ready(self, path: str, timeout_s: float) -> None:
+        """Return once it answers ``path`` with 200. Raises EngineError, with the end of its log, if it ends,
+        DeadlineError if it does not answer within ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        for attempt in range(1, START_ATTEMPTS + 1):
+            try:
+                wait_until_ready(self.url + path, self.process, max(deadline - time.monotonic(), 0.0), self._check)
+                self._check()  # what answered may be the process that has its port
+                self._held.close()
+                return
+            except EngineError:
+                if attempt == START_ATTEMPTS or not self._has_no_port():
+                    raise
+                self.stop()
+                self._start()
+
+    def stop(self) -> None:
+        """End the process; returns when it is gone."""
+        self.process.stop()
+        self._held.close()
+
+    def _check(self) -> None:
+        self.process.check()
+        if self._has_no_port():
+            tail = self.process.log_tail()
+            raise EngineError(f"{self._name} has no port; the end of its log:\n{tail}", where=self._log_path)
+
+    def _has_no_port(self) -> bool:
+        return PORT_IS_TAKEN in self.process.log_tail().lower()
+
+
+def arguments_of(items: Mapping[str, Any], prefix: str, own: Mapping[str, str]) -> list[str]:
+    """Items of a mapping (``option(prefix=…)``) as arguments of a server: ``{"page_size": 8}`` is ``--page-size 8``.
+    True is a flag alone, a list several values, a mapping JSON; False and None are nothing.
+
+    own: those that the run sets itself, with the option for each that has one. Raises ConfigError for one of these,
+    and for a secret: every user of the machine can read a command line."""
+    found = []
+    for given, value in items.items():
+        name = given.replace("-", "_")
+        flag = f"--{prefix}-{name.replace('_', '-')}"
+        if name in own:
+            hint = f"use {own[name]}" if own[name] else ""
+            raise ConfigError("the run sets this argument of the server itself", where=flag, hint=hint)
+        if is_secret(name):
+            raise ConfigError("a secret would be in the server's command line, which every user can read", where=flag)
+        if value is not False and value is not None:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            texts = [json.dumps(each) if isinstance(each, Mapping) else str(each) for each in values]
+            found += [f"--{name.replace('_', '-')}", *texts]
+    return found
+
+
+def starts_engines(args: Any) -> bool:
+    """Whether the run starts its engines; else others run them."""
+    return args.router_url is None and not args.rollout_external_engine_addrs
 
 
 def with_engine_key(args: Args) -> Args:
     """``args`` with a key for the engines that this run starts: the given one, or a new one.
 
-    Without a key under ``--no-engine-auth``; unchanged under ``--router-url``, whose engines the run does not start."""
-    if args.router_url is not None:
+    Without a key under ``--no-engine-auth``; unchanged where the run does not start them."""
+    if not starts_engines(args):
         return args
     key = args.engine_api_key or secrets.token_urlsafe(KEY_BYTES)
     return args.model_copy(update={"engine_api_key": key if args.engine_auth else None})

@@ -1,31 +1,25 @@
-"""The engines of a fleet now: a registry of them, their heartbeat, and the control calls of a publication to them.
+"""The engines of a fleet now: a registry of them, and the control calls of a publication to them.
 
 Engines come and go while others generate and take weights. Who waits for whom:
 
-- The registry is read and changed by the driver's thread (finds the dead), the publisher's, and one for each
+- The registry is read and changed by the supervisor's thread (finds the dead), the publisher's, and one for each
   replacement, under a lock of its own. ``publication`` is held while weights are brought to engines, so that no engine
   joins the others between two versions.
-- The heartbeat finds engines that hang: their process lives, their connections open, and nothing is answered. A thread
-  of its own asks every engine that has answered once for ``/health``, again and again; no other thread waits for it.
-  What it finds is the replica's failure, and ``EngineFleet.check`` replaces the engine as one that died.
 - A publication, from its first ``pause`` to its end, waits for a replacement that is just taking the newest weights by
   itself, and holds back one that would (``EngineRegistry.publication``, with a deadline).
+- A publication for which there is no engine waits for a replacement, with another deadline.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import http.client
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, TypeVar
 
-from buffer_rl.contracts import EngineProcess
 from buffer_rl.engine.control import EngineControlClient, EngineFanOut
+from buffer_rl.engine.replica import SERVES, EngineEvent, EngineState, Replica
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
 
 T = TypeVar("T")
@@ -33,48 +27,6 @@ T = TypeVar("T")
 DEATH_TIMEOUT_S = 1.0
 """How long a process whose connections broke may take until the kernel says that it has ended."""
 POLL_INTERVAL_S = 0.02
-LONGEST_INTERVAL_S = 5.0
-LONGEST_PROBE_S = 10.0
-SHORTEST_PROBE_S = 1.0
-PROBES_AT_ONCE = 16
-JOIN_TIMEOUT_S = 1.0
-
-
-class ReplicaState(StrEnum):
-    """What an engine of the fleet can do now."""
-
-    STARTING = "starting"  # it does not answer yet
-    LOADING = "loading"  # it answers, and takes the current weights by itself
-    WAITING = "waiting"  # it answers, and needs the current weights before its first request
-    SERVING = "serving"  # the router sends it requests
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Replica:
-    """One engine. index: its place in the fleet; a replacement takes over that of the engine that was lost."""
-
-    index: int
-    engine: EngineProcess
-    state: ReplicaState = ReplicaState.STARTING
-    failure: BufferRLError | None = None
-    thread: threading.Thread | None = None
-
-    @property
-    def url(self) -> str:
-        """Base URL of the engine."""
-        return self.engine.url
-
-    def error(self) -> BufferRLError | None:
-        """Why the engine cannot be used any more; None while it can. Engines without ``check`` count as alive."""
-        if self.failure is not None:
-            return self.failure
-        probe: Callable[[], None] | None = getattr(self.engine, "check", None)
-        if probe is not None:
-            try:
-                probe()
-            except EngineError as error:
-                return error
-        return None
 
 
 def no_engine_left(death: BufferRLError) -> EngineError:
@@ -96,10 +48,12 @@ class Published:
 
 @dataclass(slots=True, kw_only=True)
 class EngineRegistry:
-    """The engines of a fleet. published: None while they serve the weights that they started with."""
+    """The engines of a fleet. published: None while they serve the weights that they started with. over: why there is
+    no engine, and none will come."""
 
     replicas: list[Replica] = field(default_factory=list)
     published: Published | None = None
+    over: EngineError | None = None
     publication: threading.Lock = field(default_factory=threading.Lock)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -127,14 +81,17 @@ class EngineRegistry:
             replicas, self.replicas = self.replicas, []
         return replicas
 
-    def in_state(self, *states: ReplicaState) -> list[Replica]:
+    def in_state(self, *states: EngineState) -> list[Replica]:
         """The replicas in one of ``states``, by index."""
         return [replica for replica in self.all() if replica.state in states]
 
-    def healthy(self) -> list[Replica]:
-        """Replicas without error that serve or, while weights are published, wait for them."""
-        states = [ReplicaState.SERVING, *([ReplicaState.WAITING] if self.publication.locked() else [])]
-        return [replica for replica in self.in_state(*states) if replica.error() is None]
+    def starved_version(self) -> int | None:
+        """The version that an engine waits for while no other one serves and none is published; None if it is not so.
+        A rollout would wait for it, and the next publication for the rollout."""
+        serves, starved = self.in_state(*SERVES), self.in_state(EngineState.WAITING)
+        if serves or not starved or self.publication.locked() or self.published is None:
+            return None
+        return int(self.published.version)
 
     def is_gone(self, url: str) -> bool:
         """Whether the engine at ``url`` has left or has died. Waits a moment for the death of one that lives."""
@@ -148,91 +105,32 @@ class EngineRegistry:
         return True
 
 
-WATCHED = (ReplicaState.SERVING, ReplicaState.WAITING, ReplicaState.LOADING)
-"""Of one that starts, the deadline is ``--engine-start-timeout-s``."""
-
-
-class Heartbeat:
-    """Watches the replicas of ``registry`` that serve, or will as soon as they have the weights.
-
-    timeout_s: an engine has failed once it answered no probe for so long. The time counts from the first probe that
-    failed, not from the last that succeeded: a machine that slept finds its engines well.
-    """
-
-    def __init__(self, registry: EngineRegistry, timeout_s: float) -> None:
-        self._registry = registry
-        self._timeout_s = timeout_s
-        self._interval_s = min(timeout_s / 6, LONGEST_INTERVAL_S)
-        self._probe_s = max(SHORTEST_PROBE_S, min(timeout_s / 6, LONGEST_PROBE_S))
-        self._failing_since: dict[Replica, float] = {}
-        self._end = threading.Event()
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
-        self._thread = threading.Thread(target=self._watch, name="engine-heartbeat", daemon=True)
-
-    def start(self) -> None:
-        """Begin to watch."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread; a probe under way is not waited for."""
-        self._end.set()
-        self._thread.join(JOIN_TIMEOUT_S)
-
-    def _watch(self) -> None:
-        pool = concurrent.futures.ThreadPoolExecutor(PROBES_AT_ONCE, thread_name_prefix="engine-probe")
-        try:
-            while not self._end.wait(self._interval_s):
-                replicas = self._registry.in_state(*WATCHED)
-                for replica, healthy in zip(replicas, pool.map(self._answers, replicas), strict=True):
-                    self._note(replica, healthy)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _note(self, replica: Replica, healthy: bool) -> None:
-        if healthy:
-            self._failing_since.pop(replica, None)
-            return
-        now = time.monotonic()
-        since = self._failing_since.setdefault(replica, now)
-        if now - since >= self._timeout_s and replica.failure is None:
-            del self._failing_since[replica]
-            replica.failure = EngineError(
-                f"engine {replica.index} hangs: no answer to /health for {self._timeout_s:g} s",
-                where=replica.url,
-                hint="its log says what it did last; raise --rollout-health-check-timeout if it is only slow",
-            )
-
-    def _answers(self, replica: Replica) -> bool:
-        try:
-            with self._opener.open(f"{replica.url}/health", timeout=self._probe_s) as response:
-                return bool(response.status == 200)
-        except (http.client.HTTPException, OSError, ValueError):  # urllib's errors are OSErrors
-            return False
-
-
 FAILED_LAST_ATTEMPT = "failed the last attempt of a publication"
 
 
 class FleetControl(EngineControlClient):
     """Reaches the engines that were there at ``pause`` and still live. An engine that dies does not fail a call that
-    another one answers, nor does a dropped one: one that fails after ``drop_failed_engines``, or whose answer does not
-    come in time, as asking it again would take as long. Replacements that wait for weights take
-    part, and join the router at ``resume``.
+    another one answers, nor does a quarantined one: one that fails after ``drop_failed_engines``, or whose answer does
+    not come in time, as asking it again would take as long. Replacements that wait for weights take part, and serve
+    from ``resume`` on.
 
-    admit: has the router send requests to a replica. timeout_s: deadline of one call. api_key: of the engines.
+    timeout_s: deadline of one call. start_timeout_s: of the wait for an engine where there is none. api_key: of the
+    engines.
     """
 
     def __init__(
         self,
         registry: EngineRegistry,
-        admit: Callable[[Replica], None],
         *,
         timeout_s: float,
+        start_timeout_s: float | None = None,
         api_key: str | None = None,
     ) -> None:
-        super().__init__((), timeout_s=timeout_s, is_gone=self._is_gone_or_dropped, api_key=api_key)
+        super().__init__(
+            (), timeout_s=timeout_s, is_gone=self._is_gone_or_dropped, has_ended=self._has_ended, api_key=api_key
+        )
         self._registry = registry
-        self._admit = admit
+        self._start_timeout_s = timeout_s if start_timeout_s is None else start_timeout_s
         self._in_publication: list[Replica] | None = None
         self._folder: str | None = None
         self._versions: dict[str, str] = {}
@@ -245,15 +143,28 @@ class FleetControl(EngineControlClient):
     def _replicas(self) -> list[Replica]:
         if self._in_publication is not None:
             return self._in_publication
-        return self._registry.in_state(ReplicaState.SERVING)
+        return self._registry.in_state(*SERVES) or self._registry.in_state(EngineState.WAITING)
+
+    def wait_for_engine(self) -> None:
+        """Return once an engine can take weights: at once, or when a replacement answers. Raises EngineError if none
+        will come, DeadlineError if none does in ``start_timeout_s``."""
+        deadline = time.monotonic() + self._start_timeout_s
+        while not self.targets():
+            self._leave()  # a replacement may need the lock before it answers
+            if self._registry.over is not None:
+                raise self._registry.over
+            if time.monotonic() > deadline:
+                what = f"no engine came in place of those that died within {self._start_timeout_s:g} s"
+                raise DeadlineError(what, where="publish", hint="raise --engine-start-timeout-s")
+            time.sleep(POLL_INTERVAL_S)
 
     def drop_failed_engines(self) -> None:
-        """Until the publication ends, drop an engine that fails a call that another one answers: it gets no more calls,
-        and the fleet replaces it as one that died."""
+        """Until the publication ends, quarantine an engine that fails a call that another one answers: it gets no more
+        calls, and the fleet replaces it as one that died."""
         self._drops_failed = True
 
     def drop(self, urls: Collection[str]) -> bool:
-        """Drop the engines at ``urls``, after ``drop_failed_engines``. Returns whether that was done."""
+        """Quarantine the engines at ``urls``, after ``drop_failed_engines``. Returns whether that was done."""
         for replica in self._replicas() if self._drops_failed else ():
             if replica.url in urls:
                 self._drop(replica)
@@ -264,7 +175,7 @@ class FleetControl(EngineControlClient):
         if self._in_publication is None:
             if not self._registry.publication.acquire(timeout=self.timeout_s):
                 raise DeadlineError(f"an engine that joins took longer than {self.timeout_s:g} s", where="publish")
-            self._in_publication = self._registry.in_state(ReplicaState.SERVING, ReplicaState.WAITING)
+            self._in_publication = self._registry.in_state(*SERVES, EngineState.WAITING)
         self._folder, self._versions = None, {}
         super().pause(mode)
 
@@ -279,23 +190,23 @@ class FleetControl(EngineControlClient):
         return self._versions
 
     def resume(self, urls: Collection[str] | None = None) -> None:
-        """End the publication: the engines at ``urls`` go on, or all; replacements among them join, if all have the
-        same weights. Where an engine fails it, the publication goes on; one that the router does not take is lost."""
+        """End the publication: the engines at ``urls`` go on, or all; replacements among them serve, if all have the
+        same weights. Where an engine fails it, the publication goes on."""
         super().resume(urls)
         found = {url: version for url, version in self._versions.items() if urls is None or url in urls}
         if len(set(found.values())) == 1:  # versions() was asked for, and all have the same
             self._registry.published = Published(version=next(iter(found.values())), folder=self._folder)
             for replica in self._replicas():
-                if replica.state is ReplicaState.WAITING and replica.failure is None and replica.url in found:
-                    try:
-                        self._admit(replica)
-                    except BufferRLError as error:
-                        replica.failure = error
+                if replica.url in found:
+                    replica.note(EngineEvent.HAS_WEIGHTS)
         self.end_publication()
 
     def end_publication(self) -> None:
         """Engines may join from now on; those that did not go on stay paused."""
         self._drops_failed, self._versions = False, {}
+        self._leave()
+
+    def _leave(self) -> None:
         if self._in_publication is not None:
             self._in_publication = None
             self._registry.publication.release()
@@ -310,10 +221,15 @@ class FleetControl(EngineControlClient):
             if not all(self._registry.is_gone(replica.url) for replica in replicas):
                 raise
             deaths = [death for replica in replicas if (death := replica.error()) is not None]
-            raise no_engine_left(deaths[-1] if deaths else error) from error
+            raise self._registry.over or (deaths[-1] if deaths else error) from error
+
+    def _has_ended(self, url: str) -> bool:
+        """Whether the engine that is called at ``url`` has ended; behind an address that is not the run's, another
+        replica may wait for the same one to answer again."""
+        return any(replica.failure is not None for replica in self._replicas() if replica.url == url)
 
     def _is_gone_or_dropped(self, url: str, error: EngineError) -> bool:
-        if self._registry.is_gone(url):
+        if self._has_ended(url) or self._registry.is_gone(url):
             return True
         failing = next((replica for replica in self._replicas() if replica.url == url), None)
         hangs = isinstance(error.__cause__, TimeoutError)
@@ -324,8 +240,5 @@ class FleetControl(EngineControlClient):
 
     @staticmethod
     def _drop(replica: Replica, why: str = FAILED_LAST_ATTEMPT) -> None:
-        replica.failure = EngineError(
-            f"engine {replica.index} {why}",
-            where=replica.url,
-            hint="its log, and the notices of attempts before, say why",
-        )
+        what, hint = f"engine {replica.index} {why}", "its log, and the notices of attempts before, say why"
+        replica.end(EngineError(what, where=replica.url, hint=hint), EngineEvent.REFUSED)

@@ -2,55 +2,87 @@
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from sglang_router.router_args import RouterArgs  # type: ignore[import-untyped]
 
 from buffer_rl.engine.process import (
     POLL_INTERVAL_S,
     ChildProcess,
+    ServerProcess,
+    arguments_of,
     auth_headers,
-    base_url,
     key_environment,
-    listening_socket,
-    wait_until_ready,
 )
-from buffer_rl.errors import DeadlineError, EngineError
+from buffer_rl.errors import ConfigError, DeadlineError, EngineError
 
 LOOPBACK = "127.0.0.1"
-START_ATTEMPTS = 3
 CALL_TIMEOUT_S = 10.0
 """Deadline of one change of the worker list; the router answers at once and does the work in the background."""
 
+OWN = {
+    "worker_urls": "--engine-urls",
+    "request_timeout_secs": "--generate-timeout-s",
+    "api_key": "--engine-api-key",
+    "prometheus_host": "",
+    "prometheus_port": "",
+}
+"""Arguments of the router that the run sets itself, with the option for each that has one."""
+
 
 class Router:
-    """The router in front of ``worker_urls``, which answer already, on a free port of the address ``host``.
+    """The router in front of the workers that are added, on a free port of the address ``host``. It starts at once, and
+    answers at ``url`` after ``wait_ready``.
 
-    Raises EngineError with the end of its log if it ends, DeadlineError if it is not ready before ``deadline`` (of
-    ``time.monotonic``). request_timeout_s: after which it gives up on a generation. api_key: what clients must send,
-    and what the workers ask for.
+    request_timeout_s: after which it gives up on a generation. api_key: what clients must send, and what the workers
+    ask for. policy: how it chooses a worker. arguments: more of them, under its own names.
     """
 
     def __init__(
         self,
-        worker_urls: Sequence[str],
         log_path: str,
         *,
         request_timeout_s: int,
-        deadline: float,
         api_key: str | None = None,
         host: str = LOOPBACK,
+        policy: str = "manual",
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        command = partial(_command, worker_urls, request_timeout_s, host)
+        more = router_arguments(arguments or {})
         self._api_key = api_key
-        self.process, self.url = _start(host, command, log_path, key_environment(api_key), deadline)
+        self._answers = False
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+        self._server = ServerProcess(
+            "sglang-router",
+            lambda ports: [*_command(policy, request_timeout_s, host, *ports), *more],
+            log_path,
+            hosts=(host, LOOPBACK),
+            env=key_environment(api_key),
+        )
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return self._server.url
+
+    @property
+    def process(self) -> ChildProcess:
+        """Its process."""
+        return self._server.process
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return once it answers, whether it has workers or not. Raises EngineError with the end of its log if it ends,
+        DeadlineError if it is not ready within ``timeout_s``."""
+        if not self._answers:
+            self._server.wait_ready("/liveness", timeout_s)
+            self._answers = True
 
     @property
     def pid(self) -> int:
@@ -63,33 +95,34 @@ class Router:
 
     def stop(self) -> None:
         """End the process; returns when it is gone."""
-        self.process.stop()
+        self._server.stop()
 
     def workers(self) -> dict[str, str]:
         """The router's own id of each worker, by URL. Raises EngineError."""
         answer = self._call("GET", "/workers")
         return {worker["url"]: worker["id"] for worker in answer["workers"]}
 
-    def add(self, url: str) -> None:
-        """Send requests to ``url`` as well, which answers already; returns once it is listed. Raises EngineError and
-        DeadlineError."""
-        own_key = {"api_key": self._api_key} if self._api_key else {}  # later workers do not inherit the router's
-        self._call("POST", "/workers", {"url": url, **own_key})
-        self._wait_for(url, listed=True)
+    def add(self, *urls: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Send requests to ``urls`` as well, which answer already; returns once they are listed, at most ``timeout_s``
+        later. Raises EngineError and DeadlineError."""
+        deadline = time.monotonic() + timeout_s
+        own_key = {"api_key": self._api_key} if self._api_key else {}  # added workers do not inherit the router's
+        for url in urls:
+            self._call("POST", "/workers", {"url": url, **own_key})
+        for url in urls:
+            self._wait_for(url, deadline, listed=True)
 
     def remove(self, url: str) -> None:
         """Send nothing to ``url`` any more; returns once it is off the list. Raises EngineError and DeadlineError."""
         worker = self.workers().get(url)
         if worker is not None:
             self._call("DELETE", f"/workers/{worker}")
-            self._wait_for(url, listed=False)
+            self._wait_for(url, time.monotonic() + CALL_TIMEOUT_S, listed=False)
 
-    def _wait_for(self, url: str, *, listed: bool) -> None:
-        deadline = time.monotonic() + CALL_TIMEOUT_S
+    def _wait_for(self, url: str, deadline: float, *, listed: bool) -> None:
         while (url in self.workers()) is not listed:
             if time.monotonic() > deadline:
-                what = "list" if listed else "drop"
-                raise DeadlineError(f"the router did not {what} {url} within {CALL_TIMEOUT_S:g} s", where=self.url)
+                raise DeadlineError(f"the router did not {'list' if listed else 'drop'} {url} in time", where=self.url)
             time.sleep(POLL_INTERVAL_S)
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
@@ -106,43 +139,19 @@ class Router:
             raise EngineError(f"{type(error).__name__}: {error}", where=f"{method} {self.url}{path}") from error
 
 
-def _start(
-    host: str, command: Callable[[int, int], list[str]], log_path: str, env: Mapping[str, str], deadline: float
-) -> tuple[ChildProcess, str]:
-    """The router takes no inherited socket, so another process may take its port first: try again then."""
-    for attempt in range(START_ATTEMPTS):
-        port, metrics_port = free_ports(host, LOOPBACK)
-        url = base_url(host, port)
-        process = ChildProcess("sglang-router", command(port, metrics_port), log_path, env=env)
-        try:
-            wait_until_ready(f"{url}/readiness", process, max(deadline - time.monotonic(), 0.0))
-            process.check()
-        except DeadlineError:
-            process.stop()
-            raise
-        except EngineError:
-            process.stop()
-            if attempt + 1 < START_ATTEMPTS and "in use" in process.log_tail():
-                continue
-            raise
-        except BaseException:
-            process.stop()
-            raise
-        return process, url
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _command(worker_urls: Sequence[str], request_timeout_s: int, host: str, port: int, metrics_port: int) -> list[str]:
-    """The policy ``manual`` sends equal routing keys to one engine, so that the samples of a prompt share its
-    prefill; a new key goes to the engine with the fewest requests. Retries and the circuit breaker are off: the
-    client retries by ``rid``, and a bad request (400) must not count against an engine."""
+def _command(policy: str, request_timeout_s: int, host: str, port: int, metrics_port: int) -> list[str]:
+    """The policies ``manual`` and ``consistent_hashing`` send equal routing keys to one engine, so that the samples of
+    a prompt share its prefill; with ``manual`` a new key goes to the engine with the fewest requests. Retries and the
+    circuit breaker are off: the client retries by ``rid``, and a bad request (400) must not count against an engine."""
+    # It does not start with this policy and fewer than two workers. These two answer nothing, so they are never listed.
+    unlisted = ["--worker-urls", "http://127.0.0.1:1", "http://127.0.0.1:2"] if policy == "power_of_two" else []
     return [
         sys.executable,
         "-m",
         "buffer_rl.engine.router_process",
         *("--host", host, "--port", str(port)),
-        *("--worker-urls", *worker_urls),
-        *("--policy", "manual", "--assignment-mode", "min_load"),
+        *unlisted,
+        *("--policy", policy, "--assignment-mode", "min_load"),
         "--disable-retries",
         "--disable-circuit-breaker",
         *("--worker-startup-check-interval", "1"),
@@ -154,7 +163,16 @@ def _command(worker_urls: Sequence[str], request_timeout_s: int, host: str, port
     ]
 
 
-def free_ports(*hosts: str) -> list[int]:
-    """A port of each address that is free now, all different. Raises EngineError if this machine lacks an address."""
-    with ExitStack() as held:  # all until the last is found
-        return [int(held.enter_context(listening_socket(host)).getsockname()[1]) for host in hosts]
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        hint = "python -m sglang_router.launch_router --help lists them, without the prefix"
+        raise ConfigError(f"the router refuses its arguments: {message}", where="--router-NAME", hint=hint)
+
+
+def router_arguments(given: Mapping[str, Any]) -> list[str]:
+    """``--router-args`` as the router takes them. Raises ConfigError for one that it refuses, or that the run sets."""
+    found = arguments_of(given, "router", OWN)
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    RouterArgs.add_cli_args(parser, use_router_prefix=True, exclude_host_port=True)
+    parser.parse_args([f"--router-{each[2:]}" if each.startswith("--") else each for each in found])
+    return found

@@ -1,7 +1,8 @@
 """``python -m buffer_rl.engine.router_process``: the real ``sglang-router``, ended with its parent.
 
 The router takes its API key as an argument alone, which every user of the machine could read. So the key comes in the
-environment, and is put among the arguments that the router parses inside this process.
+environment, and is put among the arguments that the router parses inside this process. Its command line knows fewer
+policies than it has, so the policy is set afterwards.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         at = rest.index(PARENT_FD_FLAG)
         _fork_watcher(int(rest[at + 1]))
         del rest[at : at + 2]
+    at = rest.index("--policy")
+    policy = rest[at + 1]
+    del rest[at : at + 2]
     if (key := pop_key()) is not None:
         rest += [f"--api-key={key}"]  # a key may begin with a dash
     from sglang_router.launch_router import launch_router, parse_router_args  # type: ignore[import-untyped]
 
-    launch_router(parse_router_args(rest))
+    arguments = parse_router_args(rest)
+    arguments.policy = policy
+    launch_router(arguments)
     return 0
 
 

@@ -1,19 +1,29 @@
 """Requests of several rows: their ids, their seeds, and which of them an abort ends.
 
 A request for several prompts has one ``rid`` R and one ``sampling_seed``. Servers name its rows R_0, R_1, …, and the
-rows of an embedded engine draw under seeds that are mixed from the request's seed and the row's number, as below. (A
-real SGLang gives all rows the one seed, so that rows of equal prompts are equal.)
+rows of an embedded engine draw under seeds that are mixed from the request's seed and the row's number, as below.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import numpy as np
 
-ROWS = 10
-"""Most rows of a request: engines abort by prefix, and so R_1 would end R_10 as well."""
+ROWS = 16
+"""Most rows of a request. Engines abort by prefix, so an abort of R_1 ends R_10 to R_15 as well: the rows of a request
+are aborted together."""
 SEED_BITS = 31
 """The widest seed that every engine and every random generator behind one accepts."""
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, SplitMix64's step from one state to the next
+
+
+class RowSeeds(StrEnum):
+    """How the rows of a request draw."""
+
+    OWN = "own"  # each under a seed of its own, mixed as below: the embedded engine
+    SHARED = "shared"  # all under the request's, so that rows of equal prompts are equal: SGLang's reproducible mode
+    NONE = "none"  # under none, whatever the request says: SGLang otherwise
 
 
 def row_rid(rid: str, row: int) -> str:

@@ -60,6 +60,7 @@ class TextCodec:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
+        self._decode_batch = _batch_decoder(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's own special tokens."""
@@ -84,10 +85,41 @@ class TextCodec:
 
     def output_text(self, request: Request) -> str:
         """The answer's text: without what stopped it (unless ``no_stop_trim``); the token ids keep it."""
-        params, ids = request.params, request.output_ids
+        params, matched = request.params, _trimmed(request)
         decode = partial(self.decode, spaces_between_special_tokens=params.spaces_between_special_tokens)
-        matched = (request.finish_reason or {}).get("matched") if not params.no_stop_trim else None
         if isinstance(matched, str):
-            return text_before_stop(decode, ids, [matched], params.skip_special_tokens)
-        stopped = matched is not None and ids and ids[-1] == matched
-        return decode(ids[:-1] if stopped else ids, params.skip_special_tokens)
+            return text_before_stop(decode, request.output_ids, [matched], params.skip_special_tokens)
+        return decode(_shown(request), params.skip_special_tokens)
+
+    def output_texts(self, requests: Sequence[Request]) -> list[str]:
+        """The texts of several answers, by one call of the tokenizer where it gives the same."""
+        skip = requests[0].params.skip_special_tokens
+        if self._decode_batch is None or any(r.params.stop or r.params.skip_special_tokens != skip for r in requests):
+            return [self.output_text(request) for request in requests]
+        return self._decode_batch([_shown(request) for request in requests], skip_special_tokens=skip)
+
+
+def _trimmed(request: Request) -> int | str | None:
+    """The token or the string that stopped the answer, where its text leaves it out."""
+    return None if request.params.no_stop_trim else (request.finish_reason or {}).get("matched")
+
+
+def _shown(request: Request) -> list[int]:
+    """The tokens of the answer's text, where no stop string is cut from it."""
+    ids = request.output_ids
+    return ids[:-1] if ids and ids[-1] == _trimmed(request) else ids
+
+
+def _batch_decoder(tokenizer: Any | None) -> Callable[..., list[str]] | None:
+    """``decode`` for many sequences in the Rust library, where ``transformers`` adds nothing to it."""
+    if tokenizer is None or getattr(tokenizer, "clean_up_tokenization_spaces", True):
+        return None
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    is_plain = (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.decode is PreTrainedTokenizerBase.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+    )
+    return tokenizer.backend_tokenizer.decode_batch if is_plain else None

@@ -6,5 +6,6 @@ shipping      the user's code on other nodes, both ends
 signature     contracts of the kinds, checked against signatures and methods
 calls         calls of plugins, and the errors about them
 hooks         pluggy plugins: load, check, ask
+import_names  packages that a plugin provides where they are not installed
 entry_points  names that installed distributions bring, and the rows of ``plugins list``
 """

@@ -116,6 +116,8 @@ class _Collector:
         parts = name.split(".")
         if parts[0] in OWN_PACKAGES or parts[0] in sys.stdlib_module_names:
             return
+        if any(getattr(finder, "provided_name", None) == parts[0] for finder in sys.meta_path):
+            return  # every node has the plugin that provides it (buffer_rl.resolution.import_names)
         roots = [*self.folders, *([near] if near is not None else [])]
         for count in range(1, len(parts) + 1):
             found = find_module(".".join(parts[:count]), [str(root) for root in roots])
@@ -137,7 +139,7 @@ class _Collector:
         """What the files import, and what that imports."""
         while self._unread:
             file, root = self._unread.pop()
-            for name in _imports(file):
+            for name in imports_of(file):
                 self.add_module(name, near=root)
 
     def _add_package(self, folder: Path, root: Path) -> None:
@@ -179,7 +181,7 @@ def _package_files(folder: Path) -> Iterator[Path]:
             yield child
 
 
-def _imports(file: Path) -> list[str]:
+def imports_of(file: Path) -> list[str]:
     """Absolute names that a file imports, inside functions too; of ``from a import b`` also ``a.b``."""
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))

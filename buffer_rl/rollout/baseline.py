@@ -58,7 +58,7 @@ def greedy_group(group: SampleGroup) -> SampleGroup:
     ``session_id``, which name one sample of the group, are None. It shares nothing that can be changed with the
     group, multimodal values excepted."""
     prompt = group.as_prompts()[0]
-    own = copy.deepcopy(replace(prompt, multimodal_inputs=None, index=None, session_id=None))
+    own = copy.deepcopy(prompt.changed(multimodal_inputs=None, index=None, session_id=None))
     own.multimodal_inputs = None if prompt.multimodal_inputs is None else dict(prompt.multimodal_inputs)
     own.sample_index = 1 + max(sample.sample_index for sample in group)
     return replace(group, samples=[own], sampling_params=dict(GREEDY))

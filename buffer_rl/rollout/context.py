@@ -52,7 +52,10 @@ class RolloutContext:
     user's functions, resolved once; None stands for the built-in generate function and for no filter.
     semaphore: a place for each sample in flight; admission: held by who takes several, that no two wait for each other.
     baseline: whether each group needs the reward of a greedy response (``buffer_rl.rollout.baseline``).
+    renders: whether ``sample.prompt`` is the text that the chat template makes, because the user's functions were
+    written for a program that has it so (``PluginRegistry.is_written_for_others``).
     run_dir: where reports go; None writes none.
+    loop: the event loop that runs the rollouts. shared: what plugins keep from call to call, by a key of theirs.
     """
 
     args: Any
@@ -68,7 +71,10 @@ class RolloutContext:
     sample_filter: Callable[..., Any] | None = None
     all_samples_process: Callable[..., Any] | None = None
     baseline: bool = False
+    renders: bool = False
     run_dir: Path | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+    shared: dict[object, Any] = field(default_factory=dict)
     _closed: bool = field(default=False, init=False)
 
     @classmethod
@@ -104,7 +110,9 @@ class RolloutContext:
                 registry, "all_samples_process", args.rollout_all_samples_process_path
             ),
             baseline=needs_baseline(args, registry),
+            renders=args.apply_chat_template and _read_prompts(args, registry),
             run_dir=run_dir,
+            loop=asyncio.get_running_loop(),
         )
 
     @contextmanager
@@ -121,6 +129,23 @@ class RolloutContext:
         if not self._closed:
             self._closed = True
             await self.scorer.aclose()
+
+
+def _read_prompts(args: Any, registry: PluginRegistry) -> bool:
+    """Whether a function that reads prompts was written for another program."""
+    references = {
+        "rollout": args.rollout_function_path,
+        "generate": args.custom_generate_function_path,
+        "reward": args.custom_rm_path,
+        "group_reward": args.custom_group_rm_path,
+    }
+    functions = (resolve_function(registry, kind, reference) for kind, reference in references.items())
+    return any(function is not None and registry.is_written_for_others(function) for function in functions)
+
+
+def context_or_none() -> RolloutContext | None:
+    """The running rollout's context; None outside a rollout."""
+    return _CONTEXT.get()
 
 
 def current_context() -> RolloutContext:

@@ -108,7 +108,7 @@ class SourceClient:
 
 
 class SourceWatch:
-    """A watcher of the driver, whose looks never wait: calls ``notice`` with a line when the process was replaced."""
+    """A watcher of the driver: calls ``notice`` with a line when the process was replaced. Only its last looks wait."""
 
     def __init__(self, actor: Any, args: Any, notice: Callable[[str], None]) -> None:
         self._actor = actor
@@ -116,11 +116,16 @@ class SourceWatch:
         self._question: Any = None
         self._pid: int = SourceAnswers.from_args(args).wait("pid", actor.pid.remote)
 
-    def __call__(self) -> None:
+    def close(self) -> None:
+        """The last looks, which wait: a process that was replaced just before the run ended is reported, too."""
+        for _ in range(2):  # the first may find a question that its process did not live to answer
+            self(PATIENCE_S)
+
+    def __call__(self, timeout_s: float = 0.0) -> None:
         """One look."""
         if self._question is None:
             self._question = self._actor.pid.remote()
-        if not ray.wait([self._question], timeout=0)[0]:  # it works for the user's code
+        if not ray.wait([self._question], timeout=timeout_s)[0]:  # it works for the user's code
             return
         question, self._question = self._question, None
         with suppress(ray.exceptions.RayError):  # it died; its callers wait for the next one, or end the run

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -85,6 +85,7 @@ class _Slot:
 
     group: SampleGroup | None
     encoded: Any = None  # the rows of a group that is kept, as the Buffer stores them
+    ends: bool = False  # with the group that it has: a filter wants no other in its place
     phase: _Phase = _Phase.OTHER
     task: asyncio.Task[None] | None = None
 
@@ -105,11 +106,14 @@ class _Run:
         self._failures = FailurePolicy(context, buffer, self.stats, self._enough)
         self._kept: list[SampleGroup] = []
         self._dropped: list[SampleGroup] = []
+        self._spare = 0
+        """Groups in flight that the step does not need: so many may be dropped without another in their place."""
         # Functions that see the whole rollout may change samples, so no group is done before all are.
         self._finishes_at_end = context.sample_filter is not None or context.all_samples_process is not None
 
     async def produce_all(self) -> None:
         in_flight = max(self._wanted, self._args.over_sampling_batch_size or 0)
+        self._spare = in_flight - self._wanted
         slots = [_Slot(group=group) for group in await self._lease(in_flight)]
         async with task_group() as tasks:
             for slot in slots:
@@ -143,6 +147,8 @@ class _Run:
             else:
                 await self.buffer.areject(group, result)
                 self._count_drop(group, result)
+                if slot.ends:
+                    return
             if not self._requests.stopped:
                 (slot.group,) = await self._lease(1)
 
@@ -200,7 +206,7 @@ class _Run:
         except RolloutError as error:  # an engine that missed an update: its tokens may not be trained on
             return AttemptFailure(domain=Domain.INFRA, reason=STALE_WEIGHTS, error=error)
         slot.phase = _Phase.SCORING
-        result = await self._score_and_filter(group, greedy)
+        result = await self._score_and_filter(slot, group, greedy)
         slot.phase = _Phase.OTHER
         if result or self._requests.stopped:
             return result
@@ -220,11 +226,13 @@ class _Run:
         """The rows of a group that is kept; None where functions that see the whole rollout may still change it."""
         if not self._finishes_at_end:
             return self.buffer.encode(group)
-        copied = [replace(s, **{f.name: copy(getattr(s, f.name)) for f in fields(s)}) for s in group]
+        copied = [s.changed(**{name: copy(value) for name, value in vars(s).items()}) for s in group]
         self.buffer.encode(replace(group, samples=copied))  # the user's code in it may change samples, too
         return None
 
-    async def _score_and_filter(self, group: SampleGroup, greedy: list[SampleGroup]) -> str | AttemptFailure:
+    async def _score_and_filter(
+        self, slot: _Slot, group: SampleGroup, greedy: list[SampleGroup]
+    ) -> str | AttemptFailure:
         """Score the generated group, and the ``greedy`` response to its prompt if there is one, and filter the group.
         Returns an empty text if it is kept, else the reason or the failure."""
         for failures in await run_all(score_group(self.context, each, self.stats) for each in (group, *greedy)):
@@ -245,6 +253,11 @@ class _Run:
         decision = await apply_filter(self.context.dynamic_filter, reference, self._args, judged)
         if decision.keep:
             return ""
+        if decision.keep_when_insufficient:
+            if not self._spare:
+                return ""
+            self._spare -= 1
+            slot.ends = True
         self._failures.succeeded(group)
         if not self._requests.stopped:  # else the group goes back to the queue
             self.stats.count_filtered(group, rewards_of(self._args, group))

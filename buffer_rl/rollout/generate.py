@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.engine.text import stop_window, text_before_stop
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.context import current_context
-from buffer_rl.rollout.requests import STATUS_OF, answer_for, is_stopped
+from buffer_rl.rollout.requests import answer_for, is_stopped, shared_answers
+from buffer_rl.sample import STATUS_OF_REASON
 from buffer_rl.types import Sample, SampleGroup, Status, VersionSpan
 
 if TYPE_CHECKING:
@@ -77,6 +78,20 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return sample
 
 
+async def generate_shared(args: Any, samples: Sequence[Sample], sampling_params: dict[str, Any]) -> None:
+    """``generate`` for samples that share a request (``num_sharing``), in place."""
+    if is_stopped():
+        for sample in samples:
+            sample.response_length, sample.status = 0, Status.ABORTED
+        return
+    prompt_ids = current_context().prompts.encode(samples[0])
+    room = room_for(args, samples[0], len(prompt_ids), sampling_params["max_new_tokens"])
+    results = await shared_answers(samples, prompt_ids, {**sampling_params, "max_new_tokens": room})
+    nothing = PartialResponse()
+    for sample, result in zip(samples, results, strict=True):
+        _fill(sample, prompt_ids, nothing, result)
+
+
 def room_for(args: Any, sample: Sample, prompt_length: int, max_new_tokens: int) -> int:
     """How many tokens the response may have: ``max_new_tokens``, or fewer under ``--rollout-max-context-len``.
 
@@ -106,7 +121,7 @@ def _fill(sample: Sample, prompt_ids: list[int], before: PartialResponse, result
     sample.rollout_kept_tokens = None if kept is None else before.kept + kept
     sample.weight_versions = before.spans + spans
     sample.loss_mask = None if before.loss_mask is None else before.loss_mask + [1] * len(output_ids)
-    sample.status = STATUS_OF[result.finish_reason]
+    sample.status = STATUS_OF_REASON[result.finish_reason]
 
 
 def _fix_end(tokenizer: Any, sample: Sample, start: int, params: dict[str, Any], matched: object) -> None:

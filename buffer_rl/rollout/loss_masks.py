@@ -52,7 +52,7 @@ def encode_conversation(prompts: PromptEncoder, sample: Sample, mask_type: str) 
     conversation = _Conversation(prompts, messages, trained, sample.metadata.get("tools"), where)
     if not getattr(prompts.tokenizer, "is_fast", False):
         raise RolloutError(
-            "this tokenizer does not say which characters a token stands for, so answers cannot be told from questions",
+            "the tokenizer does not say which characters a token stands for, so the answers cannot be found",
             where="--hf-checkpoint",
             expected="a fast tokenizer (tokenizer.json), or rows of a prompt and a label",
         )
@@ -185,7 +185,7 @@ class _Conversation:
         """The messages before an answer. Raises DataError if there are none: templates render no empty list."""
         if number == 0:
             raise DataError(
-                "the conversation begins with an answer, whose header cannot be told from its content",
+                "the conversation begins with an answer, whose header cannot be distinguished from its content",
                 where=self.where,
                 expected="a message of the user or the system first, or a chat template with {% generation %} marks",
             )

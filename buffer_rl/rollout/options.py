@@ -180,7 +180,7 @@ class EvalOptions(Section):
         None, "the function that evaluates; the rollout function where absent", kind="rollout"
     )
     eval_prompt_data: list[str] = option(
-        [], "evaluation sets, as NAME=PATH; see also --eval-config", metavar="NAME=PATH"
+        [], "evaluation sets, as NAME=PATH or NAME PATH; see also --eval-config", metavar="NAME=PATH"
     )
     eval_config: str | None = option(
         None, "a YAML file of evaluation sets, each with sampling options of its own", metavar="FILE"

@@ -11,17 +11,21 @@ from buffer_rl.buffer.partial import DONE
 from buffer_rl.contract_check import check_statuses
 from buffer_rl.engine.rows import ROWS
 from buffer_rl.errors import DeadlineError, RolloutError
+from buffer_rl.ids import version_number
 from buffer_rl.resolution.calls import place, returned
 from buffer_rl.resolution.signature import takes_evaluation
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
-from buffer_rl.rollout.generate import generate, reset_to_prompt
-from buffer_rl.rollout.requests import RequestNumbers, Requests
+from buffer_rl.rollout.generate import generate, generate_shared, reset_to_prompt
+from buffer_rl.rollout.requests import RequestNumbers, Requests, num_sharing
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.rollout.user_functions import call_plugin
-from buffer_rl.types import Sample, SampleGroup, Status, Ticket
+from buffer_rl.types import Sample, SampleGroup, Status, Ticket, VersionSpan
+from buffer_rl.user_args import user_args
 
 T = TypeVar("T")
+OF_SLIME: dict[str, Any] = {"stop": None, "stop_token_ids": None, "spaces_between_special_tokens": False}
+"""What slime's generate functions find among their sampling parameters, where no option says otherwise."""
 
 
 async def generate_group(
@@ -61,8 +65,13 @@ async def score_group(context: RolloutContext, group: SampleGroup, stats: Rollou
         return await context.scorer.score(to_score, of_set=group.rm_type)
 
 
-async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run them concurrently. If one fails, the others are cancelled and awaited, and its error is raised."""
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]], *, of_user: bool = False) -> list[T]:
+    """Run them concurrently. If one fails, the others are cancelled and awaited, and its error is raised.
+
+    of_user: they call code of the user's, which may swallow the cancellation of its task."""
+    coroutines = list(coroutines)
+    if len(coroutines) == 1 and not of_user:  # needs no task of its own
+        return [await coroutines[0]]
     async with task_group() as tasks:
         started = [tasks.create_task(coroutine) for coroutine in coroutines]
     return [task.result() for task in started]
@@ -100,29 +109,48 @@ async def within_deadline(work: Coroutine[Any, Any, T], timeout_s: float, ticket
 async def _generate_together(
     context: RolloutContext, samples: list[Sample], params: dict[str, Any], requests: Requests, evaluation: bool
 ) -> list[list[Sample]]:
-    """The parts of each sample. All begin in the same moment, so that they can share a request; each frees its place
-    when it is done."""
+    """The parts of each sample. All begin in the same moment, so that they can share a request; a sample that goes
+    alone frees its place when it is done."""
     held = 0
 
-    async def one(sample: Sample) -> list[Sample]:
+    def free(places: int) -> None:
         nonlocal held
-        if sample.status in DONE:
-            return [sample]
-        try:
-            return await _generate_one(context, sample, params, requests, evaluation)
-        finally:
-            held -= 1
+        held -= places
+        for _ in range(places):
             context.semaphore.release()
+
+    async def together(shared: list[Sample]) -> list[list[Sample]]:
+        try:
+            await generate_shared(context.args, shared, params)
+            return [[sample] for sample in shared]
+        finally:
+            free(len(shared))
+
+    async def one(sample: Sample) -> list[list[Sample]]:
+        if sample.status in DONE:
+            return [[sample]]
+        try:
+            return [await _generate_one(context, sample, params, requests, evaluation)]
+        finally:
+            free(1)
 
     try:
         async with context.admission:
             for _ in [sample for sample in samples if sample.status not in DONE]:
                 await context.semaphore.acquire()
                 held += 1
-        return await run_all([one(sample) for sample in samples])
+        shared = (
+            await num_sharing(context, samples)
+            if context.generate is None and params.get("sampling_seed") is None
+            else 0
+        )
+        parts = await run_all(
+            [*([together(samples[:shared])] if shared else []), *(one(sample) for sample in samples[shared:])],
+            of_user=context.generate is not None,
+        )
+        return [sample_parts for several in parts for sample_parts in several]
     finally:
-        for _ in range(held):  # of samples that were cancelled before they began
-            context.semaphore.release()
+        free(held)  # of samples that were cancelled before they began
 
 
 async def _generate_one(
@@ -135,7 +163,7 @@ async def _generate_one(
     if requests.stopped:
         sample.status = Status.ABORTED
         return [sample]
-    return await _call_custom(context, sample, dict(params), evaluation)
+    return await _call_custom(context, sample, {**OF_SLIME, **params}, evaluation)
 
 
 async def _call_custom(
@@ -147,13 +175,16 @@ async def _call_custom(
     path, at = context.args.custom_generate_function_path, f"row {sample.row_id}"
     uid, sample_index = sample.uid, sample.sample_index
     async with _generate_deadline(context.args, place("generate", path, at)):
-        answer = await call_plugin("generate", path, function, context.args, sample, params, at=at, **keywords)
+        answer = await call_plugin(
+            "generate", path, function, user_args(context.args), sample, params, at=at, **keywords
+        )
     parts = [answer] if isinstance(answer, Sample) else answer
     if not isinstance(parts, list) or not parts or not all(isinstance(part, Sample) for part in parts):
         raise returned("generate", path, answer, "a Sample, or a list of them", at=at, error_class=RolloutError)
     for number, part in enumerate(parts):
         part.uid, part.sample_index, part.part = uid, sample_index, number
         check_statuses([part], where=place("generate", path, at))
+        _number_versions(part)
         if part.status is Status.PENDING:
             raise RolloutError(
                 "it left sample.status pending",
@@ -161,6 +192,16 @@ async def _call_custom(
                 expected="completed, truncated, aborted or failed",
             )
     return parts
+
+
+def _number_versions(sample: Sample) -> None:
+    """Make one span of versions that are texts, ``meta_info["weight_version"]`` of each request, as slime keeps them:
+    they do not say which tokens they are of, so all are of the oldest."""
+    names: list[Any] = sample.weight_versions
+    if names and all(isinstance(name, str) for name in names):
+        oldest = min(version_number(name) for name in names)
+        length = sample.response_length
+        sample.weight_versions = [VersionSpan(oldest, 0, length)] if length else []
 
 
 @asynccontextmanager

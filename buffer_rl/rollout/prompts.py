@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from buffer_rl.errors import ConfigError, DataError, RolloutError
+from buffer_rl.sample import RenderedPrompt
 from buffer_rl.types import Prompt, Sample
 
 TOO_LONG = "prompt_too_long"  # why a training group is rejected; see --rollout-max-prompt-len
@@ -80,6 +81,8 @@ class PromptEncoder:
         Raises DataError, naming the row, for a prompt that is empty or cannot be rendered.
         """
         prompt, tools = sample.prompt, sample.metadata.get("tools")
+        if isinstance(prompt, RenderedPrompt):
+            return self.encode_text(prompt)
         plain = isinstance(prompt, str) and not tools
         key = str(prompt) if plain else "\0" + json.dumps([prompt, tools], default=str)
         cached = self._cache.get(key)
@@ -89,6 +92,13 @@ class PromptEncoder:
             if len(self._cache) > CACHE_SIZE:
                 self._cache.popitem(last=False)
         return list(cached)
+
+    def rendered(self, sample: Sample) -> RenderedPrompt:
+        """The prompt as the text that ``encode`` encodes. Raises DataError as ``encode`` does."""
+        if isinstance(sample.prompt, RenderedPrompt):
+            return sample.prompt
+        text = self._render(sample.prompt, sample.metadata.get("tools"), where=_where(sample))
+        return RenderedPrompt.of(text, sample.prompt)
 
     def too_long(self, sample: Sample, limit: int | None) -> bool:
         """Whether the sample's prompt has more tokens than ``limit``. Raises DataError as ``encode`` does."""

@@ -1,13 +1,14 @@
 """What a rollout asks of the engines: request ids, seeds, samples that share one request, and the stop of all of them.
 
 The first responses of a group's samples are asked for in the same moment, for one prompt and with equal sampling
-parameters. They go as one request of several rows (``buffer_rl.engine.rows``): ten samples, those of indices 0 to 9, 10
-to 19, …, cost little more than one. A sample's seed is mixed from the seed of its ten and its place in them, as the
-embedded engine mixes those of rows, so a sample has the same tokens whether it is asked for alone or with others.
+parameters. They go as one request of several rows (``buffer_rl.engine.rows``): sixteen samples, those of indices 0 to
+15, 16 to 31, …, cost little more than one. A sample's seed is mixed from the seed of its sixteen and its place in them,
+as the embedded engine mixes those of rows, so a sample has the same tokens whether it is asked for alone or with
+others.
 
 Alone go: continued samples, further turns and further responses, whose requests differ or must not wait for others, and
-samples whose sampling parameters name a seed. Other engines give all rows of a request one seed: there they go without
-one, or, under ``--deterministic``, alone.
+samples whose sampling parameters name a seed. At engines that draw under no seed (``RowSeeds``) a request of several
+rows has none; at those that give all rows the request's, samples go alone.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.engine.rows import ROWS, SEED_BITS, row_rid, row_seeds
+from buffer_rl.engine.rows import ROWS, SEED_BITS, RowSeeds, row_rid, row_seeds
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, current_context, current_scope
+from buffer_rl.sample import STATUS_OF_REASON
 from buffer_rl.types import GroupUid, RowId, Sample, Status, tile
 
 if TYPE_CHECKING:
@@ -32,12 +34,11 @@ REPEAT_S = 0.5
 """A request may reach its engine after the abort did, so the abort is repeated until every answer is here."""
 GRACE_S = 30.0
 """An abort is answered at once; a generate function of the user that takes longer than this to end is cancelled."""
-STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
 def shared_seed(run_seed: int, uid: GroupUid, sample_index: int, part: int = 0, number: int = 0) -> int:
-    """The seed of the request that the ten samples around ``sample_index`` share, ``0 <= seed < 2**31``: a function of
-    its arguments alone, equal on every machine.
+    """The seed of the request that the samples around ``sample_index`` share, ``0 <= seed < 2**31``: a function of its
+    arguments alone, equal on every machine.
 
     number: how many responses this part of the sample requested before (``RequestNumbers``)."""
     further = f"|{part}|{number}" if part or number else ""
@@ -54,16 +55,22 @@ def sampling_seed(run_seed: int, uid: GroupUid, sample_index: int, part: int = 0
 def request_id(sample: Sample, number: int = 0) -> str:
     """The ``rid`` of response ``number``: different for every other lease, response and turn.
 
-    No id of a running request is a prefix of another one: SGLang aborts by prefix."""
+    No id of a running request is a prefix of one of another request: SGLang aborts by prefix."""
     further = f"#{number}" if number else ""
     turn = f"+{sample.response_length}" if sample.response_length else ""
     return f"{_lease_id(str(sample.row_id) + further)}{turn}"
 
 
 def shared_request_id(sample: Sample) -> str:
-    """The ``rid`` of the request that the sample may share with the others of its ten."""
+    """The ``rid`` of the request that the sample may share with others."""
     row = sample.row_id
     return _lease_id(f"{row.uid}/{row.sample_index // ROWS}x.{row.part}")
+
+
+def routing_key(sample: Sample) -> str:
+    """What the router may choose the sample's engine by, which has what the requests of a session, or of a prompt
+    group, have in common: its ``session_id``, else its group, for all its turns."""
+    return str(sample.session_id or sample.row_id.uid)
 
 
 def _lease_id(name: str) -> str:
@@ -75,11 +82,6 @@ def is_stopped() -> bool:
     """Whether the rollout has enough groups: what is not generated yet must end as ``aborted``."""
     requests = current_scope().requests
     return requests is not None and requests.stopped
-
-
-def engines_mix_seeds(args: Any) -> bool:
-    """Whether the rows of a request draw under seeds of their own: at embedded engines that the run starts itself."""
-    return args.rollout_engine == "embedded" and not args.engine_urls
 
 
 async def answer_for(
@@ -94,19 +96,74 @@ async def answer_for(
     Raises RolloutError without an engine, EngineError, naming the row, if the engine refuses or its answer breaks the
     protocol."""
     context = current_context()
+    with _naming(sample):
+        engine = _engine(context, sample)
+        result = await _result(context, engine, current_scope(), sample, input_ids, sampling_params, gather)
+    return _checked(sample, result)
+
+
+async def num_sharing(context: RolloutContext, samples: Sequence[Sample]) -> int:
+    """How many of ``samples``, from the first on, can share a request: first responses to one prompt, at the places
+    that rows have. 0 where that is one alone. Raises EngineError if no engine says how rows draw."""
+    count = 0
+    try:
+        first = _common(samples[0])
+        for sample in samples[:ROWS]:
+            fresh = sample.status is Status.PENDING and sample.sample_index % ROWS == count
+            if not fresh or _common(sample) != first:
+                break
+            count += 1
+    except Exception:  # fault boundary: values of the user's may not compare; each sample shows its error alone
+        return 0
+    if count < 2 or (context.engine is not None and await context.engine.row_seeds() is RowSeeds.SHARED):
+        return 0
+    return count
+
+
+def _common(sample: Sample) -> tuple[Any, ...]:
+    """What is equal in samples that share a request: what the tokens of the prompt are made of, and the engine."""
+    return sample.prompt, sample.metadata.get("tools"), routing_key(sample)
+
+
+async def shared_answers(
+    samples: Sequence[Sample], input_ids: list[int], sampling_params: dict[str, Any]
+) -> list[GenerateResult]:
+    """The answers to ``input_ids`` for ``samples``, which can share a request (``num_sharing``). Raises what
+    ``answer_for`` raises, for the first of them."""
+    context, scope, first = current_context(), current_scope(), samples[0]
+    requests = scope.requests or Requests()
+    with _naming(first):
+        engine, seed = _engine(context, first), None
+        if await engine.row_seeds() is RowSeeds.OWN:
+            seed = shared_seed(context.seed, first.row_id.uid, first.sample_index, first.part)
+        rid, key = shared_request_id(first), routing_key(first)
+        results = await requests.ask(engine, rid, input_ids, len(samples), sampling_params, seed, key)
+    return [_checked(sample, result) for sample, result in zip(samples, results, strict=True)]
+
+
+def _engine(context: RolloutContext, sample: Sample) -> EngineClient:
     if context.engine is None:
         raise RolloutError(
             "this rollout has no engine",
             where=f"row {sample.row_id}",
             hint="remove uses_engine = False from the rollout function",
         )
+    return context.engine
+
+
+@contextlib.contextmanager
+def _naming(sample: Sample) -> Iterator[None]:
+    """An EngineError names the engine; here the row is added."""
     try:
-        result = await _result(context, context.engine, current_scope(), sample, input_ids, sampling_params, gather)
-    except EngineError as error:  # it names the engine; here the row is added
+        yield
+    except EngineError as error:
         where = f"row {sample.row_id}, {error.where}".removesuffix(", ")
         named = EngineError(error.what, where=where, expected=error.expected, hint=error.hint)
         named.status = error.status
         raise named from error
+
+
+def _checked(sample: Sample, result: GenerateResult) -> GenerateResult:
     if len(result.log_probs) != len(result.output_ids):
         raise EngineError(
             f"{len(result.output_ids)} tokens came with {len(result.log_probs)} log-probabilities",
@@ -118,11 +175,11 @@ async def answer_for(
             where=f"row {sample.row_id}",
             expected="spans that cover every token once, in order",
         )
-    if result.finish_reason not in STATUS_OF:
+    if result.finish_reason not in STATUS_OF_REASON:
         raise EngineError(
             f"unknown finish reason {result.finish_reason!r}",
             where=f"row {sample.row_id}",
-            expected=", ".join(STATUS_OF),
+            expected=", ".join(STATUS_OF_REASON),
         )
     return result
 
@@ -138,18 +195,18 @@ async def _result(
 ) -> GenerateResult:
     requests = scope.requests or Requests()
     number = scope.numbers.number(sample) if scope.numbers is not None else 0
+    key = routing_key(sample)
     if params.get("sampling_seed") is None:
         identity = (context.seed, sample.row_id.uid, sample.sample_index, sample.part, number)
-        mixes = engines_mix_seeds(context.args)
-        if gather and number == 0 and (mixes or not context.args.deterministic):
-            seed = shared_seed(*identity) if mixes else None
+        if gather and number == 0 and (draw := await engine.row_seeds()) is not RowSeeds.SHARED:
+            seed = shared_seed(*identity) if draw is RowSeeds.OWN else None
             shared = requests.shared(engine, shared_request_id(sample), seed)
-            if (result := await shared.join(sample.sample_index % ROWS, input_ids, params)) is not None:
+            if (result := await shared.join(sample.sample_index % ROWS, input_ids, params, key)) is not None:
                 return result
         params = {**params, "sampling_seed": sampling_seed(*identity)}
     rid = request_id(sample, number)
     with requests.running(rid):
-        return await engine.agenerate(rid, input_ids, params)
+        return await engine.agenerate(rid, input_ids, params, routing_key=key)
 
 
 class RequestNumbers:
@@ -202,6 +259,21 @@ class Requests:
             asyncio.get_running_loop().call_soon(lambda: self._joinable.pop(rid).send())
         return shared
 
+    async def ask(
+        self,
+        engine: EngineClient,
+        rid: str,
+        input_ids: list[int],
+        num_rows: int,
+        params: dict[str, Any],
+        seed: int | None,
+        key: str,
+    ) -> list[GenerateResult]:
+        """The answers to one request of several rows, which ``stop`` aborts. seed: see ``SharedRequest``."""
+        seeded = {} if seed is None else {"sampling_seed": seed}
+        with self.running(*(row_rid(rid, row) for row in range(num_rows))):
+            return await engine.agenerate_rows(rid, input_ids, num_rows, {**params, **seeded}, routing_key=key)
+
     async def stop(self, engine: EngineClient | None, tasks: Callable[[], Sequence[asyncio.Task[Any]]]) -> None:
         """Abort these requests and no others, and wait until ``tasks()``, the tasks that still generate, is empty.
 
@@ -229,6 +301,7 @@ class _Joined:
     position: int
     input_ids: list[int]
     params: dict[str, Any]
+    key: str
     answer: asyncio.Future[GenerateResult | None]
 
 
@@ -243,10 +316,13 @@ class SharedRequest:
         self._joined: list[_Joined] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def join(self, position: int, input_ids: list[int], params: dict[str, Any]) -> GenerateResult | None:
-        """The answer to row ``position``; None if it has no place in the request. Raises what the request raised."""
+    async def join(
+        self, position: int, input_ids: list[int], params: dict[str, Any], key: str
+    ) -> GenerateResult | None:
+        """The answer to row ``position``; None if it has no place in the request. Raises what the request raised.
+        key: see ``routing_key``."""
         answer: asyncio.Future[GenerateResult | None] = asyncio.get_running_loop().create_future()
-        self._joined.append(_Joined(position=position, input_ids=input_ids, params=params, answer=answer))
+        self._joined.append(_Joined(position=position, input_ids=input_ids, params=params, key=key, answer=answer))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -261,7 +337,7 @@ class SharedRequest:
         try:
             for joined in sorted(self._joined, key=lambda joined: joined.position):
                 first = rows[0] if rows else joined
-                is_equal = joined.input_ids == first.input_ids and joined.params == first.params
+                is_equal = (joined.input_ids, joined.params, joined.key) == (first.input_ids, first.params, first.key)
                 if joined.position == len(rows) and is_equal and not joined.answer.done():
                     rows.append(joined)
         except Exception:  # fault boundary: parameters are the user's, and may not compare; each shows its error alone
@@ -276,12 +352,11 @@ class SharedRequest:
             self._task = asyncio.create_task(self._ask(rows))
 
     async def _ask(self, rows: list[_Joined]) -> None:
-        seed = {} if self._seed is None else {"sampling_seed": self._seed}
-        params = {**rows[0].params, **seed}
-        waiting = [row.answer for row in rows]
+        first, waiting = rows[0], [row.answer for row in rows]
         try:
-            with self._requests.running(*(row_rid(self._rid, row) for row in range(len(rows)))):
-                results = await self._engine.agenerate_rows(self._rid, rows[0].input_ids, len(rows), params)
+            results = await self._requests.ask(
+                self._engine, self._rid, first.input_ids, len(rows), first.params, self._seed, first.key
+            )
         except Exception as error:  # fault boundary: every row raises it where it is awaited
             for answer in waiting:
                 if not answer.done():

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.buffer.calling import Answers
-from buffer_rl.model_config import length_problem, max_positions, text_config
+from buffer_rl.model_config import length_problem, max_positions, vocab_size
 from buffer_rl.rollout.failures import FailureKind
 from buffer_rl.rollout.prompts import load_tokenizer
 from buffer_rl.rollout.reward_pool import Outcome
@@ -47,7 +47,7 @@ class RewardRows:
         steady = length_problem(config, None)
         limits = [max_positions(config), self._own.model_max_length, steady[1] if steady else None]
         self._longest = min(limit for limit in limits if limit is not None)
-        self._vocabulary = text_config(config).get("vocab_size")
+        self._vocabulary = vocab_size(config)
 
     def encode(self, sample: Sample) -> np.ndarray | Outcome:
         """``[num_tokens]`` int32 of prompt and response, at least one; or why the model cannot score them."""

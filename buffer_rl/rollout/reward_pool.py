@@ -19,8 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import orjson
 
@@ -39,8 +38,7 @@ _BOOT = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(NamedTuple):
     """One sample's reward, or why there is none."""
 
     value: Any = None
@@ -109,6 +107,8 @@ class RewardPool:
             await process.wait_reaped()
 
     async def _score_on_one(self, target: RewardTarget, samples: Sequence[Sample | SampleGroup]) -> list[Outcome]:
+        while self.idle and not self.idle[-1].runs():  # what user code left behind may end a process between batches
+            self._discard(self.idle.pop())
         process = self.idle.pop() if self.idle else await self._start()
         healthy = False
         try:
@@ -169,6 +169,9 @@ class _Process:
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    def runs(self) -> bool:
+        return self._child.poll() is None
 
     async def set_up(self, args_json: str) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=self._channel)
@@ -232,7 +235,9 @@ class _Process:
     def _read_answers(self) -> list[dict[str, Any]]:
         """Those of the batch that are there as a whole."""
         size = os.fstat(self._answers.fileno()).st_size
-        return [orjson.loads(line) for line in os.pread(self._answers.fileno(), size, 0).split(b"\n")[:-1]]
+        lines, _, _ = os.pread(self._answers.fileno(), size, 0).rpartition(b"\n")
+        answers: list[dict[str, Any]] = orjson.loads(b"[" + lines.replace(b"\n", b",") + b"]")
+        return answers
 
     def kill(self) -> None:
         """Kill the process and what it started, without waiting."""

@@ -33,6 +33,7 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import traceback_tail
 from buffer_rl.rollout.failures import FailureKind, kind_of
 from buffer_rl.types import Sample, SampleGroup
+from buffer_rl.user_args import user_args
 
 HEADER = struct.Struct(">I")
 DONE = HEADER.pack(0)
@@ -99,7 +100,7 @@ def _serve(channel: socket.socket, answers_fd: int) -> None:
                 continue
             _send(channel, {"ok": None})
         for item in items:
-            answer = _outcome(functions[target], args, target, item)
+            answer = _outcome(functions[target], user_args(args), target, item)
             answer["at"] = time.monotonic()  # the same clock in every process of a machine
             os.write(answers_fd, orjson.dumps(answer) + b"\n")
         channel.sendall(DONE)

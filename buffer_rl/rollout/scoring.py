@@ -18,6 +18,7 @@ from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.user_functions import is_async
 from buffer_rl.scope import is_for_rows
 from buffer_rl.types import Sample, SampleGroup, Status
+from buffer_rl.user_args import user_args
 
 if TYPE_CHECKING:
     from buffer_rl.plugins import PluginRegistry
@@ -88,8 +89,8 @@ class Scorer:
         """
         if self._args.custom_group_rm_path and samples:
             return await self._score_together(samples)
+        of_name: dict[str, list[Sample]] = {}
         by_target: dict[RewardTarget, list[Sample]] = {}
-        targets: dict[str, RewardTarget] = {}
         failures: dict[int, RewardFailure] = {}
         for sample in samples:
             if sample.reward is None and self._args.use_opd and not self._scores(sample):
@@ -98,9 +99,9 @@ class Scorer:
                 self._set_reward(sample, "set by the generate function", Outcome(value=sample.reward), failures)
                 continue
             name = str(sample.metadata.get("rm_type") or "")
-            if name not in targets:
-                targets[name] = self._target(name, sample, of_set)
-            by_target.setdefault(targets[name], []).append(sample)
+            if name not in of_name:  # several names may mean one function
+                of_name[name] = by_target.setdefault(self._target(name, sample, of_set), [])
+            of_name[name].append(sample)
         for target, rows in by_target.items():
             origin = repr(target.reference)
             for sample, outcome in zip(rows, await self._run(target, rows), strict=True):
@@ -162,7 +163,8 @@ class Scorer:
         raise ConfigError(
             "no reward function",
             where=f"row {sample.row_id}",
-            expected="--custom-rm-path module:fn, --rm-type NAME, --rm-model PATH, or a row whose metadata choose one "
+            expected="a generate function that sets the reward, --custom-rm-path module:fn, --rm-type NAME, "
+            "--rm-model PATH, or a row whose metadata choose one "
             "of --row-rm-types",
         )
 
@@ -184,7 +186,7 @@ class Scorer:
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
-                return Outcome(value=await call(self._args, sample))
+                return Outcome(value=await call(user_args(self._args), sample))
         except Exception as error:  # fault boundary: user code
             if isinstance(error, TimeoutError) and deadline.expired():
                 return Outcome(kind=FailureKind.TIMEOUT, text=f"no reward within --rm-timeout-s {timeout_s:g} s")

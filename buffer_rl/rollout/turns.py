@@ -13,7 +13,8 @@ from typing import Any
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.context import current_context
 from buffer_rl.rollout.generate import room_for
-from buffer_rl.rollout.requests import STATUS_OF, answer_for, is_stopped
+from buffer_rl.rollout.requests import answer_for, is_stopped
+from buffer_rl.sample import STATUS_OF_REASON
 from buffer_rl.types import Sample, Status
 
 
@@ -41,7 +42,7 @@ async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, An
     start = sample.response_length
     sample.weight_versions += [replace(s, start=s.start + start, end=s.end + start) for s in answer.spans]
     _append(sample, list(answer.output_ids), list(answer.log_probs), answer.text, getattr(answer, "kept", None), mask=1)
-    sample.status = STATUS_OF[answer.finish_reason]
+    sample.status = STATUS_OF_REASON[answer.finish_reason]
     return answer.text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,7 @@ from buffer_rl.resolution.calls import call, place, raised, returned, short_repr
 from buffer_rl.resolution.signature import takes
 from buffer_rl.rollout.failures import status_of
 from buffer_rl.types import FilterDecision, GroupUid, QueueHeader, SampleGroup, Status, Ticket
+from buffer_rl.user_args import user_args
 
 if TYPE_CHECKING:
     from buffer_rl.plugins import PluginRegistry
@@ -69,10 +71,10 @@ async def apply_filter(
     if function is None:
         return FilterDecision(keep=True)
     at = f"group {group.uid}"
-    answer = await call_plugin("filter", reference, function, args, group, at=at)
+    answer = await call_plugin("filter", reference, function, user_args(args), group, at=at)
     decision = check_filter_decision(answer, where=place("filter", reference, at))
     if not decision.keep and not decision.reason:
-        return FilterDecision(keep=False, reason=DEFAULT_REASON)
+        return replace(decision, reason=DEFAULT_REASON)
     return decision
 
 
@@ -85,7 +87,7 @@ async def apply_sample_filter(
     example the samples to keep.
     """
     kind = "sample_filter"
-    answer = await call_plugin(kind, reference, function, args, groups, at=task)
+    answer = await call_plugin(kind, reference, function, user_args(args), groups, at=task)
     if answer is not None:
         expected = "None: it marks samples with sample.remove_sample = True"
         raise returned(kind, reference, answer, expected, at=task, error_class=RolloutError)
@@ -104,7 +106,7 @@ async def process_all_samples(
     the buffer as its data source.
 
     Raises RolloutError, naming the function, if it raises, or returns something, which would be lost."""
-    kind, arguments = "all_samples_process", (args, groups, buffer) if takes(function, 3) else (args, groups)
+    kind, arguments = "all_samples_process", (user_args(args), groups, *([buffer] if takes(function, 3) else []))
     answer = await call_plugin(kind, reference, function, *arguments, at=at)
     if answer is not None:
         raise returned(kind, reference, answer, "None: it changes samples in place", at=at, error_class=RolloutError)
@@ -126,7 +128,15 @@ def choose_queued(
     expected = "a list of some of the headers (buffer_rl.types.QueueHeader) in the list that it received"
     try:
         answer = call(
-            kind, reference, function, args, rollout_id, list(headers), num_samples, at=at, error_class=RolloutError
+            kind,
+            reference,
+            function,
+            user_args(args),
+            rollout_id,
+            list(headers),
+            num_samples,
+            at=at,
+            error_class=RolloutError,
         )
     except RolloutError as error:
         if isinstance(error.__cause__, AttributeError | TypeError):
@@ -171,7 +181,9 @@ class LogFunctions:
         facts: tuple[Any, ...] = (scored, shared, seconds)
         if ticket.evaluation:
             facts = (self._eval_data(ordered), shared)
-        logged = await call_plugin(kind, path, function, ticket.rollout_id, self._args, *facts, at=ticket.task)
+        logged = await call_plugin(
+            kind, path, function, ticket.rollout_id, user_args(self._args), *facts, at=ticket.task
+        )
         if logged is not None and not isinstance(logged, bool):
             expected = "True (it did the logging), False or None"
             raise returned(kind, path, logged, expected, at=ticket.task, error_class=RolloutError)

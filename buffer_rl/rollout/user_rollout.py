@@ -7,6 +7,7 @@ a sample; this mapping may stand in the field ``data`` of a record that has ``me
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -15,14 +16,17 @@ from typing import Any
 from buffer_rl.buffer.calling import blocking
 from buffer_rl.contract_check import as_leased_group, check_reward, check_rollout_output, check_statuses
 from buffer_rl.contracts import RolloutBuffer
-from buffer_rl.errors import BufferRLError, RewardError, RolloutError
+from buffer_rl.errors import BufferRLError, DataError, RewardError, RolloutError
 from buffer_rl.resolution.calls import short_repr, traceback_tail
 from buffer_rl.resolution.signature import call_rollout
+from buffer_rl.rollout.context import context_or_none
 from buffer_rl.rollout.evaluate import eval_metrics
+from buffer_rl.rollout.prompts import PromptEncoder
 from buffer_rl.rollout.stats import OF_KEPT, RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import call_user
 from buffer_rl.train.roles import is_supervised
 from buffer_rl.types import NO_UID, GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
+from buffer_rl.user_args import user_args
 
 EXPECTED_EVALUATION = (
     "{data set: {'rewards': [a number a sample], 'truncated': [a boolean a sample], 'samples': [...]}}"
@@ -40,12 +44,14 @@ class LeaseRecorder:
     """A ``RolloutBuffer`` that records its leases, so that plain lists of samples can become groups again, marks
     foreign groups, and checks the status of each reported sample.
 
+    prompts: renders the prompts of leased groups, where the user's functions read them as text.
     groups: the last lease of each uid. finished: the groups reported as finished. where: names the function in errors.
     All other calls go to ``buffer``.
     """
 
-    def __init__(self, buffer: RolloutBuffer, where: str) -> None:
+    def __init__(self, buffer: RolloutBuffer, where: str, prompts: PromptEncoder | None = None) -> None:
         self._buffer = buffer
+        self._prompts = prompts
         self._where = where
         self.groups: dict[GroupUid, SampleGroup] = {}
         self.finished: dict[GroupUid, SampleGroup] = {}
@@ -89,6 +95,9 @@ class LeaseRecorder:
         return group
 
     def _record(self, groups: list[SampleGroup]) -> list[SampleGroup]:
+        if self._prompts is not None:
+            for group in groups:
+                render(self._prompts, group)
         self.groups.update((group.uid, group) for group in groups)
         return groups
 
@@ -104,6 +113,16 @@ class LeaseRecorder:
         return found
 
 
+def render(prompts: PromptEncoder, group: SampleGroup) -> None:
+    """Make the prompts of the group's samples text, in place. One that cannot be rendered stays as it is: the error
+    comes where it is encoded, and is that of its group."""
+    first = group[0].prompt
+    with contextlib.suppress(DataError):
+        text = prompts.rendered(group[0])
+        for sample in group:
+            sample.prompt = text if sample.prompt == first else prompts.rendered(sample)
+
+
 async def run_user_rollout(
     function: Callable[..., Any], args: Any, buffer: RolloutBuffer, *, where: str
 ) -> RolloutOutput:
@@ -112,9 +131,10 @@ async def run_user_rollout(
     Raises RolloutError, naming ``where``, if the function raises, returns something else, or exceeds
     ``--rollout-timeout-s`` by ``GRACE_S``.
     """
-    recorder: Any = LeaseRecorder(buffer, where)
+    context = context_or_none()
+    recorder: Any = LeaseRecorder(buffer, where, context.prompts if context is not None and context.renders else None)
     ticket = buffer.ticket
-    call = partial(call_rollout, function, args, ticket.rollout_id, recorder, ticket.evaluation)
+    call = partial(call_rollout, function, user_args(args), ticket.rollout_id, recorder, ticket.evaluation)
     deadline = asyncio.timeout(args.rollout_timeout_s + GRACE_S)
     try:
         async with deadline:

@@ -6,6 +6,7 @@ call; the driver waits for ``run``, with a deadline for the whole rollout.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from buffer_rl.cluster.dispatch import To, dispatch
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.config import load_args
 from buffer_rl.engine.client import EngineClient
+from buffer_rl.engine.process import settle_garbage_collector
 from buffer_rl.observe.run_folder import sample_record
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place
@@ -29,6 +31,7 @@ from buffer_rl.rollout.data_source import SourceClient
 from buffer_rl.rollout.user_functions import LogFunctions, choose_queued, resolve_function
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.types import Ticket
+from buffer_rl.user_args import user_args
 
 if TYPE_CHECKING:
     from buffer_rl.options import Args
@@ -51,6 +54,7 @@ class RolloutWorker:
         source: Any = None,
         reward_model: Sequence[Any] = (),
     ) -> None:
+        settle_garbage_collector()
         redirect_output(log_path)
         self._run_dir = Path(log_path).parent.parent  # absolute, unlike --run-dir
         self._args = cast("Args", load_args(args_text))
@@ -76,6 +80,7 @@ class RolloutWorker:
     async def ready(self) -> None:
         """Answers once the worker's plugins are loaded."""
         self._context()
+        settle_garbage_collector()
 
     async def close(self) -> None:
         """Stop the reward processes and close the connections to the engines."""
@@ -104,7 +109,9 @@ class RolloutWorker:
                 await buffer.afinish(group)
         seconds = time.perf_counter() - started
         metrics = await self._log_functions.metrics(ticket, buffer.finished.values(), _named(output.metrics), seconds)
-        return _named(metrics), self._shown(ticket, buffer)
+        shown = self._shown(ticket, buffer)
+        gc.collect()
+        return _named(metrics), shown
 
     def _context(self) -> RolloutContext:
         """The context, made on first use because it belongs to the event loop that runs the rollouts."""
@@ -161,7 +168,7 @@ def _construct(registry: PluginRegistry, reference: str, args: Args) -> Any:
     resolved = registry.resolve("rollout", reference)
     if not isinstance(resolved, type):
         return resolved
-    return call("rollout", reference, resolved, args, at="while it was constructed")
+    return call("rollout", reference, resolved, user_args(args), at="while it was constructed")
 
 
 def _named(metrics: Mapping[str, float]) -> dict[str, float]:

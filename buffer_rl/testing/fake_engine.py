@@ -3,54 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from buffer_rl.engine.rows import row_rid, row_seeds
-from buffer_rl.errors import DeadlineError
-
-START_TIMEOUT_S = 30.0
+from buffer_rl.engine.server_info import EMBEDDED
+from buffer_rl.testing.faulty_server import Fault, FaultPoint, FaultyServer
+from buffer_rl.testing.sglang_rules import SglangRules, refusal
 
 Respond = Callable[[list[int], int], Sequence[int]]
 """``(input_ids, sampling_seed) -> output_ids``."""
 
 
-class Fault(StrEnum):
-    """What a request may meet in place of its answer."""
-
-    SERVER_ERROR = "server_error"  # HTTP 500
-    RESET = "reset"  # the connection is closed without an answer
-    GARBAGE = "garbage"  # HTTP 200 with a body that is not JSON
-    ABORT = "abort"  # HTTP 200, finish reason abort, no tokens
-    KILL = "kill"  # the engine is gone with all its connections; see ``back_after_s``
-    HANG = "hang"  # the engine accepts everything and answers nothing, as after SIGSTOP; see ``back_after_s``
-
-
-class FaultPoint(StrEnum):
-    """How far a request has come when it meets its fault."""
-
-    ACCEPT = "accept"  # it was read, and nothing done about it
-    MID_STREAM = "mid_stream"  # half of the answer is on its way; ``ABORT`` has no such point
-    BEFORE_ACK = "before_ack"  # the answer is made, and nothing of it sent
-
-
-CONTROL_PATHS = ("/pause_generation", "/continue_generation", "/flush_cache", "/update_weights_from_disk")
-
-
 @dataclass(slots=True, kw_only=True)
 class FakeEngineLog:
     """What the engine was asked. requests: bodies of ``/generate`` in order of arrival, where a request of several rows
-    is as many (``rows_of``); num_posts: how many there were; updates: bodies of ``/update_weights_from_disk``."""
+    is as many (``rows_of``); num_posts: how many there were; routing_keys: of each, what the router chose this engine
+    by; updates: bodies of ``/update_weights_from_disk``."""
 
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_posts: int = 0
+    routing_keys: list[str] = field(default_factory=list)
     aborted: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
     answered: int = 0
@@ -58,13 +35,20 @@ class FakeEngineLog:
     in_flight: int = 0
 
 
-def rows_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a request as requests of their own, with ids and seeds as an embedded engine gives them."""
-    if not isinstance(body["input_ids"][0], list):
+def is_batch(body: Mapping[str, Any]) -> bool:
+    """Whether a request is for several prompts."""
+    prompts = body["input_ids"]
+    return bool(prompts) and isinstance(prompts[0], list)
+
+
+def rows_of(body: dict[str, Any], *, one_seed: bool = False) -> list[dict[str, Any]]:
+    """The rows of a request as requests of their own, with ids and seeds as an embedded engine gives them; one_seed:
+    with the seed of the request, as SGLang does."""
+    if not is_batch(body):
         return [body]
     params, prompts = body.get("sampling_params", {}), body["input_ids"]
     own = [params] * len(prompts)
-    if params.get("sampling_seed") is not None:
+    if params.get("sampling_seed") is not None and not one_seed:
         own = [{**params, "sampling_seed": seed} for seed in row_seeds(params["sampling_seed"], len(prompts))]
     return [
         {**body, "rid": row_rid(body.get("rid", ""), row), "input_ids": prompt, "sampling_params": one}
@@ -82,7 +66,7 @@ def decode_as_text(output_ids: Sequence[int]) -> str:
     return " ".join(str(token) for token in output_ids)
 
 
-class FakeEngine:
+class FakeEngine(FaultyServer):
     """Serves SGLang's ``/generate`` on 127.0.0.1 in a thread of its own. Use it as a context manager.
 
     respond: computes the answer's tokens; more than ``max_new_tokens`` are cut (finish reason ``length``).
@@ -93,9 +77,9 @@ class FakeEngine:
     the request (from 0). version: of the weights of every token, whose log-probability is ``log_prob``.
     aborted_after: how many tokens a row has that is aborted before its answer.
     update_s: seconds that ``/update_weights_from_disk`` takes; it sets ``version`` and reads nothing.
-    point: where faults strike. control_fault: by path, what a control call (``CONTROL_PATHS``) meets in place of its
-    effect. back_after_s: seconds until a killed or hung engine is replaced at the same URL, with ``back_version`` or
-    else the version that it had. ``GET /strike`` has all requests in flight meet ``strike_fault``, once.
+    point, control_fault, back_after_s: see ``FaultyServer``; the engine that comes back has ``back_version``, or else
+    the version that it had. ``GET /strike`` has all requests in flight meet ``strike_fault``, once.
+    sglang: the rules of a real server, which it keeps then. server_info: more fields of ``/server_info``.
     """
 
     def __init__(
@@ -115,7 +99,10 @@ class FakeEngine:
         strike_fault: Fault | None = None,
         back_after_s: float = 0.2,
         back_version: int | None = None,
+        sglang: SglangRules | None = None,
+        server_info: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(point=point, control_fault=control_fault, back_after_s=back_after_s)
         self.respond = respond
         self.decode = decode
         self.latency = latency
@@ -125,80 +112,76 @@ class FakeEngine:
         self.log_prob = log_prob
         self.aborted_after = aborted_after
         self.update_s = update_s
-        self.point = point
-        self.control_fault = control_fault
         self.strike_fault = strike_fault
-        self.back_after_s = back_after_s
         self.back_version = back_version
-        self._hung = False
+        self.sglang = sglang
+        self.server_info = dict(server_info or {})
         self._in_flight: set[int] = set()
         self._struck: dict[int, Fault] = {}
-        self._returning: asyncio.Task[None] | None = None
         self._aborts: dict[str, asyncio.Event] = {}
         self.log = FakeEngineLog()
-        self.url = ""
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
 
-    def __enter__(self) -> FakeEngine:
-        self._thread.start()
-        if not self._ready.wait(START_TIMEOUT_S) or not self.url:
-            raise DeadlineError("the fake engine did not start", where="FakeEngine")
-        return self
+    def routes(self) -> list[web.RouteDef]:
+        """Those of a SGLang server that a rollout and a publication by disk need, and ``/strike``."""
+        infos = ("/health", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
+        return [
+            web.get("/strike", self._strike),
+            web.post("/generate", self._generate),
+            web.post("/abort_request", self._abort),
+            web.post("/update_weights_from_disk", self._update),
+            web.post("/pause_generation", self._pause),
+            web.post("/continue_generation", self._resume),
+            web.post("/flush_cache", self._ok),
+            web.get("/ready", self._is_ready),
+            *(web.get(path, self._info) for path in infos),
+        ]
 
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(START_TIMEOUT_S)
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._ready.set()
-            self._loop.close()
-
-    async def _serve(self) -> None:
-        app = web.Application(client_max_size=64 << 20, middlewares=[self._guarded])
-        app.router.add_get("/strike", self._strike)
-        app.router.add_post("/generate", self._generate)
-        app.router.add_post("/abort_request", self._abort)
-        app.router.add_post("/update_weights_from_disk", self._update)
-        for path in ("/pause_generation", "/continue_generation", "/flush_cache"):
-            app.router.add_post(path, self._ok)
-        for path in ("/health", "/ready", "/model_info", "/get_model_info", "/server_info", "/get_server_info"):
-            app.router.add_get(path, self._info)
-        runner = self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        self._site = web.TCPSite(runner, "127.0.0.1", 0)
-        await self._site.start()
-        host, self._port = runner.addresses[0][:2]
-        self.url = f"http://{host}:{self._port}"
-        self._ready.set()
-        try:
-            await self._stop.wait()
-        finally:
-            await runner.cleanup()
+    def replaced(self) -> None:
+        """The engine in its place has the version ``back_version``."""
+        self.version = self.version if self.back_version is None else self.back_version
+        if self.sglang is not None:
+            self.sglang.forget()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body: dict[str, Any] = await request.json()
         number = self.log.num_posts
         self.log.num_posts += 1
-        rows = rows_of(body)
+        self.log.routing_keys.append(request.headers.get("X-SMG-Routing-Key", ""))
+        rows = rows_of(body, one_seed=self.sglang is not None)
         self.log.requests += rows
+        if self.sglang is None:
+            return (await self._answer(request, body, rows, number))[0]
+        if any(self.sglang.is_deadly(row["input_ids"]) for row in rows):
+            await self._leave(Fault.KILL, returns=False)
+            return web.Response()
+        rids = [row["rid"] for row in rows if "rid" in row]
+        if taken := [rid for rid in rids if self.sglang.has(rid)]:
+            return web.json_response(refusal(taken), status=400)
+        self.sglang.hold(rids)
+        fault: Fault | None = Fault.RESET
+        try:
+            await self.sglang.admitted()
+            answer, fault = await self._answer(request, body, rows, number)
+            return answer
+        finally:
+            self.sglang.release(rids, lost=fault is Fault.RESET)
+
+    async def _answer(
+        self, request: web.Request, body: dict[str, Any], rows: Sequence[dict[str, Any]], number: int
+    ) -> tuple[web.StreamResponse, Fault | None]:
+        """The answer to request ``number``, and the fault that it met."""
         self.log.in_flight += 1
         self._in_flight.add(number)
         try:
             aborted = await asyncio.gather(*(self._aborted(row) for row in rows))
             fault = None if all(aborted) else self._struck.pop(number, self.fault(body, number) if self.fault else None)
-            success = partial(self._success, body, aborted, fault)
+            success = partial(self._success, body, rows, aborted, fault)
             if fault is None or fault is Fault.ABORT:
                 answer: web.StreamResponse = success()
             else:
                 answer = await self._failed(request, fault, success)
             self.log.answered += 1
-            return answer
+            return answer, fault
         except asyncio.CancelledError:
             self.log.disconnected += 1
             raise
@@ -231,16 +214,19 @@ class FakeEngine:
         finally:
             self._slots.release(due if is_due else self._loop.time())
 
-    def _success(self, body: dict[str, Any], aborted: list[bool], fault: Fault | None = None) -> web.Response:
-        rows = [self._row(row, early, fault) for row, early in zip(rows_of(body), aborted, strict=True)]
-        return web.json_response(rows if isinstance(body["input_ids"][0], list) else rows[0])
+    def _success(
+        self, body: dict[str, Any], rows: Sequence[dict[str, Any]], aborted: list[bool], fault: Fault | None = None
+    ) -> web.Response:
+        answers = [self._row(row, early, fault) for row, early in zip(rows, aborted, strict=True)]
+        return web.json_response(answers if is_batch(body) else answers[0])
 
     def _row(self, row: dict[str, Any], aborted: bool, fault: Fault | None) -> dict[str, Any]:
         if fault is Fault.ABORT:
             reason = {"type": "abort", "message": "scripted", "status_code": 400, "err_type": "Scripted"}
             return self._payload(row, [], reason)
         params = row.get("sampling_params", {})
-        output_ids = list(self.respond(list(row["input_ids"]), int(params.get("sampling_seed", 0))))
+        seed = self.sglang.seed(params) if self.sglang is not None else int(params.get("sampling_seed", 0))
+        output_ids = list(self.respond(list(row["input_ids"]), seed))
         if aborted:
             return self._payload(row, output_ids[: self.aborted_after], {"type": "abort"})
         limit = int(params.get("max_new_tokens", len(output_ids)))
@@ -269,10 +255,16 @@ class FakeEngine:
     async def _abort(self, request: web.Request) -> web.Response:
         body: dict[str, Any] = await request.json()
         self.log.aborted.append(body)
-        if body.get("abort_all") or body["rid"] in self._aborts:  # as SGLang: by prefix, where it has such a row
-            for rid, abort in self._aborts.items():
-                if body.get("abort_all") or rid.startswith(body["rid"]):
+        prefix = "" if body.get("abort_all") else body["rid"]
+        rules = self.sglang
+        if not prefix or prefix in self._aborts or (rules is not None and rules.has(prefix)):
+            for rid, abort in self._aborts.items():  # as SGLang: by prefix, where it has such a row
+                if rid.startswith(prefix) and rules is not None:
+                    self._loop.call_later(rules.abort_s, abort.set)
+                elif rid.startswith(prefix):
                     abort.set()
+            if rules is not None:
+                rules.abort(prefix)
         return web.Response()
 
     async def _update(self, request: web.Request) -> web.StreamResponse:
@@ -282,55 +274,30 @@ class FakeEngine:
         self.version = int(body["weight_version"])
         return web.json_response({"success": True, "message": "done"})
 
+    async def _pause(self, request: web.Request) -> web.Response:
+        if self.sglang is not None:
+            self.sglang.pause()
+        return await self._ok(request)
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        if self.sglang is not None:
+            self.sglang.resume()
+        return await self._ok(request)
+
+    async def _is_ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=503 if self.sglang is not None and self.sglang.paused else 200)
+
     async def _ok(self, request: web.Request) -> web.Response:
         return web.json_response({"message": "done", "status": "ok"})
 
     async def _info(self, request: web.Request) -> web.Response:
-        return web.json_response({"model_path": "fake", "weight_version": str(self.version), "status": "ok"})
-
-    # -- faults --------------------------------------------------------------------------------------
-
-    @web.middleware
-    async def _guarded(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """What happens to every request, before anything else looks at it."""
-        if self._hung:
-            await asyncio.Event().wait()  # until the connection is cut
-        if request.path in CONTROL_PATHS and self.control_fault and (fault := self.control_fault(request.path)):
-            return await self._effect(request, fault)
-        answer = await handler(request)
-        if self._hung:
-            await asyncio.Event().wait()
-        return answer
-
-    async def _failed(self, request: web.Request, fault: Fault, make: Callable[[], web.Response]) -> web.StreamResponse:
-        if self.point is FaultPoint.MID_STREAM:
-            whole = json.dumps(json.loads(make().body or b"")).encode()  # type: ignore[arg-type]
-            half = len(whole) // 2
-            response = web.StreamResponse(status=500 if fault is Fault.SERVER_ERROR else 200)
-            response.content_length = len(whole)
-            await response.prepare(request)
-            await response.write(whole[:half])
-            if fault in (Fault.GARBAGE, Fault.SERVER_ERROR):
-                await response.write(b"\0" * (len(whole) - half))
-                return response
-        elif self.point is FaultPoint.BEFORE_ACK:
-            make()
-        return await self._effect(request, fault)
-
-    async def _effect(self, request: web.Request, fault: Fault) -> web.StreamResponse:
-        if fault is Fault.SERVER_ERROR:
-            return web.json_response({"error": {"message": "scripted failure"}}, status=500)
-        if fault is Fault.GARBAGE:
-            return web.Response(text="<html>not JSON", content_type="application/json")
-        if fault in (Fault.KILL, Fault.HANG):
-            await self._leave(fault)
-        elif request.transport is not None:
-            request.transport.abort()
-        if fault is Fault.HANG:
-            await asyncio.Event().wait()
-        return web.Response()
+        more: dict[str, Any] = {}
+        if request.path.endswith("server_info"):
+            rules = self.sglang
+            more = {"engine": EMBEDDED} if rules is None else {"enable_deterministic_inference": rules.deterministic}
+        return web.json_response(
+            {"model_path": "fake", "weight_version": str(self.version), "status": "ok", **more, **self.server_info}
+        )
 
     async def _strike(self, request: web.Request) -> web.StreamResponse:
         fault, self.strike_fault = self.strike_fault, None
@@ -339,30 +306,6 @@ class FakeEngine:
         elif fault is not None:
             self._struck.update(dict.fromkeys(self._in_flight, fault))
         return web.Response()
-
-    async def _leave(self, fault: Fault) -> None:
-        if fault is Fault.HANG:
-            self._hung = True
-        else:
-            await self._site.stop()
-            self._cut()
-        self._returning = asyncio.create_task(self._return(fault))
-
-    async def _return(self, fault: Fault) -> None:
-        """Another engine takes its place: what the old one had in flight is gone."""
-        await asyncio.sleep(self.back_after_s)
-        self._cut()
-        self.version = self.version if self.back_version is None else self.back_version
-        self._hung = False
-        if fault is Fault.KILL:
-            self._site = web.TCPSite(self._runner, "127.0.0.1", self._port)
-            await self._site.start()
-
-    def _cut(self) -> None:
-        server = self._runner.server
-        for connection in list(server.connections) if server is not None else ():
-            if connection.transport is not None:
-                connection.transport.abort()
 
 
 class Slots:

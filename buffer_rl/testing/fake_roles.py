@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.engine.server_info import ServerInfo
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.types import SampleGroup, Ticket, Topology
@@ -16,6 +17,7 @@ from buffer_rl.weights.sender import Senders
 
 URL = "http://engine-0"
 """Of ``FakeEngines``."""
+EMBEDDED_ENGINE = ServerInfo(is_embedded=True)
 
 
 class FakeRollouts:
@@ -152,7 +154,7 @@ class FakeEngines:
     """The control of engines that obey: notes every call, holds a version.
 
     fail_on: the call that raises ``error``, each time or the first ``failures`` times. keeps_version: the engines
-    ignore an update. checksums: what the engines say of their weights, by URL.
+    ignore an update. checksums: what the engines say of their weights, by URL. info: what the engine is.
     """
 
     def __init__(
@@ -162,7 +164,9 @@ class FakeEngines:
         failures: int | None = None,
         keeps_version: bool = False,
         checksums: Mapping[str, str] | None = None,
+        info: ServerInfo = EMBEDDED_ENGINE,
     ) -> None:
+        self._info = info
         self._checksums = dict(checksums or {})
         self._fail_on = fail_on
         self._error = error
@@ -192,7 +196,7 @@ class FakeEngines:
         self._note("begin")
 
     def update_weights_from_tensor(
-        self, serialized: Sequence[str], load_format: str | None, version: int | None
+        self, serialized: Mapping[str, Sequence[str]], load_format: str | None, version: int | None
     ) -> None:
         """Take a bucket; the last one has the version."""
         self._note("update")
@@ -208,6 +212,10 @@ class FakeEngines:
         self._note("checksums")
         return dict(self._checksums)
 
+    def server_info(self) -> dict[str, ServerInfo]:
+        """What the engine is."""
+        return {URL: self._info}
+
     def versions(self) -> dict[str, str]:
         """What the engines say."""
         self._note("versions")
@@ -221,6 +229,9 @@ class FakeEngines:
     def targets(self) -> Sequence[str]:
         """The one engine."""
         return [URL]
+
+    def wait_for_engine(self) -> None:
+        """They are there."""
 
     def drop_failed_engines(self) -> None:
         """Nothing: they are one."""

@@ -147,6 +147,12 @@ def _qwen3_moe(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
     return Qwen3MoeConfig(**_sizes(vocab, overrides, **more))
 
 
+def _glm4(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    from transformers import Glm4Config
+
+    return Glm4Config(**_sizes(vocab, overrides, **({"head_dim": 16, "tie_word_embeddings": False})))
+
+
 ARCHITECTURES: Mapping[str, Callable[[int, Mapping[str, Any]], PreTrainedConfig]] = {
     "qwen3": _qwen3,
     "qwen2": _qwen2,
@@ -154,4 +160,5 @@ ARCHITECTURES: Mapping[str, Callable[[int, Mapping[str, Any]], PreTrainedConfig]
     "gpt_neox": _gpt_neox,
     "gemma3": _gemma3,
     "qwen3_moe": _qwen3_moe,
+    "glm4": _glm4,
 }

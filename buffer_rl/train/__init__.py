@@ -19,5 +19,6 @@ layout         places of ranks in pipeline, data and tensor parallelism
 group          ranks as Ray actors, and where they meet
 reward_model   processes of the reward model
 worker         processes of the roles ref, teacher, actor_fwd and advantages
+role_model     the model of such a process, and the versions that it takes
 options        flags
 """

@@ -189,12 +189,14 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return batches
 
 
-def row_blocks(args: Any, batch: TrainBatch, unit: Unit = Unit.ROW, *, packed: bool = False) -> list[list[int]]:
+def row_blocks(
+    args: Any, batch: TrainBatch, unit: Unit = Unit.ROW, *, packed: bool = False, shares_prompts: bool = True
+) -> list[list[int]]:
     """Row indices of each micro-batch of ``batch``.
 
     unit: of the loss; with ``group`` the rows of a prompt stay together, whatever ``max_tokens_per_gpu`` says. packed:
-    for a model that takes packed rows, where the tokens of a micro-batch count, those of a prompt once; rows of a
-    prompt are together then, as far as the limit allows.
+    for a model that takes packed rows, where the tokens of a micro-batch count, those of a prompt once if the model
+    ``shares_prompts``; rows of a prompt are together then, as far as the limit allows.
     Under ``--deterministic`` no micro-batch holds rows of two prompts: a row's values then do not depend on which
     groups were ready together, and a schedule that computes them early gets the same bits as one that waits.
     """
@@ -207,7 +209,8 @@ def row_blocks(args: Any, batch: TrainBatch, unit: Unit = Unit.ROW, *, packed: b
     if packed and len(batch):
         by_length = sorted(groups.values(), key=lambda rows: -max(lengths[row] for row in rows))
         together = [[rows] for rows in groups.values()] if args.deterministic else [by_length]
-        return [block for each in together for block in _packed_blocks(batch, each, limit, whole=unit is Unit.GROUP)]
+        whole = unit is Unit.GROUP
+        return [block for each in together for block in _packed_blocks(batch, each, limit, whole, shares_prompts)]
     if unit is Unit.GROUP:
         return _whole_groups(list(groups.values()), lengths, 0 if args.deterministic else limit)
     return [
@@ -217,7 +220,9 @@ def row_blocks(args: Any, batch: TrainBatch, unit: Unit = Unit.ROW, *, packed: b
     ]
 
 
-def _packed_blocks(batch: TrainBatch, groups: list[list[int]], max_tokens: int, *, whole: bool) -> list[list[int]]:
+def _packed_blocks(
+    batch: TrainBatch, groups: list[list[int]], max_tokens: int, whole: bool, shares_prompts: bool
+) -> list[list[int]]:
     """Row indices in micro-batches of at most ``max_tokens`` packed tokens, group by group; a row, or with ``whole`` a
     group, that has more is a micro-batch of its own.
 
@@ -225,7 +230,8 @@ def _packed_blocks(batch: TrainBatch, groups: list[list[int]], max_tokens: int, 
     too."""
     response_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
     prompt_b = np.asarray(batch.lengths, dtype=np.int64) - response_b
-    keys = prompt_keys(list(batch.columns["tokens"]), prompt_b)
+    tokens = list(batch.columns["tokens"])
+    keys = prompt_keys(tokens, prompt_b) if shares_prompts else [str(row).encode() for row in range(len(tokens))]
     blocks: list[list[int]] = []
     held: set[bytes] = set()  # prompts of the last block
     num_tokens = longest = 0

@@ -7,15 +7,18 @@ Rows go through the model packed where it takes them so (``buffer_rl.train.packi
 and no attention mask is passed: under causal attention no token sees what comes after it, so padding cannot reach a
 real token, positions are right as they stand, and attention takes its fast causal path.
 The vocabulary is only evaluated where a response token is predicted: prompt and padding positions are left out just
-before the output layer.
+before the output layer. What follows its logits is computed some tokens at a time, and again in the backward pass, so
+that the logits and their gradient are all that is as large as response tokens times vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from buffer_rl.contracts import Objective
@@ -24,6 +27,9 @@ from buffer_rl.model_config import length_problem
 from buffer_rl.train.collate import MicroBatch, collate, row_blocks, split_rows
 from buffer_rl.train.packing import is_packed
 from buffer_rl.types import TrainBatch
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits that are worked on at a time: 64 MiB of float32, and a few times as much while it lasts."""
 
 
 def response_log_probs(
@@ -39,17 +45,44 @@ def response_log_probs(
     The entropy is 0 without ``with_entropy``. Where ``micro`` has kept tokens, both are of the distribution
     renormalised over these.
     """
-    logits_nv = _response_logits(model, micro).float()
+    logits_nv = _response_logits(model, micro)
+    size = max(1, CHUNK_ELEMENTS // logits_nv.shape[-1])
+    chunks = [_split(values, size) for values in (logits_nv, micro.target_n)]
+    if micro.kept:
+        counts_n, ids = micro.kept
+        counts = _split(counts_n, size)
+        chunks += [counts, _split(ids, [int(count_c.sum()) for count_c in counts])]
+    parts = [
+        # A single one would gain nothing from being computed twice.
+        _of_logits(temperature, with_entropy, *chunk)
+        if len(logits_nv) <= size
+        else checkpoint(_of_logits, temperature, with_entropy, *chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in zip(*chunks, strict=True)
+    ]
+    log_probs_n, entropy_n = (torch.cat(values) for values in zip(*parts, strict=True))
+    return _pad(log_probs_n, micro), _pad(entropy_n, micro)
+
+
+def _split(values_n: torch.Tensor, sizes: int | list[int]) -> Sequence[torch.Tensor]:
+    parts: Sequence[torch.Tensor] = values_n.split(sizes)  # type: ignore[no-untyped-call]
+    return parts
+
+
+def _of_logits(
+    temperature: float, with_entropy: bool, logits_nv: torch.Tensor, target_n: torch.Tensor, *kept: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of some response tokens, ``[num_response_tokens]`` float32 each."""
+    logits_nv = logits_nv.float()
     if temperature != 1.0:
         logits_nv = logits_nv / temperature
-    if micro.kept:
-        logits_nv = _only_kept(logits_nv, *micro.kept)
+    if kept:
+        logits_nv = _only_kept(logits_nv, *kept)
     all_log_probs_nv = torch.log_softmax(logits_nv, dim=-1)
-    log_probs_n = all_log_probs_nv.gather(-1, micro.target_n[:, None]).squeeze(-1)
+    log_probs_n = all_log_probs_nv.gather(-1, target_n[:, None]).squeeze(-1)
     entropy_n = torch.zeros_like(log_probs_n)
     if with_entropy:
         entropy_n = _Entropy.apply(all_log_probs_nv)  # type: ignore[no-untyped-call]
-    return _pad(log_probs_n, micro), _pad(entropy_n, micro)
+    return log_probs_n, entropy_n
 
 
 def _only_kept(logits_nv: torch.Tensor, counts_n: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -133,7 +166,7 @@ def _response_logits(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
             f"{type(model).__name__} returned logits of shape {tuple(logits.shape)}",
             expected=f"(1, {micro.predictor_n.numel()}, vocabulary)",
         )
-    selected: torch.Tensor = logits[0]
+    selected: torch.Tensor = logits.squeeze(0)  # whose gradient is a view, too
     return selected
 
 

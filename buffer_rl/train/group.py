@@ -7,7 +7,8 @@ ranks, with a deadline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from buffer_rl.cluster.dispatch import all_answers, dispatch
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Topology, Trainer
+from buffer_rl.engine.process import settle_garbage_collector
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
@@ -45,7 +47,7 @@ from buffer_rl.train.steps import (
 )
 from buffer_rl.train.stream import gradient_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
 from buffer_rl.train.worker import joined_reports
-from buffer_rl.types import TrainBatch
+from buffer_rl.types import GroupUid, RowId, TrainBatch
 from buffer_rl.weights.sender import RankSender
 
 if TYPE_CHECKING:
@@ -63,10 +65,16 @@ def widest_gap(role: str, answers: list[LogProbGap]) -> LogProbGap:
     return LogProbGap.worst(answers)
 
 
+def answer_of_head(role: str, answers: list[Any]) -> Any:
+    """The first answer that is not None."""
+    return next((answer for answer in answers if answer is not None), None)
+
+
 class TrainRank:
     """One rank: a ``Trainer`` and the rows that it works on."""
 
     def __init__(self, args_text: str, buffer: Any, role: str, rank: int, world_size: int, log_path: str) -> None:
+        settle_garbage_collector()
         import buffer_rl.train.objective  # noqa: F401  torch takes seconds, which pass while others start
 
         redirect_output(log_path)
@@ -94,7 +102,9 @@ class TrainRank:
 
         from buffer_rl.train.model import prepare_torch, seed_all
         from buffer_rl.train.objective import Objective
+        from buffer_rl.weights.names import PublishedNames
 
+        self._names = PublishedNames(self._args)
         if self._world_size > 1:
             self._rendezvous.join(
                 "nccl" if torch.cuda.is_available() and self._args.train_device != "cpu" else "gloo",
@@ -113,6 +123,7 @@ class TrainRank:
         seed_all(self._args.seed + place.dp_rank)  # ranks of a replica compute the same
         self._peers = Peers(place)
         check_groups(self._args, self._objective.unit, place.dp_size)
+        settle_garbage_collector()
 
     @property
     def _trainer(self) -> Trainer:
@@ -174,6 +185,13 @@ class TrainRank:
         gap = compare_log_probs(self._args, batch, lambda rows: self._trainer.log_probs("actor", rows), where=where)
         return gap if place.is_head else LogProbGap()
 
+    @dispatch(collect=answer_of_head)
+    def log_probs_of(self, sequences: Sequence[Sequence[int]], num_tokens: int) -> list[np.ndarray] | None:
+        """Log-probabilities ``[num_tokens]`` of the last tokens of each sequence of token ids, under the actor; None on
+        a rank that is no head."""
+        computed = self._trainer.log_probs("actor", batch_of(sequences, num_tokens))
+        return computed if self._trainer.topology.is_head else None
+
     @dispatch(collect=joined_reports)
     def stream(
         self, rollout_id: int, models: Sequence[str], external_fields: Sequence[str], gradients: bool
@@ -219,6 +237,7 @@ class TrainRank:
         report = StepReport()
         take_step(self._trainer, self._sums, self._guard, report, lambda: self._share(self._streamed), 0)
         self._kl.adapt(report)
+        gc.collect()
         return report
 
     @dispatch(collect=named_metrics)
@@ -231,6 +250,7 @@ class TrainRank:
         report = train_steps(self._trainer, objective, batches, self._guard, passes)
         self._batches = []
         self._kl.adapt(report)
+        gc.collect()
         return report
 
     def discard(self) -> None:
@@ -249,7 +269,10 @@ class TrainRank:
             name = self._args.weight_sync_mode
             factory = PluginRegistry.from_flags(self._args.plugin).resolve("weight_transport", name)
             self._sender = RankSender(name, factory, self._args, self._trainer.topology)
-        return self._sender(method, self._trainer.export(), *arguments)
+        weights: Iterator[Any] = self._trainer.export()
+        if self._trainer.topology.is_source:
+            weights = self._names.checked(weights)
+        return self._sender(method, weights, *arguments)
 
     def save(self, path: str) -> None:
         """Write everything that a resume needs."""
@@ -318,6 +341,18 @@ def check_groups(args: Any, unit: Unit, dp_size: int) -> None:
 def no_rows(rollout_id: int) -> TrainBatch:
     """A batch for a replica that gets no rows and works in step with others that do."""
     return TrainBatch(rollout_id=rollout_id, task=f"train_{rollout_id}", row_ids=[], columns={})
+
+
+def batch_of(sequences: Sequence[Sequence[int]], num_tokens: int) -> TrainBatch:
+    """A batch of sequences of token ids, of which the last ``num_tokens`` are the response."""
+    uid, count = GroupUid("publication", 0, 0), len(sequences)
+    columns: dict[str, Any] = {
+        "tokens": [np.asarray(sequence, dtype=np.int32) for sequence in sequences],
+        "response_length": np.full(count, num_tokens, dtype=np.int32),
+        "loss_mask": [np.ones(num_tokens, dtype=np.float32) for _ in range(count)],
+    }
+    row_ids = [RowId(uid, index, 0) for index in range(count)]
+    return TrainBatch(rollout_id=0, task="publication", row_ids=row_ids, columns=columns)
 
 
 def streamed_rows(share: Callable[[], TrainBatch]) -> TrainBatch | None:

@@ -302,6 +302,13 @@ class ModelFactory:
             names.add(name)
             yield name, tensor.detach()
 
+    def own_weights(self, model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
+        """The model's memory, by the names in a Hugging Face folder, tied weights under each of theirs: what is copied
+        there is loaded. None where a folder has weights in another form than the model."""
+        own = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        same = (name in own and own[name].data_ptr() == tensor.data_ptr() for name, tensor in self.export(model))
+        return own if self._converter is None and all(same) else None
+
     def save_hf(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load."""
         if self._converter is None and isinstance(model, PreTrainedModel):

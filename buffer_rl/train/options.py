@@ -99,7 +99,8 @@ class TrainOptions(Section):
     max_logprob_diff: float | None = option(
         0.2,
         "end the run before its first optimizer step, new or resumed, if the log-probabilities that the engine gave "
-        "sampled tokens are further than this from the trainer's, in nats a token on average; 'none': not compared",
+        "sampled tokens are further than this from the trainer's, in nats a token on average; so for a few tokens "
+        "after each publication to engines that are not embedded ones; 'none': not compared",
         gt=0,
     )
     train_timeout_s: float = option(3600.0, "deadline of one trainer call, in seconds", gt=0)

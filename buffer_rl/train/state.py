@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,20 @@ def save_state(
         save_file(_on_cpu(optimizer.state_tensors()), folder / "optimizer.safetensors")
         meta = {"format": FORMAT, "step": optimizer.step_count, "model": type(model).__name__}
         (folder / "trainer.json").write_text(json.dumps(meta))
+    save_random(folder, rank)
+
+
+def save_random(folder: Path, rank: int) -> None:
+    """Write the random state of this process, which is ``rank``."""
     (folder / f"random_{rank}.json").write_text(json.dumps(_random_state()))
+
+
+def read_random(folder: Path, rank: int) -> Callable[[], None]:
+    """Read what ``save_random`` wrote; the result sets it. A rank that the saved run did not have keeps its own.
+    Raises CheckpointError, as the result does."""
+    file = folder / f"random_{rank}.json"
+    state = _read_json(file) if rank == 0 or file.exists() else None
+    return lambda: _set_random_state(state, file) if state is not None else None
 
 
 def load_state(
@@ -68,14 +81,12 @@ def load_state(
             hint="the checkpoint was made by another --hf-checkpoint",
         )
     moments = _read_tensors(folder / "optimizer.safetensors")
-    random_file = folder / f"random_{rank}.json"
-    random_state = _read_json(random_file) if rank == 0 or random_file.exists() else None
+    set_random = read_random(folder, rank)
     optimizer.load_state_tensors(moments, int(meta["step"]))
     with torch.no_grad():
         for name, tensor in weights.items():
             tensor.copy_(saved[name])
-    if random_state is not None:
-        _set_random_state(random_state, random_file)
+    set_random()
 
 
 def _on_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -104,10 +104,10 @@ class TorchTrainer:
 
     def export(self) -> Iterator[dict[str, Any]]:
         """The actor's weights under Hugging Face names, on the device that they are on, tied weights once, in
-        buckets of at most 256 MB (a larger tensor has its own). Available on every rank.
+        buckets of at most ``--update-weight-buffer-size`` bytes (a larger tensor has its own). Available on every rank.
 
         They are the weights themselves where no conversion is needed: read them before the next ``optimizer_step``."""
-        yield from weight_buckets(self._models.export(self._actor), copy=False)
+        yield from weight_buckets(self._models.export(self._actor), self._args.update_weight_buffer_size, copy=False)
 
     def save_hf(self, path: str) -> None:
         """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. Only rank 0 writes."""

@@ -8,6 +8,7 @@ died is replaced, and rows that it read and did not write are delivered again.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +21,7 @@ from buffer_rl.cluster.dispatch import dispatch
 from buffer_rl.cluster.fused import Deferred, FusedProcesses
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.config import load_args
+from buffer_rl.engine.process import settle_garbage_collector
 from buffer_rl.errors import TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
@@ -67,7 +69,9 @@ class RoleWorker:
     """One process of a role of ``buffer_rl.roles.DEDICATED``, or of ``--role-path``."""
 
     def __init__(self, args_text: str, buffer: Any, role: str, index: int, num_workers: int, log_path: str) -> None:
-        from buffer_rl.train.model import initial_folder, prepare_torch  # in the role's process alone: it has torch
+        settle_garbage_collector()
+        from buffer_rl.train.model import prepare_torch  # in the role's process alone: it has torch
+        from buffer_rl.train.role_model import RoleModel
 
         redirect_output(log_path)
         self._index = index
@@ -76,24 +80,25 @@ class RoleWorker:
         self._role = role
         self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"{role}-{index}")
         self._registry = PluginRegistry.from_flags(self._args.plugin)
-        self._model: Any = None
         prepare_torch(self._args, self._args.seed)
-        if role in MODEL_OF_ROLE:
-            self._load(*initial_folder(self._args, role))
-        self._version = "0"
+        self._model: Any = RoleModel(self._args, self._registry, role, index) if role in MODEL_OF_ROLE else None
         self._stage = self._make_stage()
+        settle_garbage_collector()
 
     def ready(self) -> None:
         """Answers once the model is loaded."""
 
     def update_weights_from_disk(self, path: str, version: int) -> None:
         """Take the weights in the folder ``path``; for ``actor_fwd`` and, where it is updated, ``ref``."""
-        self._load(path, "update_weights_from_disk")
-        self._version = str(version)
+        self._model.load(path, "update_weights_from_disk", str(version))
+
+    def receive_weights(self, method: str, *arguments: Any) -> None:
+        """``join``, ``receive`` or ``leave`` of ``RoleModel``: the trainer broadcasts weights."""
+        getattr(self._model, method)(*arguments)
 
     def version(self) -> str:
         """The weight version that it computes with."""
-        return self._version
+        return str(self._model.version)
 
     @dispatch(collect=joined_reports)
     def stream(self, rollout_id: int) -> WorkReport:
@@ -101,9 +106,9 @@ class RoleWorker:
 
         Raises TrainError if the weights are not of the version that trains on the rollout, which old log-probabilities
         are of."""
-        if self._role == "actor_fwd" and self._version != str(rollout_id):
-            raise TrainError(f"the weights are version {self._version}", where="actor_fwd", expected=str(rollout_id))
-        return run_stage(
+        if self._role == "actor_fwd" and self.version() != str(rollout_id):
+            raise TrainError(f"the weights are version {self.version()!r}", where="actor_fwd", expected=str(rollout_id))
+        report = run_stage(
             self._stage,
             self._buffer,
             rollout_id,
@@ -112,12 +117,8 @@ class RoleWorker:
             num_replicas=self._num_workers,
             timeout_s=longest_wait(self._args),
         )
-
-    def _load(self, path: str | None, flag: str) -> None:
-        from buffer_rl.train.model import ModelFactory, pick_device
-
-        self._device = pick_device(self._args.train_device)
-        self._model = ModelFactory(self._args, self._registry, self._device).build(path, flag).requires_grad_(False)
+        gc.collect()
+        return report
 
     def _make_stage(self) -> Stage:
         from buffer_rl.train.forward import batch_outputs
@@ -133,7 +134,7 @@ class RoleWorker:
         return log_prob_stage(
             self._role,
             [MODEL_OF_ROLE[self._role]],
-            lambda _, batch: batch_outputs(args, self._model, batch, self._device, objective),
+            lambda _, batch: batch_outputs(args, self._model.module, batch, self._model.device, objective),
         )
 
 

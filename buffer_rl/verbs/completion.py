@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import shtab
 
 from buffer_rl.configuration.help import FlagParser
-from buffer_rl.verbs.table import VERBS
+from buffer_rl.verbs.table import all_verbs, parser_of
 
 _BASH_FILES = "complete -o bashdefault -o default -F _shtab_buffer_rl buffer-rl"  # files where nothing else fits
 
@@ -38,10 +37,10 @@ def completion_script(shell: str) -> str:
     parser = FlagParser(prog="buffer-rl")
     parser.add_argument("--version", action="store_true")
     subparsers = parser.add_subparsers()
-    for verb, summary in VERBS.items():  # shtab leaves out verbs and flags that have no help text
+    for verb, summary in all_verbs().items():  # shtab leaves out verbs and flags that have no help text
         add_listed = functools.partial(subparsers.add_parser, help=summary)
         listed: Any = SimpleNamespace(add_parser=add_listed, choices=subparsers.choices)
-        importlib.import_module(f"buffer_rl.verbs.{verb}").add_parser(listed, [verb])
+        parser_of(verb)(listed, [verb])
     _complete_values(parser)
     script = shtab.complete(parser, shell)
     return f"{script}\n{_BASH_FILES}" if shell == "bash" else script

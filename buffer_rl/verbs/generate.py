@@ -7,9 +7,9 @@ import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from buffer_rl.checkpoint import opened_checkpoint
 from buffer_rl.cluster.counts import with_counts
@@ -18,16 +18,22 @@ from buffer_rl.configuration.help import add_options, given_flags
 from buffer_rl.configuration.sources import resolve
 from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.reader import read_dataset
+from buffer_rl.engine.process import starts_engines
 from buffer_rl.errors import ConfigError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.prompts import PromptEncoder, check_template_kwargs, load_tokenizer
 from buffer_rl.types import GroupUid, Sample
+from buffer_rl.verbs.engine_checks import check_engines
 from buffer_rl.verbs.preflight import check_folders
 from buffer_rl.verbs.train import plugins_named, sections_of
 
 if TYPE_CHECKING:
     from buffer_rl.engine.client import EngineClient
+    from buffer_rl.engine.fleet import EngineFleet
 
+T = TypeVar("T")
+
+FLEET_CHECK_S = 1.0
 _DESCRIPTION = """\
 Sample responses to prompts, as the rollouts of a run would. The options, their file (--config) and their variables
 are those of train; --load CHECKPOINT asks the model of a checkpoint. Options that have nothing to do with sampling
@@ -69,6 +75,12 @@ def run(namespace: argparse.Namespace) -> int:
     )
     with ExitStack() as stack:
         args: Any = with_counts(resolved.args)
+        if args.load and not starts_engines(args):
+            raise ConfigError(
+                "the engines there serve weights of their own, not the checkpoint's",
+                where="--load and --router-url",
+                hint="leave out one of them; buffer-rl eval publishes the checkpoint to the engines first",
+            )
         if args.load:
             checkpoint = stack.enter_context(opened_checkpoint(args.load))
             args = args.model_copy(update={"hf_checkpoint": str(checkpoint.folder / "hf")})
@@ -103,11 +115,20 @@ def _ask(args: Any, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
 
     samples = _prompt_samples(args, texts, count)
     registry = PluginRegistry.from_flags(args.plugin)
+    check_engines(args, registry)
     args = with_engine_key(args)
     with tempfile.TemporaryDirectory(prefix="buffer-rl-") as logs, EngineFleet(args, logs, registry) as fleet:
         fleet.wait_ready()
         args = args.model_copy(update=fleet.addresses)
-        return asyncio.run(_answers_of_engine(args, samples))
+        return asyncio.run(_while_engines_last(fleet, _answers_of_engine(args, samples)))
+
+
+async def _while_engines_last(fleet: EngineFleet, answers: Coroutine[Any, Any, T]) -> T:
+    """What ``answers`` returns. Raises EngineError as soon as no engine is left."""
+    task = asyncio.create_task(answers)
+    while not (await asyncio.wait([task], timeout=FLEET_CHECK_S))[0]:
+        fleet.check()
+    return task.result()
 
 
 def _prompt_samples(args: Any, texts: Sequence[str], count: int) -> list[Sample]:

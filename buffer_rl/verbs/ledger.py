@@ -121,7 +121,7 @@ def _print_run(facts: dict[str, Any]) -> None:
     ]
     print_table(["source", "epoch", "rows", *GroupState], rows)
     if lost := sum(row["counts"][GroupState.PENDING] for row in facts["epochs"] if row["epoch"] is None):
-        print(f"{lost} foreign groups were lost before their step, or not needed, and not handed in again")
+        print(f"{lost} foreign groups were lost before their step, or not needed, and not imported again")
     _print_newest(facts)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,21 +13,17 @@ from buffer_rl.checkpoint import make_folder, read_manifest
 from buffer_rl.cluster.demands import counts_devices, seating
 from buffer_rl.cluster.devices import Node
 from buffer_rl.config import flag_of
-from buffer_rl.data.source import EvalSource
 from buffer_rl.driver.process import check_lineage
 from buffer_rl.driver.schedule import rollout_only, train_only
-from buffer_rl.errors import CheckpointError, ConfigError, DataError
-from buffer_rl.model_config import length_problem, max_positions, text_config
+from buffer_rl.errors import CheckpointError, ConfigError
+from buffer_rl.model_config import DOWNLOAD, json_object, max_positions, read_config, require_short_rows, vocab_size
 from buffer_rl.redaction import mask_url
 from buffer_rl.remote import file_system, is_remote, local_path
 from buffer_rl.roles import CRITIC
-from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
+from buffer_rl.rollout.prompts import load_tokenizer
 from buffer_rl.train.roles import checkpoint_folder, uses_critic
-from buffer_rl.types import Prompt, SampleGroup
 
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
-MAX_REPORTED = 10
-TEMPLATE_BYTES = 1024  # more than what a chat template adds to a message; templates with tools are longer
 
 
 def check_folders(args: Any) -> None:
@@ -57,7 +52,6 @@ def check_folders(args: Any) -> None:
     elif args.save is not None:
         check_writable("--save", Path(local_path(args.save)))
     check_lineage(args, first_step)
-    _check_engine_context(args)
 
 
 def check_row_lengths(args: Any) -> None:
@@ -68,7 +62,7 @@ def check_row_lengths(args: Any) -> None:
         return
     prompt = args.rollout_max_prompt_len
     limits = [args.rollout_max_context_len, None if prompt is None else prompt + args.rollout_max_response_len]
-    if _starts_embedded(args):
+    if args.router_url is None:
         limits.append(args.engine_context_length)
     for name in MODEL_FOLDERS:
         if (folder := getattr(args, name)) is None:
@@ -76,7 +70,7 @@ def check_row_lengths(args: Any) -> None:
         config = read_config(flag_of(name), folder)
         own = max_positions(config)
         longest = min((limit for limit in (*limits, own) if limit is not None), default=None)
-        _require_short_rows(flag_of(name), config, longest, "--rollout-max-context-len")
+        require_short_rows(flag_of(name), config, longest, "--rollout-max-context-len")
 
 
 def check_devices(args: Any) -> None:
@@ -85,7 +79,7 @@ def check_devices(args: Any) -> None:
     Trainer ranks and engines of a cluster that is joined run on its nodes.
     """
     asked = []
-    if args.engine_device == "cuda" and args.rollout_engine == "embedded" and args.router_url is None:
+    if args.engine_device == "cuda" and args.router_url is None:
         asked.append("engine_device")
     if args.train_device == "cuda":
         asked.append("train_device")
@@ -141,32 +135,6 @@ def check_checkpoint(args: Any, data: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def check_eval_prompts(args: Any) -> None:
-    """Raises DataError naming the evaluation prompts that leave no room for a response.
-
-    An evaluation over some of its rows could not be compared with others, so such rows are refused, not skipped.
-    ``--rollout-max-prompt-len`` is about training prompts. The tokenizer is loaded only if a prompt may be too long.
-    """
-    limit, flag = _context_limit(args)
-    if limit is None or train_only(args) or not (args.eval_prompt_data or args.eval_config):
-        return
-    groups = [group for group in EvalSource(args).all_groups() if _most_tokens(group[0].prompt) >= limit]
-    if not groups:
-        return
-    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
-    encoder = PromptEncoder.from_args(args, tokenizer)
-    lengths = [(group, len(encoder.encode(group[0]))) for group in groups]
-    long = [f"{_named(group)}: {length} tokens" for group, length in lengths if length >= limit]
-    if long:
-        more = [f"... and {len(long) - MAX_REPORTED} more"] if len(long) > MAX_REPORTED else []
-        raise DataError(
-            "\n".join(["evaluation prompts leave no room for a response", *long[:MAX_REPORTED], *more]),
-            where="--eval-prompt-data and --eval-config",
-            expected=f"fewer than {limit} tokens ({flag})",
-            hint="take the rows out, or raise the limit where the model has room",
-        )
-
-
 def check_writable(flag: str, folder: Path) -> None:
     """Raises ConfigError if ``folder`` cannot be made or written to. Makes nothing."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -187,56 +155,8 @@ def make_folders(args: Any) -> None:
             raise ConfigError(f"the folder {path!r} cannot be made: {error.strerror}", where=flag) from error
 
 
-def _check_engine_context(args: Any) -> None:
-    """The embedded engine takes sequences up to its own limit, those of an evaluation too."""
-    if not _starts_embedded(args):
-        return
-    config = read_config("--hf-checkpoint", args.hf_checkpoint)
-    limits = [limit for limit in (args.engine_context_length, max_positions(config)) if limit is not None]
-    _require_short_rows("--hf-checkpoint", config, min(limits, default=None), "--engine-context-length")
-
-
-def _starts_embedded(args: Any) -> bool:
-    return args.rollout_engine == "embedded" and args.router_url is None and not train_only(args)
-
-
-def _require_short_rows(flag: str, config: Mapping[str, Any], longest: int | None, limit_flag: str) -> None:
-    if problem := length_problem(config, longest):
-        reason, limit = problem
-        raise ConfigError(
-            reason,
-            where=f"{flag} config.json",
-            expected=f"sequences of at most {limit} tokens; here they may have {longest or 'any number'}",
-            hint=f"add {limit_flag} {limit}, or less",
-        )
-
-
 def _list_sources(sources: Mapping[str, str]) -> str:
     return ", ".join(f"{path} ({source_hash})" for source_hash, path in sources.items()) or "none"
-
-
-def _context_limit(args: Any) -> tuple[int | None, str]:
-    """The least number of tokens at which a prompt leaves no room, and what says so."""
-    limits = [(args.rollout_max_context_len, "--rollout-max-context-len")]
-    if args.rollout_engine == "embedded" and args.router_url is None:
-        config = read_config("--hf-checkpoint", args.hf_checkpoint)
-        own = max_positions(config)
-        limits += [
-            (args.engine_context_length, "--engine-context-length"),
-            (own, "the model's max_position_embeddings"),
-        ]
-    return min(((limit, flag) for limit, flag in limits if limit is not None), default=(None, ""))
-
-
-def _most_tokens(prompt: Prompt) -> int:
-    """More tokens than any tokenizer makes of it: a token is a byte at least."""
-    if isinstance(prompt, str):
-        return len(prompt.encode()) + TEMPLATE_BYTES
-    return sum(len(str(message).encode()) + TEMPLATE_BYTES for message in prompt)
-
-
-def _named(group: SampleGroup) -> str:
-    return f"{group.data_set}, row {group.uid.row}"
 
 
 # Every file that a tokenizer of transformers keeps its vocabulary in, by the names that models use.
@@ -244,17 +164,6 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken", "*.model", "*.spm")
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
 _LFS_START = b"version "
-_DOWNLOAD = "a model of the Hub is downloaded first: hf download ORG/NAME --local-dir FOLDER"
-
-
-def read_config(flag: str, folder: str) -> dict[str, Any]:
-    """``config.json`` of a model folder. Raises ConfigError if it is not there or no JSON object."""
-    path = Path(folder, "config.json")
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder!r} is no Hugging Face folder: there is no config.json in it", where=flag, hint=_DOWNLOAD
-        )
-    return _json_object(flag, path)
 
 
 def check_weights(flag: str, folder: str) -> None:
@@ -263,15 +172,15 @@ def check_weights(flag: str, folder: str) -> None:
     base = Path(folder)
     index = next((base / name for name in INDEX_NAMES if (base / name).is_file()), None)
     if index is not None:
-        shards = _json_object(flag, index).get("weight_map")
+        shards = json_object(flag, index).get("weight_map")
         if not isinstance(shards, dict):
-            raise ConfigError("the index has no weight_map", where=f"{flag} {index}", hint=_DOWNLOAD)
+            raise ConfigError("the index has no weight_map", where=f"{flag} {index}", hint=DOWNLOAD)
         files = [base / name for name in sorted({str(name) for name in shards.values()})]
     else:
         files = [path for name in WEIGHT_NAMES if (path := base / name).is_file()][:1]
     if not files:
         raise ConfigError(
-            f"there are no weights in {folder!r}", where=flag, expected=" or ".join(WEIGHT_NAMES), hint=_DOWNLOAD
+            f"there are no weights in {folder!r}", where=flag, expected=" or ".join(WEIGHT_NAMES), hint=DOWNLOAD
         )
     for file in files:
         _check_file(flag, file)
@@ -328,7 +237,7 @@ def _check_reward_model(args: Any) -> None:
     check_weights(flag, folder)
     check_tokenizer(flag, folder)
     tokens = len(load_tokenizer(folder, flag, trust_remote_code=args.trust_remote_code))
-    if tokens > (size := text_config(config).get("vocab_size", tokens)):
+    if tokens > (size := vocab_size(config) or tokens):
         raise ConfigError(f"the tokenizer has {tokens} tokens, and the model {size}", where=f"{flag} {folder}")
 
 
@@ -341,24 +250,12 @@ def _check_file(flag: str, file: Path) -> None:
         if start == _LFS_START:
             raise ConfigError("the file is a pointer of Git LFS, not the weights", where=where, hint="git lfs pull")
         if not size:
-            raise ConfigError("the file is empty", where=where, hint=_DOWNLOAD)
+            raise ConfigError("the file is empty", where=where, hint=DOWNLOAD)
         if file.suffix == ".safetensors":
             with safe_open(file, framework="np"):  # compares the header with the size and reads no weights
                 pass
     except OSError as error:
-        raise ConfigError(f"the weights cannot be read: {error.strerror}", where=where, hint=_DOWNLOAD) from error
+        raise ConfigError(f"the weights cannot be read: {error.strerror}", where=where, hint=DOWNLOAD) from error
     except SafetensorError as error:
         what = f"the file is no safetensors file, or it is damaged: {size} bytes; {error}"
-        raise ConfigError(what, where=where, hint=_DOWNLOAD) from error
-
-
-def _json_object(flag: str, path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"the file cannot be read: {error.strerror}", where=f"{flag} {path}") from error
-    except ValueError as error:
-        raise ConfigError(f"the file is no JSON: {error}", where=f"{flag} {path}", hint=_DOWNLOAD) from error
-    if not isinstance(value, dict):
-        raise ConfigError("the file holds no JSON object", where=f"{flag} {path}", hint=_DOWNLOAD)
-    return value
+        raise ConfigError(what, where=where, hint=DOWNLOAD) from error

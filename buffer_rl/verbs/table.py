@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import importlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from buffer_rl.errors import PluginError
+from buffer_rl.resolution.entry_points import AUTOLOAD_VARIABLE, EntryPointInfo, EntryPoints
 
 # Verb to summary. The module ``buffer_rl.verbs.VERB`` has ``add_parser(subparsers, argv)``, which sets ``run``.
 VERBS = {
@@ -15,9 +21,38 @@ VERBS = {
     "ledger": "where each group of a run is, and whether it adds up",
     "checkpoint": "check that checkpoints are whole",
     "export": "take the model out of a checkpoint",
+    "import": "translate the launch script of another project",
     "completion": "print a completion script for a shell",
 }
+VERB_GROUP = "verb"
+"""Entry points of the group ``buffer_rl.verb`` are verbs of plugins: a module like those of ``buffer_rl.verbs``."""
 _WIDTH_OF_FILES = 160  # characters of a line where the output goes to a file or a pipe
+
+
+def all_verbs() -> dict[str, str]:
+    """Verb to summary: ``VERBS``, and after them those of installed plugins."""
+    added = [entry for entry in _added() if entry.name not in VERBS]
+    return VERBS | {entry.name: f"of the plugin {entry.value.partition('.')[0]}" for entry in added}
+
+
+def parser_of(verb: str) -> Callable[[Any, Sequence[str]], None]:
+    """``add_parser`` of a verb of ``all_verbs``. Raises PluginError if a plugin's module has none."""
+    if verb in VERBS:
+        module = f"buffer_rl.verbs.{verb}"
+    else:
+        module = next(entry.value for entry in _added() if entry.name == verb)
+    try:
+        found: Callable[[Any, Sequence[str]], None] = importlib.import_module(module).add_parser
+    except Exception as error:  # fault boundary: code of a third party
+        if verb in VERBS:
+            raise
+        what = f"its module cannot be used: {type(error).__name__}: {error}"
+        raise PluginError(what, where=f"verb {verb} of {module}", expected="add_parser(subparsers, argv)") from error
+    return found
+
+
+def _added() -> list[EntryPointInfo]:
+    return EntryPoints(autoload=not os.environ.get(AUTOLOAD_VARIABLE)).usable(VERB_GROUP)
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], styles: Iterable[str] = ()) -> None:

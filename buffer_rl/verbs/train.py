@@ -25,6 +25,7 @@ from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.source import read_sources
 from buffer_rl.driver.checks import check_options, notices
+from buffer_rl.driver.process import with_start
 from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError, DataError, PluginError
 from buffer_rl.options import CORE_SECTIONS
@@ -36,10 +37,10 @@ from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.scoring import check_row_choice, unmarked_reward
 from buffer_rl.scope import is_for_rows
 from buffer_rl.train.batch_sizes import with_steps
+from buffer_rl.verbs.engine_checks import check_engines, check_eval_prompts
 from buffer_rl.verbs.preflight import (
     check_checkpoint,
     check_devices,
-    check_eval_prompts,
     check_folders,
     check_row_lengths,
     make_folders,
@@ -82,7 +83,11 @@ def run(namespace: argparse.Namespace) -> int:
     resolved = resolve(
         compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_path=namespace.config
     )
-    args: Any = with_steps(with_counts(resolved.args))
+    given: Any = resolved.args
+    args: Any = with_start(with_steps(with_counts(given)))
+    if args.load != given.load:
+        notice = f"--load {mask_url(given.load)} has no checkpoint yet: the run starts from --hf-checkpoint"
+        print(f"buffer-rl: notice: {notice}", file=sys.stderr)
     sources = {name: derived.option for name, derived in derived_counts(args).items()}
     sources["num_steps_per_rollout"] = "global_batch_size"
     changed = {name for name in sources if getattr(args, name) != getattr(resolved.args, name)}
@@ -92,13 +97,14 @@ def run(namespace: argparse.Namespace) -> int:
     for text in notices(args):
         print(f"buffer-rl: notice: {text}", file=sys.stderr)
     check_folders(args)
+    registry = PluginRegistry.from_flags(args.plugin)
+    engines = check_engines(args, registry)
     check_row_lengths(args)
     check_devices(args)
-    registry = PluginRegistry.from_flags(args.plugin)
     plan = DryRun(resolved=resolved, plugins=locate_plugins(resolved, registry), data=read_data(args, registry))
     data = [asdict(file) for file in plan.data]
     check_checkpoint(args, data)
-    check_eval_prompts(args)
+    check_eval_prompts(args, engines)
     for use in plan.plugins:
         if use.origin != "default":  # those are of this package: no mistakes to find, and seconds to import
             registry.resolve(use.kind, use.reference)

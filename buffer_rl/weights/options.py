@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from buffer_rl.config import Section, option
 
@@ -13,12 +13,20 @@ class WeightOptions(Section):
     heading: ClassVar[str] = "Weights"
 
     weight_sync_mode: str = option(
-        "disk", "weight transport: disk, or tensor (through the memory of one machine)", kind="weight_transport"
+        "disk",
+        "weight transport: disk, tensor (through the memory of one machine) or distributed (broadcasts to any machine)",
+        kind="weight_transport",
+    )
+    update_weight_buffer_size: int = option(
+        256 * 1024 * 1024,
+        "most bytes of weights that are gathered and sent at a time; a larger tensor goes alone. Trainer backends of "
+        "plugins make their own buckets",
+        gt=0,
     )
     update_weight_disk_dir: str | None = option(
         None,
-        "folder of the versions of --weight-sync-mode disk and of those that roles read, for this run alone, on a file "
-        "system that all nodes share; without it: in --run-dir",
+        "folder of the versions of --weight-sync-mode disk and of those that roles read (actor_fwd none with "
+        "distributed), for this run alone, on a file system that all nodes share; without it: in --run-dir",
     )
     update_weights_timeout_s: float = option(
         600.0,
@@ -28,3 +36,11 @@ class WeightOptions(Section):
     check_weight_update_equal: bool = option(
         False, "after each publication compare the checksums of the weights that the engines serve"
     )
+
+
+def engines_may_differ(args: Any) -> bool:
+    """Whether engines may have started with other weights than the trainer, or call them otherwise: those behind
+    ``--router-url`` were not started by the run, those of a plugin's launcher not by this package, and a model provider
+    or converter may change what is in ``--hf-checkpoint``."""
+    foreign = args.engine_urls or args.rollout_engine != "embedded"  # the run sets --router-url of its own engines too
+    return any((foreign, args.custom_model_provider_path, args.model_converter_path))

@@ -1,4 +1,5 @@
-"""A gloo group of one sender, rank 0, and the engines that receive its broadcasts, ranks 1 and up.
+"""A group of one sender, rank 0, and the engines that receive its broadcasts, ranks 1 and up: gloo between CPUs, nccl
+between a trainer and SGLang servers on GPUs, of which each member has one of its own.
 
 Store and keys are those of a group that torch makes by ``tcp://`` and a group name, as SGLang does for
 ``/init_weights_update_group``, so a group has members of this module and SGLang servers alike. It is not registered
@@ -17,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import distributed
@@ -27,21 +28,33 @@ from buffer_rl.weights.shared_memory import as_bytes
 
 FLATTENED = "flattened_bucket"
 """``load_format`` of a bucket that is sent as one broadcast; SGLang's name."""
+Backend = Literal["gloo", "nccl"]
 _dist: Any = distributed  # names that its type information lacks
+_NCCL_TIMEOUT_S = 86_400.0
 _REACH_S = 5.0  # for a sender that starts to listen at the same time as engines are asked to join
 _PAUSE_S = 0.05  # between two attempts to reach it
 
 
 class WeightGroup:
-    """One member's end of a group. name: the group's. rank: this member's."""
+    """One member's end of a group. name: the group's. rank: this member's. device: of what is broadcast; ``"cuda"``
+    with nccl, whose members meet at the first broadcast, else ``"cpu"``."""
 
-    def __init__(self, store: Any, *, name: str, rank: int, world_size: int, address: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        *,
+        name: str,
+        rank: int,
+        world_size: int,
+        address: str,
+        timeout_s: float,
+        backend: Backend = "gloo",
+    ) -> None:
         self.name, self.rank = name, rank
-        make = _dist.ProcessGroupGloo
-        options = make._Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [make.create_device(hostname=address)]
-        keys = _dist.PrefixStore("cpu/", _dist.PrefixStore(f"{name}/", _dist.PrefixStore(name, store)))
+        self.device = "cuda" if backend == "nccl" else "cpu"
+        options = _options(backend, address, timeout_s)
+        keys = _dist.PrefixStore(f"{self.device}/", _dist.PrefixStore(f"{name}/", _dist.PrefixStore(name, store)))
+        make = _dist.ProcessGroupNCCL if backend == "nccl" else _dist.ProcessGroupGloo
         try:
             self._backend: Any = make(keys, rank, world_size, options)
         except RuntimeError as error:
@@ -52,14 +65,17 @@ class WeightGroup:
             ) from error
 
     def broadcast(self, flat: torch.Tensor, timeout_s: float) -> None:
-        """Send (rank 0) or fill (all others) contiguous bytes on the CPU, uint8. Raises EngineError if a member is
-        gone or the deadline passes."""
+        """Send (rank 0) or fill (all others) contiguous bytes on the group's device, uint8. Raises EngineError if a
+        member is gone or the deadline passes."""
         if self._backend is None:
             raise EngineError("the group was closed", where=f"weight group {self.name!r}")
         options = _dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, timedelta(seconds=max(timeout_s, 0.001))
+        # With nccl a wait without a time is that of a stream, and not of this thread.
+        limit = (options.timeout,) if self.device == "cuda" else ()
         try:
-            self._backend.broadcast([flat], options).wait()
+            # Nothing may keep the work: a member that failed leaves, and its connections close with the last reference.
+            self._backend.broadcast([flat], options).wait(*limit)
         except RuntimeError as error:
             raise EngineError(
                 f"a broadcast failed: {_first_line(error)}", where=f"weight group {self.name!r}"
@@ -68,17 +84,18 @@ class WeightGroup:
     def send(self, tensors: Sequence[torch.Tensor], timeout_s: float, *, flattened: bool = False) -> None:
         """Rank 0: broadcast tensors one by one, or as one concatenation. timeout_s: for all."""
         deadline = time.monotonic() + timeout_s
-        parts = [as_bytes(tensor.cpu()) for tensor in tensors]
+        parts = [as_bytes(tensor.to(self.device)) for tensor in tensors]
         for part in [torch.cat(parts)] if flattened else parts:
             self.broadcast(part, deadline - time.monotonic())
 
     def receive(
         self, expected: Sequence[tuple[torch.dtype, torch.Size]], timeout_s: float, *, flattened: bool = False
     ) -> list[torch.Tensor]:
-        """The counterpart of ``send`` on the other ranks: tensors on the CPU."""
+        """The counterpart of ``send`` on the other ranks: tensors on the group's device."""
         deadline = time.monotonic() + timeout_s
         sizes = [dtype.itemsize * shape.numel() for dtype, shape in expected]
-        parts = [torch.empty(size, dtype=torch.uint8) for size in ([sum(sizes)] if flattened else sizes)]
+        sent = [sum(sizes)] if flattened else sizes
+        parts = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sent]
         for part in parts:
             self.broadcast(part, deadline - time.monotonic())
         if flattened:  # copied: a view of several bytes a value has to start at a multiple of them
@@ -112,10 +129,16 @@ class Rendezvous:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def group(self, name: str, world_size: int) -> WeightGroup:
+    def group(self, name: str, world_size: int, backend: Backend = "gloo") -> WeightGroup:
         """Rank 0 of a group, once all others have joined. Raises EngineError after ``timeout_s`` seconds."""
         return WeightGroup(
-            self._store, name=name, rank=0, world_size=world_size, address=self.address, timeout_s=self._timeout_s
+            self._store,
+            name=name,
+            rank=0,
+            world_size=world_size,
+            address=self.address,
+            timeout_s=self._timeout_s,
+            backend=backend,
         )
 
     def close(self) -> None:
@@ -171,6 +194,19 @@ def _own_address(address: str, port: int, deadline: float, is_cancelled: Callabl
                     hint="rank 0 has to listen before engines are asked to join",
                 ) from error
         time.sleep(_PAUSE_S)
+
+
+def _options(backend: Backend, address: str, timeout_s: float) -> Any:
+    """Of torch's groups. gloo: sockets on ``address``; nccl chooses interfaces by itself, and ends the process of a
+    member that waits longer than its groups may, so a broadcast's own deadline comes first."""
+    if backend == "nccl":
+        options = _dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=_NCCL_TIMEOUT_S)
+        return options
+    options = _dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=address)]
+    return options
 
 
 def _left(deadline: float) -> timedelta:

@@ -10,11 +10,12 @@ of ``[(name, tensor), …]`` in base64, whose tensors are handles of shared memo
 
 from __future__ import annotations
 
+import _posixshmem  # type: ignore[import-not-found]  # of the standard library
 import base64
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -141,16 +142,17 @@ def _is_sound(place: TensorPlace, num_bytes: int) -> bool:
 class SharedTensors:
     """A bucket whose CPU tensors are copied into torch's shared memory; CUDA tensors are shared where they are.
 
-    The memory is there until ``close`` and until every receiver has released it. torch counts: what a receiver was
-    sent and never read stays until this process ends; if that is killed, torch's ``torch_shm_manager`` frees it.
+    torch counts the handles that were not read, and would keep their files. ``close`` therefore takes the files' names
+    away: what a receiver has mapped stays valid, and the last one that unmaps it frees it. If this process is killed
+    before, torch's ``torch_shm_manager`` frees them.
     """
 
     def __init__(self, bucket: Mapping[str, torch.Tensor]) -> None:
         with _named_files():
             self._named = [(name, _shared(tensor)) for name, tensor in bucket.items()]
 
-    def pickled(self) -> str:
-        """The bucket for one receiver: a server's tensor-parallel rank."""
+    def handle(self) -> str:
+        """The bucket, pickled for one receiver: a server's tensor-parallel rank. Each handle can be read once."""
         buffer = io.BytesIO()
         dump: Any = ForkingPickler(buffer).dump
         with _named_files():
@@ -158,13 +160,26 @@ class SharedTensors:
         return base64.b64encode(buffer.getvalue()).decode()
 
     def close(self) -> None:
-        """Give the tensors up."""
-        self._named = []
+        """Give the tensors up. May be called twice."""
+        named, self._named = self._named, []
+        for _, tensor in named:
+            if not tensor.is_cuda:
+                _unlink(tensor)
 
 
 def _shared(tensor: Any) -> torch.Tensor:
     copied: torch.Tensor = tensor.detach() if tensor.is_cuda else tensor.detach().clone().share_memory_()
     return copied
+
+
+def _unlink(tensor: torch.Tensor) -> None:
+    """Take away the name of the file that ``tensor`` is in."""
+    storage: Any = tensor.untyped_storage()
+    _, name, _ = storage._share_filename_cpu_()
+    # torch removes the name when nothing refers to the file, and ends the process that finds it gone: never, then.
+    storage._shared_incref()
+    with suppress(FileNotFoundError):
+        _posixshmem.shm_unlink(name.decode())
 
 
 @contextmanager
@@ -180,6 +195,43 @@ def _named_files() -> Iterator[None]:
         module.set_sharing_strategy(before)
 
 
+class _SharedMemoryBucket:
+    """A bucket in an anonymous memory file, sealed; its one handle can be read any number of times."""
+
+    def __init__(self, bucket: Mapping[str, torch.Tensor]) -> None:
+        layout = BucketLayout.of(bucket)
+        self._memory = SharedMemory(layout.num_bytes)
+        try:
+            for place, tensor in zip(layout.places, bucket.values(), strict=True):
+                self._memory.write(tensor, place.offset)
+            self._handle = _text("memory", self._memory.seal(), layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def handle(self) -> str:
+        return self._handle
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class _DeviceBucket:
+    """A bucket in memory of the CUDA device that its tensors are on."""
+
+    def __init__(self, bucket: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._layout = BucketLayout.of(bucket)
+        self._flat = torch.empty(self._layout.num_bytes, dtype=torch.uint8, device=device)
+        for place, tensor in zip(self._layout.places, bucket.values(), strict=True):
+            self._flat[place.offset : place.offset + place.num_bytes].copy_(as_bytes(tensor))
+
+    def handle(self) -> str:
+        return _text("cuda_ipc", cuda_ipc.share(self._flat), self._layout)
+
+    def close(self) -> None:
+        del self._flat
+
+
 class SharedWeights:
     """What one process shares of one version. ``release`` gives it up; a process that ends has released it too.
 
@@ -188,56 +240,37 @@ class SharedWeights:
 
     def __init__(self, *, use_cuda_ipc: bool = False) -> None:
         self._use_cuda_ipc = use_cuda_ipc
-        self._held: list[SharedMemory | SharedTensors | torch.Tensor] = []
+        self._held: list[SharedTensors | _SharedMemoryBucket | _DeviceBucket] = []
 
-    def share(self, buckets: Iterable[Mapping[str, torch.Tensor]], num_receivers: int = 1) -> list[list[str]]:
-        """For every bucket a handle for each receiver. What was shared before is released first; if a bucket cannot
-        be shared, the others are released."""
-        return self._share_all(buckets, self._share_one, num_receivers)
+    def share(
+        self, buckets: Iterable[Mapping[str, torch.Tensor]], num_receivers: int = 1, *, pickled: bool = False
+    ) -> list[list[str]]:
+        """For every bucket a handle for each receiver; pickled: in the form that SGLang reads. What was shared before
+        is released first; if a bucket cannot be shared, the others are released."""
+        self.release()
+        try:
+            for bucket in buckets:
+                self._held.append(SharedTensors(bucket) if pickled else self._shared(bucket))
+            return self.handles(num_receivers)
+        except BaseException:
+            self.release()
+            raise
 
-    def share_pickled(self, buckets: Iterable[Mapping[str, torch.Tensor]], num_receivers: int = 1) -> list[list[str]]:
-        """``share`` in the form that SGLang reads."""
-        return self._share_all(buckets, self._pickle_one, num_receivers)
+    def handles(self, num_receivers: int) -> list[list[str]]:
+        """More handles of what is shared: for every bucket one for each receiver."""
+        return [[held.handle() for _ in range(num_receivers)] for held in self._held]
 
     def release(self) -> None:
         """Give up everything. May be called twice."""
         held, self._held = self._held, []
         for item in held:
-            if not isinstance(item, torch.Tensor):
-                item.close()
+            item.close()
 
-    def _share_all(
-        self,
-        buckets: Iterable[Mapping[str, torch.Tensor]],
-        share: Callable[[Mapping[str, torch.Tensor], int], list[str]],
-        num_receivers: int,
-    ) -> list[list[str]]:
-        self.release()
-        try:
-            return [share(bucket, num_receivers) for bucket in buckets]
-        except BaseException:
-            self.release()
-            raise
-
-    def _share_one(self, bucket: Mapping[str, torch.Tensor], num_receivers: int) -> list[str]:
-        layout = BucketLayout.of(bucket)
+    def _shared(self, bucket: Mapping[str, torch.Tensor]) -> _SharedMemoryBucket | _DeviceBucket:
         devices = {tensor.device for tensor in bucket.values()}
-        if self._use_cuda_ipc and len(devices) == 1 and next(iter(devices)).type == "cuda":
-            flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=next(iter(devices)))
-            for place, tensor in zip(layout.places, bucket.values(), strict=True):
-                flat[place.offset : place.offset + place.num_bytes].copy_(as_bytes(tensor))
-            self._held.append(flat)
-            return [_text("cuda_ipc", cuda_ipc.share(flat), layout) for _ in range(num_receivers)]
-        memory = SharedMemory(layout.num_bytes)
-        self._held.append(memory)
-        for place, tensor in zip(layout.places, bucket.values(), strict=True):
-            memory.write(tensor, place.offset)
-        return [_text("memory", memory.seal(), layout)] * num_receivers
-
-    def _pickle_one(self, bucket: Mapping[str, torch.Tensor], num_receivers: int) -> list[str]:
-        tensors = SharedTensors(bucket)
-        self._held.append(tensors)
-        return [tensors.pickled() for _ in range(num_receivers)]
+        if self._use_cuda_ipc and len(devices) == 1 and (device := next(iter(devices))).type == "cuda":
+            return _DeviceBucket(bucket, device)
+        return _SharedMemoryBucket(bucket)
 
 
 def open_bucket(text: str) -> dict[str, torch.Tensor]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ from buffer_rl.weights.options import WeightOptions
 if TYPE_CHECKING:
     from buffer_rl.contracts import Topology
     from buffer_rl.engine.control import EngineControlClient
+    from buffer_rl.engine.server_info import ServerInfo
     from buffer_rl.weights.sender import Senders
 
 LOAD_FORMAT = "buffer_rl_shared_memory"
@@ -43,8 +45,11 @@ class TensorSender:
             for _ in buckets:
                 pass
             return []
-        share = self._shared.share if load_format == LOAD_FORMAT else self._shared.share_pickled
-        return share(buckets, num_receivers)
+        return self._shared.share(buckets, num_receivers, pickled=load_format is None)
+
+    def handles(self, buckets: Iterator[Any], num_receivers: int) -> list[list[str]]:
+        """Other handles of what is shared."""
+        return self._shared.handles(num_receivers)
 
     def release(self, buckets: Iterator[Any]) -> None:
         """Free the memory that ``share`` took."""
@@ -58,28 +63,40 @@ class TensorTransport:
     staged = True
 
     def __init__(self, args: WeightOptions) -> None:
-        options: Any = args
-        self._load_format = LOAD_FORMAT if options.rollout_engine == "embedded" else None
-        # Of a fleet of the run's own it is the most that there are at any time: some may have died.
-        self._num_engines = len(options.engine_urls) or options.rollout_num_engines
+        self._ranks: dict[str, int] = {}
         self._buckets: list[list[str]] = []
 
     def connect(self, trainer: Senders, engines: EngineControlClient) -> None:
-        """Only note both sides: every engine reads the same handles."""
+        """Ask the engines what they read: handles as JSON, or pickled, one for each of their ranks. What was prepared
+        gets other handles: one that was read cannot be read again."""
         self._trainer, self._engines = trainer, engines
+        found = engines.server_info()
+        self._ranks = tensor_parallel_ranks(found)
+        forms = {info.is_embedded for info in found.values()}
+        if len(forms) != 1:
+            raise ConfigError(
+                "embedded engines and others cannot read the same memory",
+                where="--weight-sync-mode tensor and --engine-urls",
+                expected="engines of one kind",
+                hint="use --weight-sync-mode disk",
+            )
+        self._load_format = LOAD_FORMAT if forms.pop() else None
+        if self._buckets:
+            self._buckets = _joined(self._trainer.send("handles", sum(self._ranks.values())))
 
     def prepare(self, version: int) -> None:
         """Put the version into shared memory; engines go on generating meanwhile."""
-        answers = self._trainer.send("share", self._load_format, self._num_engines)
-        self._buckets = [bucket for buckets in answers for bucket in buckets]
+        self._buckets = _joined(self._trainer.send("share", self._load_format, sum(self._ranks.values())))
         if not self._buckets:
             raise EngineError("the trainer has no weights to share", where=f"publication of version {version}")
 
     def publish(self, version: int) -> None:
         """Have the paused engines read the version; it gets its number with the last bucket."""
         last = len(self._buckets) - 1
-        for index, handles in enumerate(self._buckets):
-            self._engines.update_weights_from_tensor(handles, self._load_format, version if index == last else None)
+        for index, bucket in enumerate(self._buckets):
+            handles = iter(bucket)
+            own = {url: list(islice(handles, num_ranks)) for url, num_ranks in self._ranks.items()}
+            self._engines.update_weights_from_tensor(own, self._load_format, version if index == last else None)
 
     def release(self, version: int) -> None:
         """All engines have the version: free the memory."""
@@ -90,6 +107,24 @@ class TensorTransport:
         if self._buckets:
             self._buckets = []
             self._trainer.send("release")
+
+
+def _joined(answers: Sequence[list[list[str]]]) -> list[list[str]]:
+    return [bucket for buckets in answers for bucket in buckets]
+
+
+def tensor_parallel_ranks(engines: Mapping[str, ServerInfo]) -> dict[str, int]:
+    """How many ranks each engine has, by URL. Raises ConfigError if one is several data-parallel engines: SGLang's
+    take weights from disk only."""
+    for url, info in engines.items():
+        if info.dp_size != 1:
+            raise ConfigError(
+                f"an engine with dp_size {info.dp_size} takes weights from disk only",
+                where=url,
+                expected="dp_size 1",
+                hint="start engines of one replica each, or use --weight-sync-mode disk",
+            )
+    return {url: info.tp_size for url, info in engines.items()}
 
 
 def has_memory_files() -> bool:

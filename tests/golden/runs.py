@@ -87,6 +87,10 @@ RUNS: Mapping[str, Golden] = {
     "two_ranks": Golden(options={"num_train_ranks": 2}, equals="lockstep"),
     "two_engines": Golden(options={"rollout_num_engines": 2}, equals="lockstep"),
     "tensor": Golden(options={"weight_sync_mode": "tensor"}, equals="lockstep"),
+    "distributed": Golden(
+        options={"weight_sync_mode": "buffer_rl.weights.distributed:DistributedTransport", "rollout_num_engines": 2},
+        equals="lockstep",
+    ),
     "resumed": Golden(killed="driver", equals="lockstep"),
     "buffer_killed": Golden(killed="buffer", equals="lockstep"),
     "tensor_parallel_killed": Golden(options={**TENSOR_PARALLEL, **STREAMED}, killed="buffer", varies=True),

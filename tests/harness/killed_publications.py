@@ -27,7 +27,8 @@ from buffer_rl.config import compose, dump_args, load_args
 from buffer_rl.contracts import Topology
 from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.embedded.launcher import EmbeddedEngine, launch
-from buffer_rl.engine.registry import EngineRegistry, FleetControl, Replica, ReplicaState
+from buffer_rl.engine.registry import EngineRegistry, FleetControl
+from buffer_rl.engine.replica import EngineState, Replica
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
@@ -199,7 +200,7 @@ class Trial:
         self._factory: Any = PluginRegistry().resolve("weight_transport", transport)
         self.registry = EngineRegistry()
         self._started = 0
-        self.clients = [self._client(engine, ReplicaState.SERVING) for engine in [self._launch(0), self._launch(1)]]
+        self.clients = [self._client(engine, EngineState.SERVING) for engine in [self._launch(0), self._launch(1)]]
         self.sender = SenderProcess(transport, dump_args(self.args))
         self.checksums: dict[int, str] = {}
         self.expected: dict[int, Answer] = {}
@@ -220,7 +221,7 @@ class Trial:
         self._started += 1
         return launch(self.args, index, str(Path(self.args.run_dir, "logs", f"engine_{self._started}.log")))
 
-    def _client(self, engine: EmbeddedEngine, state: ReplicaState) -> Client:
+    def _client(self, engine: EmbeddedEngine, state: EngineState) -> Client:
         engine.wait_ready(TIMEOUT_S)
         self.registry.add(Replica(index=len(self.registry.all()), engine=engine, state=state))
         client = Client(engine)
@@ -229,12 +230,8 @@ class Trial:
 
     def _open(self) -> None:
         """Another publisher, with no call counted."""
-
-        def admit(replica: Replica) -> None:
-            replica.state = ReplicaState.SERVING
-
         self.control: Any = (
-            CountedFleet(self.registry, admit, timeout_s=TIMEOUT_S)
+            CountedFleet(self.registry, timeout_s=TIMEOUT_S)
             if self.own
             else CountedClient([client.engine.url for client in self.clients], timeout_s=TIMEOUT_S)
         )
@@ -300,7 +297,7 @@ class Trial:
             for dead in [replica for replica in self.registry.all() if replica.index == 1]:
                 self.registry.remove(dead)
             self.clients[1].engine.stop()
-            self.clients[1] = self._client(self._launch(1), ReplicaState.WAITING)
+            self.clients[1] = self._client(self._launch(1), EngineState.WAITING)
         if self.sender.dead:
             self.sender = SenderProcess(self.args.weight_sync_mode, dump_args(self.args))
         self.control.close()

@@ -36,6 +36,11 @@ def descendants(pid: int) -> list[Process]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    return _read(Path(f"/proc/{pid}")) is not None
+
+
 def holds_within(timeout_s: float, condition: Callable[[], bool]) -> bool:
     """Whether ``condition`` comes true before ``timeout_s`` have passed."""
     deadline = time.monotonic() + timeout_s

@@ -25,6 +25,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["gspo.py:gspo", "weighted.py:weighted"])
 def test_streamed_gradients_end_with_the_parameters_of_lockstep(
     train: Callable[[Any], Any], options_in: Callable[..., Any], tmp_path: Path, loss: str

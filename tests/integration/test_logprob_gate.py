@@ -80,6 +80,7 @@ def test_engines_of_others_get_the_run_s_weights_before_the_first_rollout(
     assert "engine and trainer agree" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_of_truncated_samples_engine_and_trainer_agree_where_the_kept_tokens_are_replayed(
     train: Callable[[Any], Any], make_options: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

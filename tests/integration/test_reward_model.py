@@ -132,7 +132,7 @@ def test_a_run_learns_what_its_reward_model_was_fitted_to(run: Run, task: Path, 
         rm_model=str(tmp_path / "fitted"),
         prompt_data=str(data),
         n_samples_per_prompt=16,
-        num_rollout=16,
+        num_rollout=32,
         **options,
     )
     before, after = [step["eval/held"] for step in read_metrics(args.run_dir) if "eval/held" in step]

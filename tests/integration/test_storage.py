@@ -22,10 +22,11 @@ from ray._private.internal_api import node_stats
 from buffer_rl.buffer.actor import MAX_WAITERS, start_buffer
 from buffer_rl.buffer.calling import blocking
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.buffer.columns import Columns, RowSizes
+from buffer_rl.buffer.columns import RowSizes
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, split_payloads, start_storage
+from buffer_rl.buffer.wire import Columns
 from buffer_rl.config import dump_args
 from buffer_rl.errors import BufferStateError, DeadlineError, PayloadLostError, WorkerError
 from buffer_rl.types import SampleGroup, Ticket
@@ -129,6 +130,7 @@ def fill(client: BufferClient, producer: Any, rollout_id: int) -> Ticket:
     return ticket
 
 
+@pytest.mark.slow
 def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_on_release(
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:

@@ -164,6 +164,7 @@ def test_a_backend_of_the_earlier_contract_is_refused_before_ray_is_started(
 ) -> None:
     (tmp_path / "earlier.py").write_text(EARLIER)
     data = ["--prompt-data", str(task / "train.jsonl"), "--rm-type", "exact_match", "--num-rollout", "1"]
+    data += ["--rollout-max-response-len", "6"]
     model = ["--hf-checkpoint", str(task / "model"), "--run-dir", str(tmp_path / "run")]
     backend = ["--train-backend", f"{tmp_path / 'earlier.py'}:Trainer"]
     assert main(["train", *data, *model, *backend]) == 2

@@ -26,14 +26,24 @@ def weights_of(run_dir: str) -> dict[str, torch.Tensor]:
     return load_file(Path(run_dir) / "hf" / "model.safetensors")
 
 
-GLOO = Path(__file__).resolve().parents[2] / "examples" / "weight_transports" / "gloo_broadcast.py"
+DISTRIBUTED = "buffer_rl.weights.distributed:DistributedTransport"
+
+
+IMITATING = "buffer_rl.engine.embedded.launcher:launch_imitating_sglang"
 
 
 @pytest.mark.parametrize(
-    "transport", ["tensor", pytest.param(f"{GLOO}:GlooBroadcast", marks=pytest.mark.slow, id="gloo broadcast")]
+    ("transport", "engine"),
+    [
+        pytest.param("tensor", IMITATING, id="tensor, as SGLang"),
+        pytest.param("tensor", "embedded", marks=pytest.mark.slow, id="tensor"),
+        pytest.param("disk", IMITATING, marks=pytest.mark.slow, id="disk, as SGLang"),
+        pytest.param(DISTRIBUTED, "embedded", marks=pytest.mark.slow, id="distributed"),
+        pytest.param(DISTRIBUTED, IMITATING, marks=pytest.mark.slow, id="distributed, as SGLang"),
+    ],
 )
-def test_two_engines_that_read_the_trainer_s_memory_or_its_broadcasts_train_as_one_that_reads_files(
-    train: Callable[[Any], Any], whole_run: Any, make_options: Callable[..., Any], transport: str
+def test_two_engines_that_get_weights_in_another_way_train_as_one_that_reads_files(
+    train: Callable[[Any], Any], whole_run: Any, make_options: Callable[..., Any], transport: str, engine: str
 ) -> None:
     same = {name: getattr(whole_run, name) for name in ("deterministic", "num_rollout", "lr_decay_style")}
     args = make_options(
@@ -41,6 +51,8 @@ def test_two_engines_that_read_the_trainer_s_memory_or_its_broadcasts_train_as_o
         lr_decay_iters=whole_run.lr_decay_iters,
         rollout_num_engines=2,
         weight_sync_mode=transport,
+        rollout_engine=engine,
+        max_logprob_diff=1e-4,
         check_weight_update_equal=True,
     )
     train(args)
@@ -48,5 +60,5 @@ def test_two_engines_that_read_the_trainer_s_memory_or_its_broadcasts_train_as_o
     found, wanted = weights_of(args.run_dir), weights_of(whole_run.run_dir)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert not (Path(args.run_dir) / "weights").exists()
+    assert transport == "disk" or not (Path(args.run_dir) / "weights").exists()
     assert holds_within(10, lambda: "engine-control" not in {thread.name for thread in threading.enumerate()})

@@ -18,14 +18,14 @@ RAY_MODULES = (
     "buffer_rl/*/client.py",
     "buffer_rl/buffer/calling.py",
     "buffer_rl/buffer/storage.py",
-    "buffer_rl/engine/fleet.py",
     "buffer_rl/engine/host.py",
-    "buffer_rl/weights/publish.py",
+    "buffer_rl/weights/distributed.py",
     "buffer_rl/cluster/*.py",
     "buffer_rl/driver/runtime.py",
     "buffer_rl/rollout/data_source.py",
     "buffer_rl/train/group.py",
     "buffer_rl/train/reward_model.py",
+    "buffer_rl/weights/distributed.py",
 )
 OPTIONS_MAY_IMPORT = {"__future__", "typing", "buffer_rl.config"}
 
@@ -91,3 +91,21 @@ def test_the_driver_starts_without_torch_which_takes_seconds_to_import():
     code = "import sys, buffer_rl.driver.launch; print({'torch', 'transformers'} & sys.modules.keys())"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
+
+
+def test_losses_of_the_package_are_found_and_checked_without_torch():
+    code = """
+import sys
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.scope import needs_of, unit_of
+registry = PluginRegistry()
+for name in registry.names("loss"):
+    loss = registry.resolve("loss", name)
+    print(name, unit_of(loss), sorted(needs_of(loss)))
+print({"torch", "transformers"} & sys.modules.keys())
+"""
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    *losses, imported = found.stdout.splitlines()
+    assert "policy_loss token []" in losses
+    assert "dpo group ['ref_log_probs', 'reward']" in losses
+    assert imported == "set()"

@@ -92,18 +92,23 @@ class SlotPool:
         return start
 
     @torch.inference_mode()
-    def free(self, row: Row) -> None:
-        """Release the row's slot and clear it; the last live slot moves into it."""
-        last = self.rows.pop()
-        for memory in (self.keys, self.values):
-            memory[:, row.slot, :, 0 if last is row else last.length : row.length] = 0
+    def free(self, rows: Sequence[Row]) -> None:
+        """Release the slots of ``rows``, one after another, and clear them; the last live slot moves into each."""
+        before, longest = len(self.rows), 0
+        moves: dict[int, int] = {}  # slot -> the slot that its entries are in
+        for row in rows:
+            last = self.rows.pop()
+            longest = max(longest, row.length, last.length)
+            source = moves.pop(len(self.rows), len(self.rows))
             if last is not row:
-                memory[:, row.slot, :, : last.length] = memory[:, last.slot, :, : last.length]
-                memory[:, last.slot, :, : last.length] = 0
-        if last is not row:
-            self.rows[row.slot] = last
-            last.slot = row.slot
-        row.pool, row.slot = None, -1
+                self.rows[row.slot], last.slot = last, row.slot
+                moves[row.slot] = source
+            row.pool, row.slot = None, -1
+        for memory in (self.keys, self.values):
+            used = memory[:, :, :, :longest]
+            if moves:
+                used[:, list(moves)] = used[:, list(moves.values())]
+            used[:, len(self.rows) : before] = 0
 
 
 class SlotCache:
@@ -147,10 +152,11 @@ class SlotCache:
         for row in rows:
             row.length = prefix.length
 
-    def leave(self, row: Row) -> None:
-        """Release the row's memory. A row without memory is left alone."""
-        if row.pool is not None:
-            row.pool.free(row)
+    def leave(self, rows: Sequence[Row]) -> None:
+        """Release the memory of ``rows``. A row without memory is left alone."""
+        for pool in self._pools.values():
+            if own := [row for row in rows if row.pool is pool]:
+                pool.free(own)
 
     @torch.inference_mode()
     def promote(self) -> None:
@@ -161,7 +167,7 @@ class SlotCache:
             assert source is not None
             keys = source.keys[:, slot, :, : row.length].clone()
             values = source.values[:, slot, :, : row.length].clone()
-            source.free(row)
+            source.free([row])
             target = self.pool_for(row.length)
             assert target is not source, "the scheduler admits no sequence beyond the context length"
             start = target.allocate([row])

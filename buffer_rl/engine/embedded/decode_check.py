@@ -147,8 +147,7 @@ def _decode(decoder: Decoder) -> list[tuple[list[int], dict[int, torch.Tensor]]]
     join(PROMPT_LENGTHS)
     for step in range(NUM_STEPS):
         if step == NUM_STEPS // 2:
-            for row in [row for row, _, _ in live.values()][: 2 * len(LATE_LENGTHS) : 2]:
-                cache.leave(row)
+            cache.leave([row for row, _, _ in live.values()][: 2 * len(LATE_LENGTHS) : 2])
             join(LATE_LENGTHS)
         for row in cache.rows():
             row.token = live[id(row)][1][row.length]

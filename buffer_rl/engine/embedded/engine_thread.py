@@ -17,8 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer_rl.engine.embedded.scheduler import Request, Scheduler
+from buffer_rl.engine.embedded.streams import Stream
 
 logger = logging.getLogger(__name__)
+
+PROGRESS_S = 0.5
+"""In which a thread that computes uses its CPU clock."""
 
 
 @dataclass(slots=True)
@@ -33,7 +37,8 @@ class EngineThread:
 
     on_finished: called in the event loop with requests that finished. on_failure: called in the event loop with
     the exception if a step raises; the thread has then ended. compute_cpu_s: CPU-seconds of this thread in steps, which
-    are those of the mathematics where torch has one thread.
+    are those of the mathematics where torch has one thread. streams: hear of new tokens after each step; set it from
+    the event loop.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class EngineThread:
         self.scheduler = scheduler
         self.failure: BaseException | None = None
         self.compute_cpu_s = 0.0
+        self.streams: tuple[Stream, ...] = ()
         self._on_finished = on_finished
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Sequence[Request] | _Call | None] = queue.SimpleQueue()
@@ -70,12 +76,33 @@ class EngineThread:
     async def call(self, function: Callable[[], Any], *, when_drained: bool = False) -> Any:
         """Run ``function`` in the thread, between steps; ``when_drained``: only once nothing is running, unless the
         engine is paused. Returns its result or raises its exception."""
+        return await self.tell(function, when_drained=when_drained)
+
+    def tell(self, function: Callable[[], Any], *, when_drained: bool = False) -> asyncio.Future[Any]:
+        """As ``call``, which need not be awaited."""
         assert self._loop is not None
         reply: asyncio.Future[Any] = self._loop.create_future()
         if self.failure is not None:
             raise RuntimeError(f"the engine has failed: {self.failure}")
         self._inbox.put(_Call(function, reply, when_drained))
-        return await reply
+        return reply
+
+    async def answer_or_progress(self, function: Callable[[], Any]) -> Any:
+        """``call``, or the result of ``function`` in this loop once the thread is seen to compute: a step may take
+        minutes. It waits for a thread that neither answers nor computes."""
+        reply = self.tell(function)
+        while True:
+            before = self._cpu_s()
+            await asyncio.wait([reply], timeout=PROGRESS_S)
+            if reply.done():
+                return reply.result()
+            if self._cpu_s() > before:
+                return function()
+
+    def _cpu_s(self) -> float:
+        """CPU-seconds of the thread; it is alive."""
+        assert self._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident)) if self._thread.is_alive() else 0.0
 
     # ------------------------------------------------------------------ in the thread
 
@@ -87,6 +114,8 @@ class EngineThread:
                     finished = self.scheduler.step()
                     self.compute_cpu_s += time.thread_time() - began
                     self._post_finished(finished)
+                    if streams := self.streams:
+                        self._post(_grow, [(stream, stream.lengths()) for stream in streams])
                 self._run_drained()
         except BaseException as error:  # fault boundary: whatever ends the thread must reach the waiting requests
             logger.exception("the engine thread has failed")
@@ -163,3 +192,8 @@ def _set(reply: asyncio.Future[Any], result: Any, error: Exception | None) -> No
         reply.set_result(result)
     else:
         reply.set_exception(error)
+
+
+def _grow(lengths: list[tuple[Stream, list[int]]]) -> None:
+    for stream, counts in lengths:
+        stream.grow(counts)

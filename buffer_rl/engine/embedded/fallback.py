@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from buffer_rl.engine.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
 from buffer_rl.engine.embedded.decode_check import UnsupportedModelError as UnsupportedModelError
 from buffer_rl.engine.embedded.decode_check import check_decoding, unsupported
-from buffer_rl.engine.embedded.model import ROW_BLOCK, pad_vocab
+from buffer_rl.engine.embedded.model import PROMPT_LOGITS_ROWS, ROW_BLOCK, pad_vocab
 from buffer_rl.model_config import length_problem
 
 
@@ -108,6 +108,15 @@ class FallbackDecoder:
             values=torch.stack([v[0] for v in cache.stored_values]),
             logits=pad_vocab(out.logits[:, -1])[0].clone(),
         )
+
+    @torch.inference_mode()
+    def prompt_logits(self, sequence: Sequence[int], start: int) -> Iterator[torch.Tensor]:
+        """Logits ``[rows, V]`` float32 behind the positions of ``sequence`` from ``start`` on."""
+        ids = torch.tensor([list(sequence)], device=self.shape.device)
+        kept = len(sequence) - start
+        logits = self.module(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[0, -kept:]
+        for block in logits.split(PROMPT_LOGITS_ROWS):
+            yield pad_vocab(block)
 
     @torch.inference_mode()
     def decode(self, cache: SlotCache) -> torch.Tensor:

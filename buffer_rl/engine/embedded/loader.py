@@ -123,10 +123,17 @@ class LoadedModel:
         self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         self.checkpoint_shapes = self._shapes | _checkpoint_shapes(module)
         self._module_class: Any = type(module)
+        self._config_text: bytes | None = None  # what a folder has to say whose files the fast decoder reads itself
+        if isinstance(self.decoder, FastDecoder) and self._module_class.__module__.startswith("transformers."):
+            self._config_text = Path(options.model_path, "config.json").read_bytes()
+        self._tied = {"lm_head.weight"} if getattr(module.config, "tie_word_embeddings", False) else set()
 
     def replace_weights(self, path: str) -> None:
         """Take the weights in ``path``. Raises EngineError, with the old weights still in place, if they cannot be
         read or are of another model."""
+        config = Path(path, "config.json")
+        if config.is_file() and config.read_bytes() == self._config_text and self._take(read_tensors(config.parent)):
+            return
         trust = self.options.trust_remote_code
         module = load_module(path, self.options.device, self.options.dtype, trust_remote_code=trust)
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
@@ -142,6 +149,8 @@ class LoadedModel:
     def replace_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take weights under the names of a Hugging Face checkpoint, all of them. Raises EngineError, with the old
         weights still in place, if a tensor is missing, unknown or of the wrong shape."""
+        if self._take(tensors):
+            return
         where = "the tensors of the update"
         shapes = self.checkpoint_shapes
         wrong = [n for n, tensor in tensors.items() if shapes.get(n, tensor.shape) != tuple(tensor.shape)]
@@ -153,6 +162,39 @@ class LoadedModel:
         _require_none(sorted(info["missing_keys"]), "missing", where)
         _require_none(sorted(info["unexpected_keys"]), "of another model", where)
         self.decoder.load(_prepared(module, self.options.device))
+
+    def _take(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the fast decoder took ``tensors``, without a module between. It does where they are its weights under
+        the module's own names. Other names and forms are for transformers, as is the error if something is wrong."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if (
+            self._config_text is None
+            or not isinstance(self.decoder, FastDecoder)
+            or not shapes.items() <= self._shapes.items()
+            or not self._shapes.keys() - shapes.keys() <= self._tied
+            or not all(tensor.dtype in DTYPES.values() for tensor in tensors.values())
+        ):
+            return False
+        self.decoder.load_weights(tensors)
+        return True
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """What the safetensors files of a model folder hold; nothing where transformers has to look at them itself."""
+    from safetensors.torch import load_file
+
+    whole, tensors, num_read = folder / "model.safetensors", {}, 0
+    try:
+        names = {whole.name}
+        if not whole.is_file():
+            names = set(json.loads((folder / f"{whole.name}.index.json").read_bytes())["weight_map"].values())
+        for name in names:
+            read = load_file(folder / name)
+            tensors.update(read)
+            num_read += len(read)
+    except Exception:  # fault boundary: transformers reads the files again and raises what is wrong with them
+        return {}
+    return tensors if len(tensors) == num_read else {}
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any | None:

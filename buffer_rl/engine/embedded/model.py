@@ -10,7 +10,7 @@ L positions, V vocabulary padded to a multiple of 128, P prompts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,6 +22,7 @@ from buffer_rl.engine.embedded.cache import CacheShape, Prefix, SlotCache, SlotP
 VOCAB_BLOCK = 128
 ROW_BLOCK = 16  # rows of one matrix product in deterministic mode
 MAX_PREFILL_TOKENS = 8192
+PROMPT_LOGITS_ROWS = 256  # rows of a large vocabulary that are in memory together
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -39,6 +40,15 @@ def pad_vocab(logits: torch.Tensor) -> torch.Tensor:
     """``[R, vocab]`` to float32 ``[R, V]``, the padding at minus infinity."""
     missing = -logits.shape[-1] % VOCAB_BLOCK
     return functional.pad(logits.float(), (0, missing), value=float("-inf"))
+
+
+@torch.inference_mode()
+def _rotary_tables(rotary: Any, shape: CacheShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines ``[context_length + 1, D]``, signed for a plain swap of the halves."""
+    positions = torch.arange(shape.context_length + 1, dtype=torch.float32, device=shape.device)
+    angles = positions[:, None] * rotary.inv_freq.float().to(shape.device)
+    cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+    return torch.cat((cos, cos), dim=-1).to(shape.dtype), torch.cat((-sin, sin), dim=-1).to(shape.dtype)
 
 
 class FastDecoder:
@@ -66,7 +76,7 @@ class FastDecoder:
             dtype=weight.dtype,
             device=weight.device,
         )
-        self._prepare(module)
+        self.load(module)
 
     @staticmethod
     def supports(config: Any) -> bool:
@@ -85,7 +95,9 @@ class FastDecoder:
 
     def load(self, module: Any) -> None:
         """Take the weights of ``module``, a model of the same sizes; all of them or, if it fails, none."""
-        self._prepare(module)
+        tables = _rotary_tables(module.model.rotary_emb, self.shape)
+        self.load_weights(module.state_dict())
+        self.cos, self.sin = tables
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the forward pass reads, under names of its own: prepared tensors have no Hugging Face name."""
@@ -97,46 +109,46 @@ class FastDecoder:
 
     # ------------------------------------------------------------------ weights
 
+    @torch.inference_mode()
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take copies of ``weights``, by their Hugging Face names; all of them or, if it fails, none. Number format and
+        device may be others. Without ``lm_head.weight``, the head is tied to the embedding."""
+        name = "model.embed_tokens.weight"
+        embed = self._own(weights[name]).clone()
+        layers = [self._layer(weights, f"model.layers.{index}.") for index in range(self.shape.num_layers)]
+        padding = embed.new_zeros((-self.vocab_size % VOCAB_BLOCK, embed.shape[1]))
+        head = self._fold([weights.get("lm_head.weight", weights[name]), padding], weights["model.norm.weight"])
+        self.embed, self.layers, self.head = embed, layers, head
+
+    def _own(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.shape.device, self.shape.dtype)
+
     def _fold(self, weights: list[torch.Tensor], norm: torch.Tensor) -> torch.Tensor:
-        joined = torch.cat(weights).float() * norm.float()
+        joined = torch.cat([self._own(weight) for weight in weights]).float() * self._own(norm).float()
         return joined.t().to(self.shape.dtype).contiguous()
 
-    @torch.inference_mode()
-    def _prepare(self, module: Any) -> None:
-        body, shape = module.model, self.shape
-        embed = body.embed_tokens.weight.detach().clone()
-        layers = [self._prepare_layer(layer) for layer in body.layers]
-        padding = torch.zeros((-self.vocab_size % VOCAB_BLOCK, embed.shape[1]), dtype=shape.dtype, device=shape.device)
-        head = self._fold([module.lm_head.weight, padding], body.norm.weight)
-        rotary = body.rotary_emb
-        positions = torch.arange(shape.context_length + 1, dtype=torch.float32, device=shape.device)
-        angles = positions[:, None] * rotary.inv_freq.float().to(shape.device)
-        cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
-        cos = torch.cat((cos, cos), dim=-1).to(shape.dtype)
-        sin = torch.cat((-sin, sin), dim=-1).to(shape.dtype)  # signed, for a plain swap of the halves
-        self.embed, self.layers, self.head, self.cos, self.sin = embed, layers, head, cos, sin
+    def _transposed(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._own(weight).t().clone(memory_format=torch.contiguous_format)
 
-    def _prepare_layer(self, layer: Any) -> _Layer:
-        attention, mlp, shape = layer.self_attn, layer.mlp, self.shape
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        bias = None
-        if attention.q_proj.bias is not None:
-            bias = torch.cat([p.bias for p in projections]).detach().clone()
-        norm = None
-        if hasattr(attention, "q_norm"):
-            norm = torch.cat(
-                (
-                    attention.q_norm.weight.expand(self.num_heads, -1),
-                    attention.k_norm.weight.expand(shape.num_kv_heads, -1),
-                )
-            ).clone()
+    def _layer(self, weights: Mapping[str, torch.Tensor], layer: str) -> _Layer:
+        attention, mlp, norm = f"{layer}self_attn.", f"{layer}mlp.", None
+        projections = [f"{attention}{part}_proj." for part in "qkv"]
+        biases = [weights[f"{name}bias"] for name in projections if f"{name}bias" in weights]
+        if f"{attention}q_norm.weight" in weights:
+            heads = (("q", self.num_heads), ("k", self.shape.num_kv_heads))
+            norm = torch.cat([self._own(weights[f"{attention}{x}_norm.weight"]).expand(n, -1) for x, n in heads])
         return _Layer(
-            qkv=self._fold([p.weight for p in projections], layer.input_layernorm.weight),
-            qkv_bias=bias,
+            qkv=self._fold(
+                [weights[f"{name}weight"] for name in projections], weights[f"{layer}input_layernorm.weight"]
+            ),
+            qkv_bias=torch.cat([self._own(bias) for bias in biases]) if biases else None,
             qk_norm=norm,
-            out=attention.o_proj.weight.detach().t().contiguous(),
-            gate_up=self._fold([mlp.gate_proj.weight, mlp.up_proj.weight], layer.post_attention_layernorm.weight),
-            down=mlp.down_proj.weight.detach().t().contiguous(),
+            out=self._transposed(weights[f"{attention}o_proj.weight"]),
+            gate_up=self._fold(
+                [weights[f"{mlp}gate_proj.weight"], weights[f"{mlp}up_proj.weight"]],
+                weights[f"{layer}post_attention_layernorm.weight"],
+            ),
+            down=self._transposed(weights[f"{mlp}down_proj.weight"]),
         )
 
     # ------------------------------------------------------------------ pieces
@@ -201,11 +213,13 @@ class FastDecoder:
             results.update(zip(batch, prefixes, strict=True))
         return [results[i] for i in range(len(sequences))]
 
-    def _prefill_batch(self, sequences: list[Sequence[int]]) -> list[Prefix]:
-        """Padded on the right: under a causal mask no real token sees the padding."""
+    def _forward(
+        self, sequences: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Hidden states ``[P * longest, H]``, and keys and values ``[P, K, longest, D]`` of each layer. Padded on the
+        right: under a causal mask no real token sees the padding."""
         shape, num_heads = self.shape, self.num_heads
-        lengths = [len(sequence) for sequence in sequences]
-        num_prompts, longest = len(sequences), max(lengths)
+        num_prompts, longest = len(sequences), max(map(len, sequences))
         ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences], device=shape.device)
         x = self.embed[ids.view(-1)]
         cos = self.cos[:longest].repeat(num_prompts, 1)[:, None]
@@ -223,7 +237,13 @@ class FastDecoder:
             self._mlp(layer, x, False)
             keys.append(k_PKLD)
             values.append(v_PKLD)
-        ends = torch.tensor([i * longest + n - 1 for i, n in enumerate(lengths)], device=shape.device)
+        return x, keys, values
+
+    def _prefill_batch(self, sequences: Sequence[Sequence[int]]) -> list[Prefix]:
+        lengths = [len(sequence) for sequence in sequences]
+        longest = max(lengths)
+        x, keys, values = self._forward(sequences)
+        ends = torch.tensor([i * longest + n - 1 for i, n in enumerate(lengths)], device=self.shape.device)
         logits = self._logits(x[ends], blocked=False)
         return [
             Prefix(
@@ -234,6 +254,13 @@ class FastDecoder:
             )
             for i, n in enumerate(lengths)
         ]
+
+    @torch.inference_mode()
+    def prompt_logits(self, sequence: Sequence[int], start: int) -> Iterator[torch.Tensor]:
+        """Logits ``[rows, V]`` float32 behind the positions of ``sequence`` from ``start`` on, in blocks."""
+        x, _, _ = self._forward([sequence])
+        for at in range(start, len(sequence), PROMPT_LOGITS_ROWS):
+            yield self._logits(x[at : at + PROMPT_LOGITS_ROWS], blocked=False)
 
     # ------------------------------------------------------------------ decode
 

@@ -1,48 +1,55 @@
-"""SGLang's ``/generate``: from a request's body to engine requests, and back to the answer."""
+"""SGLang's ``/generate``: from a request's body to engine requests."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
-from base64 import b64encode
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import accumulate
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
+from buffer_rl.engine.embedded.log_probs import LogProbDetails
 from buffer_rl.engine.embedded.sampling import SamplingError, SamplingParams, is_neutral
 from buffer_rl.engine.embedded.scheduler import Request
 from buffer_rl.engine.rows import row_rid, row_seeds
 from buffer_rl.engine.text import TextCodec
 
-# Fields of SGLang's request that this engine does not implement, with the values that change nothing; None, False and
-# what is empty change nothing either. The router sends most of them with every request.
+# Fields of SGLang's request that name or trace a request and change no answer of one engine.
+_IGNORED_FIELDS = frozenset(
+    (
+        *("model", "background", "priority", "log_metrics", "no_logs", "received_time", "external_trace_header"),
+        *("session_id", "conversation_id", "extra_key", "routing_key", "custom_labels", "routed_dp_rank"),
+        *("data_parallel_rank", "data_parallel_rank_decode", "disagg_prefill_dp_rank", "decode_tp_size"),
+        *("num_items_assigned", "need_wait_for_mm_inputs"),
+    )
+)
+# Fields that this engine does not implement, with the values that change nothing; None, False and what is empty change
+# nothing either. The router sends most of them with every request.
 _NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "log_metrics": (True,),
-    "no_logs": (True,),
-    "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
-    "priority": (0,),
     "routed_experts_start_len": (0,),
     **dict.fromkeys(
         (
-            *("model", "stream", "background", "input_embeds", "positional_embed_overrides", "require_reasoning"),
-            *("image_data", "video_data", "audio_data", "modalities", "use_audio_in_video", "need_wait_for_mm_inputs"),
-            *("num_items_assigned", "max_dynamic_patch", "min_dynamic_patch"),
+            *("input_embeds", "positional_embed_overrides", "require_reasoning"),
+            *("image_data", "video_data", "audio_data", "modalities", "use_audio_in_video"),
+            *("max_dynamic_patch", "min_dynamic_patch"),
             *("image_max_dynamic_patch", "video_max_dynamic_patch", "multi_item_delimiter_indices"),
             *("return_text_in_logprobs", "return_hidden_states", "return_routed_experts", "return_indexer_topk"),
-            *("return_bytes", "return_entropy", "token_ids_logprob", "lora_path", "lora_id", "custom_logit_processor"),
-            *("session_params", "session_id", "conversation_id", "extra_key", "routing_key", "custom_labels"),
-            *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
-            *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank", "data_parallel_rank_decode"),
-            *("external_trace_header", "received_time"),
+            *("return_bytes", "return_entropy", "lora_path", "lora_id", "custom_logit_processor", "session_params"),
+            *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
         ),
         (),
     ),
 }
-_FIELDS = ("rid", "input_ids", "text", "sampling_params", "return_logprob")
+_FIELDS = (
+    *("rid", "input_ids", "text", "sampling_params", "stream"),
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
+)
+
+
+MAX_TOP = 1024
+"""Most of the likeliest tokens of a position that an answer has."""
 
 
 class BadRequestError(ValueError):
@@ -51,27 +58,51 @@ class BadRequestError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a request may ask for."""
+    """What a request may ask for.
+
+    longest_prompt, longest_sequence: in tokens; a longer prompt is refused, a longer sequence ends there. padded_vocab:
+    token ids from ``vocab_size`` on and below it are taken for 0. refuses: what is wrong or unknown is answered with an
+    error; where it is False, the server behaves as SGLang, which ignores it or dies of it. keeps_seeds: the seeds of
+    requests count. mixes_seeds: the rows of a request draw under seeds mixed from its one seed."""
 
     vocab_size: int
     context_length: int
     deterministic: bool
     has_tokenizer: bool
+    longest_prompt: int
+    longest_sequence: int
+    padded_vocab: int
+    refuses: bool = True
+    keeps_seeds: bool = True
+    mixes_seeds: bool = True
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class GenerateCall:
-    """One HTTP request: its rows, whether the answer is a list, and which of them want log-probabilities."""
+    """One HTTP request: its rows, whether the answer is a list, and which of them want log-probabilities.
+
+    stream: it is answered while it runs. left: how many rows are not done yet. on_done: called when all are."""
 
     requests: list[Request]
     as_list: bool
     return_logprob: list[bool]
+    left: int
+    stream: bool = False
+    on_done: Callable[[], object] | None = None
+    engine_failure: str = ""
+
+    @property
+    def done(self) -> bool:
+        """Whether all rows are done, or the engine has failed."""
+        return not self.left
 
     @property
     def failure(self) -> str:
         """What failed in the engine, of all requests that did; empty if none did."""
-        reasons = [request.finish_reason or {} for request in self.requests]
-        return "; ".join(reason["message"] for reason in reasons if reason.get("status_code") == 500)
+        if self.engine_failure:
+            return self.engine_failure
+        reasons = [request.finish_reason for request in self.requests if request.finish_reason]
+        return "; ".join([reason["message"] for reason in reasons if reason.get("status_code") == 500])
 
 
 def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
@@ -79,7 +110,7 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
     for name, value in body.items():
-        if name in _FIELDS or value is None:
+        if name in _FIELDS or name in _IGNORED_FIELDS or value is None or not limits.refuses:
             continue
         if name not in _NEUTRAL_FIELDS:
             raise BadRequestError(f"field {name!r} is unknown to the embedded engine")
@@ -87,6 +118,7 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
             raise BadRequestError(f"field {name!r} is not supported by the embedded engine, got {value!r:.80}")
     prompts, batched = _prompts(body, codec, limits)
     wanted = _wanted(body.get("return_logprob"), len(prompts))
+    details = _details(body, prompts, wanted, limits)
     params = _sampling_params(body.get("sampling_params"), len(prompts))
     one_for_all = not isinstance(body.get("sampling_params"), list)
     if any(own.n > 1 for own in params):
@@ -95,58 +127,41 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
         n, batched = params[0].n, True
         prompts, params = [ids for ids in prompts for _ in range(n)], params * n
         wanted = [flag for flag in wanted for _ in range(n)]
-    for prompt, own in zip(prompts, params, strict=True):
-        _check_length(prompt, own, limits)
+        details = [own and own.fresh() for own in details for _ in range(n)]
+    fitted: dict[tuple[int, int], SamplingParams] = {}  # the rows of a request share objects
+    for row, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        if (key := (id(prompt), id(own))) not in fitted:
+            fitted[key] = _fitted(prompt, own, limits)
+        params[row] = fitted[key]
+    for own in fitted.values():
         if own.stop and not limits.has_tokenizer:
             raise BadRequestError("stop strings need a tokenizer, and the model's folder has none")
-    rids = _rids(body.get("rid"), len(prompts), batched)
-    seeds = _seeds(rids, params, batched and one_for_all, limits.deterministic)
+    names_rows = limits.refuses or len(prompts) == 1 or params[0].n == 1  # SGLang makes up the ids of n samples
+    rids = _rids(body.get("rid") if names_rows else None, len(prompts), batched)
+    seeds = _seeds(rids, params, batched and one_for_all, limits)
     requests = [
-        Request(rid=rid, prompt_ids=prompt, params=own, seed=seed)
-        for rid, prompt, own, seed in zip(rids, prompts, params, seeds, strict=True)
+        Request(rid=rid, prompt_ids=prompt, params=own, seed=seed, details=more)
+        for rid, prompt, own, seed, more in zip(rids, prompts, params, seeds, details, strict=True)
     ]
-    return GenerateCall(requests=requests, as_list=batched, return_logprob=wanted)
-
-
-def answer(
-    request: Request, codec: TextCodec, version: str, return_logprob: bool, return_kept: bool = False
-) -> dict[str, Any]:
-    """The JSON object of one finished request; ``version`` is that of the weights now.
-
-    return_kept: with the tokens that each token was drawn from, under the names of slime's SGLang: ``top_p_token_ids``,
-    all one after another, and ``top_p_token_offsets``, where each begins and the last ends; base64 of int32."""
-    meta: dict[str, Any] = {
-        "id": request.rid,
-        "finish_reason": request.finish_reason,
-        "prompt_tokens": len(request.prompt_ids),
-        "completion_tokens": len(request.output_ids),
-        "cached_tokens": request.cached_tokens,
-        "num_retractions": request.num_retractions,
-        "weight_version": version,
-        "weight_versions": request.version_spans(),
-        "e2e_latency": request.finished - request.created,
-    }
-    if return_logprob:
-        pairs = zip(request.log_probs, request.output_ids, strict=True)
-        meta["input_token_logprobs"] = []
-        meta["output_token_logprobs"] = [(log_prob, token, None) for log_prob, token in pairs]
-        meta["output_token_logprobs_length"] = len(request.output_ids)
-    if return_kept:
-        offsets = np.array([0, *accumulate(len(ids) // 4 for ids in request.kept)], dtype="<i4")
-        meta["top_p_token_ids"] = b64encode(b"".join(request.kept)).decode()
-        meta["top_p_token_offsets"] = b64encode(offsets.tobytes()).decode()
-    return {"text": codec.output_text(request), "output_ids": request.output_ids, "meta_info": meta}
+    return GenerateCall(
+        requests=requests,
+        as_list=batched,
+        return_logprob=wanted,
+        left=len(requests),
+        stream=bool(body.get("stream")),
+    )
 
 
 def _prompts(body: dict[str, Any], codec: TextCodec, limits: Limits) -> tuple[list[tuple[int, ...]], bool]:
+    """The prompts, and whether they came as a list. Of 'input_ids' and 'text' the former counts."""
     ids, text = body.get("input_ids"), body.get("text")
-    if (ids is None) == (text is None):
-        raise BadRequestError("exactly one of 'input_ids' and 'text' must be given")
-    if text is not None:
+    if ids is None and text is None:
+        raise BadRequestError("'input_ids' or 'text' must be given")
+    if ids is None:
         if not limits.has_tokenizer:
             raise BadRequestError("'text' needs a tokenizer, and the model's folder has none")
         batched = isinstance(text, list)
-        texts = text if isinstance(text, list) else [text]
+        texts: list[Any] = text if isinstance(text, list) else [text]
         if not texts or not all(isinstance(item, str) for item in texts):
             raise BadRequestError("'text' must be a string or a list of strings")
         prompts = [tuple(codec.encode(item)) for item in texts]
@@ -155,16 +170,29 @@ def _prompts(body: dict[str, Any], codec: TextCodec, limits: Limits) -> tuple[li
             raise BadRequestError("'input_ids' must be a list of token ids, or a list of such lists")
         batched = isinstance(ids[0], list)
         prompts = [tuple(item) if isinstance(item, list) else () for item in (ids if batched else [ids])]
-    for prompt, before in zip(prompts, [None, *prompts[:-1]], strict=True):
+    for row, prompt in enumerate(prompts):
         if not prompt:
-            raise BadRequestError("a prompt is empty")
-        if any(type(token) is not int for token in prompt):
+            if not limits.refuses and row:  # SGLang answers from the state that its neighbour left behind
+                prompts[row] = prompts[row - 1]
+                continue
+            raise _unbearable("a prompt is empty", limits)
+        if set(map(type, prompt)) != {int}:
             raise BadRequestError("token ids must be whole numbers")
-        if prompt == before:  # the rows of a request often have one prompt
-            continue
-        if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
-            raise BadRequestError(f"token ids must be in [0, {limits.vocab_size})")
+        if row and prompt == prompts[row - 1]:  # the rows of a request often have one prompt
+            prompts[row] = prompts[row - 1]
+        elif min(prompt) < 0 or max(prompt) >= limits.padded_vocab:
+            raise _unbearable(f"token ids must be in [0, {limits.vocab_size})", limits)
+        elif max(prompt) >= limits.vocab_size:
+            prompts[row] = tuple(0 if token >= limits.vocab_size else token for token in prompt)
     return prompts, batched
+
+
+def _unbearable(message: str, limits: Limits) -> BadRequestError:
+    """The error of a request that ends a SGLang server, and this process where it behaves as one."""
+    if not limits.refuses:
+        print(f"as SGLang, the server ends: {message}", file=sys.stderr, flush=True)
+        os._exit(1)
+    return BadRequestError(message)
 
 
 def _sampling_params(raw: Any, count: int) -> list[SamplingParams]:
@@ -200,8 +228,9 @@ def _rids(raw: Any, count: int, batched: bool) -> list[str]:
     return rids
 
 
-def _check_length(prompt: tuple[int, ...], params: SamplingParams, limits: Limits) -> None:
-    if len(prompt) >= limits.context_length:
+def _fitted(prompt: tuple[int, ...], params: SamplingParams, limits: Limits) -> SamplingParams:
+    """``params`` with no more new tokens than fit ``longest_sequence``."""
+    if len(prompt) > limits.longest_prompt:
         raise BadRequestError(
             f"the input ({len(prompt)} tokens) is longer than the model's context length "
             f"({limits.context_length} tokens) allows"
@@ -212,18 +241,63 @@ def _check_length(prompt: tuple[int, ...], params: SamplingParams, limits: Limit
             f"{len(prompt)} input tokens and {params.max_new_tokens} new tokens are {total}, more than the "
             f"context length of {limits.context_length}; lower max_new_tokens or shorten the prompt"
         )
+    if total <= limits.longest_sequence:
+        return params
+    fits = limits.longest_sequence - len(prompt)
+    return replace(params, max_new_tokens=fits, min_new_tokens=min(fits, params.min_new_tokens))
 
 
-def _seeds(rids: list[str], params: list[SamplingParams], is_shared: bool, deterministic: bool) -> list[int]:
+def _details(
+    body: dict[str, Any], prompts: list[tuple[int, ...]], wanted: list[bool], limits: Limits
+) -> list[LogProbDetails | None]:
+    """What each row wants besides the log-probabilities of its drawn tokens."""
+    count = len(prompts)
+    if not any(body.get(name) for name in ("top_logprobs_num", "token_ids_logprob")) and body.get(
+        "logprob_start_len", -1
+    ) in (None, -1):
+        return [None] * count
+    raw_ids = body.get("token_ids_logprob") or []
+    if not isinstance(raw_ids, list):
+        raise BadRequestError("'token_ids_logprob' must be a list of token ids, or a list with one a prompt")
+    starts = _each(body.get("logprob_start_len"), count, -1, "logprob_start_len")
+    tops = _each(body.get("top_logprobs_num"), count, 0, "top_logprobs_num")
+    named = raw_ids if raw_ids and isinstance(raw_ids[0], list) else [raw_ids] * count
+    if len(named) != count or not all(isinstance(ids, list | None) for ids in named):
+        raise BadRequestError(f"'token_ids_logprob' must have one list for each of the {count} prompts")
+    most = min(limits.vocab_size, MAX_TOP)
+    details: list[LogProbDetails | None] = []
+    for prompt, is_wanted, start, top, ids in zip(prompts, wanted, starts, tops, named, strict=True):
+        if not -1 <= start <= len(prompt):
+            raise BadRequestError(f"'logprob_start_len' must be -1 or in [0, {len(prompt)}], got {start}")
+        if not 0 <= top <= most:
+            raise BadRequestError(f"'top_logprobs_num' must be in [0, {most}], got {top}")
+        if any(type(token) is not int or not 0 <= token < limits.vocab_size for token in ids or ()):
+            raise BadRequestError(f"'token_ids_logprob' must be token ids in [0, {limits.vocab_size})")
+        own = LogProbDetails(start=start if 0 <= start < len(prompt) else None, top=top, ids=tuple(ids or ()))
+        details.append(own if is_wanted else None)
+    return details
+
+
+def _each(raw: Any, count: int, default: int, name: str) -> list[int]:
+    values = raw if isinstance(raw, list) else [raw] * count
+    values = [default if value is None else value for value in values]
+    if len(values) != count or any(type(value) is not int for value in values):
+        raise BadRequestError(f"{name!r} must be a whole number, or a list with one a prompt")
+    return values
+
+
+def _seeds(rids: list[str], params: list[SamplingParams], is_shared: bool, limits: Limits) -> list[int]:
     """The seed of each row: its own, or mixed from one that is shared (``row_seeds``); without one, fresh randomness,
     or a hash of the row's id in deterministic mode."""
-    if is_shared and params[0].sampling_seed is not None:
+    if not limits.keeps_seeds:
+        return [secrets.randbits(64) for _ in rids]
+    if is_shared and limits.mixes_seeds and params[0].sampling_seed is not None:
         return row_seeds(params[0].sampling_seed, len(params))
     seeds = []
     for rid, own in zip(rids, params, strict=True):
         if own.sampling_seed is not None:
             seeds.append(own.sampling_seed)
-        elif deterministic:
+        elif limits.deterministic:
             seeds.append(int.from_bytes(hashlib.sha256(rid.encode()).digest()[:8], "little"))
         else:
             seeds.append(secrets.randbits(64))

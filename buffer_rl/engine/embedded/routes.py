@@ -15,13 +15,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from buffer_rl.engine.embedded.protocol import BadRequestError, answer, weight_version
+from buffer_rl.engine.embedded import metrics
+from buffer_rl.engine.embedded.generate_route import GenerateRoute
+from buffer_rl.engine.embedded.openai_routes import OpenAIRoutes
+from buffer_rl.engine.embedded.protocol import BadRequestError, weight_version
 from buffer_rl.engine.embedded.service import EngineService
 from buffer_rl.engine.process import auth_headers
 from buffer_rl.errors import EngineError
 
 PROBE_TIMEOUT_S = 20.0
-_JSON = [(b"content-type", b"application/json")]
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -38,10 +40,15 @@ def build_app(service: EngineService) -> Starlette:
         yield
         service.stop()
 
-    handlers = _Handlers(service)
+    handlers, generate, openai = _Handlers(service), GenerateRoute(service), OpenAIRoutes(service)
     table: list[tuple[tuple[str, ...], Any, list[str]]] = [
-        (("/generate",), _Generate(service), ["POST", "PUT"]),
-        (("/health", "/ready"), handlers.health, ["GET"]),
+        (("/generate",), generate, ["POST", "PUT"]),
+        (("/v1/chat/completions",), openai.chat, ["POST"]),
+        (("/v1/completions",), openai.completions, ["POST"]),
+        (("/v1/models",), openai.models, ["GET"]),
+        (("/metrics",), handlers.metrics, ["GET"]),
+        (("/health",), handlers.health, ["GET"]),
+        (("/ready",), handlers.ready, ["GET"]),
         (("/health_generate",), handlers.health_generate, ["GET"]),
         (("/model_info", "/get_model_info"), handlers.model_info, ["GET"]),
         (("/server_info", "/get_server_info"), handlers.server_info, ["GET"]),
@@ -59,56 +66,19 @@ def build_app(service: EngineService) -> Starlette:
         (("/weights_checker",), handlers.weights_checker, ["POST"]),
     ]
     routes = [Route(path, endpoint, methods=methods) for paths, endpoint, methods in table for path in paths]
-    return Starlette(routes=routes, lifespan=lifespan)
+    return _App(generate, routes=routes, lifespan=lifespan)
 
 
-class _Generate:
-    """``/generate`` as a bare ASGI application: it is called hundreds of times a rollout step, and it has to notice
-    a client that went away, whose requests are then aborted."""
+class _App(Starlette):
+    """``generate`` is called past the router and the middleware, which cost more than it does."""
 
-    def __init__(self, service: EngineService) -> None:
-        self.service = service
+    def __init__(self, generate: ASGIApp, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._generate = generate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            if not message.get("more_body", False):
-                break
-        try:
-            call, reply = self.service.begin(orjson.loads(body))
-        except orjson.JSONDecodeError as error:
-            return await _send(send, 400, {"error": {"message": f"the body is not JSON: {error}"}})
-        except BadRequestError as error:
-            return await _send(send, 400, {"error": {"message": str(error)}})
-        except EngineError as error:
-            return await _send(send, 503, {"error": {"message": str(error)}})
-        gone = asyncio.ensure_future(receive())
-        try:
-            await asyncio.wait((reply, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not reply.done():
-                await self.service.abort(call.requests.__contains__)
-                return None
-        finally:
-            gone.cancel()
-        failure = reply.exception() or call.failure
-        if failure:
-            return await _send(send, 500, {"error": {"message": str(failure)}})
-        version, kept = self.service.scheduler.version, self.service.scheduler.return_kept
-        pairs = zip(call.requests, call.return_logprob, strict=True)
-        answers = [answer(request, self.service.codec, version, flag, kept) for request, flag in pairs]
-        await _send(send, 200, answers if call.as_list else answers[0])
-        return None
-
-
-async def _send(send: Send, status: int, content: Any) -> None:
-    body = orjson.dumps(content)
-    headers = [*_JSON, (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        direct = scope.get("path") == "/generate" and scope.get("method") == "POST"
+        await (self._generate if direct else super().__call__)(scope, receive, send)
 
 
 class _Handlers:
@@ -122,14 +92,21 @@ class _Handlers:
         failure = self.service.failure
         return PlainTextResponse("", 200) if failure is None else PlainTextResponse(str(failure), 503)
 
+    async def ready(self, _: HttpRequest) -> Response:
+        return PlainTextResponse("", 200 if self.service.ready else 503)
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        return Response(self.service.metrics(), media_type=metrics.CONTENT_TYPE)
+
     async def health_generate(self, _: HttpRequest) -> Response:
         """One token end to end; a paused engine is healthy."""
-        if self.service.failure is None and self.service.scheduler.paused:
+        if self.service.failure is None and self.service.scheduler.paused and self.service.imitate is None:
             return PlainTextResponse("")
         probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
+        done = asyncio.Event()
         try:
-            call, reply = self.service.begin(probe)
-            await asyncio.wait_for(reply, PROBE_TIMEOUT_S)
+            call = self.service.begin(probe, done.set)
+            await asyncio.wait_for(done.wait(), PROBE_TIMEOUT_S)
         except TimeoutError:
             await self.service.abort(call.requests.__contains__)
             return PlainTextResponse("no token within the deadline", 503)
@@ -141,7 +118,10 @@ class _Handlers:
         return json_response(self.service.model_info())
 
     async def server_info(self, _: HttpRequest) -> Response:
-        return json_response(self.service.server_info())
+        async def run() -> Response:
+            return json_response(await self.service.server_info())
+
+        return await _answering_errors(run)
 
     async def flush_cache(self, _: HttpRequest) -> Response:
         async def run() -> Response:
@@ -156,6 +136,8 @@ class _Handlers:
             body = await _object(request)
             rid = "" if body.get("abort_all", False) else body.get("rid")
             if not isinstance(rid, str) or not (rid or body.get("abort_all")):
+                if not self.service.limits.refuses:
+                    return Response(status_code=200)
                 raise BadRequestError("give 'rid' (a string) or 'abort_all': true")
             await self.service.abort(lambda own: own.rid.startswith(rid))  # by prefix, as SGLang
             return Response(status_code=200)
@@ -210,6 +192,7 @@ class _Handlers:
                 weight_version(body),
                 flush_cache=bool(body.get("flush_cache", True)),
             )
+            await self.service.part_arrived()
             return json_response({"success": True, "message": "Staged until the end of the update."})
 
         return await _answering_errors(run, _failed)
@@ -224,6 +207,7 @@ class _Handlers:
     async def update_weights_from_distributed(self, request: HttpRequest) -> Response:
         async def run() -> Response:
             await self.service.groups.update(await _object(request))
+            await self.service.part_arrived()
             return json_response({"success": True, "message": "Staged until the end of the update."})
 
         return await _answering_errors(run, _failed)

@@ -81,7 +81,7 @@ class SamplingParams:
         wrong = [
             message
             for failed, message in (
-                (self.max_new_tokens < 1, f"max_new_tokens must be at least 1, got {self.max_new_tokens}"),
+                (self.max_new_tokens < 0, f"max_new_tokens must be at least 0, got {self.max_new_tokens}"),
                 (
                     not 0 <= self.min_new_tokens <= self.max_new_tokens,
                     f"min_new_tokens must be in [0, max_new_tokens], got {self.min_new_tokens}",
@@ -89,7 +89,7 @@ class SamplingParams:
                 (not 0.0 <= self.temperature < float("inf"), f"temperature must be >= 0, got {self.temperature}"),
                 (not 0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}"),
                 (not 0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}"),
-                (self.top_k < -1 or self.top_k == 0, f"top_k must be -1 or at least 1, got {self.top_k}"),
+                (self.top_k < -1, f"top_k must be -1 or 0 (all tokens) or at least 1, got {self.top_k}"),
                 (self.n < 1, f"n must be at least 1, got {self.n}"),
             )
             if failed
@@ -186,14 +186,15 @@ def draw(
     ``return_kept``. With it, log-probabilities are renormalised over these tokens.
     """
     num_rows = logits.shape[0]
-    if any(p.temperature != 1.0 and not p.greedy for p in params):
+    kinds = {id(p): p for p in params}.values()  # rows of a request share them
+    if any(p.temperature != 1.0 and not p.greedy for p in kinds):
         scale = torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=logits.device)
         logits = logits / scale[:, None]
     top, best = logits.max(dim=-1, keepdim=True)
     weights = torch.exp(logits - top).view(num_rows, -1, VOCAB_BLOCK)
     blocks = weights.sum(dim=-1, dtype=torch.float64)
     total = blocks.sum(dim=-1, keepdim=True)
-    cut = [i for i, p in enumerate(params) if p.truncated]
+    cut = [i for i, p in enumerate(params) if p.truncated] if any(p.truncated for p in kinds) else []
     kept_ids = [b""] * num_rows
     if cut:
         rows = torch.tensor(cut, device=logits.device)
@@ -206,7 +207,7 @@ def draw(
                 kept_ids[i] = row.nonzero()[:, 0].cpu().numpy().astype("<i4").tobytes()
     u = torch.from_numpy(uniform).to(logits.device)[:, None]
     chosen = _invert(weights, blocks, u)
-    if any(p.greedy for p in params):
+    if any(p.greedy for p in kinds):
         greedy = torch.tensor([p.greedy for p in params], device=logits.device)
         chosen = torch.where(greedy, best[:, 0], chosen)
     picked = logits.gather(1, chosen[:, None]).double()

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from buffer_rl.engine.embedded.cache import CacheShape, Prefix, PrefixCache, Row, SlotCache
+from buffer_rl.engine.embedded.log_probs import LogProbDetails
 from buffer_rl.engine.embedded.sampling import SamplingParams, draw, uniforms
 
 
@@ -32,6 +33,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
+    details: LogProbDetails | None = None
     tag: Any = None
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -47,12 +49,7 @@ class Request:
     @property
     def sequence(self) -> tuple[int, ...]:
         """Prompt and output so far."""
-        return (*self.prompt_ids, *self.output_ids)
-
-    @property
-    def position(self) -> int:
-        """Absolute position of the next token; with the seed, it names the random number behind it."""
-        return len(self.prompt_ids) + len(self.output_ids)
+        return (*self.prompt_ids, *self.output_ids) if self.output_ids else self.prompt_ids
 
     def mark_version(self, version: str) -> None:
         """Tokens drawn from now on come from the weights ``version``."""
@@ -63,11 +60,10 @@ class Request:
 
     def version_spans(self) -> list[dict[str, Any]]:
         """``[{"version", "start", "end"}]`` over the output tokens, without empty spans."""
-        starts = [start for _, start in self.version_marks]
-        ends = [*starts[1:], len(self.output_ids)] if starts else []
+        ends = [*(start for _, start in self.version_marks[1:]), len(self.output_ids)]
         return [
             {"version": version, "start": start, "end": end}
-            for (version, start), end in zip(self.version_marks, ends, strict=True)
+            for (version, start), end in zip(self.version_marks, ends, strict=False)
             if end > start
         ]
 
@@ -90,6 +86,7 @@ class Decoder(Protocol):
 
     def prefill(self, sequences: list[tuple[int, ...]]) -> list[Prefix]: ...
     def decode(self, cache: SlotCache) -> torch.Tensor: ...
+    def prompt_logits(self, sequence: Sequence[int], start: int) -> Iterator[torch.Tensor]: ...
 
 
 class Scheduler:
@@ -155,13 +152,13 @@ class Scheduler:
 
     def abort(self, chosen: Callable[[Request], bool], message: str = "aborted by request") -> list[Request]:
         """Finish the chosen requests with what they have; returns them."""
-        gone = [r for r in (*self._running.values(), *self._waiting) if chosen(r)]
-        for request in gone:
-            if id(request.row) in self._running:
-                self._release(request)
-            else:
-                self._waiting.remove(request)
-                self.prefixes.unpin(request.sequence)
+        running = [r for r in self._running.values() if chosen(r)]
+        waiting = [r for r in self._waiting if chosen(r)]
+        self._release(running)
+        for request in waiting:
+            self._waiting.remove(request)
+            self.prefixes.unpin(request.sequence)
+        for request in (gone := running + waiting):
             request.finish({"type": "abort", "message": message, "status_code": None, "err_type": None})
         return gone
 
@@ -172,8 +169,9 @@ class Scheduler:
         if mode == "abort":
             return self.abort(lambda _: True, "aborted by a pause")
         if mode == "retract":
-            for request in reversed(self._running.copy().values()):
-                self._release(request)
+            running = list(reversed(self._running.values()))
+            self._release(running)
+            for request in running:
                 request.num_retractions += 1
                 self.prefixes.pin(request.sequence)
                 self._waiting.appendleft(request)
@@ -199,9 +197,11 @@ class Scheduler:
         for request in self._running.values():
             request.mark_version(version)
 
-    def _release(self, request: Request) -> None:
-        del self._running[id(request.row)]
-        self.cache.leave(request.row)
+    def _release(self, requests: list[Request]) -> None:
+        if requests:
+            for request in requests:
+                del self._running[id(request.row)]
+            self.cache.leave([request.row for request in requests])
 
     # ------------------------------------------------------------------ one step
 
@@ -219,54 +219,59 @@ class Scheduler:
     def _admit(self) -> list[Request]:
         free = self.max_running_requests - len(self._running)
         joining = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        if not joining:
-            return []
+        for request in joining:
+            if request.details is not None and request.details.start is not None:
+                blocks = self.decoder.prompt_logits(request.prompt_ids, request.details.start)
+                request.details.read_prompt(request.prompt_ids, blocks)
+        finished = [request for request in joining if not request.params.max_new_tokens]
+        for request in finished:
+            self.prefixes.unpin(request.sequence)
+            request.mark_version(self.version)
+            request.finish({"type": "length", "length": 0})
+        if len(finished) == len(joining):
+            return finished
         groups: dict[tuple[int, ...], list[Request]] = {}
         for request in joining:
-            groups.setdefault(request.sequence, []).append(request)
-        self._prefill(groups)
-        for key, requests in groups.items():
-            prefix = self.prefixes.get(key)
-            assert prefix is not None
+            if request.finish_reason is None:
+                groups.setdefault(request.sequence, []).append(request)
+        logits = []
+        for prefix, requests in zip(self._prefill(groups), groups.values(), strict=True):
             self.cache.join(prefix, [request.row for request in requests])
+            logits.append(prefix.logits.expand(len(requests), -1))
         batch = [request for requests in groups.values() for request in requests]
-        stacked = torch.stack([self._logits_of(request) for request in batch])
         for request in batch:
             self.prefixes.unpin(request.sequence)
             self._running[id(request.row)] = request
             request.mark_version(self.version)
-        return self._draw(stacked, batch)
+        return finished + self._draw(torch.cat(logits), batch)
 
-    def _logits_of(self, request: Request) -> torch.Tensor:
-        prefix = self.prefixes.get(request.sequence)
-        assert prefix is not None
-        return prefix.logits
-
-    def _prefill(self, groups: dict[tuple[int, ...], list[Request]]) -> None:
-        missing = []
+    def _prefill(self, groups: dict[tuple[int, ...], list[Request]]) -> list[Prefix]:
+        found = {key: self.prefixes.get(key) for key in groups}
+        missing = [key for key, prefix in found.items() if prefix is None]
         for key, requests in groups.items():
-            if self.prefixes.get(key) is None:
-                missing.append(key)
-                shared = requests[1:]
-            else:
-                shared = requests
-            for request in shared:
+            for request in requests[found[key] is None :]:
                 request.cached_tokens = len(key)
         for key, prefix in zip(missing, self.decoder.prefill(missing) if missing else [], strict=True):
             self.prefixes.put(key, prefix)
+            found[key] = prefix
+        return [prefix for prefix in found.values() if prefix is not None]
 
     def _draw(self, logits: torch.Tensor, batch: list[Request]) -> list[Request]:
-        uniform = uniforms([r.seed for r in batch], [r.position for r in batch])
+        # A token's absolute position names, with the seed, the random number behind it.
+        uniform = uniforms([r.seed for r in batch], [len(r.prompt_ids) + len(r.output_ids) for r in batch])
         held = [i for i, r in enumerate(batch) if len(r.output_ids) < r.params.min_new_tokens]
         if held:
             logits = logits.clone()
             for i in held:
                 stops = self.eos_token_ids | batch[i].params.stop_token_ids
                 logits[i, sorted(t for t in stops if t < self.decoder.vocab_size)] = float("-inf")
+        for i, r in enumerate(batch):
+            if r.details is not None:
+                r.details.read_output(logits[i], 1.0 if r.params.greedy else r.params.temperature)
         drawn = draw(logits, [r.params for r in batch], uniform, return_kept=self.return_kept)
         finished = []
+        reason: dict[str, object] | None
         for request, token, log_prob, kept in zip(batch, *drawn, strict=True):
-            reason: dict[str, object] | None
             if math.isfinite(log_prob):
                 request.output_ids.append(token)
                 request.log_probs.append(log_prob)
@@ -277,8 +282,8 @@ class Scheduler:
                 reason = self._non_finite(request, log_prob)
             if reason is not None:
                 request.finish(reason)
-                self._release(request)
                 finished.append(request)
+        self._release(finished)
         return finished
 
     def _non_finite(self, request: Request, log_prob: float) -> dict[str, object]:
@@ -293,15 +298,15 @@ class Scheduler:
         }
 
     def _finish_reason(self, request: Request, token: int) -> dict[str, object] | None:
-        params = request.params
+        params, count = request.params, len(request.output_ids)
         if params.stop and self._stop_string is not None:  # before the tokens, as SGLang: ``<eos>`` may be both
             matched = self._stop_string(request)
             if matched is not None:
                 return {"type": "stop", "matched": matched}
         if not params.ignore_eos and (token in self.eos_token_ids or token in params.stop_token_ids):
             return {"type": "stop", "matched": token}
-        if len(request.output_ids) >= params.max_new_tokens:
+        if count >= params.max_new_tokens:
             return {"type": "length", "length": params.max_new_tokens}
-        if request.position >= self.decoder.shape.context_length:
-            return {"type": "length", "length": len(request.output_ids)}
+        if len(request.prompt_ids) + count >= self.decoder.shape.context_length:
+            return {"type": "length", "length": count}
         return None

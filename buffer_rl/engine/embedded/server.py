@@ -7,15 +7,13 @@ import logging
 import socket
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-import uvicorn
-
-from buffer_rl.engine.embedded.loader import DTYPES, LoadedModel, LoadOptions, load_tokenizer
-from buffer_rl.engine.embedded.routes import RequireKey, build_app
-from buffer_rl.engine.embedded.service import EngineService
-from buffer_rl.engine.process import exit_with_parent, pop_key
+from buffer_rl.engine.process import exit_with_parent, pop_key, settle_garbage_collector
 from buffer_rl.errors import EngineError
+
+if TYPE_CHECKING:
+    from buffer_rl.engine.embedded.service import EngineService
 
 # The engine thread gives the interpreter lock up around every torch operation and has to get it back from the event
 # loop; Python's default of 5 ms would let the loop hold it for several decode steps.
@@ -31,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--fd", type=int, help="serve on this inherited listening socket instead")
     parser.add_argument("--parent-fd", type=int, help="exit when the other end of this pipe is closed")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
+    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--num-threads", type=int, default=1, help="torch threads")
     parser.add_argument("--max-running-requests", type=int, default=64, help="sequences that decode together")
     parser.add_argument("--context-length", type=int, help="most tokens of a sequence; the model's limit where absent")
@@ -50,6 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="answers have the tokens that top-k, top-p and min-p kept; log-probabilities are renormalised over them",
     )
+    parser.add_argument(
+        "--imitate", choices=["sglang"], help="answer as that server does where this engine knows better; for tests"
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python files of the model folder")
     parser.add_argument("--log-level", default="warning")
     return parser
@@ -58,11 +59,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Load the model, then serve until SIGTERM, SIGINT or a failure of the engine; returns the exit status."""
     args = build_parser().parse_args(argv)
+    settle_garbage_collector()
     api_key = pop_key()
     if args.parent_fd is not None:
         exit_with_parent(args.parent_fd)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    torch.set_num_threads(args.num_threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         service = _build_service(args)
@@ -73,6 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build_service(args: argparse.Namespace) -> EngineService:
+    import torch  # from here on, after the garbage collector was settled
+
+    from buffer_rl.engine.embedded.loader import LoadedModel, LoadOptions, load_tokenizer
+    from buffer_rl.engine.embedded.service import EngineService
+    from buffer_rl.engine.embedded.sglang_service import SGLangService
+
+    torch.set_num_threads(args.num_threads)
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,7 +92,7 @@ def _build_service(args: argparse.Namespace) -> EngineService:
         deterministic=args.deterministic,
         trust_remote_code=args.trust_remote_code,
     )
-    return EngineService(
+    return (EngineService if args.imitate is None else SGLangService)(
         LoadedModel(options),
         load_tokenizer(args.model_path, trust_remote_code=args.trust_remote_code),
         max_running_requests=args.max_running_requests,
@@ -95,12 +103,17 @@ def _build_service(args: argparse.Namespace) -> EngineService:
 
 
 def _serve(service: EngineService, args: argparse.Namespace, api_key: str | None) -> int:
+    import uvicorn
+
+    from buffer_rl.engine.embedded.routes import RequireKey, build_app
+
     listener = socket.socket(fileno=args.fd) if args.fd is not None else _listen(args.host, args.port)
     app = build_app(service)
     config = uvicorn.Config(
         app if api_key is None else RequireKey(app, api_key),
         http="httptools",
         access_log=False,
+        proxy_headers=False,
         log_level="error",  # the router's HTTP/2 probe is a warning a second otherwise
         log_config=None,
         timeout_keep_alive=120,
@@ -113,6 +126,7 @@ def _serve(service: EngineService, args: argparse.Namespace, api_key: str | None
         server.should_exit = True
 
     service.on_failure = give_up
+    settle_garbage_collector()
     server.run(sockets=[listener])
     return 0 if service.failure is None else 1
 

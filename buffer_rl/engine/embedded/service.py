@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from buffer_rl.engine.embedded.answers import answers, meta_info
 from buffer_rl.engine.embedded.engine_thread import EngineThread
 from buffer_rl.engine.embedded.loader import LoadedModel, StagedUpdate, checksum_answer
+from buffer_rl.engine.embedded.metrics import PREFIX, Counts, Sample, render
 from buffer_rl.engine.embedded.protocol import BadRequestError, GenerateCall, Limits, parse_generate
 from buffer_rl.engine.embedded.scheduler import Request, Scheduler
+from buffer_rl.engine.embedded.sglang_update import PartialWeights, SessionUpdate
+from buffer_rl.engine.embedded.streams import Piece, Stream
 from buffer_rl.engine.embedded.weight_groups import WeightGroups
 from buffer_rl.engine.text import TextCodec
 from buffer_rl.errors import EngineError
 
 PAUSE_MODES = ("abort", "in_place", "retract")
-
-
-class _InFlight:
-    """One HTTP request that waits for its rows."""
-
-    __slots__ = ("call", "left", "reply")
-
-    def __init__(self, call: GenerateCall, reply: asyncio.Future[None]) -> None:
-        self.call, self.reply = call, reply
-        self.left = len(call.requests)
 
 
 class EngineService:
@@ -43,7 +37,9 @@ class EngineService:
         weight_version: str,
         return_kept: bool = False,
         weight_update_timeout_s: float = 600.0,
+        imitate: str | None = None,
     ) -> None:
+        self.imitate = imitate
         self.model = model
         self.model_path = model.options.model_path
         self.codec = TextCodec(tokenizer)
@@ -58,15 +54,22 @@ class EngineService:
             version=weight_version,
             return_kept=return_kept,
         )
+        vocab_size, context_length = model.decoder.vocab_size, model.decoder.shape.context_length
         self.limits = Limits(
-            vocab_size=model.decoder.vocab_size,
-            context_length=model.decoder.shape.context_length,
+            vocab_size=vocab_size,
+            context_length=context_length,
             deterministic=model.options.deterministic,
             has_tokenizer=tokenizer is not None,
+            longest_prompt=context_length - 1,
+            longest_sequence=context_length,
+            padded_vocab=vocab_size,
         )
+        self.counts = Counts()
         self.on_failure: Callable[[], None] = lambda: None
-        self.staged = StagedUpdate()
-        self.groups = WeightGroups(model.checkpoint_shapes, self.staged, weight_update_timeout_s)
+        self._partial = PartialWeights(model) if imitate else None
+        self.staged = SessionUpdate() if imitate else StagedUpdate()
+        shapes = None if imitate else model.checkpoint_shapes
+        self.groups = WeightGroups(shapes, self.staged, weight_update_timeout_s)
         self._in_flight: dict[str, Request] = {}
         self._thread = EngineThread(self.scheduler, on_finished=self._finished, on_failure=self._failed)
 
@@ -85,41 +88,83 @@ class EngineService:
 
     # ------------------------------------------------------------------ generate
 
-    def begin(self, body: Any) -> tuple[GenerateCall, asyncio.Future[None]]:
-        """Check and queue a request; the future is done when all its samples are. Raises BadRequestError."""
+    def begin(self, body: Any, on_done: Callable[[], object]) -> GenerateCall:
+        """Check and queue a request; ``on_done`` is called when all its rows are done. Raises BadRequestError."""
         call = parse_generate(body, self.codec, self.limits)
         for request in call.requests:
             if request.rid in self._in_flight:
-                raise BadRequestError(f"a request with rid {request.rid!r} is already running")
+                raise BadRequestError(f"Duplicate request ID detected: {request.rid}")
         if self.failure is not None:
             raise EngineError(f"the engine has failed: {self.failure}")
-        reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = _InFlight(call, reply)
+        call.on_done = on_done
         for request in call.requests:
-            request.tag = entry
+            request.tag = call
             self._in_flight[request.rid] = request
-        self._thread.submit(call.requests)
-        return call, reply
+        self._submit(call.requests)
+        return call
+
+    def _submit(self, requests: list[Request]) -> None:
+        self._thread.submit(requests)
+
+    def answers(self, call: GenerateCall) -> list[dict[str, Any]]:
+        """The JSON objects of SGLang's ``/generate`` for the rows of a call that is done."""
+        return answers(call, self.codec, self.scheduler.version, self.scheduler.return_kept)
+
+    def row_so_far(self, call: GenerateCall, piece: Piece, text: str) -> dict[str, Any]:
+        """What ``answers`` will say of a row of a stream, as far as it is known. text: all of the row's so far."""
+        request = call.requests[piece.row]
+        version, return_kept = self.scheduler.version, self.scheduler.return_kept
+        if piece.done:
+            meta = meta_info(request, version, call.return_logprob[piece.row], return_kept)
+        else:
+            meta = {
+                "id": request.rid,
+                "finish_reason": None,
+                "prompt_tokens": len(request.prompt_ids),
+                "completion_tokens": piece.end,
+                "weight_version": version,
+            }
+        return {"text": text, "output_ids": request.output_ids[: piece.end], "meta_info": meta}
+
+    def watch(self, call: GenerateCall) -> Stream:
+        """The rows of a call as they grow; ``unwatch`` it in the end."""
+        stream = Stream(call, self.codec)
+        call.on_done = stream.changed.set
+        if call.done:
+            stream.changed.set()
+        self._thread.streams = (*self._thread.streams, stream)
+        return stream
+
+    def unwatch(self, stream: Stream) -> None:
+        """The stream is no longer read."""
+        self._thread.streams = tuple(other for other in self._thread.streams if other is not stream)
+
+    def drop(self, call: GenerateCall) -> None:
+        """The client of ``call`` is gone: abort what is left of it, without waiting."""
+        call.on_done = None
+        if not call.done:
+            self._abort_soon(call.requests.__contains__)
 
     def _finished(self, requests: list[Request]) -> None:
         for request in requests:
-            entry: _InFlight = request.tag
-            entry.left -= 1
-            if entry.left == 0:
-                self._forget(entry)
-                if not entry.reply.done():
-                    entry.reply.set_result(None)
+            call: GenerateCall = request.tag
+            call.left -= 1
+            if call.done:
+                self._end(call)
 
     def _failed(self, error: BaseException) -> None:
-        for entry in {request.tag for request in self._in_flight.values()}:
-            self._forget(entry)
-            if not entry.reply.done():
-                entry.reply.set_exception(EngineError(f"the engine has failed: {error}"))
+        for call in {request.tag for request in self._in_flight.values()}:
+            call.engine_failure, call.left = f"the engine has failed: {error}", 0
+            self._end(call)
         self.on_failure()
 
-    def _forget(self, entry: _InFlight) -> None:
-        for request in entry.call.requests:
-            self._in_flight.pop(request.rid, None)
+    def _end(self, call: GenerateCall) -> None:
+        for request in call.requests:
+            del self._in_flight[request.rid]
+            self.counts.add(request)
+            request.tag = None  # no cycle keeps a call's tokens
+        if call.on_done is not None:
+            call.on_done()
 
     # ------------------------------------------------------------------ commands
 
@@ -127,11 +172,11 @@ class EngineService:
         """Finish the chosen rows with what they have. On return they are done, and an HTTP request is answered whose
         rows all are."""
 
-        def run() -> None:
-            self._thread.finished_between_steps(self.scheduler.abort(chosen))
-
         if any(map(chosen, self._in_flight.values())):
-            await self._thread.call(run)
+            await self._abort_soon(chosen)
+
+    def _abort_soon(self, chosen: Callable[[Request], bool]) -> Awaitable[Any]:
+        return self._thread.tell(lambda: self._thread.finished_between_steps(self.scheduler.abort(chosen)))
 
     async def pause(self, mode: str) -> None:
         """Stop decoding; new requests queue. Raises BadRequestError for an unknown mode."""
@@ -161,13 +206,24 @@ class EngineService:
 
         def run() -> int:
             held = self.scheduler.num_running + self.scheduler.num_waiting
-            self._replace(lambda: self.model.replace_weights(path), version, flush_cache)
+            self._replace(lambda: (self._partial or self.model).replace_weights(path), version, flush_cache)
             self.model_path = path
             return held if self.scheduler.paused else 0
 
         if abort_all:
             await self.abort()
         return int(await self._thread.call(run, when_drained=True))
+
+    async def part_arrived(self) -> None:
+        """Imitating SGLang: take the weights of a part of an update at once. Else they are staged until its end."""
+        weights = self._partial
+        if isinstance(self.staged, SessionUpdate) and weights is not None:
+            tensors, version, flush_cache = self.staged.taken()
+
+            def run() -> None:
+                self._replace(lambda: weights.replace_tensors(tensors), version, flush_cache)
+
+            await self._thread.call(run, when_drained=True)
 
     async def end_weight_update(self) -> None:
         """Take the weights that were staged, all at once.
@@ -176,6 +232,8 @@ class EngineService:
         if no update is under way, or in the cases of ``update_weights``.
         """
         tensors, version, flush_cache = self.staged.finish()
+        if self._partial is not None:
+            return
 
         def run() -> None:
             try:
@@ -198,6 +256,7 @@ class EngineService:
             _forget_frames(error)
             raise
         self.scheduler.weights_changed(self.scheduler.version if version is None else version)
+        gc.collect()
 
     # ------------------------------------------------------------------ information
 
@@ -205,6 +264,11 @@ class EngineService:
         """Checksums of the weights that are served now (see ``buffer_rl.engine.embedded.loader``)."""
         answer: dict[str, Any] = await self._thread.call(lambda: checksum_answer(self.model.decoder.named_weights()))
         return answer
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``/ready`` says so."""
+        return self.failure is None
 
     def model_info(self) -> dict[str, Any]:
         """SGLang's ``/model_info``."""
@@ -219,11 +283,27 @@ class EngineService:
             "vocab_size": self.limits.vocab_size,
         }
 
-    def server_info(self) -> dict[str, Any]:
-        """SGLang's ``/server_info``: the settings, and how much is going on."""
+    def metrics(self) -> str:
+        """Prometheus' text of what was answered and what is going on."""
+        running, queue = self.scheduler.num_running, self.scheduler.num_waiting
+        gauges: list[Sample] = [
+            (f"{PREFIX}num_running_reqs", "gauge", "Requests with a slot.", running),
+            (f"{PREFIX}num_queue_reqs", "gauge", "Requests without a slot.", queue),
+            (f"{PREFIX}gen_throughput", "gauge", "Tokens a second since the last look.", self.counts.throughput()),
+        ]
+        return render(gauges + self.counts.samples(), self.model.options.model_path)
+
+    async def server_info(self) -> dict[str, Any]:
+        """SGLang's ``/server_info``: the settings, and how much is going on. The engine thread answers it between two
+        steps, as SGLang's scheduler does, or computes: no answer says that nothing is decoded either."""
+        answer: dict[str, Any] = await self._thread.answer_or_progress(self._server_info)
+        return answer
+
+    def _server_info(self) -> dict[str, Any]:
         options = self.model.options
         return {
             "engine": "buffer_rl.embedded",
+            "imitates": self.imitate,
             "model_path": self.model_path,
             "served_model_name": options.model_path,
             "device": options.device,

@@ -50,11 +50,11 @@ class _Member:
 class WeightGroups:
     """The groups that an engine is in, by name. Lives in the event loop.
 
-    shapes: of the model's weights, by their names in a checkpoint. staged: takes what arrives. timeout_s: deadline of
-    receiving one bucket, and of joining a group where it is less than ``JOIN_TIMEOUT_S``.
+    shapes: of the model's weights, by their names in a checkpoint; None: any are received. staged: takes what arrives.
+    timeout_s: deadline of receiving one bucket, and of joining a group where it is less than ``JOIN_TIMEOUT_S``.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], staged: StagedUpdate, timeout_s: float) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]] | None, staged: StagedUpdate, timeout_s: float) -> None:
         self._shapes = shapes
         self._staged = staged
         self._timeout_s = timeout_s
@@ -109,7 +109,7 @@ class WeightGroups:
                 await self._receive(member, body)
         except BaseException:
             self._staged.discard()
-            if member is not None:
+            if member is not None and self._shapes is not None:  # a SGLang server stays in the group
                 self._forget(name, member)
             raise
 
@@ -155,16 +155,17 @@ class WeightGroups:
             )
         expected: dict[str, tuple[torch.dtype, torch.Size]] = {}
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-            if not isinstance(name, str) or name not in self._shapes:
+            if not isinstance(name, str) or (self._shapes is not None and name not in self._shapes):
                 raise EngineError(f"the model has no weights {str(name)[:MAX_NAME_CHARS]!r}")
             if name in expected:
                 raise EngineError(f"the weights {name} came twice in one update")
             plain = str(dtype).removeprefix("torch.")
             if plain not in DTYPES:
                 raise BadRequestError(f"dtype {dtype!r} of {name} is not known; known: {', '.join(DTYPES)}")
-            if not isinstance(shape, list) or tuple(shape) != self._shapes[name]:
-                raise EngineError(f"the shape of {name} is {shape}", expected=f"{list(self._shapes[name])}")
-            expected[name] = (DTYPES[plain], torch.Size(self._shapes[name]))
+            wanted = shape if self._shapes is None else list(self._shapes[name])
+            if not isinstance(shape, list) or shape != wanted:
+                raise EngineError(f"the shape of {name} is {shape}", expected=f"{wanted}")
+            expected[name] = (DTYPES[plain], torch.Size(shape))
         return expected
 
 

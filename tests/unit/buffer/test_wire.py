@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.columns import IN_MESSAGE_BYTES, BatchPlan, Cell, Columns, GroupSlice, assemble
+from buffer_rl.buffer.columns import BatchPlan, Cell, GroupSlice, assemble
 from buffer_rl.buffer.storage import split_payloads
+from buffer_rl.buffer.wire import IN_MESSAGE_BYTES, Columns, RowIds
 from buffer_rl.types import GroupUid, RowId
 
 DTYPES = ("int32", "int64", "float32", "float64", "bool", "float16")
@@ -167,3 +168,11 @@ def test_rows_arrive_as_what_they_were_and_share_the_uid_of_their_group():
     assert (first, second) == (RowId(uid, 0, 0), RowId(uid, 1, 2))
     assert first.uid is second.uid
     assert {first: "found"}[RowId(GroupUid("s", 3, 1), 0)] == "found"
+
+
+def test_row_ids_arrive_as_a_list_in_their_order():
+    one, two = GroupUid("s", 1, 0), GroupUid("s", 2, 3)
+    rows = [RowId(one, 3), RowId(one, 0, 1), RowId(two, 3), RowId(one, 3, 2)]
+    arrived, _ = sent(RowIds(rows))
+    assert_same(arrived, rows)
+    assert sent(RowIds())[0] == []

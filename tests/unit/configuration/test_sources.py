@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from buffer_rl.config import Options, Section, compose, option
-from buffer_rl.configuration.help import FlagParser, add_options, flags_of, given_flags, normalise_flags, refuse_unknown
+from buffer_rl.configuration.help import FlagParser, add_options, flags_of, given_flags, normalise_flags
 from buffer_rl.configuration.sources import resolve
+from buffer_rl.configuration.unknown_flags import refuse_unknown
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 

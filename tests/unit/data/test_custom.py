@@ -136,6 +136,32 @@ def test_a_source_that_stands_where_it_is_restored_to_is_not_loaded_again(host: 
     source.restore(1, b"2")
 
 
+def test_a_source_may_wrap_the_built_in_one_and_give_lists_of_its_samples(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    source = host(
+        f"""
+from buffer_rl.data.source import PromptDataSource
+
+class Wrapping(Source):
+    def __init__(self, args):
+        own = args.model_copy(update={{"prompt_data": ["{tmp_path / "rows.jsonl"}"], "rollout_shuffle": False}})
+        self.inner = PromptDataSource(own)
+
+    def get_samples(self, num_samples):
+        groups = self.inner.get_samples(num_samples)
+        assert len(sum((group.samples for group in groups), [])) == 2 * num_samples
+        return [group.samples for group in groups]
+
+    def save(self, path):
+        Path(path).write_text("")
+""",
+        "Wrapping",
+    )
+    delivery = source.take(request(0, 2))
+    assert delivery is not None
+    assert [[sample.prompt for sample in group] for group in delivery.groups] == [["a", "a"], ["b", "b"]]
+
+
 def test_groups_without_a_uid_get_their_running_number_and_samples_their_place(host: Host) -> None:
     source = host()
     delivery = source.take(request(0, 2, first_group=40))
@@ -200,7 +226,7 @@ def group(**fields: Any) -> list[Sample]:
         (None, ["get_samples returned None", "a list of groups"]),
         (SampleGroup(uid=GroupUid("s", 0, 0), samples=group()), ["SampleGroup", "a list of groups"]),
         ([group()] * 3, ["returned 3 groups", "at most 2", "groups, not samples"]),
-        ([Sample(), Sample()], ["entry 0 is of type buffer_rl.types.Sample"]),
+        ([Sample(), Sample()], ["entry 0 is of type buffer_rl.sample.Sample"]),
         ([group(), ["text", "text"]], ["group 1 holds of type builtins.str", "buffer_rl.types.Sample"]),
         ([group()[:1]], ["group 0 has 1 samples", "--n-samples-per-prompt, which is 2"]),
         ([[Sample(uid=GroupUid("s", 0, 0)), Sample()]], ["group 0 have several uids"]),

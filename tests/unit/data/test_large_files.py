@@ -174,7 +174,7 @@ def test_exact_lines_are_named_behind_blank_ones(tmp_path: Path) -> None:
     assert outcome(path) == in_memory(path)
     for number in (150, 299):
         bad = list(content)
-        bad[number] = b'{"prompt": 3}'
+        bad[number] = b'{"prompt": 3.5}'
         path = write(tmp_path / "bad.jsonl", bad)
         said = outcome(path)
         assert said == in_memory(path)

@@ -66,6 +66,11 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     assert [row.prompt for row in read_dataset(path)] == ["a\u2028b\u0085c", "d"]
 
 
+def test_the_number_of_a_task_and_a_label_that_is_a_mapping_are_read(tmp_path: Path) -> None:
+    (row,) = read_dataset(write(tmp_path, {"prompt": 3, "label": {"ground_truth": ["x", 1]}}))
+    assert (row.prompt, row.label) == ("3", {"ground_truth": ["x", 1]})
+
+
 def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     path = write(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}')
     assert read_dataset(path)[0].prompt == "a"
@@ -86,12 +91,11 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
         ({"prompt": " \n"}, "the prompt 'prompt' is empty"),
         ({"prompt": []}, "empty list of chat messages"),
         ({"prompt": None}, "the prompt 'prompt' is null"),
-        ({"prompt": 3}, "the prompt 'prompt' is a number"),
+        ({"prompt": 3.5}, "the prompt 'prompt' is a number"),
         ({"prompt": ["hi"]}, "message 0 of 'prompt' is text"),
         ({"prompt": [{"role": "user", "content": "a"}, {"content": "b"}]}, "message 1 of 'prompt' has no role"),
         ({"prompt": [{"role": "user"}]}, "message 0 of 'prompt' has no content"),
         ({"prompt": [{"role": "user", "content": 3}]}, "content of message 0 of 'prompt' is a number"),
-        ({"prompt": "a", "label": {"x": 1}}, "the label 'label' is or holds a mapping"),
         ({"prompt": "a", "label": [["x"]]}, "the label 'label' is or holds a list"),
         ({"prompt": "a", "metadata": "x"}, "the metadata 'metadata' is text, not a mapping"),
         ({"prompt": "a", "metadata": []}, "the metadata 'metadata' is a list"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.config import compose
+from buffer_rl.data.eval_sets import parse_eval_sets
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import GroupUid, SampleGroup, Status
+from buffer_rl.types import GroupUid, Sample, SampleGroup, Status
 
 
 def write(folder: Path, num_rows: int, name: str = "data.jsonl") -> str:
@@ -62,6 +64,34 @@ def test_samples_share_nothing_that_can_be_changed(tmp_path: Path) -> None:
     first[0].metadata["tags"].append("changed")
     assert first[1].metadata == {"tags": [0]}
     assert source.get_samples(1)[0][0].metadata == {"tags": [0]}
+
+
+def test_a_group_travels_as_one_prompt_and_arrives_as_a_list_of_its_own_samples(tmp_path: Path) -> None:
+    source = source_of(write(tmp_path, 3), n_samples_per_prompt=64)
+    (group,) = source.get_samples(1)
+    message = pickle.dumps(group)
+    assert len(message) < 1.1 * len(pickle.dumps(source_of(write(tmp_path, 3)).get_samples(1)[0]))
+    arrived = pickle.loads(message)
+    assert type(arrived.samples) is list
+    assert arrived == group
+    assert [(s.sample_index, s.index) for s in arrived] == [(number, number) for number in range(64)]
+    arrived[0].metadata["tags"].append(2)
+    assert all(s.metadata["tags"] != arrived[0].metadata["tags"] for s in (*arrived[1:], *group))
+
+
+def test_an_empty_label_is_of_one_sample_alone(tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text(json.dumps({"prompt": "p", "label": []}))
+    (group,) = source_of(str(path)).get_samples(1)
+    group[0].label.append("mine")
+    assert group[1].label == []
+
+
+def test_a_group_that_was_worked_on_travels_with_what_it_holds(tmp_path: Path) -> None:
+    (group,) = source_of(write(tmp_path, 3)).get_samples(1)
+    group[1].response = "an answer"
+    group.samples.append(Sample(response="one more"))
+    assert [s.response for s in pickle.loads(pickle.dumps(group))] == ["", "an answer", "one more"]
 
 
 def test_a_batch_may_span_any_number_of_epochs(tmp_path: Path) -> None:
@@ -166,10 +196,21 @@ def test_evaluation_sets_are_handed_out_in_file_order(tmp_path: Path) -> None:
     assert [g.data_set for g in source.all_groups()] == ["dev"] * 2 + ["test"] * 4
 
 
-@pytest.mark.parametrize("sets", [["dev"], ["=x"], ["dev="], ["a b=x"], ["a=x", "a=y"]])
+@pytest.mark.parametrize(
+    "sets", [["dev"], ["=x"], ["dev="], ["a b=x"], ["a=x", "a=y"], ["a", "x", "b"], ["a", "x", "a=y"]]
+)
 def test_malformed_evaluation_sets_are_refused(sets: list[str]) -> None:
     with pytest.raises(ConfigError, match="--eval-prompt-data"):
         EvalSource(compose(CORE_SECTIONS).model_validate({"eval_prompt_data": sets}))
+
+
+def test_a_name_and_its_path_may_be_two_words() -> None:
+    sets = parse_eval_sets(["aime", "/data/x=1.jsonl", "dev=/d.jsonl", "test", "/t.jsonl@[:3]"])
+    assert [(each.name, each.path) for each in sets] == [
+        ("aime", "/data/x=1.jsonl"),
+        ("dev", "/d.jsonl"),
+        ("test", "/t.jsonl@[:3]"),
+    ]
 
 
 def test_two_evaluation_sets_of_one_file_have_groups_of_their_own(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from sglang_router.router_args import RouterArgs
 
-from buffer_rl.config import compose, flag_of
+from buffer_rl.config import compose, flag_of, item_of_mapping
 from buffer_rl.options import CORE_SECTIONS
+from buffer_rl_sglang.options import SglangOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
@@ -25,7 +27,7 @@ OF_THE_READER = {"my_reward.py"}  # a file that the page tells its reader to wri
 OF_OTHER_COMMANDS = {"--strict": "mypy", "--logdir": "tensorboard"}
 SOURCES = "\n".join(
     path.read_text(encoding="utf-8")
-    for folder in ("buffer_rl", "benchmarks", "examples", "plugins", "tests/golden")
+    for folder in ("buffer_rl", "benchmarks", "examples", "plugins", "tests/golden", "tests/conformance")
     for path in (ROOT / folder).rglob("*.py")
 )
 
@@ -53,6 +55,8 @@ def known(option: str) -> bool:
         option in core
         or (option.startswith("--no-") and name in compose(CORE_SECTIONS).model_fields)
         or f'"{option}"' in SOURCES
+        or bool(item_of_mapping(SglangOptions.model_fields, name)[0])  # the server's own, which its parser knows
+        or (name.startswith("router_") and hasattr(RouterArgs, name.removeprefix("router_")))
         or bool(re.search(rf"^    {name}: ", SOURCES, flags=re.MULTILINE))  # of a plugin's options class
         or option in OF_OTHER_COMMANDS
         or option == "--help"

@@ -13,7 +13,7 @@ from buffer_rl.config import compose
 from buffer_rl.driver.local_roles import RunCheckpoints
 from buffer_rl.errors import BufferRLError, DeadlineError, TrainError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.weights.publish import ReferenceUpdates
+from buffer_rl.weights.roles import FolderUpdates
 
 
 class Ranks:
@@ -66,7 +66,7 @@ def test_a_reference_that_was_updated_has_a_folder(tmp_path: Path) -> None:
     args: Any = compose(CORE_SECTIONS)(save=str(tmp_path / "saves"), save_timeout_s=17.0)
     (tmp_path / "weights").mkdir()
     folder = tmp_path / "weights"
-    reference = ReferenceUpdates(os.mkdir, lambda path, version: Path(path, "weights").touch(), folder)
+    reference = FolderUpdates(os.mkdir, lambda path, version: Path(path, "weights").touch() is None, folder)
     reference.update(3)
     trained = cast(Any, {"train": Ranks()})
     RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), trained=trained, reference=reference).save(4)

@@ -11,6 +11,7 @@ from buffer_rl.driver.checks import check_options
 from buffer_rl.driver.schedule import EarlyStop, parse_early_stop
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.weights.options import engines_may_differ
 
 GOOD: dict[str, Any] = {
     "hf_checkpoint": "model",
@@ -216,6 +217,7 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
             ["--kl-horizon: the KL coefficient would be multiplied by -0.1", "more than 6.6"],
         ),
         ({"partial_rollout": True}, ["--partial-rollout: ", "older weights", "--mask-offpolicy-in-partial-rollout"]),
+        ({"router_args": {"cache_treshold": "0.5"}}, ["--router-NAME: the router refuses", "--router-cache-treshold"]),
     ],
 )
 def test_options_that_contradict_each_other_are_named(changes: dict[str, Any], words: list[str]) -> None:
@@ -315,3 +317,18 @@ def test_half_runs_and_decays_that_fit_are_accepted(changes: dict[str, Any]) -> 
 def test_half_runs_and_decays_that_do_not_fit_are_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         check(**changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "differ"),
+    [
+        ({}, False),
+        ({"router_url": "http://127.0.0.1:9"}, False),  # the run's own
+        ({"router_url": "http://127.0.0.1:9", "engine_urls": ["http://127.0.0.1:8"]}, True),
+        ({"rollout_engine": "my_launcher:launch"}, True),
+        ({"custom_model_provider_path": "my_model:make"}, True),
+        ({"model_converter_path": "my_model:Converter"}, True),
+    ],
+)
+def test_version_0_is_published_to_engines_that_this_package_did_not_start(options: Any, differ: bool) -> None:
+    assert engines_may_differ(compose(CORE_SECTIONS)(**options)) is differ  # type: ignore[arg-type]

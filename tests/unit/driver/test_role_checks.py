@@ -284,6 +284,11 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
             ["no old log-probabilities are needed: with --stream-gradients, each group has one forward pass"],
         ),
         (
+            {"loss_type": "sft_loss", "num_actor_fwd_workers": 1},
+            "--num-actor-fwd-workers",
+            ["no old log-probabilities are needed: the supervised loss has no ratio"],
+        ),
+        (
             {"use_rollout_logprobs": True, "num_actor_fwd_workers": 1},
             "--num-actor-fwd-workers",
             ["--use-rollout-logprobs takes the engine's"],

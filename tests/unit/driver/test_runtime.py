@@ -213,3 +213,23 @@ def test_an_answer_is_forgotten_with_its_task() -> None:
     gc.collect()
     assert answer() is None
     target.stop()
+
+
+def test_a_rollout_watcher_is_called_only_while_the_call_that_is_waited_for_is_a_rollout() -> None:
+    calls: list[str] = []
+    rollout, train = Members(1, "rollout"), Members(1)
+
+    def at_rollout() -> None:
+        calls.append("rollout")
+        rollout.futures[0].set_result(None)
+
+    def always() -> None:
+        calls.append("any")
+        train.futures[0].set_result(None)
+
+    targets = {"rollout": rollout, "train": train}
+    running = RayRuntime(targets).submit("rollout", "run")
+    RayRuntime(targets, (always,), (at_rollout,)).wait_any([RayRuntime(targets).submit("train", "step"), running], 60)
+    assert calls == ["any"]
+    RayRuntime(targets, (), (at_rollout,)).wait_any([running], 60)
+    assert calls == ["any", "rollout"]

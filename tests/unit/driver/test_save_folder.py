@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from buffer_rl.checkpoint import upload_checkpoint, write_checkpoint
 from buffer_rl.config import compose, dump_args
-from buffer_rl.driver.process import check_lineage, folder_lock, save_lock
+from buffer_rl.driver.process import OF_MEGATRON, check_lineage, folder_lock, save_lock, with_start
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options import CORE_SECTIONS
 
@@ -158,3 +158,25 @@ def test_who_has_the_folder_to_himself_removes_what_killed_runs_left_and_nothing
         names = sorted(path.name for path in saves.iterdir() if path.is_dir())
         assert names == [".others.a1b2c3d4", ".step_000002.replaced", "step_000001", "step_000003"]
         assert not (tmp_path / "run" / ".load.a1b2c3d4").exists()
+
+
+def test_a_run_that_loads_what_it_saves_starts_where_there_is_nothing_yet(saves: Path, tmp_path: Path) -> None:
+    new = str(tmp_path / "new")
+    assert with_start(options(tmp_path, save=new, load=f"{new}/")).load is None
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".lock").touch()  # of a run that was killed before its first checkpoint
+    assert with_start(options(tmp_path, save=new, load=new)).load is None
+    assert with_start(options(tmp_path, save="memory://none", load="memory://none/")).load is None
+    resumed = options(tmp_path, load=str(saves))
+    assert with_start(resumed) is resumed
+    other = options(tmp_path, save=new, load=str(tmp_path / "absent"))
+    assert with_start(other).load == str(tmp_path / "absent")
+    assert with_start(options(tmp_path, save=None, load=new)).load == new
+
+
+def test_checkpoints_of_megatron_are_not_started_over(tmp_path: Path) -> None:
+    folder = tmp_path / "slime"
+    folder.mkdir()
+    (folder / OF_MEGATRON).write_text("20")
+    with pytest.raises(ConfigError, match="Megatron's"):
+        with_start(options(tmp_path, save=str(folder), load=str(folder)))

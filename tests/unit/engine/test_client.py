@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from buffer_rl.engine.client import EngineClient, parse_answer
+from buffer_rl.engine.client import MAX_RETRIES, EngineClient, parse_answer
 from buffer_rl.engine.control import EngineControlClient, EngineFanOut
-from buffer_rl.engine.rows import row_seeds
+from buffer_rl.engine.rows import RowSeeds, row_seeds
+from buffer_rl.engine.server_info import ServerInfo
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
+from buffer_rl.testing.sglang_rules import SglangRules
 from buffer_rl.types import Status, VersionSpan
+from harness.processes import holds_within
 
 
 def client_of(engine, **more):
@@ -93,6 +98,41 @@ async def test_a_cancelled_call_is_not_swallowed():
                 await task
 
 
+async def test_a_request_that_the_engine_still_has_is_repeated_until_its_id_is_free():
+    faults = [Fault.RESET, Fault.RESET, None, Fault.RESET, Fault.RESET, None]  # of those that it takes
+    rules = SglangRules(abort_s=0.3, disconnect_s=600.0)
+    with FakeEngine(fault=lambda body, number: faults.pop(0), sglang=rules) as engine:
+        async with client_of(engine, max_retries=2) as client:
+            result = await client.agenerate("r", [1, 2], {})
+            num_posts = engine.log.num_posts
+            rows = await client.agenerate_rows("s", [3, 4], 2, {})
+    assert (result.output_ids, [row.output_ids for row in rows]) == ([2, 1], [[4, 3], [4, 3]])
+    assert (num_posts > 3, engine.log.num_posts - num_posts > 3) == (True, True)  # some were refused
+    assert engine.log.aborted[:2] == [{"rid": "r"}] * 2
+
+
+async def test_a_request_that_was_lost_in_a_pause_is_repeated_until_the_pause_ends_however_often(monkeypatch):
+    monkeypatch.setattr("buffer_rl.engine.client.BACKOFF_S", 0.01)
+    monkeypatch.setattr("buffer_rl.engine.client.MAX_BACKOFF_S", 0.02)
+    with FakeEngine(sglang=SglangRules(abort_s=0.0)) as engine, EngineControlClient([engine.url]) as control:
+        await asyncio.to_thread(control.pause)
+        async with client_of(engine, timeout_s=60.0) as client:
+            task = asyncio.create_task(client.agenerate("r", [1, 2], {}))
+            assert await asyncio.to_thread(holds_within, 10, lambda: engine.log.num_posts == 1)
+            engine.cut_connections()
+            assert await asyncio.to_thread(holds_within, 30, lambda: engine.log.num_posts > 2 * MAX_RETRIES)
+            await asyncio.to_thread(control.resume)
+            assert (await task).output_ids == [2, 1]
+        await asyncio.to_thread(control.pause)
+        async with client_of(engine, timeout_s=0.3) as client:
+            task = asyncio.create_task(client.agenerate("s", [1, 2], {}))
+            last = engine.log.num_posts
+            assert await asyncio.to_thread(holds_within, 10, lambda: engine.log.num_posts > last)
+            engine.cut_connections()
+            with pytest.raises(DeadlineError, match="'s'"):
+                await task
+
+
 async def test_rows_share_a_request_and_are_answered_in_order():
     with FakeEngine(respond=lambda ids, seed: [*ids, seed]) as engine:
         async with client_of(engine) as client:
@@ -138,8 +178,37 @@ async def test_an_answer_with_another_number_of_rows_is_refused(wrong):
             await client.agenerate_rows("r", [1], 2, {})
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 11])
-async def test_a_request_has_two_to_ten_rows(num_rows):
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        ("o", RowSeeds.OWN),
+        ("oo", RowSeeds.OWN),
+        ("n", RowSeeds.NONE),
+        ("on", RowSeeds.NONE),
+        ("ons", RowSeeds.SHARED),
+        ("os", RowSeeds.SHARED),
+    ],
+)
+async def test_how_rows_draw_is_what_holds_for_all_engines(engines, expected):
+    rules = {"o": None, "n": SglangRules(), "s": SglangRules(deterministic=True)}
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(FakeEngine(sglang=rules[kind])).url for kind in engines]
+        async with EngineClient("", [*urls, closed_url()]) as client:
+            assert await asyncio.gather(client.row_seeds(), client.row_seeds()) == [expected] * 2
+
+
+async def test_how_rows_draw_is_asked_again_where_no_engine_answered():
+    with FakeEngine() as engine:
+        urls = [closed_url()]
+        async with EngineClient("", urls) as client:
+            with pytest.raises(EngineError, match="no engine answers"):
+                await client.row_seeds()
+            client._engines = client_of(engine)._engines
+            assert await client.row_seeds() is RowSeeds.OWN
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 17])
+async def test_a_request_has_two_to_sixteen_rows(num_rows):
     async with EngineClient("http://127.0.0.1:9", []) as client:
         with pytest.raises(EngineError, match=f"{num_rows} rows"):
             await client.agenerate_rows("r", [1], num_rows, {})
@@ -149,6 +218,36 @@ async def test_more_than_one_answer_a_request_is_refused():
     async with EngineClient("http://127.0.0.1:9", []) as client:
         with pytest.raises(EngineError, match="one answer"):
             await client.agenerate("r", [1], {"n": 2})
+
+
+@pytest.mark.parametrize(("prompt", "wrong"), [([], "empty"), ([3, -1, 9], "id -1"), ([0, 10, 4], "id 10"), ([9], "")])
+async def test_token_ids_are_checked_before_a_request_is_sent(prompt, wrong):
+    with FakeEngine(sglang=SglangRules(vocab_size=10)) as engine:
+        async with client_of(engine, vocab_size=10) as client:
+            for ask in (client.agenerate("r", prompt, {}), client.agenerate_rows("s", prompt, 2, {})):
+                if not wrong:
+                    await ask
+                    continue
+                with pytest.raises(EngineError, match=wrong) as caught:
+                    await ask
+                assert caught.value.status == 400
+        assert engine.log.num_posts == (0 if wrong else 2)
+
+
+async def test_the_size_of_the_vocabulary_is_that_of_the_models_embedding(tmp_path):
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 6}}')
+    with FakeEngine() as engine:
+        args = SimpleNamespace(
+            router_url=engine.url,
+            engine_urls=[engine.url],
+            engine_api_key=None,
+            generate_timeout_s=10.0,
+            hf_checkpoint=str(tmp_path),
+        )
+        async with EngineClient.from_args(args) as client:
+            assert (await client.agenerate("r", [5], {})).output_ids == [5]
+            with pytest.raises(EngineError, match="0 to 5"):
+                await client.agenerate("r", [6], {})
 
 
 async def test_control_reaches_every_engine_and_failures_name_each_url():
@@ -271,7 +370,7 @@ def good_answer():
         lambda a: a["meta_info"].update(finish_reason={"type": "tired"}),
         lambda a: a["meta_info"].update(output_token_logprobs=[[-1.0, 5, None]]),
         lambda a: a["meta_info"].update(output_token_logprobs=[]),
-        lambda a: a["meta_info"].update(weight_versions=[{"version": "default", "start": 0, "end": 1}]),
+        lambda a: a["meta_info"].update(weight_versions=[{"version": "0", "start": "a", "end": 1}]),
         lambda a: a["meta_info"].update(weight_versions=[{"version": "0", "start": 0}]),
     ],
 )
@@ -299,6 +398,7 @@ def versioned(num_tokens, *spans):
         (0, [], []),
         (0, [(4, 0, 0)], []),  # SGLang's answer to a request that was aborted in its queue
         (3, [(4, 0, 0), (5, 0, 3)], [(5, 0, 3)]),
+        (3, [("default", 0, 3)], [(-1, 0, 3)]),  # what SGLang calls weights that it was started with
     ],
 )
 def test_version_spans_that_cover_the_tokens_are_read(num_tokens, spans, read):
@@ -328,3 +428,38 @@ def test_version_spans_that_do_not_cover_the_tokens_are_refused_with_what_came(n
     assert "cover every output token once" in caught.value.expected
     for _, start, end in spans:
         assert f"'start': {start}, 'end': {end}" in caught.value.what
+
+
+def test_an_engine_that_never_answers_a_call_to_join_a_group_is_given_up_at_the_deadline_of_that_call():
+    with FakeEngine() as answers, socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            EngineControlClient([answers.url, url], timeout_s=60) as control,
+            pytest.raises(EngineError, match=r"no answer within 0\.2 s"),
+        ):
+            control.init_weights_update_group("127.0.0.1", 1, {url: 2}, name="w", timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "info"),
+    [
+        (
+            {"version": "0.5.23", "tp_size": 4, "dp_size": 2, "device": "cuda"},
+            ServerInfo(tp_size=4, dp_size=2, device="cuda"),
+        ),
+        ({"engine": "buffer_rl.embedded", "tp_size": 1}, ServerInfo(is_embedded=True)),
+        (
+            {"engine": "buffer_rl.embedded", "imitates": "sglang"},
+            ServerInfo(is_embedded=True, imitates="sglang"),
+        ),
+    ],
+)
+def test_a_server_is_what_it_says_of_itself(answer, info):
+    assert ServerInfo.parse(answer, "http://engine") == info
+    assert info.is_ours is (info == ServerInfo(is_embedded=True))
+
+
+@pytest.mark.parametrize("answer", [None, [], {"tp_size": "two"}, {"dp_size": None}])
+def test_what_is_no_answer_of_a_server_is_an_error(answer):
+    with pytest.raises(EngineError, match="not what a server says of itself"):
+        ServerInfo.parse(answer, "http://engine")

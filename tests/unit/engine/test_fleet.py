@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,9 @@ import pytest
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.engine.fleet import EngineFleet
-from buffer_rl.engine.process import ChildProcess
+from buffer_rl.engine.process import ChildProcess, ServerProcess, reserved_port
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
+from buffer_rl.testing.fake_engine import FakeEngine
 
 
 def alive(pid):
@@ -52,6 +56,32 @@ def group_members(leader):
     return found
 
 
+def test_the_routers_address_is_known_before_an_engine_is_ready_and_it_lists_engines_that_are(engine_args, tmp_path):
+    with FakeEngine() as fake:
+
+        class Engine:
+            url, is_ready = fake.url, False
+
+            def wait_ready(self, timeout_s):
+                self.is_ready = True
+
+            def check(self):
+                pass
+
+            def stop(self):
+                pass
+
+        engine = Engine()
+        with EngineFleet(engine_args(), str(tmp_path), lambda *_: engine) as fleet:
+            address = fleet.router_url
+            assert fleet.router.workers() == {}
+            assert not engine.is_ready
+            fleet.wait_ready()
+            assert list(fleet.router.workers()) == [fake.url]
+            assert fleet.addresses == {"router_url": address, "engine_urls": []}
+
+
+@pytest.mark.slow
 def test_two_engines_behind_the_router_share_the_work_and_end_without_a_trace(engine_args, tmp_path):
     with EngineFleet(engine_args(rollout_num_engines=2), str(tmp_path), launch) as fleet:
         fleet.wait_ready()
@@ -79,11 +109,12 @@ def test_two_engines_behind_the_router_share_the_work_and_end_without_a_trace(en
 
 @pytest.mark.slow
 def test_a_dead_engine_is_named_with_its_log(engine_args, tmp_path):
-    with EngineFleet(engine_args(), str(tmp_path), launch) as fleet:
+    with EngineFleet(engine_args(engine_max_restarts=0), str(tmp_path), launch) as fleet:
         fleet.wait_ready()
         os.kill(fleet.engines[0].process.pid, signal.SIGKILL)
-        wait_until(lambda: fleet.engines[0].process.exit_status is not None, "the engine's death")
-        with pytest.raises(EngineError, match=r"embedded engine 0 was killed by signal 9") as caught:
+        wait_until(lambda: not fleet.engines, "the notice of the engine's death", timeout_s=5.0)
+        wait_until(lambda: fleet.router.workers() == {}, "its end in the router's list", timeout_s=5.0)
+        with pytest.raises(EngineError, match=r"no engine is left: embedded engine 0 was killed by signal 9") as caught:
             fleet.check()
         assert "engine_0.log" in str(caught.value)
 
@@ -174,6 +205,95 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path):
     child.stop(timeout_s=0.2)
     assert child.exit_status == -signal.SIGKILL
     child.stop()
+
+
+def test_nothing_of_a_process_group_is_left_whose_leader_was_killed(tmp_path):
+    code = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork():
+    print("up", flush=True)
+time.sleep(600)
+"""
+    child = ChildProcess("leader", [sys.executable, "-c", code], str(tmp_path / "log"))
+    wait_until(lambda: "up" in child.log_tail(), "the start")
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until(lambda: child.exit_status is not None, "the leader's end")
+    assert len(group_members(child.pid)) == 1
+    child.stop()
+    assert group_members(child.pid) == []
+
+
+SERVER = """
+import http.server, sys, time
+class Ok(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+try:
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ok).serve_forever()
+except OSError as error:
+    print(error, flush=True)
+    time.sleep(float(sys.argv[2]))
+    raise
+"""
+
+
+@contextlib.contextmanager
+def taking_ports(number, lives_s=0):
+    """The command of a server, and the ports that it was given; the first ``number`` are taken before it starts.
+    lives_s: for how long it lives without a port."""
+    given = []
+    with contextlib.ExitStack() as held:
+
+        def command(ports):
+            if len(given) < number:
+                held.enter_context(socket.create_server(("127.0.0.1", ports[0])))
+            given.extend(ports)
+            return [sys.executable, "-c", SERVER, str(ports[0]), str(lives_s)]
+
+        yield command, given
+
+
+@pytest.mark.parametrize("lives_s", [0, 600])
+def test_a_server_whose_port_another_process_took_is_started_again_on_another_one(tmp_path, lives_s):
+    with taking_ports(2, lives_s) as (command, given):
+        server = ServerProcess("server", command, str(tmp_path / "log"), hosts=["127.0.0.1"])
+        try:
+            server.wait_ready("/health", 60.0)
+            assert len(given) == 3
+            assert server.url == f"http://127.0.0.1:{given[2]}"
+            assert urllib.request.urlopen(server.url, timeout=10).status == 200
+        finally:
+            server.stop()
+
+
+def test_a_reserved_port_is_taken_for_all_but_a_server_that_reuses_its_address():
+    with reserved_port("127.0.0.1") as held:
+        port = held.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+            pass
+
+
+def test_a_server_that_finds_no_port_or_ends_otherwise_fails_with_its_log(tmp_path):
+    with taking_ports(9) as (command, given):
+        server = ServerProcess("server", command, str(tmp_path / "log"), hosts=["127.0.0.1"])
+        with pytest.raises(EngineError, match="server exited with status 1"):
+            server.wait_ready("/health", 60.0)
+        assert len(given) == 3
+
+    def broken(ports):
+        given.extend(ports)
+        return [sys.executable, "-c", "raise SystemExit('no model')"]
+
+    failing = ServerProcess("server", broken, str(tmp_path / "log"), hosts=["127.0.0.1"])
+    with pytest.raises(EngineError, match="no model"):
+        failing.wait_ready("/health", 60.0)
+    assert len(given) == 4
+    server.stop()
+    failing.stop()
 
 
 def test_a_command_that_does_not_exist_is_an_engine_error(tmp_path):

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
-from buffer_rl.engine.control import LoopThread
+from buffer_rl.engine.loop_thread import LoopThread
 from harness.processes import holds_within
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from buffer_rl.engine.registry import EngineRegistry, Replica, ReplicaState
+from buffer_rl.engine.registry import EngineRegistry, Published
+from buffer_rl.engine.replica import EngineState, Replica
 from buffer_rl.errors import EngineError
 
 
@@ -24,22 +25,28 @@ class Process:
         return
 
 
-def replica(index: int, state: ReplicaState) -> Replica:
+def replica(index: int, state: EngineState) -> Replica:
     return Replica(index=index, engine=Process(f"http://engine-{index}"), state=state)
 
 
-def test_an_engine_that_waits_for_weights_counts_only_while_some_are_published():
-    serving, waiting = replica(0, ReplicaState.SERVING), replica(1, ReplicaState.WAITING)
-    registry = EngineRegistry(replicas=[waiting, serving, replica(2, ReplicaState.STARTING)])
-    assert registry.healthy() == [serving]
-    serving.engine.ended = True
-    assert registry.healthy() == []
+def test_an_engine_starves_where_it_waits_for_weights_that_were_published_and_no_other_one_serves():
+    waiting, serving = replica(0, EngineState.WAITING), replica(1, EngineState.SUSPECT)
+    registry = EngineRegistry(replicas=[waiting, serving], published=Published(version="3", folder=None))
+    assert registry.starved_version() is None
+    registry.remove(serving)
+    assert registry.starved_version() == 3
     with registry.publication:
-        assert registry.healthy() == [waiting]
+        assert registry.starved_version() is None
+    registry.published = None
+    assert registry.starved_version() is None
+    registry = EngineRegistry(
+        replicas=[replica(0, EngineState.RESTARTING)], published=Published(version="3", folder="")
+    )
+    assert registry.starved_version() is None
 
 
 def test_an_engine_is_gone_once_it_has_died_or_left():
-    alive, dead = replica(0, ReplicaState.SERVING), replica(1, ReplicaState.SERVING)
+    alive, dead = replica(0, EngineState.SERVING), replica(1, EngineState.SERVING)
     dead.engine.ended = True
     registry = EngineRegistry(replicas=[alive, dead])
     assert not registry.is_gone(alive.url)
@@ -47,19 +54,3 @@ def test_an_engine_is_gone_once_it_has_died_or_left():
     registry.remove(alive)
     assert registry.is_gone(alive.url)
     assert registry.all() == [dead]
-
-
-def test_an_engine_of_a_launcher_without_check_counts_as_alive_until_it_fails_to_start():
-    class Plain:
-        url = "http://plain"
-
-        def wait_ready(self, timeout_s: float) -> None:
-            return
-
-        def stop(self) -> None:
-            return
-
-    plain = Replica(index=0, engine=Plain())
-    assert plain.error() is None
-    plain.failure = EngineError("it did not start")
-    assert plain.error() is plain.failure

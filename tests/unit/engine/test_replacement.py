@@ -16,6 +16,7 @@ from buffer_rl.engine.client import EngineClient
 from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.engine.router import Router
 from buffer_rl.errors import EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from harness.processes import holds_within
@@ -70,7 +71,7 @@ PROMPTS = [[5 + i, 6, 7] for i in range(16)]
 
 
 async def answers_of(fleet, params, name, at_work=lambda: None):
-    async with EngineClient(fleet.router_url, [], timeout_s=60) as client:
+    async with EngineClient(fleet.router_url, [], timeout_s=60, waits_for_engine=True) as client:
         tasks = [
             asyncio.create_task(client.agenerate(f"{name}-{i:02}", prompt, {**params, "sampling_seed": i}))
             for i, prompt in enumerate(PROMPTS)
@@ -102,7 +103,11 @@ def test_requests_at_an_engine_that_is_killed_get_the_same_answers_elsewhere_and
     assert "embedded engine 1 was killed by signal 9" in notices[0]
     assert "the run goes on with 1 engine while another one starts in its place (1 of at most 2 restarts)" in notices[0]
     assert notices[1] == "engine 1 is back, with the initial weights"
-    assert [line.split(" ", 2)[2] for line in (tmp_path / "logs" / "fleet.log").read_text().splitlines()] == notices
+    told = [line.split(" ", 2)[2] for line in (tmp_path / "logs" / "fleet.log").read_text().splitlines()]
+    transitions = [line.partition(" (")[0] for line in told if line not in notices]
+    assert [line for line in told if line in notices] == notices
+    steps = ["starting -> serving", "serving -> dead", "restarting -> loading", "loading -> serving"]
+    assert [line for line in transitions if line.startswith("engine 1")] == [f"engine 1: {step}" for step in steps]
     assert (tmp_path / "logs" / "engine_1_restart_1.log").exists()
 
 
@@ -181,7 +186,68 @@ def test_an_engine_that_hangs_is_noticed_by_its_silence_and_replaced_and_its_req
         assert asyncio.run(answers_of(fleet, params, "second", stop_at_work)) == expected
         assert holds_within(60, both_serve_without(fleet, lost[0]))
         assert raised == []
-    assert f"engine 1 hangs: no answer to /health for 1 s ({lost[0]}); the run goes on with 1 engine" in notices[0]
+    assert f"engine 1 hangs: no answer to /server_info for 1 s ({lost[0]}); the run goes on with 1 engine" in notices[0]
+    log = (tmp_path / "logs" / "fleet.log").read_text()
+    assert "engine 1: serving -> suspect" in log
+    assert "engine 1: suspect -> dead" in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_requests_of_the_only_engine_wait_for_its_replacement_and_get_the_same_answers(
+    engine_args, tmp_path, number
+):
+    args = engine_args(rollout_health_check_timeout=1.0, engine_max_restarts=1)
+    params = {"max_new_tokens": 200, "ignore_eos": True}
+    with EngineFleet(args, str(tmp_path), launch) as fleet, watched(fleet) as raised:
+        fleet.wait_ready()
+        expected = asyncio.run(answers_of(fleet, params, "first"))
+
+        def lose_at_work():
+            victim = fleet.engines[0]
+            assert holds_within(30, lambda: num_running(victim.url) > 0)
+            os.kill(victim.process.pid, number)
+
+        assert asyncio.run(answers_of(fleet, params, "second", lose_at_work)) == expected
+        assert raised == []
+
+
+def test_a_request_to_a_router_without_an_engine_waits_for_one_where_the_run_replaces_them(tmp_path):
+    router = Router(str(tmp_path / "router.log"), request_timeout_s=60)
+
+    async def ask(waits):
+        settings = {"timeout_s": 60, "max_retries": 0, "waits_for_engine": waits}
+        async with EngineClient(router.url, [], **settings) as client:
+            return await client.agenerate("a", [5, 6], {"max_new_tokens": 2})
+
+    async def ask_and_add(url):
+        request = asyncio.create_task(ask(waits=True))
+        await asyncio.wait([request], timeout=0.2)  # it has met a router without an engine by then
+        await asyncio.to_thread(router.add, url)
+        return await request
+
+    try:
+        router.wait_ready(30.0)
+        with pytest.raises(EngineError, match="no_available_workers"):
+            asyncio.run(ask(waits=False))
+        with FakeEngine() as fake:
+            assert asyncio.run(ask_and_add(fake.url)).output_ids == [6, 5]
+    finally:
+        router.stop()
+
+
+@pytest.mark.slow
+def test_a_suspect_engine_gets_no_new_requests_while_another_one_serves_and_comes_back(engine_args, tmp_path):
+    args = engine_args(rollout_num_engines=2, rollout_health_check_timeout=60.0)
+    with EngineFleet(args, str(tmp_path), launch) as fleet, watched(fleet) as raised:
+        fleet.wait_ready()
+        fleet._heartbeat._interval_s, fleet._heartbeat._probe_s = 0.1, 0.5
+        victim = fleet.engines[1]
+        os.kill(victim.process.pid, signal.SIGSTOP)
+        assert holds_within(30, lambda: victim.url not in fleet.router.workers())
+        os.kill(victim.process.pid, signal.SIGCONT)
+        assert holds_within(30, lambda: victim.url in fleet.router.workers())
+        assert raised == []
 
 
 class InProcess:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from buffer_rl.engine.rows import GOLDEN, ROWS, mix64, row_rid, row_seeds
+from buffer_rl.engine.rows import GOLDEN, ROWS, mix64, row_seeds
 
 
 def splitmix64_in_plain_python(z: int) -> int:
@@ -35,8 +35,3 @@ def test_the_seeds_of_rows_are_the_first_numbers_of_the_generator_that_starts_at
 def test_neighbouring_seeds_share_no_row() -> None:
     seeds = [own for seed in range(1000) for own in row_seeds(seed, ROWS)]
     assert len(set(seeds)) > 9990  # 10,000 draws of 2**31: 0.02 pairs are expected
-
-
-def test_no_id_of_a_row_is_a_prefix_of_another() -> None:
-    rids = [row_rid("r", row) for row in range(ROWS)]
-    assert not [1 for a in rids for b in rids if a != b and b.startswith(a)]

@@ -97,3 +97,36 @@ def test_a_tokenizer_that_knows_no_other_keyword_is_asked_with_none() -> None:
             return str(TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens))
 
     assert TextCodec(Strict()).decode(ids("ab", EOS), True) == "ab"
+
+
+def drew(tokens: list[int], **params: Any) -> Request:
+    """A request without stop strings that drew ``tokens``."""
+    return Request(rid="r", prompt_ids=(5,), params=SamplingParams(**params), seed=0, output_ids=tokens)
+
+
+class Shouting(type(TOKENIZER)):  # type: ignore[misc]
+    """A tokenizer with a way of its own to decode."""
+
+    def _decode(self, *args: Any, **more: Any) -> str:
+        return super()._decode(*args, **more).upper()
+
+
+def test_texts_of_several_answers_are_those_of_each_alone() -> None:
+    answers = [drew(ids(*parts)) for parts in (["ab", EOS], ["a b"], [], [EOS], ["it 's"])]
+    answers[0].finish({"type": "stop", "matched": EOS})
+    for answer in answers[1:]:
+        answer.finish({"type": "length", "length": 9})
+    clean: Any = make_char_tokenizer()
+    clean.clean_up_tokenization_spaces = True
+    shouting = Shouting(tokenizer_object=TOKENIZER.backend_tokenizer, clean_up_tokenization_spaces=False)
+    for tokenizer, texts in (
+        (TOKENIZER, ["ab", "a b", "", "", "it 's"]),
+        (clean, ["ab", "a b", "", "", "it's"]),
+        (shouting, ["AB", "A B", "", "", "IT 'S"]),
+        (None, [""] * 5),
+    ):
+        assert TextCodec(tokenizer).output_texts(answers) == texts
+    mixed = [drew(ids("ab", EOS, "c"), skip_special_tokens=skip) for skip in (True, False)]
+    assert TextCodec(TOKENIZER).output_texts(mixed) == ["abc", "ab<eos>c"]
+    cut = [stopped(ids("a.", EOS), ["."]), drew(ids("ab"))]
+    assert [TextCodec(TOKENIZER).output_texts(rows) for rows in (cut, cut[::-1])] == [["a", "ab"], ["ab", "a"]]

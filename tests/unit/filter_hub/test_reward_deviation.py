@@ -24,6 +24,8 @@ def decide(*rewards: Any, reward_key: str | None = None) -> FilterDecision:
         ((-0.26, -0.26), "zero_std_-0.3"),
         ((1.0,), "zero_std_1.0"),
         ((1, 1.0), "zero_std_1.0"),
+        ((0.5, 0.5, 0.5 + 1e-9), "zero_std_0.5"),
+        ((0.0, 1.4e-6), "zero_std_0.0"),  # a deviation of 0.99e-6
         ((None, 1.0, 1.0), "zero_std_1.0"),
         ((None, None), "no_rewards"),
         ((), "no_rewards"),
@@ -33,7 +35,7 @@ def test_equal_rewards_are_dropped_with_a_reason(rewards: tuple[Any, ...], reaso
     assert decide(*rewards) == FilterDecision(keep=False, reason=reason)
 
 
-@pytest.mark.parametrize("rewards", [(0.0, 1.0), (-1.0, 1.0), (0.5, 0.5, 0.5 + 1e-9), (None, 0.0, 1.0)])
+@pytest.mark.parametrize("rewards", [(0.0, 1.0), (-1.0, 1.0), (0.5, 0.5, 0.5 + 1e-5), (None, 0.0, 1.0)])
 def test_rewards_that_differ_are_kept_also_where_their_mean_is_zero(rewards: tuple[Any, ...]) -> None:
     assert decide(*rewards) == FilterDecision(keep=True)
 

@@ -95,6 +95,8 @@ def test_a_bare_list_of_groups_is_an_output() -> None:
     assert checked.groups == groups
     assert checked.metrics == {"turns": 2.0}
     assert type(checked.metrics["turns"]) is float
+    text = RolloutOutput(metrics={"source": "mine", "turns": 1.0})  # type: ignore[dict-item]
+    assert check_rollout_output(text, where="here").metrics == {"turns": 1.0}
     foreign = [Sample(), Sample()]  # without uids: no lease gave them
     assert check_rollout_output([foreign, foreign], where="here").groups == [SampleGroup(samples=foreign)] * 2
 
@@ -109,7 +111,7 @@ def test_a_bare_list_of_groups_is_an_output() -> None:
         ([[]], "entry 0 of the returned groups"),
         ([group(0), Sample()], "entry 1 of the returned groups"),
         ([group(2), group(2)], "data:2:0 was returned twice"),
-        (RolloutOutput(metrics={"name": "text"}), "the metric 'name'"),  # type: ignore[dict-item]
+        (RolloutOutput(metrics={"name": [1.0]}), "the metric 'name'"),  # type: ignore[dict-item]
         (RolloutOutput(metrics=None), "the metrics are None"),  # type: ignore[arg-type]
     ],
 )

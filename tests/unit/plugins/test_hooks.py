@@ -59,11 +59,11 @@ def test_an_installed_plugin_provides_names_and_hears_of_events(place: Any) -> N
     assert registry.resolve_registered("reward", "eight") is registry.resolve("reward", "eight")
     assert registry.locate("reward", "eight").provider == "plug"
     registry.call_hook("buffer_rl_on_train_step", rollout_id=3, step=4, metrics={"loss": 0.5})
-    assert registry.call_hook("buffer_rl_add_options") == [("plug", ["plug:Options"])]
+    assert ("plug", ["plug:Options"]) in registry.call_hook("buffer_rl_add_options")
     events = registry.manager.get_plugin("plug").events
     assert events.count("reward") == 1, "a plugin is asked once a kind"
     assert events[-1] == (4, 0.5)
-    assert [info.name for info in registry.infos() if info.kind == ""] == ["plug"]
+    assert "plug" in [info.name for info in registry.infos() if info.kind == ""]
     with pytest.raises(PluginError, match="blocked by -p no:eight"):
         PluginRegistry(blocked=["eight"]).resolve("reward", "eight")
     assert "eight" not in PluginRegistry(blocked=["eight"]).names("reward")

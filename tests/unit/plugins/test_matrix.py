@@ -17,6 +17,7 @@ import pytest
 from buffer_rl.config import compose
 from buffer_rl.data.custom import CustomSource, DeliveryRequest
 from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.engine.rows import RowSeeds
 from buffer_rl.errors import BufferRLError, PluginError
 from buffer_rl.kinds import KINDS
 from buffer_rl.observe.observer import RunObserver
@@ -89,13 +90,18 @@ class Answer:
 
 
 class Engine:
-    async def agenerate(self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any]) -> Answer:
+    async def agenerate(
+        self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any], **more: Any
+    ) -> Answer:
         return Answer([5])
 
     async def agenerate_rows(
-        self, rid: str, input_ids: Sequence[int], num_rows: int, sampling_params: dict[str, Any]
+        self, rid: str, input_ids: Sequence[int], num_rows: int, sampling_params: dict[str, Any], **more: Any
     ) -> list[Answer]:
         return [Answer([5])] * num_rows
+
+    async def row_seeds(self) -> RowSeeds:
+        return RowSeeds.OWN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -398,7 +404,7 @@ CASES = {
     "engine": Case(
         call=launch, head="args, index, log_path", effect=["http://mine:0"], expected="an object with url, wait_ready",
         body="class Process:\n    url = f'http://mine:{index}'\n    def wait_ready(self, timeout_s): ...\n"
-        "    def stop(self): ...\nreturn Process()",
+        "    def check(self): ...\n    def stop(self): ...\nreturn Process()",
     ),
     "weight_transport": Case(
         call=publish, method="prepare", expected="", wrong="",

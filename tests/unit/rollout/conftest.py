@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from buffer_rl.config import compose
-from buffer_rl.engine.rows import row_rid, row_seeds
+from buffer_rl.engine.rows import RowSeeds, row_rid, row_seeds
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
@@ -87,7 +87,9 @@ class ScriptedEngine:
     cancelled: int = 0
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
 
-    async def agenerate(self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any]) -> Answer:
+    async def agenerate(
+        self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any], **more: Any
+    ) -> Answer:
         self.calls.append((rid, list(input_ids), sampling_params))
         if self.order is not None:
             turn = asyncio.get_running_loop().create_future()
@@ -100,12 +102,16 @@ class ScriptedEngine:
         return self.respond(list(input_ids), sampling_params)
 
     async def agenerate_rows(
-        self, rid: str, input_ids: Sequence[int], num_rows: int, sampling_params: dict[str, Any]
+        self, rid: str, input_ids: Sequence[int], num_rows: int, sampling_params: dict[str, Any], **more: Any
     ) -> list[Answer]:
         """Each row as a request of its own, with the id and the seed that it has at an embedded engine."""
         seeds = row_seeds(sampling_params["sampling_seed"], num_rows)
         rows = [(row_rid(rid, i), {**sampling_params, "sampling_seed": seed}) for i, seed in enumerate(seeds)]
         return await run_all(self.agenerate(own, input_ids, params) for own, params in rows)
+
+    async def row_seeds(self) -> RowSeeds:
+        """As those of the embedded engine."""
+        return RowSeeds.OWN
 
     async def let_go(self) -> None:
         """Answer waiting requests one at a time, in random order, until cancelled."""

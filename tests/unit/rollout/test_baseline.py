@@ -100,7 +100,7 @@ async def test_the_greedy_response_is_generated_together_with_its_group(kit: Any
     together = asyncio.Barrier(3)
 
     class Waits(kit.ScriptedEngine):  # type: ignore[misc, name-defined]
-        async def agenerate(self, *request: Any) -> Any:
+        async def agenerate(self, *request: Any, **more: Any) -> Any:
             await together.wait()
             return await super().agenerate(*request)
 

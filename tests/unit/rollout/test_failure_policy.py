@@ -50,7 +50,7 @@ def failing_engine(kit: Any, error: Exception, rows: tuple[int, ...], times: int
     left = dict.fromkeys(rows, times)
 
     class Failing(kit.ScriptedEngine):  # type: ignore[misc,name-defined]
-        async def agenerate(self, rid: str, input_ids: Any, sampling_params: Any) -> Any:
+        async def agenerate(self, rid: str, input_ids: Any, sampling_params: Any, **more: Any) -> Any:
             row = int(rid.split("/")[0].split(":")[2])
             if left.get(row, 0):
                 left[row] -= 1

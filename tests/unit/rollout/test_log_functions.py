@@ -84,7 +84,7 @@ async def test_true_leaves_only_what_progress_curve_and_early_stop_are_made_of(k
     [
         ("raise KeyError('my bug')", "KeyError: 'my bug'"),
         ("return 'yes'", "it returned 'yes'"),
-        ("rollout_extra_metrics['x'] = 'many'", "the metric 'x' is 'many'"),
+        ("rollout_extra_metrics['x'] = {}", "the metric 'x' is {}"),
     ],
 )
 async def test_what_goes_wrong_names_function_and_rollout(kit: Any, tmp_path: Path, body: str, problem: str) -> None:

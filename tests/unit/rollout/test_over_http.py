@@ -13,16 +13,29 @@ from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
+from buffer_rl.testing.sglang_rules import SglangRules
+from buffer_rl.testing.tiny import DEFAULT_CHARACTERS, make_char_tokenizer
 
 
 def seeded(input_ids: list[int], seed: int) -> list[int]:
     return [3 + seed % 50, 3 + seed // 50 % 50, 1]
 
 
-async def roll(kit: Any, engine: FakeEngine, *, wanted: int = 4, num_samples: int = 4, **options: Any) -> FakeBuffer:
+async def roll(
+    kit: Any,
+    engine: FakeEngine,
+    *,
+    wanted: int = 4,
+    num_samples: int = 4,
+    bad_prompt: str | None = None,
+    vocab_size: int | None = None,
+    **options: Any,
+) -> FakeBuffer:
     groups = [kit.make_group(row, labels=["1"] * num_samples) for row in range(wanted + 4)]
+    for sample in groups[1] if bad_prompt is not None else ():
+        sample.prompt = bad_prompt
     buffer = FakeBuffer(groups, kit.make_ticket(wanted))
-    client = EngineClient(engine.url, [engine.url], timeout_s=20.0)
+    client = EngineClient(engine.url, [engine.url], timeout_s=20.0, vocab_size=vocab_size)
     options = {"custom_rm_path": kit.user("slow_async"), **options}
     try:
         async with kit.opened(client, **options) as context:
@@ -96,3 +109,27 @@ async def test_a_rollout_past_its_deadline_leaves_no_request_in_flight(kit: Any)
         async with asyncio.timeout(10):
             while engine.log.in_flight:  # noqa: ASYNC110 (counted in another thread)
                 await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("num_samples", [1, 4])
+async def test_a_prompt_that_would_kill_the_engine_costs_its_group_and_nothing_else(kit: Any, num_samples: int) -> None:
+    size = len(make_char_tokenizer()) - 1  # the model lacks a row for the last character
+    with FakeEngine(respond=seeded, sglang=SglangRules(vocab_size=size)) as engine:
+        bad_prompt = f"is {DEFAULT_CHARACTERS[-1]}"
+        buffer = await roll(kit, engine, bad_prompt=bad_prompt, vocab_size=size, num_samples=num_samples)
+        await roll(kit, engine)  # it lives
+    assert [(group.uid.row, reason) for group, reason in buffer.quarantined] == [(1, "refused:400")]
+    assert [uid.row for uid in buffer.finished_uids] == [0, 2, 3, 4]
+    assert buffer.failures == {("data", buffer.quarantined[0][0].uid): 1}
+
+
+async def test_a_request_that_the_engine_has_for_a_while_after_its_abort_costs_nothing(kit: Any) -> None:
+    def lose_every_fifth(body: dict[str, Any], number: int) -> Fault | None:
+        return Fault.RESET if number % 5 == 0 else None
+
+    rules = SglangRules(abort_s=0.3, disconnect_s=600.0)
+    with FakeEngine(respond=seeded, fault=lose_every_fifth, sglang=rules) as engine:
+        buffer = await roll(kit, engine)
+    assert [uid.row for uid in buffer.finished_uids] == [0, 1, 2, 3]
+    assert engine.log.num_posts >= 4 + 2  # the lost one is refused once at least
+    assert (buffer.quarantined, buffer.failures) == ([], {})

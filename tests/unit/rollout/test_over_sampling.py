@@ -167,7 +167,7 @@ async def test_the_greedy_response_of_a_requeued_group_is_generated_again_by_the
     with FakeEngine(positions, latency=lambda body: FOREVER if greedy_of_row_0(body) else 0.0) as engine:
         assert await bench.roll(0, engine) == [1, 2]
         bench.train(0)
-        engine.version, engine.latency = 1, None
+        engine.version, engine.latency = 1, lambda body: 0.2 if row_of(body) else 0.0  # row 0 is not the last one
         engine.respond = lambda input_ids, seed: [5, 5, 5]
         first = len(engine.log.requests)
         assert 0 in await bench.roll(1, engine)
@@ -189,7 +189,8 @@ async def test_a_response_in_two_pieces_has_the_tokens_log_probs_and_versions_of
     with FakeEngine(positions, latency=lambda body: FOREVER if row_of(body) == 0 else 0.0, aborted_after=3) as engine:
         assert await bench.roll(0, engine) == [1, 2]
         bench.train(0)
-        engine.version, engine.log_prob, engine.latency = 1, -0.25, None
+        engine.version, engine.log_prob = 1, -0.25
+        engine.latency = lambda body: 0.2 if row_of(body) else 0.0  # row 0 is not the last one
         first = len(engine.log.requests)
         assert 0 in await bench.roll(1, engine)
     requests = [body for body in engine.log.requests[first:] if row_of(body) == 0]
@@ -235,7 +236,7 @@ async def test_a_complete_sibling_is_not_generated_again_and_counts_for_the_grou
     with FakeEngine(positions, latency=slow, aborted_after=0) as engine:
         assert await bench.roll(0, engine) == [1, 2]
         bench.train(0)
-        engine.version, engine.latency = 1, None
+        engine.version, engine.latency = 1, lambda body: 0.2 if row_of(body) else 0.0  # row 0 is not the last one
         first = len(engine.log.requests)
         assert 0 in await bench.roll(1, engine)
     assert [sample_of(body) for body in engine.log.requests[first:] if row_of(body) == 0] == [1]
@@ -283,7 +284,7 @@ async def test_a_generate_function_gets_a_partial_sample_if_it_says_that_it_can_
     with FakeEngine(positions, latency=lambda body: FOREVER if row_of(body) == 0 else 0.0, aborted_after=3) as engine:
         await bench.roll(0, engine)
         bench.train(0)
-        engine.version, engine.latency = 1, None
+        engine.version, engine.latency = 1, lambda body: 0.2 if row_of(body) else 0.0  # row 0 is not the last one
         await bench.roll(1, engine)
     assert [sample.metadata["given"] for sample in bench.finished[0]] == [given] * 2
     assert all(len(sample.tokens) == END for sample in bench.finished[0])
@@ -304,7 +305,7 @@ async def test_an_engine_that_fails_over_what_nobody_needs_does_not_end_the_roll
     class Broken(kit.ScriptedEngine):  # type: ignore[misc,name-defined]
         """The first row's requests fail when they are aborted."""
 
-        async def agenerate(self, rid: str, input_ids: Any, sampling_params: Any) -> Any:
+        async def agenerate(self, rid: str, input_ids: Any, sampling_params: Any, **more: Any) -> Any:
             if ":0:0/" in rid:
                 await self.aborts.wait()
                 raise EngineError("connection lost")

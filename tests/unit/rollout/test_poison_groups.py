@@ -189,7 +189,7 @@ def engine_with(kit: Any, fails: Any) -> Any:
     """Raises what ``fails(row, asked)`` gives, where that is no None; ``asked``: how many requests there were."""
 
     class Failing(kit.ScriptedEngine):  # type: ignore[misc,name-defined]
-        async def agenerate(self, rid: str, input_ids: Any, sampling_params: Any) -> Any:
+        async def agenerate(self, rid: str, input_ids: Any, sampling_params: Any, **more: Any) -> Any:
             error = fails(int(rid.split("/")[0].split(":")[2]), len(self.calls))
             self.calls.append((rid, list(input_ids), sampling_params))
             if error is not None:
@@ -270,7 +270,7 @@ async def test_tokens_of_other_weights_are_never_the_prompts_fault(kit: Any) -> 
 
 async def test_a_question_to_the_engines_ends_when_the_rollout_needs_no_answer(kit: Any) -> None:
     class Silent(kit.ScriptedEngine):  # type: ignore[misc,name-defined]
-        async def agenerate(self, rid: str, input_ids: Any, sampling_params: Any) -> Any:
+        async def agenerate(self, rid: str, input_ids: Any, sampling_params: Any, **more: Any) -> Any:
             stop.set()
             await asyncio.sleep(3600)
 

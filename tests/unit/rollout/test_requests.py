@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import zlib
 from typing import Any
 
+import numpy as np
 import pytest
 
 from buffer_rl.engine.client import EngineClient
@@ -19,27 +22,29 @@ from buffer_rl.rollout.requests import RequestNumbers, Requests, request_id, sam
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
-from buffer_rl.types import Sample
-
-FOREIGN = {"router_url": "http://127.0.0.1:9", "engine_urls": ["http://127.0.0.1:9"]}
+from buffer_rl.testing.sglang_rules import SglangRules
+from buffer_rl.types import Sample, Status
 
 
 def seeded(input_ids: list[int], seed: int) -> list[int]:
     return [3 + seed % 50, 3 + seed // 50 % 50, 1]
 
 
-async def asked(kit: Any, num_samples: int, **options: Any) -> tuple[FakeEngine, list[Sample]]:
+async def asked(
+    kit: Any, num_samples: int, sglang: SglangRules | None = None, **options: Any
+) -> tuple[FakeEngine, list[Sample]]:
     """An engine's log, and the samples of one group."""
-    with FakeEngine(seeded) as engine:
+    with FakeEngine(seeded, sglang=sglang) as engine:
         async with EngineClient(engine.url, [engine.url]) as client, kit.opened(client, **options) as context:
             group = kit.make_group(0, labels=["1"] * num_samples)
             params = sampling_params_for(context.args, False)
+            await client.row_seeds()  # samples that wait for it would go on in the same moment
             await generate_group(context, kit.make_ticket(1), group, params, RolloutStats(), Requests())
     return engine, group.samples
 
 
-@pytest.mark.parametrize(("num_samples", "num_posts"), [(1, 1), (2, 1), (10, 1), (11, 2), (16, 2), (25, 3)])
-async def test_ten_samples_share_a_request_and_each_has_its_own_seed(
+@pytest.mark.parametrize(("num_samples", "num_posts"), [(1, 1), (2, 1), (16, 1), (17, 2), (34, 3)])
+async def test_sixteen_samples_share_a_request_and_each_has_its_own_seed(
     kit: Any, num_samples: int, num_posts: int
 ) -> None:
     engine, samples = await asked(kit, num_samples)
@@ -53,7 +58,7 @@ async def test_ten_samples_share_a_request_and_each_has_its_own_seed(
 
 async def test_samples_that_ask_later_or_otherwise_go_alone_under_the_seeds_that_they_have_together(kit: Any) -> None:
     together, samples = await asked(kit, 12)
-    assert together.log.num_posts == 2
+    assert together.log.num_posts == 1
     apart, others = await asked(kit, 12, custom_generate_function_path=kit.user("one_at_a_time"))
     assert apart.log.num_posts == 12
     assert [sample.tokens for sample in others] == [sample.tokens for sample in samples]
@@ -75,15 +80,44 @@ async def test_a_seed_of_the_users_is_no_rows_and_goes_alone(kit: Any) -> None:
     assert [sample.tokens[-3:] for sample in samples] == [seeded([], 77)] * 3
 
 
-async def test_engines_that_give_all_rows_one_seed_get_none_or_under_deterministic_single_requests(kit: Any) -> None:
-    for options in (FOREIGN, {"rollout_engine": "sglang"}):
-        engine, _ = await asked(kit, 10, **options)
-        assert engine.log.num_posts == 1
-        assert all("sampling_seed" not in body["sampling_params"] for body in engine.log.requests)
-        engine, samples = await asked(kit, 10, deterministic=True, **options)
-        assert engine.log.num_posts == 10
-        for sample in samples:
-            assert sample.tokens[-3:] == seeded([], sampling_seed(42, sample.uid, sample.sample_index))
+@pytest.mark.parametrize("function", [None, "as_built_in"])
+async def test_rows_of_a_server_without_seeds_share_a_request_and_of_one_that_gives_all_the_same_go_alone(
+    kit: Any, function: str | None
+) -> None:
+    options = {"custom_generate_function_path": kit.user(function)} if function else {}
+    engine, samples = await asked(kit, 10, SglangRules(), **options)
+    assert engine.log.num_posts == 1
+    assert all("sampling_seed" not in body["sampling_params"] for body in engine.log.requests)
+    assert len({tuple(sample.tokens) for sample in samples}) == 10
+    engine, samples = await asked(kit, 10, SglangRules(deterministic=True), **options)
+    assert engine.log.num_posts == 10
+    for sample in samples:
+        assert sample.tokens[-3:] == seeded([], sampling_seed(42, sample.uid, sample.sample_index))
+
+
+def key_of(text: str) -> str:
+    return format(zlib.crc32(text.encode()), "08x")
+
+
+async def test_all_turns_of_a_group_have_one_routing_key_and_those_of_a_session_its_own(kit: Any) -> None:
+    engine, samples = await asked(kit, 3, custom_generate_function_path=kit.user("asks_twice"))
+    assert engine.log.routing_keys == [key_of(str(samples[0].uid))] * (1 + 3)
+    engine, samples = await asked(kit, 20)
+    assert engine.log.routing_keys == [key_of(str(samples[0].uid))] * 2
+    engine, samples = await asked(kit, 2, custom_generate_function_path=kit.user("in_sessions"))
+    assert sorted(engine.log.routing_keys) == sorted([key_of("session 0"), key_of("session 1")] * 2)
+
+
+async def test_samples_of_one_session_share_a_request(kit: Any) -> None:
+    with FakeEngine(seeded) as engine:
+        async with EngineClient(engine.url, [engine.url]) as client, kit.opened(client) as context:
+            group = kit.make_group(0, labels=["1"] * 6)
+            for sample in group:
+                sample.session_id = f"of {sample.sample_index // 4}"
+            params = sampling_params_for(context.args, False)
+            await generate_group(context, kit.make_ticket(1), group, params, RolloutStats(), Requests())
+    assert engine.log.num_posts == 1 + 2  # rows 4 and 5 have no place in a request of their own
+    assert sorted(engine.log.routing_keys) == sorted([key_of("of 0"), key_of("of 1"), key_of("of 1")])
 
 
 async def test_evaluation_shares_requests(kit: Any) -> None:
@@ -95,17 +129,19 @@ async def test_evaluation_shares_requests(kit: Any) -> None:
     assert (engine.log.num_posts, len(engine.log.requests)) == (3, 12)
 
 
-def test_no_id_of_a_request_or_row_is_a_prefix_of_another(kit: Any) -> None:
+def test_an_id_is_a_prefix_of_no_other_but_those_of_rows_of_the_same_request(kit: Any) -> None:
     rids = []
-    for index in (0, 1, 10, 11, 19, 100):
+    for index in (0, 1, 16, 17, 19, 160):
         sample = kit.make_group(0)[0]
         sample.sample_index = index
         with lease_scope(LeaseScope(task="train_0", incarnation="a", attempt=1)):
             rids += [request_id(sample), request_id(sample, 1)]
-            if index % 10 == 0:
-                rids += [row_rid(shared_request_id(sample), row) for row in range(10)]
+            if index % 16 == 0:
+                rids += [row_rid(shared_request_id(sample), row) for row in range(16)]
     assert len(set(rids)) == len(rids)
-    assert not [(a, b) for a in rids for b in rids if a != b and b.startswith(a)]
+    prefixes = [(a, b) for a in rids for b in rids if a != b and b.startswith(a)]
+    assert len(prefixes) == 3 * len(range(10, 16))  # of three requests, row 1 with the rows 10 to 15
+    assert all(a.endswith("_1") and b.rpartition("_")[0] == a.removesuffix("_1") for a, b in prefixes)
 
 
 class Asking:
@@ -175,11 +211,11 @@ async def test_a_stop_aborts_every_row_of_a_request_and_its_finished_rows_are_wh
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("concurrency", "num_posts"), [(30, 16), (10, 16), (7, 8 * (1 + 3 + 1 + 2))])
+@pytest.mark.parametrize(("concurrency", "num_posts"), [(30, 8), (16, 8), (7, 8 * (1 + 9))])
 async def test_samples_that_share_a_request_begin_together_where_places_are_few(
     kit: Any, concurrency: int, num_posts: int
 ) -> None:
-    # Of 16 samples with 7 places, 0 to 6 share a request and 10 to 13 do; 7 to 9, 14 and 15 begin too late.
+    # Of 16 samples with 7 places, 0 to 6 share a request; 7 to 15 begin too late.
     rng = random.Random(0)
     with FakeEngine(seeded, latency=lambda body: rng.random() / 100) as engine:
         client = EngineClient(engine.url, [engine.url])
@@ -216,3 +252,32 @@ async def test_samples_that_are_cancelled_before_they_begin_free_their_places(ki
                     await context.semaphore.acquire()
                 for _ in range(12):
                     context.semaphore.release()
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+async def test_a_function_that_swallows_its_cancellation_does_not_outlive_the_groups_deadline(
+    kit: Any, num_samples: int
+) -> None:
+    async def stubborn(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+        sample.status = Status.COMPLETED
+        return sample
+
+    async with kit.opened(kit.ScriptedEngine()) as context:
+        context.generate = stubborn
+        group = kit.make_group(0, labels=["1"] * num_samples)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await generate_group(context, kit.make_ticket(1), group, {}, RolloutStats(), Requests())
+
+
+async def test_metadata_need_not_compare_for_samples_to_share_a_request(kit: Any) -> None:
+    with FakeEngine(seeded) as engine:
+        async with EngineClient(engine.url, [engine.url]) as client, kit.opened(client) as context:
+            group = kit.make_group(0, labels=["1"] * 4)
+            for sample in group:
+                sample.metadata["features"] = np.arange(3)
+            params = sampling_params_for(context.args, False)
+            await generate_group(context, kit.make_ticket(1), group, params, RolloutStats(), Requests())
+    assert engine.log.num_posts == 1

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -87,6 +88,17 @@ async def test_after_two_lost_processes_the_rest_of_a_group_is_given_up(
     assert [failure.kind for failure in failures] == [kind] * 4
     assert "not run" in failures[2].error.what
     assert all(sample.reward is None for sample in group)
+
+
+async def test_a_process_that_died_between_two_groups_costs_the_next_one_nothing(kit: Any) -> None:
+    async with kit.opened(custom_rm_path=kit.user("process_id")) as context:
+        groups = [kit.make_group(row, labels=["x"] * 2) for row in range(2)]
+        await context.scorer.score(groups[0].samples)
+        (first,) = kit.pids(context)
+        os.kill(first, signal.SIGKILL)
+        await asyncio.to_thread(os.waitid, os.P_PID, first, os.WEXITED | os.WNOWAIT)  # without reaping it
+        assert await context.scorer.score(groups[1].samples) == []
+        assert {sample.reward for sample in groups[1]} == set(kit.pids(context)) != {first}
 
 
 async def test_what_a_reward_prints_is_not_lost_when_its_process_is_killed(

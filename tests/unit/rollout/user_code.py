@@ -418,9 +418,18 @@ async def one_at_a_time(args: Any, sample: Sample, sampling_params: dict[str, An
     return await generate(args, sample, sampling_params)
 
 
+async def as_built_in(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    return await generate(args, sample, sampling_params)
+
+
 async def fifth_is_warmer(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     warmer = {"temperature": 2.0} if sample.sample_index == 5 else {}
     return await generate(args, sample, sampling_params | warmer)
+
+
+async def in_sessions(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample.session_id = f"session {sample.sample_index}"
+    return await asks_twice(args, sample, sampling_params)
 
 
 async def asks_twice(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

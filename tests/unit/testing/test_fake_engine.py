@@ -9,6 +9,7 @@ import pytest
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.testing.fake_engine import FakeEngine, Fault, Slots
+from buffer_rl.testing.sglang_rules import SglangRules
 from harness.processes import holds_within
 
 
@@ -133,3 +134,98 @@ async def test_new_weights_are_a_new_version() -> None:
             assert control.versions() == {engine.url: "4"}
         assert (await post(engine.url, body()))["meta_info"]["weight_version"] == "4"
     assert engine.log.updates == [{"model_path": "somewhere", "weight_version": "4"}]
+
+
+async def status_of(url: str, payload: dict[str, Any]) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", json=payload) as response:
+        return response.status, await response.text()
+
+
+async def call(url: str, method: str = "GET", payload: dict[str, Any] | None = None) -> int:
+    async with aiohttp.ClientSession() as session, session.request(method, url, json=payload) as response:
+        return response.status
+
+
+async def arrived(engine: FakeEngine, number: int = 1) -> None:
+    assert await asyncio.to_thread(holds_within, 10, lambda: engine.log.num_posts == number)
+
+
+async def test_as_sglang_it_refuses_an_id_until_the_request_that_has_it_is_gone_some_time_after_its_abort() -> None:
+    rules = SglangRules(abort_s=0.2)
+    with FakeEngine(latency=lambda payload: 600.0 if payload["input_ids"] == [4] else 0.0, sglang=rules) as engine:
+        first = asyncio.create_task(post(engine.url, body(input_ids=[4])))
+        await arrived(engine)
+        status, text = await status_of(engine.url, body())
+        assert (status, text) == (400, '{"error": {"message": "Duplicate request ID detected: r"}}')
+        assert (await status_of(engine.url, body(input_ids=[[7], [8]])))[0] == 200  # its rows are r_0 and r_1
+        assert await call(f"{engine.url}/abort_request", "POST", {"rid": "r"}) == 200
+        assert (await status_of(engine.url, body()))[0] == 400
+        assert (await first)["meta_info"]["finish_reason"] == {"type": "abort"}
+        assert (await post(engine.url, body()))["output_ids"] == [6, 5, 4]
+
+
+@pytest.mark.parametrize("row", [True, False])
+async def test_as_sglang_the_id_of_a_lost_request_is_taken_until_an_abort_or_for_a_second(row: bool) -> None:
+    rules = SglangRules(disconnect_s=600.0, abort_s=0.0)
+    lost = body(input_ids=[[4], [5]]) if row else body()
+    with FakeEngine(fault=lambda payload, number: Fault.RESET if number == 0 else None, sglang=rules) as engine:
+        with pytest.raises(aiohttp.ServerDisconnectedError):
+            await post(engine.url, lost)
+        assert (await status_of(engine.url, lost))[0] == 400
+        assert await call(f"{engine.url}/abort_request", "POST", {"rid": "r"}) == 200
+        assert (await status_of(engine.url, lost))[0] == (400 if row else 200)  # it aborts the ids of rows that it has
+        for rid in ("r_0", "r_1"):
+            assert await call(f"{engine.url}/abort_request", "POST", {"rid": rid}) == 200
+        assert (await status_of(engine.url, lost))[0] == 200
+    rules = SglangRules(disconnect_s=0.0)
+    with FakeEngine(fault=lambda payload, number: Fault.RESET if number == 0 else None, sglang=rules) as engine:
+        with pytest.raises(aiohttp.ServerDisconnectedError):
+            await post(engine.url, lost)
+        assert (await status_of(engine.url, lost))[0] == 200
+
+
+async def test_as_sglang_it_keeps_what_arrives_in_a_pause_whatever_is_aborted() -> None:
+    with FakeEngine(sglang=SglangRules(abort_s=0.0, disconnect_s=0.0)) as engine:
+        assert await call(f"{engine.url}/ready") == 200
+        await call(f"{engine.url}/pause_generation", "POST", {"mode": "retract"})
+        assert await call(f"{engine.url}/ready") == 503
+        waiting = asyncio.create_task(post(engine.url, body()))
+        gone = asyncio.create_task(post(engine.url, body(rid="gone")))
+        await arrived(engine, 2)
+        gone.cancel()
+        await asyncio.wait([gone])
+        assert await call(f"{engine.url}/abort_request", "POST", {"abort_all": True}) == 200
+        for rid in ("r", "gone"):
+            assert (await status_of(engine.url, body(rid=rid)))[0] == 400
+        assert not waiting.done()
+        await call(f"{engine.url}/continue_generation", "POST", {})
+        assert (await waiting)["output_ids"] == [6, 5, 4]
+        assert (await status_of(engine.url, body(rid="gone")))[0] == 200
+
+
+@pytest.mark.parametrize("prompt", [[], [-1], [4, 20], [[4], []], [[4], [20]]])
+async def test_as_sglang_it_dies_of_a_token_that_it_has_no_row_for_and_of_an_empty_prompt(prompt: list[Any]) -> None:
+    with FakeEngine(latency=lambda payload: 600.0, sglang=SglangRules(vocab_size=20), back_after_s=0.0) as engine:
+        other = asyncio.create_task(post(engine.url, body(rid="other", input_ids=[19])))
+        await arrived(engine)
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await post(engine.url, body(input_ids=prompt))
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await other
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await call(f"{engine.url}/health")
+
+
+async def test_as_sglang_a_seed_says_nothing_unless_inference_is_deterministic_and_rows_are_equal_then() -> None:
+    rows = body(input_ids=[[4], [4]])
+    answers = []
+    for deterministic in (False, True):
+        with FakeEngine(lambda ids, seed: [seed], sglang=SglangRules(deterministic=deterministic)) as engine:
+            answers.append([row["output_ids"] for _ in range(2) for row in await post(engine.url, rows)])
+    assert answers == [[[1], [2], [3], [4]], [[2]] * 4]
+
+
+async def test_server_info_says_what_it_is_told_to() -> None:
+    with FakeEngine(server_info={"context_length": 64}) as engine:
+        async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/server_info") as response:
+            assert (await response.json())["context_length"] == 64

@@ -18,7 +18,7 @@ from buffer_rl.errors import DataError, PluginError, TrainError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.roles import ADVANTAGE_FIELDS, SAMPLED_FIELDS
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.model import initial_folder
+from buffer_rl.train.role_model import RoleModel
 from buffer_rl.train.stream import Stage, gradient_stage
 from buffer_rl.train.worker import RoleWorker
 from buffer_rl.types import GroupUid, RowId, TrainBatch
@@ -120,7 +120,7 @@ def role(args: Options, name: str) -> Stage:
     worker: Any = object.__new__(RoleWorker)
     worker._args, worker._role, worker._registry = args, name, PluginRegistry.from_flags([])
     if name == "teacher":
-        worker._load(*initial_folder(args, name))
+        worker._model = RoleModel(args, worker._registry, name, 0)
     stage: Stage = worker._make_stage()
     return stage
 

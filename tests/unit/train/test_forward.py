@@ -2,13 +2,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from buffer_rl.errors import TrainError
 from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
+from buffer_rl.train import forward
 from buffer_rl.train.collate import collate
 from buffer_rl.train.forward import response_log_probs
 from buffer_rl.train.model import load_model
@@ -44,6 +47,42 @@ def test_log_probs_and_entropies_equal_a_plain_forward_of_each_row(
         assert entropy_bt[row, :length].tolist() == pytest.approx(entropies, abs=2e-5)
         assert log_probs_bt[row, length:].abs().sum() == 0
         assert entropy_bt[row, length:].abs().sum() == 0
+
+
+class ArraysMade(TorchDispatchMode):
+    """Counts the arrays of ``[num_rows, width]`` that operations make; views are none."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        super().__init__()
+        self.num_rows, self.width, self.count = num_rows, width, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape[-1:] == (self.width,) and not result._is_view():
+            given = [a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)]
+            is_whole = result.numel() == self.num_rows * self.width
+            self.count += is_whole and result.untyped_storage().data_ptr() not in given
+        return result
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunks_change_no_value_and_no_gradient_and_make_few_large_arrays(
+    temperature: float, model_path: str, make_batch: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    micro = collate(make_batch(6), CPU)
+    vocabulary = load_model(model_path, CPU, "--hf-checkpoint").config.vocab_size
+    found = []
+    for chunk in (1 << 24, 5 * vocabulary):
+        monkeypatch.setattr(forward, "CHUNK_ELEMENTS", chunk)
+        model = load_model(model_path, CPU, "--hf-checkpoint")
+        with ArraysMade(len(micro.target_n), vocabulary) as made:
+            log_probs_bt, entropy_bt = response_log_probs(model, micro, temperature)
+            (log_probs_bt * torch.linspace(-1, 1, log_probs_bt.shape[1]) + 0.3 * entropy_bt).sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append((made.count, [log_probs_bt, entropy_bt, *gradients]))
+    (whole, expected), (chunked, values) = found
+    assert all(torch.equal(a, b) for a, b in zip(expected, values, strict=True))
+    assert (chunked, whole > 6) == (2, True)  # the logits and their gradient
 
 
 def test_capped_logits_keep_their_cap(tmp_path: Path, make_batch: Callable[..., TrainBatch]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from buffer_rl.errors import DataError
+from buffer_rl.train import forward
 from buffer_rl.train.collate import collate
 from buffer_rl.train.forward import response_log_probs
 from buffer_rl.types import GroupUid, RowId, TrainBatch
@@ -55,7 +56,11 @@ KEPT = [[[0, 1], []], [[2]]]
 TOKENS = [[0, 1, 3], [3, 2]]
 
 
-def test_log_probs_and_entropies_are_of_the_distribution_over_the_kept_tokens() -> None:
+@pytest.mark.parametrize("chunk", [1 << 24, 8, 4])  # three response tokens of a vocabulary of four
+def test_log_probs_and_entropies_are_of_the_distribution_over_the_kept_tokens(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "CHUNK_ELEMENTS", chunk)
     log_probs, entropy = response_log_probs(Bigrams(), collate(batch_of(KEPT, TOKENS), CPU), 1.0)  # type: ignore[arg-type]
     expected = [[math.log(0.3 / 0.8), math.log(0.4)], [0.0, 0.0]]
     torch.testing.assert_close(log_probs, torch.tensor(expected), atol=1e-6, rtol=0)

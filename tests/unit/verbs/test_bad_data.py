@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[str, bytes | Callable[[Path], None], str, str]] = {
     "an empty file": ("d.jsonl", b"", "", "no rows"),
     "no object": ("d.jsonl", GOOD + b'["prompt"]\n', ":2", "not a JSON object"),
     "NaN": ("d.jsonl", b'{"prompt": "a", "label": NaN}\n', ":1", "NaN is no JSON value"),
-    "a prompt of the wrong type": ("d.jsonl", GOOD + b'{"prompt": 7}\n', ":2", "is a number"),
+    "a prompt of the wrong type": ("d.jsonl", GOOD + b'{"prompt": 7.5}\n', ":2", "is a number"),
     "metadata of the wrong type": ("d.jsonl", b'{"prompt": "a", "metadata": []}\n', ":1", "not a mapping"),
     "a message without role": ("d.jsonl", GOOD + b'{"prompt": [{"content": "a"}]}\n', ":2", "has no role"),
     "no prompt": ("d.jsonl", GOOD + b'{"promt": "a"}\n', ":2", "did you mean promt?"),

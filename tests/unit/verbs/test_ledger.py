@@ -226,7 +226,7 @@ def test_foreign_groups_have_a_line_of_their_own(tmp_path: Path, capsys: pytest.
     *_, data, foreign, lost = out.partition("\n\n")[0].splitlines()
     assert data.split() == ["data", "0", "3", "2", "1", "0", "0", "0", "0"]
     assert foreign.split() == ["my-env", "foreign", "?", "1", "0", "2", "1", "0", "0"]
-    assert lost == "1 foreign groups were lost before their step, or not needed, and not handed in again"
+    assert lost == "1 foreign groups were lost before their step, or not needed, and not imported again"
     assert out.splitlines()[-1] == "the accounting holds"
     assert printed(out, "newest tickets") == [["train_0", "5", "4", "1", "0", "0"]]
     facts = asked(capsys, str(tmp_path))

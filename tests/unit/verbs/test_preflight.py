@@ -12,13 +12,12 @@ import pytest
 
 from buffer_rl.checkpoint import write_checkpoint
 from buffer_rl.config import compose
-from buffer_rl.errors import CheckpointError, ConfigError, DataError
+from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
 from buffer_rl.verbs.preflight import (
     check_checkpoint,
     check_devices,
-    check_eval_prompts,
     check_folders,
     check_row_lengths,
     make_folders,
@@ -168,14 +167,8 @@ ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 16}
 )
 def test_sequences_beyond_a_changing_rope_are_refused_and_the_limit_is_named(model: Path, config: Any) -> None:
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        ConfigError, match=r"'longrope'.*beyond 16 tokens(.|\n)*add --engine-context-length 16, or less"
-    ):
-        check_folders(options(model))
-    check_folders(options(model, engine_context_length=16))
     check_row_lengths(options(model, engine_context_length=16))
     other: dict[str, Any] = {"router_url": "http://127.0.0.1:1"}
-    check_folders(options(model, **other))
     with pytest.raises(ConfigError, match=r"'longrope'(.|\n)*may have 30(.|\n)*add --rollout-max-context-len 16"):
         check_row_lengths(options(model, **other))
     check_row_lengths(options(model, **other, rollout_max_context_len=16))
@@ -273,28 +266,3 @@ def test_an_evaluation_of_a_checkpoint_needs_no_training_data(model: Path) -> No
 def test_a_checkpoint_that_says_nothing_of_its_data_is_left_to_the_buffer(model: Path) -> None:
     write_checkpoint(model.parent / "saves", 1, lambda _: None, {})
     check_checkpoint(options(model, load=str(model.parent / "saves")), [source("aaa")])
-
-
-def eval_options(model: Path, lengths: list[int], **changes: Any) -> Any:
-    path = model.parent / "dev.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "a" * length}) + "\n" for length in lengths))
-    return options(model, eval_prompt_data=[f"dev={path}"], **changes)
-
-
-def test_evaluation_prompts_that_leave_no_room_are_named_with_their_lengths(model: Path) -> None:
-    make_char_tokenizer("a").save_pretrained(model)
-    check_eval_prompts(eval_options(model, [1, 29]))
-    with pytest.raises(DataError) as caught:
-        check_eval_prompts(eval_options(model, [1, 30, 29, 31]))
-    text = str(caught.value)
-    assert "dev, row 1: 30 tokens" in text
-    assert "dev, row 3: 31 tokens" in text
-    assert "row 2" not in text
-    assert "fewer than 30 tokens (the model's max_position_embeddings)" in text
-    with pytest.raises(DataError, match=r"fewer than 20 tokens \(--rollout-max-context-len\)"):
-        check_eval_prompts(eval_options(model, [20], rollout_max_context_len=20))
-
-
-def test_the_tokenizer_is_not_loaded_where_no_prompt_can_be_too_long(model: Path) -> None:
-    (model / "config.json").write_text('{"max_position_embeddings": 4096}')
-    check_eval_prompts(eval_options(model, [1, 500]))  # tokenizer.json could not be loaded

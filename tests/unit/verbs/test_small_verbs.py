@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 from buffer_rl.checkpoint import write_checkpoint
 from buffer_rl.cli import main
+from buffer_rl.errors import EngineError
 from buffer_rl.verbs.completion import completion_script
+from buffer_rl.verbs.generate import _while_engines_last
 from buffer_rl.verbs.table import VERBS
 
 ROWS: list[dict[str, Any]] = [
@@ -94,9 +97,25 @@ def test_the_counts_of_a_file_are_right(tmp_path: Path, capsys: pytest.CaptureFi
     assert "level (2), set (1)" in capsys.readouterr().out
 
 
+def test_generate_ends_as_soon_as_no_engine_is_left() -> None:
+    class Fleet:
+        def check(self) -> None:
+            raise EngineError("no engine is left: it was killed")
+
+    async def asked() -> None:
+        await asyncio.Event().wait()
+
+    fleet: Any = Fleet()
+    with pytest.raises(EngineError, match="no engine is left"):
+        asyncio.run(_while_engines_last(fleet, asked()))
+
+
 def test_generate_and_eval_say_what_they_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no model" in refused(capsys, "generate", "--prompt", "x")
     assert "-n: 'no' is not an integer" in refused(capsys, "generate", "-n", "no")
+    foreign = ("--router-url", "http://127.0.0.1:9", "--engine-urls", "http://127.0.0.1:8")
+    said = refused(capsys, "generate", "--load", str(tmp_path), "--prompt", "x", *foreign)
+    assert "not the checkpoint's" in said
     assert "nothing to evaluate on" in refused(capsys, "eval", "--num-rollout", "3")
     assert "--evl-interval" in refused(capsys, "eval", "--evl-interval", "3")
 

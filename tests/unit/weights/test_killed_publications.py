@@ -12,9 +12,9 @@ from buffer_rl.testing.tiny import make_tiny_model
 from harness.killed_publications import Trial, buckets_of
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
-GLOO = f"{Path(__file__).resolve().parents[3] / 'examples' / 'weight_transports' / 'gloo_broadcast.py'}:GlooBroadcast"
-SENDS = {"disk": "write", "tensor": "share", GLOO: "broadcast"}
-TRANSPORTS = ["disk", "tensor", pytest.param(GLOO, id="gloo broadcast")]
+DISTRIBUTED = "buffer_rl.weights.distributed:DistributedTransport"
+SENDS = {"disk": "write", "tensor": "share", DISTRIBUTED: "broadcast"}
+TRANSPORTS = ["disk", "tensor", pytest.param(DISTRIBUTED, id="distributed")]
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,8 @@ def test_a_sender_that_is_killed_at_any_bucket_or_between_any_calls_costs_no_who
         pytest.param("disk", True, id="disk, replaced", marks=pytest.mark.campaign),
         pytest.param("tensor", False, id="tensor", marks=pytest.mark.campaign),
         pytest.param("tensor", True, id="tensor, replaced"),
-        pytest.param(GLOO, False, id="gloo broadcast", marks=pytest.mark.campaign),
-        pytest.param(GLOO, True, id="gloo broadcast, replaced", marks=pytest.mark.campaign),
+        pytest.param(DISTRIBUTED, False, id="distributed", marks=pytest.mark.campaign),
+        pytest.param(DISTRIBUTED, True, id="distributed, replaced", marks=pytest.mark.campaign),
     ],
 )
 def test_an_engine_that_is_killed_before_any_call_costs_the_others_no_whole_version(

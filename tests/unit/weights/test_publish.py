@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from buffer_rl.errors import ConfigError, EngineError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_roles import FakeEngines, local_senders
 from buffer_rl.weights.disk import DiskTransport
-from buffer_rl.weights.publish import Publisher, ReferenceUpdates, RolePublisher
+from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.sender import Senders
 
 
@@ -203,86 +202,3 @@ def test_engines_that_serve_different_weights_are_an_error_where_they_are_compar
     with pytest.raises(EngineError, match="serve different weights as version 2"):
         publisher(tmp_path, engines, compare=True).publish(2)
     assert engines.paused
-
-
-class Writer:
-    """Writes a file whose text is the number of writes so far."""
-
-    def __init__(self) -> None:
-        self.writes = 0
-
-    def save_hf(self, path: str) -> None:
-        self.writes += 1
-        Path(path).mkdir(parents=True)
-        (Path(path) / "model.safetensors").write_text(str(self.writes))
-
-
-class Reference:
-    """Reads what it is given, as a process with the reference model does."""
-
-    def __init__(self) -> None:
-        self.loads: list[tuple[str, int]] = []
-
-    def load(self, path: str, version: int) -> None:
-        self.loads.append(((Path(path) / "model.safetensors").read_text(), version))
-
-
-def test_the_reference_takes_the_newest_weights_and_a_checkpoint_those_that_it_has(tmp_path: Path) -> None:
-    reference, folder = Reference(), tmp_path / "weights_ref"
-    updates = ReferenceUpdates(Writer().save_hf, reference.load, folder)
-    updates.save(tmp_path / "initial")
-    assert not (tmp_path / "initial").exists()
-    updates.update(2)
-    (folder / "vocabulary").mkdir()  # of somebody else
-    updates.update(4)
-    assert reference.loads == [("1", 2), ("2", 4)]
-    assert sorted(path.name for path in folder.iterdir()) == ["v000004", "vocabulary"]
-    updates.save(tmp_path / "checkpoint" / "ref")
-    assert (tmp_path / "checkpoint" / "ref" / "model.safetensors").read_text() == "2"
-
-
-def test_a_resumed_reference_is_that_of_the_checkpoint_and_saved_again(tmp_path: Path) -> None:
-    reference, saved = Reference(), tmp_path / "saved"
-    updates = ReferenceUpdates(Writer().save_hf, reference.load, tmp_path / "weights_ref")
-    updates.restore(saved, 5)
-    assert reference.loads == []
-    Writer().save_hf(str(saved))
-    updates.restore(saved, 5)
-    assert reference.loads == [("1", 5)]
-    shutil.rmtree(saved)  # older checkpoints are removed while a run goes on
-    updates.save(tmp_path / "again")
-    assert (tmp_path / "again" / "model.safetensors").read_text() == "1"
-    updates.update(6)
-    assert [path.name for path in (tmp_path / "weights_ref").iterdir()] == ["v000006"]
-
-
-def test_a_restored_reference_leaves_the_checkpoint_as_it_is(tmp_path: Path) -> None:
-    saved = tmp_path / "saved"
-    Writer().save_hf(str(saved))
-    updates = ReferenceUpdates(Writer().save_hf, Reference().load, tmp_path / "weights_ref")
-    updates.restore(saved, 5)
-    updates.update(6)
-    assert (saved / "model.safetensors").read_text() == "1"
-
-
-class Reader:
-    """A role that computes with the actor's weights. dead: its processes."""
-
-    role = "actor_fwd"
-
-    def __init__(self, dead: bool) -> None:
-        self.dead = dead
-
-    def call_and_keep(self, method: str, path: str, version: int) -> bool:
-        assert (method, Path(path).name) == ("update_weights_from_disk", f"v{version:06d}")
-        return not self.dead
-
-
-@pytest.mark.parametrize("dead", [False, True])
-def test_a_role_that_is_down_is_passed_over_by_name(tmp_path: Path, dead: bool) -> None:
-    said: list[str] = []
-    reader: Any = Reader(dead)
-    publisher = RolePublisher(None, Writer().save_hf, reader, tmp_path / "weights", said.append)
-    publisher.publish(3)
-    replacement = "its replacement takes version 3 before it works"
-    assert said == [f"actor_fwd is down and passed over: {replacement}"][:dead]

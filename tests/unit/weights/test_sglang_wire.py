@@ -25,7 +25,7 @@ SHARE = """
 import torch
 from buffer_rl.weights.shared_bucket import SharedWeights
 shared = SharedWeights()
-print(shared.share_pickled([{"a": torch.arange(4096.0)}])[0][0])
+print(shared.share([{"a": torch.arange(4096.0)}], pickled=True)[0][0])
 """
 
 
@@ -37,12 +37,54 @@ def test_a_process_that_is_no_child_reads_the_named_tensors_and_release_frees_th
     strategy = torch_multiprocessing.get_sharing_strategy()
     shared = SharedWeights()
     bucket = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([[3.0], [4.0]], dtype=torch.bfloat16)}
-    first, second = shared.share_pickled([bucket], num_receivers=2)[0]
+    first, second = shared.share([bucket], num_receivers=2, pickled=True)[0]
     assert files_of(os.getpid())
     for pickled in (first, second):
         answer = subprocess.run([sys.executable, "-c", READ, pickled], capture_output=True, text=True, check=True)
         assert answer.stdout.splitlines() == ["a torch.float32 [1.0, 2.0]", "b torch.bfloat16 [[3.0], [4.0]]"]
     assert torch_multiprocessing.get_sharing_strategy() == strategy
+    shared.release()
+    assert files_of(os.getpid()) == []
+
+
+KEEP = """
+import base64, pickle, sys
+named = pickle.loads(base64.b64decode(sys.argv[1]))
+print("read", flush=True)
+sys.stdin.readline()
+print(named[0][1].sum().item(), flush=True)
+del named
+print("unmapped", flush=True)
+"""
+
+
+def test_handles_that_no_engine_reads_keep_no_file_and_one_that_reads_keeps_what_it_has_mapped() -> None:
+    shared = SharedWeights()
+    bucket = {"a": torch.ones(5000), "b": torch.zeros(0)}
+    for _ in range(2):  # what is shared next releases it too
+        ((first, _, _),) = shared.share([bucket], num_receivers=3, pickled=True)
+        assert len(files_of(os.getpid())) == 2
+    with subprocess.Popen(
+        [sys.executable, "-c", KEEP, first], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "read\n"
+        shared.release()
+        shared.release()
+        assert files_of(os.getpid()) == []
+        out, _ = reader.communicate("\n", timeout=60)
+    assert (out.splitlines(), reader.returncode) == (["5000.0", "unmapped"], 0)
+
+
+def test_a_reader_that_died_keeps_no_file() -> None:
+    shared = SharedWeights()
+    ((handle,),) = shared.share([{"a": torch.ones(5000)}], pickled=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", KEEP, handle], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "read\n"
+        reader.kill()
     shared.release()
     assert files_of(os.getpid()) == []
 

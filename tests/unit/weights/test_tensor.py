@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.errors import EngineError
+from buffer_rl.engine.server_info import ServerInfo
+from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.testing.fake_roles import FakeEngines, local_senders
+from buffer_rl.testing.fake_roles import EMBEDDED_ENGINE, FakeEngines, local_senders
 from buffer_rl.types import Topology
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.tensor import LOAD_FORMAT, TensorSender, TensorTransport
@@ -21,6 +23,7 @@ class Memory:
     def __init__(self, buckets: int = 2) -> None:
         self.buckets = buckets
         self.asked: list[tuple[str | None, int]] = []
+        self.again: list[int] = []
         self.shared = False
 
     def sender(self, args: Any, topology: Any) -> Memory:
@@ -29,10 +32,35 @@ class Memory:
     def share(self, buckets: Any, load_format: str | None, num_receivers: int) -> list[list[str]]:
         self.asked.append((load_format, num_receivers))
         self.shared = True
-        return [["handle"] * num_receivers] * self.buckets
+        return self.named(num_receivers)
+
+    def handles(self, buckets: Any, num_receivers: int) -> list[list[str]]:
+        self.again.append(num_receivers)
+        return self.named(num_receivers)
+
+    def named(self, num_receivers: int) -> list[list[str]]:
+        return [[f"bucket {i} handle {j}" for j in range(num_receivers)] for i in range(self.buckets)]
 
     def release(self, buckets: Any) -> None:
         self.shared = False
+
+
+class Receivers(FakeEngines):
+    """Engines as ``infos`` says; notes what each is sent."""
+
+    def __init__(self, infos: Mapping[str, ServerInfo]) -> None:
+        super().__init__()
+        self.infos = dict(infos)
+        self.sent: list[tuple[dict[str, list[str]], str | None]] = []
+
+    def server_info(self) -> dict[str, ServerInfo]:
+        return self.infos
+
+    def update_weights_from_tensor(
+        self, serialized: Mapping[str, Sequence[str]], load_format: str | None, version: int | None
+    ) -> None:
+        self.sent.append(({url: list(handles) for url, handles in serialized.items()}, load_format))
+        super().update_weights_from_tensor(serialized, load_format, version)
 
 
 def publisher(memory: Memory, engines: FakeEngines, **options: Any) -> Publisher:
@@ -84,18 +112,41 @@ def test_a_version_that_is_tried_again_is_shared_once_and_staged_from_its_beginn
     assert not memory.shared
 
 
+def test_each_rank_of_each_engine_that_takes_part_has_a_handle_of_its_own_pickled() -> None:
+    memory, engines = Memory(), Receivers({"a": ServerInfo(tp_size=2), "b": ServerInfo()})
+    publisher(memory, engines).publish(1)
+    assert memory.asked == [(None, 3)]
+    assert engines.sent == [
+        ({"a": [f"bucket {bucket} handle 0", f"bucket {bucket} handle 1"], "b": [f"bucket {bucket} handle 2"]}, None)
+        for bucket in (0, 1)
+    ]
+
+
+def test_embedded_engines_get_json_whatever_the_option_says_that_the_run_starts() -> None:
+    memory, engines = Memory(), Receivers({"a": EMBEDDED_ENGINE, "b": EMBEDDED_ENGINE})
+    publisher(memory, engines, rollout_engine="sglang", rollout_num_engines=5).publish(1)
+    assert memory.asked == [(LOAD_FORMAT, 2)]
+    assert {load_format for _, load_format in engines.sent} == {LOAD_FORMAT}
+
+
+def test_handles_that_were_read_are_made_again_for_another_attempt() -> None:
+    memory, engines = Memory(), FakeEngines(fail_on="end", error=EngineError("broken"), failures=1)
+    publisher(memory, engines).publish(1)
+    assert (len(memory.asked), memory.again) == (1, [1])
+
+
 @pytest.mark.parametrize(
-    ("options", "asked"),
+    ("infos", "message"),
     [
-        ({"rollout_num_engines": 3}, (LOAD_FORMAT, 3)),
-        ({"engine_urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}, (LOAD_FORMAT, 2)),
-        ({"rollout_engine": "sglang"}, (None, 1)),
+        ({"a": ServerInfo(dp_size=2)}, "dp_size 2 takes weights from disk only"),
+        ({"a": ServerInfo(), "b": EMBEDDED_ENGINE}, "cannot read the same memory"),
     ],
 )
-def test_there_is_a_handle_for_each_engine_in_the_form_that_it_reads(options: Any, asked: tuple[Any, int]) -> None:
-    memory = Memory()
-    publisher(memory, FakeEngines(), **options).publish(1)
-    assert memory.asked == [asked]
+def test_engines_that_cannot_read_it_are_refused_before_anything_is_shared(infos: Any, message: str) -> None:
+    memory, engines = Memory(), Receivers(infos)
+    with pytest.raises(ConfigError, match=message):
+        publisher(memory, engines).publish(1)
+    assert (memory.asked, engines.calls) == ([], [])
 
 
 def test_a_trainer_without_weights_is_an_error() -> None:

@@ -184,7 +184,7 @@ async def test_an_abort_ends_the_rows_whose_ids_begin_so_and_the_answer_waits_fo
     assert (await http.post("/abort_request", {"rid": "list_1"}))[0] == 200
     await http.until(lambda info: info["num_waiting_requests"] == 2)
     status, answer = await http.post("/generate", {"input_ids": [1], "rid": "list_2"})
-    assert (status, "already running" in answer["error"]["message"]) == (400, True)
+    assert (status, "Duplicate request ID" in answer["error"]["message"]) == (400, True)
     assert not task.done()
     await http.post("/continue_generation")
     rows = await task
@@ -253,10 +253,8 @@ async def test_a_stop_token_is_cut_from_the_text_and_kept_in_the_tokens(http):
         ({"input_ids": [5], "sampling_params": {"max_tokens": 3}}, "max_tokens"),
         ({"input_ids": [5], "sampling_params": {"top_p": 3}}, "top_p"),
         ({"input_ids": [5], "colour": "blue"}, "colour"),
-        ({"input_ids": [5], "stream": True}, "stream"),
         ({"input_ids": [5], "return_routed_experts": True}, "'return_routed_experts' is not supported"),
         ({"input_ids": [5], "return_hidden_states": True}, "'return_hidden_states' is not supported"),
-        ({"input_ids": [5], "extra_key": "a"}, "'extra_key' is not supported"),
         ({"input_ids": [5], "session_params": {"id": "s"}}, "'session_params' is not supported"),
         ({"input_ids": [5], "lora_path": "a"}, "'lora_path' is not supported"),
         ({"input_ids": [5], "bootstrap_room": 0}, "'bootstrap_room' is not supported"),
@@ -269,8 +267,11 @@ async def test_a_stop_token_is_cut_from_the_text_and_kept_in_the_tokens(http):
         ({"input_ids": [99]}, r"\[0, 99\)"),
         ({"input_ids": [-1]}, r"\[0, 99\)"),
         ({"input_ids": [1.5]}, "whole"),
-        ({"input_ids": [5], "text": "a"}, "exactly one"),
-        ({}, "exactly one"),
+        ({"input_ids": [[5, 1], [5, 1.0]]}, "whole"),
+        ({"input_ids": [[5, 1], [5, True]]}, "whole"),
+        ({"input_ids": [[5], [99]]}, r"\[0, 99\)"),
+        ({"input_ids": [[5], [5]], "sampling_params": [{"max_new_tokens": 512}, {}]}, "context length"),
+        ({}, "must be given"),
         ({"input_ids": [5] * 512}, "context length"),
         ({"input_ids": [5] * 500, "sampling_params": {"max_new_tokens": 13}}, "context length"),
         ({"input_ids": [5], "rid": 7}, "rid"),
@@ -303,8 +304,10 @@ async def test_log_probs_are_given_to_the_prompts_that_asked(http):
 async def test_what_the_router_would_drop_is_refused_and_the_rest_arrives(fleet):
     with FakeEngine() as engine:
         log = str(Path(fleet.engines[0].process.log_path).with_name("dropping_router.log"))
-        router = Router([engine.url], log, request_timeout_s=30, deadline=time.monotonic() + 60)
+        router = Router(log, request_timeout_s=30)
         try:
+            router.wait_ready(60)
+            router.add(engine.url)
             async with EngineClient(router.url, [engine.url]) as client:
                 forwarded = {
                     "max_new_tokens": 3, "min_new_tokens": 1, "temperature": 0.5, "top_p": 0.5, "top_k": 3,

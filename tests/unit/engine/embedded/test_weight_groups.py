@@ -74,7 +74,9 @@ def grouped(engines: EngineControlClient, name: str = "w") -> Iterator[WeightGro
     """Rank 0 of a group with all engines."""
     with Rendezvous(timeout_s=20) as rendezvous:
         urls = engines.targets()
-        joined = start(engines.init_weights_update_group, rendezvous.address, rendezvous.port, urls, name=name)
+        joined = start(
+            engines.init_weights_update_group, rendezvous.address, rendezvous.port, dict.fromkeys(urls, 1), name=name
+        )
         group = rendezvous.group(name, len(urls) + 1)
         joined.result(20)
         yield group
@@ -155,7 +157,9 @@ def test_an_engine_receives_from_a_group_that_torch_made(
     engines: list[EmbeddedEngine], served: EngineControlClient, new: dict[str, torch.Tensor], free_port: int
 ) -> None:
     with EngineControlClient([engines[0].url]) as one:
-        joined = start(one.init_weights_update_group, "127.0.0.1", free_port, one.targets(), name="theirs")
+        joined = start(
+            one.init_weights_update_group, "127.0.0.1", free_port, dict.fromkeys(one.targets(), 1), name="theirs"
+        )
         group = torch_group(free_port, 0, 2, "theirs")
         joined.result(20)
         one.begin_weight_update()
@@ -217,7 +221,7 @@ def test_a_sender_that_is_killed_leaves_the_old_weights_and_the_group_can_be_mad
     assert sender.stdin
     assert sender.stdout
     port = int(sender.stdout.readline())
-    served.init_weights_update_group("127.0.0.1", port, served.targets(), name="w")
+    served.init_weights_update_group("127.0.0.1", port, dict.fromkeys(served.targets(), 1), name="w")
     served.begin_weight_update()
     received = start(served.update_weights_from_distributed, described(new), name="w", version=9)
     print(json.dumps([list(tensor.shape) for tensor in list(new.values())[:4]]), file=sender.stdin, flush=True)
@@ -427,7 +431,7 @@ def test_engines_that_are_left_out_of_a_group_are_not_told_and_each_other_one_ha
     old = served.checksums()
     only = engines[1].url
     with Rendezvous(timeout_s=20) as rendezvous, EngineControlClient([only]) as second:
-        joined = start(served.init_weights_update_group, rendezvous.address, rendezvous.port, [only], name="w")
+        joined = start(served.init_weights_update_group, rendezvous.address, rendezvous.port, {only: 1}, name="w")
         group = rendezvous.group("w", 2)
         joined.result(20)
         assert post(engines[0], LEAVE, group_name="w")[0] == 400
@@ -438,6 +442,6 @@ def test_engines_that_are_left_out_of_a_group_are_not_told_and_each_other_one_ha
     assert served.checksums()[engines[0].url] == old[engines[0].url]
     with Rendezvous(timeout_s=20) as rendezvous:
         urls = list(reversed(served.targets()))
-        joined = start(served.init_weights_update_group, "127.0.0.1", rendezvous.port, urls, name="w")
+        joined = start(served.init_weights_update_group, "127.0.0.1", rendezvous.port, dict.fromkeys(urls, 1), name="w")
         rendezvous.group("w", 3)
         joined.result(20)

@@ -1,0 +1,162 @@
+"""The time of one publication to one engine, by transport and size of the model.
+
+    python benchmarks/publication.py                                     # 10 MB to 2 GB: minutes, and 12 GB of memory
+    python benchmarks/publication.py --sizes 10,100                      # MB of float32 weights
+    python benchmarks/publication.py --sglang-python .venv-sglang/bin/python       # also to a SGLang server
+
+Weights of a random model, and an engine in a process of its own, one thread each. ``write`` is what engines
+generate through; ``pause`` is the time without generation: update, check of the version, continue. ``checksum`` is what
+``--check-weight-update-equal`` adds to the pause. Medians over alternating publications, so that all transports see the
+same machine; folders of versions are in the temporary folder. Beside them the machine's own limits, for the same
+number of bytes: a copy in memory, and a TCP connection over the loopback interface.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from servers import options_for, served
+
+from buffer_rl.engine.control import EngineControlClient
+from buffer_rl.testing.fake_roles import local_senders
+from buffer_rl.testing.tiny import make_tiny_model
+from buffer_rl.train.model import weight_buckets
+from buffer_rl.weights.disk import DiskTransport
+from buffer_rl.weights.distributed import DistributedTransport
+from buffer_rl.weights.publish import Publisher
+from buffer_rl.weights.tensor import TensorTransport
+
+TRANSPORTS: dict[str, Any] = {"disk": DiskTransport, "tensor": TensorTransport, "distributed": DistributedTransport}
+VOCAB = 4096
+TIMEOUT_S = 300.0
+
+
+def make_model(folder: Path, megabytes: int) -> str:
+    """A model of about so many MB in float32: wider and deeper the larger it is."""
+    width = next((width for limit, width in ((20, 256), (200, 512), (1000, 1024)) if megabytes <= limit), 2048)
+    layers = max(1, round((megabytes * 1e6 / 4 - VOCAB * width) / (12 * width**2)))  # q, o: 2; k, v: 1; three of 3 each
+    return make_tiny_model(
+        folder / "model",
+        vocab=VOCAB,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        head_dim=64,
+        init_scale=0.02,
+    )
+
+
+def measure(folder: Path, path: str, engine: str, python: str, repeats: int) -> dict[str, dict[str, float]]:
+    """The median seconds of each part by transport, to an engine of the kind ``engine``."""
+    args = options_for(
+        path,
+        run_dir=str(folder / "run"),
+        rollout_engine=engine,
+        sglang_python=python,
+        update_weights_timeout_s=TIMEOUT_S,
+    )
+    weights = weights_of(path)
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in TRANSPORTS}
+    with served(args, folder) as server, EngineControlClient([server.url], timeout_s=TIMEOUT_S) as control:
+        publishers = {}
+        for name, transport in TRANSPORTS.items():
+            trainer = local_senders(transport, args, lambda: weight_buckets(weights.items(), copy=False))
+            publishers[name] = Publisher(transport(args), trainer, control)
+        for version in range(1, repeats + 2):
+            for name, publisher in publishers.items():
+                parts = publisher.publish(version)
+                started = time.monotonic()
+                control.checksums()
+                parts["checksum"] = time.monotonic() - started
+                if version > 1:  # the first of each warms up
+                    times[name].append(parts)
+        for publisher in publishers.values():
+            publisher.close()
+    return {name: {part: median(rows, part) for part in rows[0]} for name, rows in times.items()}
+
+
+def weights_of(path: str) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder by name."""
+    return {name: tensor for file in Path(path).glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def median(rows: list[dict[str, float]], part: str) -> float:
+    """Of one part."""
+    return statistics.median(row[part] for row in rows)
+
+
+def copy_s(num_bytes: int) -> float:
+    """Seconds of a copy in memory that is there already, the best of three."""
+    source, target = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
+    return min(timed(lambda: target.copy_(source)) for _ in range(3))
+
+
+def loopback_s(num_bytes: int) -> float:
+    """Seconds of so many bytes through a TCP connection over the loopback interface."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sender:
+        receiver, _ = listener.accept()
+        block = bytes(1 << 20)
+
+        def send() -> None:
+            for left in range(num_bytes, 0, -len(block)):
+                sender.sendall(block[:left])
+
+        def run() -> None:
+            thread, left, buffer = threading.Thread(target=send), num_bytes, bytearray(1 << 20)
+            thread.start()
+            while left:
+                left -= receiver.recv_into(buffer)
+            thread.join()
+
+        with receiver:
+            return timed(run)
+
+
+def timed(run: Any) -> float:
+    """Seconds of a call."""
+    started = time.monotonic()
+    run()
+    return time.monotonic() - started
+
+
+def report(engine: str, times: dict[str, dict[str, float]]) -> None:
+    """Print the rows of one engine."""
+    for name, parts in times.items():
+        shown = "".join(f"{part.removesuffix('_time'):>10} {seconds * 1e3:8.1f} ms" for part, seconds in parts.items())
+        print(f"  {engine:10}{name:12}{shown}", flush=True)
+
+
+def main() -> int:
+    """Print a table; 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="10,100,500,2000", help="MB of weights, separated by commas")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sglang-python", default="", help="the Python of an environment with SGLang")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for megabytes in map(int, args.sizes.split(",")):
+        with tempfile.TemporaryDirectory(prefix="publication_") as name:
+            path = make_model(Path(name), megabytes)
+            num_bytes = sum(tensor.nbytes for tensor in weights_of(path).values())
+            print(f"{num_bytes / 1e6:.0f} MB")
+            for engine in ("embedded", "sglang") if args.sglang_python else ("embedded",):
+                report(engine, measure(Path(name), path, engine, args.sglang_python, args.repeats))
+            for name, seconds in (("memcpy", copy_s(num_bytes)), ("loopback", loopback_s(num_bytes))):
+                print(f"  {name:22}{seconds * 1e3:19.1f} ms, {num_bytes / seconds / 1e9:.1f} GB/s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""Which training command a bash script would start, found by reading the script; nothing in it is ever run.
+
+Variables with their defaults, arrays, ``source``, conditions that follow from the script, and a few commands that only
+compute texts (``dirname``, ``pwd``, ``seq``, ``echo``) are understood. What depends on other commands stays a mark in
+the value (``shell_values``). Environment variables are as if they were not set. Functions are read where they stand.
+"""
+
+from __future__ import annotations
+
+import os.path
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from buffer_rl.configuration.shell_expansion import DEEPEST, Argument, Scope
+from buffer_rl.configuration.shell_syntax import Block, Branches, Chain, Command, Negated, Node, Sometimes, parse
+from buffer_rl.configuration.shell_values import computed, holds, marks_of, shown
+from buffer_rl.configuration.shell_words import Assignment, Operator, Word, split_script
+from buffer_rl.errors import ConfigError
+
+MOST_BYTES = 1 << 20
+MOST_FOLLOWED = 200
+"""Scripts and commands in texts that are followed, the script's own included."""
+_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+_DECLARING = ("export", "declare", "local", "readonly", "typeset")
+_ELEMENT = re.compile(r"([A-Za-z_]\w*)\[.*\]\+?=.*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A Python program that the script starts. words: the whole command, of which ``arguments`` are the program's."""
+
+    program: str
+    arguments: tuple[Argument, ...]
+    words: tuple[Argument, ...]
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What was found. notices: what of the script could not be followed, and matters."""
+
+    launches: tuple[Launch, ...]
+    notices: tuple[str, ...]
+
+
+def read_script(path: str, given: Mapping[str, str]) -> Script:
+    """Read the script and what it sources. given: variables whose values replace those of the script.
+
+    Raises ConfigError for a file that cannot be read, or that is no bash as far as it is known here."""
+    reader = _Reader(scope=Scope(given=given))
+    reader.read(path, Path(path))
+    return Script(launches=tuple(reader.launches), notices=tuple(dict.fromkeys(reader.scope.notices)))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Reader:
+    scope: Scope
+    launches: list[Launch] = field(default_factory=list)
+    followed: int = 0
+
+    def read(self, where: str, file: Path) -> None:
+        """Follow one file. Raises ConfigError."""
+        try:
+            if file.stat().st_size > MOST_BYTES:
+                raise ConfigError("this is no launch script: it has more than 1 MiB", where=where)
+            text = file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot read the script: {error.strerror}", where=where) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the script is not UTF-8: {error}", where=where) from error
+        outer, self.scope.path = self.scope.path, str(file)
+        self.follow(text, where)
+        self.scope.path = outer
+
+    def follow(self, text: str, where: str, first_line: int = 1) -> None:
+        """Follow the text of a script."""
+        self.followed += 1
+        if self.scope.depth >= DEEPEST or self.followed > MOST_FOLLOWED:
+            raise ConfigError("scripts and commands are inside each other too often", where=where)
+        self.scope.depth += 1
+        self.run(parse(split_script(text.replace("\r\n", "\n"), where, first_line), where))
+        self.scope.depth -= 1
+
+    # ---- commands. The outcome is True, False, or None where it is not known.
+
+    def run(self, block: Block) -> bool | None:
+        outcome: bool | None = True
+        for node in block:
+            outcome = self._run(node)
+        return outcome
+
+    def _run(self, node: Node) -> bool | None:
+        if isinstance(node, Command):
+            return self._command(node)
+        if isinstance(node, Chain):
+            return self._chain(node)
+        if isinstance(node, Negated):
+            outcome = self._run(node.node)
+            return None if outcome is None else not outcome
+        if isinstance(node, Branches):
+            return self._branches(node)
+        if isinstance(node, Sometimes):
+            if node.name:
+                self.scope.variables[node.name] = computed(node.name)
+            self._perhaps([lambda: self.run(node.body)], node.line)
+            return None
+        return self.run(node)
+
+    def _chain(self, chain: Chain) -> bool | None:
+        outcome: bool | None = True
+        for symbol, node in chain.items:
+            if symbol in ("", "|", "|&"):
+                outcome = self._run(node)
+                outcome = outcome if symbol == "" and len(chain.items) > 1 else None
+            elif outcome is None:
+                line = node.line if isinstance(node, Command) else 0
+                self._perhaps([lambda node=node: self._run(node)], line)  # type: ignore[misc]
+            elif outcome == (symbol == "&&"):
+                outcome = self._run(node)
+        return outcome
+
+    def _branches(self, node: Branches) -> bool | None:
+        undecided: list[Callable[[], object]] = []
+        for condition, body in node.arms:
+            outcome = self.run(condition)
+            if outcome is True and not undecided:
+                return self.run(body)
+            if outcome is not False:
+                undecided.append(lambda body=body: self.run(body))  # type: ignore[misc]
+        if not undecided:
+            return self.run(node.otherwise)
+        self._perhaps([*undecided, lambda: self.run(node.otherwise)], node.line)
+        return None
+
+    def _perhaps(self, alternatives: Sequence[Callable[[], object]], line: int) -> None:
+        """Follow each alternative from here: texts that differ afterwards are unknown, arrays are as in the first that
+        changes them."""
+        before = self.scope.variables
+        results = []
+        for alternative in alternatives:
+            self.scope.variables = dict(before)
+            alternative()
+            results.append(self.scope.variables)
+        self.scope.variables = dict(before)
+        for name in {name: None for result in results for name in result}:
+            values = [result.get(name) for result in [*results, *([before] if len(results) == 1 else [])]]
+            if all(value == before.get(name) for value in values):
+                continue
+            changed = next(value for value in values if value != before.get(name) and value is not None)
+            if isinstance(changed, str) and any(value != changed for value in values):
+                changed = computed(name)
+            elif any(value != changed for value in values):
+                what = f"whether {name} is filled here is known to the run alone; it is read as if it were"
+                self.scope.doubtful[name] = f"{self.scope.path}:{line}: {what}"
+            self.scope.variables[name] = changed
+
+    def _command(self, command: Command) -> bool | None:
+        tokens = list(command.tokens)
+        while tokens and isinstance(tokens[0], Assignment):
+            self.scope.assign(tokens.pop(0))  # type: ignore[arg-type]
+        if not tokens:
+            return True
+        if isinstance(tokens[0], Operator):
+            return self.scope.truth(tokens[0])
+        name = tokens[0].literal() if isinstance(tokens[0], Word) else ""
+        if name in ("[", "[[", "test"):
+            return holds(list(self.scope.test_words(tokens[1:])))
+        if name in _DECLARING:
+            for token in tokens:
+                if isinstance(token, Assignment):
+                    self.scope.assign(token)
+            return True
+        words = list(self.scope.words(tokens))
+        if not words:
+            return True
+        return self._builtin(words, command.line)
+
+    def _builtin(self, words: list[Argument], line: int) -> bool | None:
+        name, where = words[0].text, f"{self.scope.path}:{line}"
+        if name in ("source", ".") and len(words) > 1:
+            self._source(words[1].text, where)
+        elif name == "eval":
+            self.follow(" ".join(word.text for word in words[1:]), self.scope.path, line)
+        elif name in ("read", "mapfile", "readarray"):
+            for word in words[1:]:
+                self.scope.set(word.text, computed(word.text))
+        elif name == "printf" and len(words) > 2 and words[1].text == "-v":
+            self.scope.set(words[2].text, computed(words[2].text))
+        elif name == "unset":
+            for word in words[1:]:
+                self.scope.variables.pop(word.text, None)
+        elif name.startswith("--"):
+            what = "a command cannot begin so; is a backslash missing at the end of the line before?"
+            self.scope.notices.append(f"{where}: {name}: {what}")
+        elif element := _ELEMENT.fullmatch(name):
+            changed = element.group(1)
+            self.scope.doubtful[changed] = f"{where}: one element of {changed} is set, which is not followed"
+        elif name in (":", "true", "false"):
+            return name != "false"
+        elif name in ("command", "which", "type", "grep", "pgrep", "curl"):
+            return None
+        else:
+            self._look_for_launch(words, line)
+        return True
+
+    def _source(self, path: str, where: str) -> None:
+        file = Path(path)
+        if not marks_of(path) and file.is_file():
+            self.read(path, file)
+            return
+        what = "the model's shape, which is read from --hf-checkpoint anyway" if "models" in file.parts else "its flags"
+        self.scope.notices.append(f"{where}: {shown(path)} is not there, and with it {what}")
+
+    def _look_for_launch(self, words: list[Argument], line: int) -> None:
+        for position, word in enumerate(words):
+            base = os.path.basename(word.text)
+            if base in ("bash", "sh") and position + 2 < len(words) and words[position + 1].text in ("-c", "-lc"):
+                self.follow(words[position + 2].text, self.scope.path, line)
+                return
+            if not _PYTHON.fullmatch(base):
+                continue
+            program = next((at for at in range(position + 1, len(words)) if words[at].text.endswith(".py")), None)
+            if program is None or any(not w.text.startswith("-") for w in words[position + 1 : program]):
+                return
+            found = Launch(
+                program=words[program].text,
+                arguments=tuple(words[program + 1 :]),
+                words=tuple(words),
+                where=f"{self.scope.path}:{line}",
+            )
+            self.launches.append(found)
+            return

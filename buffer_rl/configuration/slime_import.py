@@ -1,0 +1,196 @@
+"""A launch command of slime as options: a verdict for each flag, and additions where slime's defaults are others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from buffer_rl.config import flag_of, item_of_mapping
+from buffer_rl.configuration.shell_expansion import Argument
+from buffer_rl.configuration.shell_script import Launch
+from buffer_rl.configuration.shell_values import as_run, is_computed, marks_of, shown
+from buffer_rl.configuration.slime_flags import DEFAULTS, Verdict
+from buffer_rl.configuration.slime_verdicts import SFT, Flags, Judge, Target, value_of
+from buffer_rl.configuration.sources import resolve
+from buffer_rl.configuration.values import Raw, option_type
+from buffer_rl.errors import ConfigError
+
+PLACES = (
+    "actor_num_nodes",
+    "actor_num_gpus_per_node",
+    "rollout_num_gpus",
+    "rollout_num_gpus_per_engine",
+    "num_gpus_per_node",
+    "colocate",
+    "weight_sync_mode",
+    "rollout_engine",
+    "engine_dtype",
+    "engine_device",
+    "router_policy",
+)
+"""Options that a run on one machine without GPUs leaves out, with those of SGLang and Megatron."""
+
+
+_JOB_ENVIRONMENT = "--runtime-env-json="
+_OF_GENERATION = ("rollout_skip_special_tokens", "label_key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One flag. value: as people read it. options: what it becomes; where ``written`` is not empty it is the reason
+    that the file has them as comments. where: ``file:line``."""
+
+    flag: str
+    value: str = ""
+    verdict: Verdict
+    why: str = ""
+    options: Mapping[str, Raw] = field(default_factory=dict)
+    left_out: str = ""
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """lines: one a flag, in the script's order. added: slime's defaults, where those of a run are others."""
+
+    launch: Launch
+    lines: list[Line]
+    added: list[Line]
+
+    def python_path(self) -> str:
+        """The ``PYTHONPATH`` of the job, without Megatron's folders; empty where it sets none."""
+        given = next((word.text for word in self.launch.words if word.text.startswith(_JOB_ENVIRONMENT)), "")
+        try:
+            variables = json.loads(shown(given).removeprefix(_JOB_ENVIRONMENT)).get("env_vars", {})
+        except (json.JSONDecodeError, AttributeError):
+            return ""
+        folders = str(variables.get("PYTHONPATH", "")).split(":")
+        return ":".join(folder for folder in folders if folder and "Megatron" not in folder)
+
+    def unknown_values(self) -> list[str]:
+        """Variables that only a run of the script knows, and that the options need."""
+        texts = [text for line in [*self.lines, *self.added] for raw in line.options.values() for text in texts_of(raw)]
+        return list(dict.fromkeys(name for text in texts if is_computed(text) for name in marks_of(text)))
+
+
+def translate(launch: Launch, target: Target) -> Translation:
+    """Give each flag of the command its verdict. Raises ConfigError for arguments that belong to no flag."""
+    flags, again, where = flags_of(launch.arguments)
+    lines = []
+    for name, values in flags.items():
+        texts = [value.text.strip() for value in values]  # of blanks that only Python knows, as slime's parser does
+        verdict, why, options = Judge(flags=flags, target=target).judge(name, texts)
+        line = Line(flag=f"--{name}", value=shown(" ".join(texts)), verdict=verdict, why=why, options=options)
+        more = "given twice, the last one counts" if name in again else ""
+        line = replace(line, where=where[name], why="; ".join(filter(None, (line.why, more))))
+        lines.append(_left_out(_checked(line, target), target))
+    lines += [*_of_program(launch, flags), *_of_absent(flags)]
+    added = [_left_out(_checked(line, target), target) for line in _defaults(flags, target)]
+    return Translation(launch=launch, lines=lines, added=added)
+
+
+def flags_of(arguments: Iterable[Argument]) -> tuple[Flags, set[str], dict[str, str]]:
+    """Each flag's values, the flags that came again, and ``file:line`` of each. Raises ConfigError for values without a
+    flag before them."""
+    flags: Flags = {}
+    again: set[str] = set()
+    where: dict[str, str] = {}
+    values: list[Argument] | None = None
+    for argument in arguments:
+        if argument.text.startswith("--") and len(argument.text) > 2:
+            flag, equals, value = argument.text[2:].partition("=")
+            name = flag.replace("_", "-")
+            again |= {name} & flags.keys()
+            values = [Argument(value, argument.where)] if equals else []
+            flags.pop(name, None)
+            flags[name], where[name] = values, argument.where
+        elif values is None:
+            if as_run(argument.text):
+                raise ConfigError(f"{shown(argument.text)!r} belongs to no flag", where=argument.where)
+        else:
+            values.append(argument)
+    return flags, again, where
+
+
+def _of_program(launch: Launch, flags: Flags) -> Iterable[Line]:
+    """What is to be said of slime's other program, which generates while it trains."""
+    name = Path(launch.program).name
+    if name != "train_async.py":
+        return
+    verdict, why = (
+        Verdict.CHANGES,
+        "it generates one rollout ahead of training, with older weights than --schedule here",
+    )
+    if value_of(flags, "loss-type") == SFT:
+        verdict, why = Verdict.NOT_NEEDED, "supervised fine-tuning generates nothing"
+    yield Line(flag=name, verdict=verdict, why=why, where=launch.where)
+
+
+def _of_absent(flags: Flags) -> Iterable[Line]:
+    """What Megatron does by default, and no option here can do."""
+    for name in ("attention-dropout", "hidden-dropout"):
+        if name not in flags:
+            why = "Megatron's default is a dropout of 0.1, and there is none here"
+            yield Line(flag=f"(no --{name})", verdict=Verdict.CHANGES, why=why)
+
+
+def texts_of(raw: Raw) -> list[str]:
+    if isinstance(raw, list):
+        return raw
+    return [raw] if isinstance(raw, str) else []
+
+
+def _defaults(flags: Flags, target: Target) -> Iterable[Line]:
+    """The defaults of slime, where those of a run here are others."""
+    supervised = value_of(flags, "loss-type") == SFT
+    if not supervised:
+        yield _added("rollout_engine", "sglang", "slime's engines are always SGLang's")
+    if target.with_megatron:
+        yield _added("train_backend", "megatron", "slime's trainer")
+        for name, value in (("transformer_impl", "transformer_engine"), ("bf16", "true")):
+            if name in target.megatron and name.replace("_", "-") not in flags:
+                yield _added(name, value, f"slime's default, without {flag_of(name)}")
+    for flag, option, value, only_with in DEFAULTS:
+        if flag in flags or (only_with and only_with not in flags) or (supervised and option in _OF_GENERATION):
+            continue
+        if option == "loss_agg_mode" and value_of(flags, "advantage-estimator") == "gspo":
+            continue  # a number for each row, whatever the mode
+        yield _added(option, value, f"slime's default, without --{flag}")
+    alone = (value_of(flags, "n-samples-per-prompt") or "1") == "1"
+    if alone and not supervised and "disable-grpo-std-normalization" not in flags:
+        yield _added("grpo_std_normalization", "false", "as slime does with one sample a prompt")
+
+
+def _added(option: str, value: str, why: str) -> Line:
+    return Line(flag=flag_of(option), value=value, verdict=Verdict.SAME, why=why, options={option: value})
+
+
+def _checked(line: Line, target: Target) -> Line:
+    """The line, or another verdict where its value is none of the option's."""
+    for name, raw in line.options.items():
+        owner, _ = ("", "") if name in target.fields else item_of_mapping(target.fields, name)
+        if name not in target.fields and not owner:
+            return replace(line, verdict=Verdict.NOT_YET, why=f"there is no {flag_of(name)} here", options={})
+        if owner or any(marks_of(text) for text in texts_of(raw)):
+            continue
+        try:
+            resolve(target.options_class, flags={name: raw}, environ={}, config_path=None)
+        except ConfigError as error:
+            wanted = option_type(target.fields[name])
+            why = f"the value is not {wanted}" if "is not" in str(error) else str(error).replace("\n", " ")
+            return replace(line, verdict=Verdict.NOT_YET, why=why, options={})
+    return line
+
+
+def _left_out(line: Line, target: Target) -> Line:
+    """The line with the reason for which the file has its options as comments, if there is one."""
+    texts = [text for raw in line.options.values() for text in texts_of(raw)]
+    if names := [name for text in texts if is_computed(text) for name in marks_of(text)]:
+        return replace(line, left_out=f"only a run of the script knows {', '.join(dict.fromkeys(names))}")
+    if any(name in target.megatron for name in line.options) and not target.with_megatron:
+        return replace(line, left_out="with train_backend: megatron")
+    if target.laptop and any(name in PLACES or name.startswith("sglang_") for name in line.options):
+        return replace(line, left_out="for GPUs and SGLang")
+    return line

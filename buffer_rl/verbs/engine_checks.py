@@ -1,0 +1,181 @@
+"""What the engines of a run can do of what its options ask for, looked at before anything starts.
+
+Engines that the run starts are asked by way of their launcher, others by their ``/server_info``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from buffer_rl.config import flag_of
+from buffer_rl.data.eval_sets import eval_sets_of
+from buffer_rl.data.source import EvalSource
+from buffer_rl.driver.schedule import train_only
+from buffer_rl.engine.control import EngineControlClient
+from buffer_rl.engine.external import urls_of
+from buffer_rl.engine.process import starts_engines
+from buffer_rl.engine.server_info import ServerInfo
+from buffer_rl.errors import ConfigError, DataError
+from buffer_rl.model_config import max_positions, read_config
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.calls import call
+from buffer_rl.rollout.options import is_built_in_rollout
+from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
+from buffer_rl.train.roles import is_supervised
+from buffer_rl.types import Prompt, SampleGroup
+
+ASK_TIMEOUT_S = 20.0
+MAX_REPORTED = 10
+TEMPLATE_BYTES = 1024  # more than what a chat template adds to a message; templates with tools are longer
+PROMPT_MARGIN, SEQUENCE_MARGIN = 7, 2
+"""Tokens of its context C that a SGLang server (0.5.23) lets no prompt, and no prompt with its response, fill: it ends
+responses at C - 2, and refuses requests for more than C."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextLimit:
+    """The longest prompt, and the longest prompt and response together, in tokens. of: what says so, for the user."""
+
+    prompt: int
+    sequence: int
+    of: str
+
+    @classmethod
+    def of_server(cls, info: ServerInfo, url: str, own: int | None) -> ContextLimit | None:
+        """Of a server; own: of its model, which is the server's where it names none."""
+        length = own if info.context_length is None else info.context_length
+        if length is None:
+            return None
+        prompt, sequence = (1, 0) if info.is_ours else (PROMPT_MARGIN, SEQUENCE_MARGIN)
+        return cls(prompt=length - prompt, sequence=length - sequence, of=f"{url}, with a context of {length} tokens")
+
+
+def check_engines(args: Any, registry: PluginRegistry) -> list[ContextLimit]:
+    """The limits of the engines. Raises ConfigError if they cannot serve what the options ask for, EngineError if one
+    that runs elsewhere does not answer, and PluginError."""
+    if train_only(args) or (is_supervised(args) and not _evaluates(args)):
+        return []
+    config = read_config("--hf-checkpoint", args.hf_checkpoint)
+    if not starts_engines(args):
+        return _check_servers(args, [*args.engine_urls, *urls_of(args)], max_positions(config))
+    _check_launcher(args, registry)
+    limits = {
+        "--engine-context-length": args.engine_context_length,
+        "the model's max_position_embeddings": max_positions(config),
+    }
+    found = [ContextLimit(prompt=most - 1, sequence=most, of=of) for of, most in limits.items() if most is not None]
+    _check_lengths(args, found)
+    return found
+
+
+def check_eval_prompts(args: Any, engines: list[ContextLimit]) -> None:
+    """Raises DataError naming the evaluation prompts that leave no room for a response.
+
+    An evaluation over some of its rows could not be compared with others, so such rows are refused, not skipped.
+    ``--rollout-max-prompt-len`` is about training prompts. The tokenizer is loaded only if a prompt may be too long.
+    """
+    limits = [(limit.prompt, limit.of) for limit in engines]
+    if args.rollout_max_context_len is not None:
+        limits.insert(0, (args.rollout_max_context_len - 1, "--rollout-max-context-len"))
+    if not limits or train_only(args) or not _evaluates(args):
+        return
+    limit, of = min(limits, key=lambda each: each[0])
+    groups = [group for group in EvalSource(args).all_groups() if _most_tokens(group[0].prompt) > limit]
+    if not groups:
+        return
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    encoder = PromptEncoder.from_args(args, tokenizer)
+    lengths = [(group, len(encoder.encode(group[0]))) for group in groups]
+    long = [f"{_named(group)}: {length} tokens" for group, length in lengths if length > limit]
+    if long:
+        more = [f"... and {len(long) - MAX_REPORTED} more"] if len(long) > MAX_REPORTED else []
+        raise DataError(
+            "\n".join(["evaluation prompts leave no room for a response", *long[:MAX_REPORTED], *more]),
+            where="--eval-prompt-data and --eval-config",
+            expected=f"fewer than {limit + 1} tokens ({of})",
+            hint="take the rows out, or raise the limit where the model has room",
+        )
+
+
+def _evaluates(args: Any) -> bool:
+    return bool(args.eval_prompt_data or args.eval_config)
+
+
+def _check_launcher(args: Any, registry: PluginRegistry) -> None:
+    reference = args.rollout_engine
+    launcher: Any = registry.resolve("engine", reference)
+    if (check := getattr(launcher, "check", None)) is not None:
+        call("engine", reference, check, args, at="check", error_class=ConfigError)
+    if args.deterministic and not getattr(launcher, "deterministic", False):
+        raise ConfigError(
+            "these engines do not promise equal tokens for equal seeds",
+            where=f"--deterministic and --rollout-engine {reference}",
+            expected="--rollout-engine embedded, or a launcher that says so: deterministic = True",
+        )
+
+
+def _check_servers(args: Any, urls: list[str], own: int | None) -> list[ContextLimit]:
+    with EngineControlClient(urls, timeout_s=ASK_TIMEOUT_S, api_key=args.engine_api_key) as control:
+        found = control.server_info()
+    if args.deterministic and (others := [url for url, info in found.items() if not info.deterministic]):
+        raise ConfigError(
+            f"the engine {others[0]} does not promise equal tokens for equal seeds",
+            where="--deterministic",
+            expected="deterministic: true in its /server_info, as of embedded engines with --deterministic",
+        )
+    limits = [ContextLimit.of_server(info, url, own) for url, info in found.items()]
+    known = [limit for limit in limits if limit is not None]
+    _check_lengths(args, known)
+    return known
+
+
+def _check_lengths(args: Any, limits: list[ContextLimit]) -> None:
+    """Raises ConfigError if the engines would refuse requests as too long, or end the responses early. A function of
+    the user's may ask for less than the options say."""
+    if not limits or not is_built_in_rollout(args) or args.custom_generate_function_path is not None:
+        return
+    limit = min(limits, key=lambda each: each.sequence)
+    prompt, most = args.rollout_max_prompt_len, args.rollout_max_context_len
+    if prompt is not None and prompt > limit.prompt:
+        raise ConfigError(
+            f"prompts of {prompt} tokens are too long for the engines ({limit.of})",
+            where=flag_of("rollout_max_prompt_len"),
+            expected=f"at most {limit.prompt}",
+        )
+    for where, response, of_prompt in _response_lengths(args):
+        longest = min(response + of_prompt, most or response + of_prompt)
+        if longest > limit.sequence:
+            raise ConfigError(
+                f"prompt and response may have {longest} tokens, too many for the engines ({limit.of})",
+                where=where,
+                expected=f"at most {limit.sequence} tokens together",
+                hint=f"lower it, or add --rollout-max-context-len {limit.sequence}",
+            )
+
+
+def _response_lengths(args: Any) -> Iterator[tuple[str, int, int]]:
+    """What sets the length of responses, that length, and a length that prompts may have, in tokens."""
+    rollout, evaluation = args.rollout_max_response_len, args.eval_max_response_len
+    flag = flag_of("rollout_max_response_len")
+    if args.num_rollout != 0:
+        yield flag, rollout, args.rollout_max_prompt_len or 1
+    for chosen in eval_sets_of(args):
+        if chosen.max_response_len is not None:
+            yield f"--eval-config {args.eval_config}, the set {chosen.name!r}", chosen.max_response_len, 1
+        elif evaluation is not None:
+            yield flag_of("eval_max_response_len"), evaluation, 1
+        else:
+            yield flag, rollout, 1
+
+
+def _most_tokens(prompt: Prompt) -> int:
+    """More tokens than any tokenizer makes of it: a token is a byte at least."""
+    if isinstance(prompt, str):
+        return len(prompt.encode()) + TEMPLATE_BYTES
+    return sum(len(str(message).encode()) + TEMPLATE_BYTES for message in prompt)
+
+
+def _named(group: SampleGroup) -> str:
+    return f"{group.data_set}, row {group.uid.row}"

@@ -1,0 +1,176 @@
+"""``buffer-rl import slime SCRIPT``: the launch script of slime as a file of options, with a verdict for each flag."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from buffer_rl.config import compose, load_section
+from buffer_rl.configuration.shell_script import Launch, Script, read_script
+from buffer_rl.configuration.slime_file import yaml_text
+from buffer_rl.configuration.slime_flags import Verdict
+from buffer_rl.configuration.slime_import import Line, Translation, translate
+from buffer_rl.configuration.slime_verdicts import Target
+from buffer_rl.errors import ConfigError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.redaction import MASK, is_secret
+from buffer_rl.verbs.table import print_table
+from buffer_rl.verbs.train import plugins_named, sections_of
+
+_DESCRIPTION = """\
+Translate a launch script of slime (bash). The script is read, with what it sources, and never run.
+
+One line a flag: same, renamed, not needed, changes the result, or not there yet, each with its reason. --out writes
+the options as a file for 'buffer-rl train --config FILE'. Variables of the environment are as if they were not set:
+their defaults in the script hold, and what has none is ${env:NAME} in the file.
+"""
+_TITLES = {
+    Verdict.SAME: "Same",
+    Verdict.RENAMED: "Renamed",
+    Verdict.NOT_NEEDED: "Not needed",
+    Verdict.CHANGES: "Changes the result",
+    Verdict.NOT_YET: "Not there yet",
+}
+_BACKENDS = ("torch", "megatron")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser("import", description=_DESCRIPTION)
+    projects = parser.add_subparsers(metavar="PROJECT", required=True, dest="project")
+    slime = projects.add_parser("slime", help="a bash script that starts slime's train.py", description=_DESCRIPTION)
+    slime.add_argument("script", metavar="SCRIPT", help="for example scripts/run-qwen3-4B.sh")
+    slime.add_argument(
+        "--out", metavar="FILE", help="write the options to this file, for buffer-rl train --config FILE"
+    )
+    slime.add_argument("--force", action="store_true", help="overwrite FILE")
+    slime.add_argument(
+        "--set", nargs="*", action="extend", default=[], metavar="NAME=VALUE", help="variables of the script"
+    )
+    slime.add_argument(
+        "--laptop", action="store_true", help="one machine without GPUs: the embedded engine, one trainer rank"
+    )
+    slime.add_argument(
+        "--train-backend",
+        choices=_BACKENDS,
+        help="the trainer (default: megatron where its plugin is there, else torch)",
+    )
+    slime.add_argument("-p", "--plugin", nargs="*", action="extend", default=[], metavar="NAME", help="as for train")
+    slime.set_defaults(run=run, found=plugins_named(argv))
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Read, translate, report, write. Returns the exit status; raises ConfigError."""
+    out = Path(namespace.out) if namespace.out else None
+    if out is not None and out.exists() and not namespace.force:
+        raise ConfigError("the file is there already", where=f"--out {out}", hint="another name, or --force")
+    script = read_script(namespace.script, _given(namespace.set))
+    launch = _launch(script, namespace.script)
+    target = _target(namespace)
+    translation = translate(launch, target)
+    flags = [line for line in translation.lines if line.flag.startswith("--")]
+    print(f"{launch.where}: {Path(launch.program).name} with {len(flags)} flags")
+    _report(translation, namespace.script)
+    if folders := translation.python_path():
+        print(f"\nnotice: the job has PYTHONPATH={folders}; buffer-rl finds your functions if it has it too")
+    for notice in script.notices:
+        print(f"\nnotice: {notice}")
+    if names := translation.unknown_values():
+        print(f"\nnotice: only a run of the script knows {', '.join(names)}: --set {names[0]}=VALUE says it here")
+    text = yaml_text(
+        translation,
+        target,
+        title=f"buffer-rl import slime {Path(namespace.script).name}",
+        run_dir=f"runs/{Path(namespace.script).stem}",
+    )
+    _write(out, text)
+    return 0
+
+
+def _given(texts: Sequence[str]) -> Mapping[str, str]:
+    given = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (equals and name.isidentifier()):
+            raise ConfigError(f"{text!r} sets no variable", where="--set", expected="NAME=VALUE")
+        given[name] = value
+    return given
+
+
+def _launch(script: Script, path: str) -> Launch:
+    """The training that the script starts. Raises ConfigError if there is none, or several."""
+    found = [launch for launch in script.launches if Path(launch.program).name.startswith("train")]
+    if not found:
+        others = ", ".join(f"{launch.program} ({launch.where})" for launch in script.launches)
+        raise ConfigError(
+            f"the script starts no training{f', but {others}' if others else ''}",
+            where=path,
+            expected="python3 train.py FLAGS, perhaps after 'ray job submit … --'",
+        )
+    if len(found) > 1:
+        lines = ", ".join(launch.where for launch in found)
+        raise ConfigError(f"the script starts {len(found)} trainings: {lines}", where=path, hint="keep one of them")
+    return found[0]
+
+
+def _target(namespace: argparse.Namespace) -> Target:
+    registry = PluginRegistry.from_flags(namespace.found)
+    sections = sections_of(namespace.found)
+    of_plugins = [
+        load_section(each) if isinstance(each, str) else each for each in sections if each not in CORE_SECTIONS
+    ]
+    has_megatron = "megatron" in registry.names("trainer")
+    megatron = {
+        name
+        for section in of_plugins
+        if "megatron" in section.__module__
+        for name in section.model_fields
+        if has_megatron
+    }
+    if namespace.train_backend == "megatron" and not megatron:
+        raise ConfigError("there is no such trainer", where="--train-backend megatron", hint="buffer-rl plugins list")
+    wanted = namespace.train_backend or ("torch" if namespace.laptop else "megatron")
+    return Target(
+        options_class=compose(sections),
+        names=registry.names,
+        megatron=frozenset(megatron),
+        with_megatron=wanted == "megatron" and bool(megatron),
+        laptop=namespace.laptop,
+    )
+
+
+def _report(translation: Translation, script: str) -> None:
+    """Print a table for each verdict, those to look at last, and how many flags each has."""
+    for verdict, title in _TITLES.items():
+        lines = [line for line in translation.lines if line.verdict is verdict]
+        if lines:
+            print(f"\n{title} ({len(lines)})")
+            print_table(
+                ("flag", "value", "because" if verdict is not Verdict.SAME else "", "at"),
+                [_row(line, script) for line in lines],
+            )
+    if translation.added:
+        print(f"\nAdded, because slime does so by itself ({len(translation.added)})")
+        print_table(("option", "value", "", ""), [_row(line, script) for line in translation.added])
+
+
+def _row(line: Line, script: str) -> tuple[str, str, str, str]:
+    value = MASK if line.value and is_secret(line.flag) else line.value
+    value = value if len(value) <= 60 else f"{value[:57]}..."
+    why = "; ".join(filter(None, (line.why, f"a comment in the file: {line.left_out}" if line.left_out else "")))
+    file, _, number = line.where.rpartition(":")
+    return line.flag, value, why, number if file in ("", script) else f"{Path(file).name}:{number}"
+
+
+def _write(out: Path | None, text: str) -> None:
+    if out is None:
+        print("\nAdd --out FILE to write the options.")
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the file cannot be written: {error.strerror}", where=f"--out {out}") from error
+    print(f"\n{out} is written. Next: buffer-rl train --config {out} --dry-run")

@@ -1,0 +1,176 @@
+"""Weights by broadcast: a process group of the trainer's source rank and all ranks of all engines, on any machines.
+
+The processes of role ``actor_fwd`` are receivers as engines are, of a transport and in a group of their own
+(``buffer_rl.weights.roles``): what fails in one group is nothing to the other.
+
+Who waits for whom: the source listens before an engine is asked to join. For what both sides do together, the driver
+starts the trainer's side, then calls the engines, and only then waits for the trainer. A side that fails leaves the
+group, so the other does not wait for it long. The group is made again, under another name, when engines join or leave
+and after each failure: its members no longer agree on what comes next.
+
+While a bucket is sent, the trainer gathers the next one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from buffer_rl.errors import BufferRLError, EngineError
+from buffer_rl.weights.tensor import tensor_parallel_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from buffer_rl.contracts import Topology
+    from buffer_rl.engine.server_info import ServerInfo
+    from buffer_rl.weights.options import WeightOptions
+    from buffer_rl.weights.process_group import Backend, Rendezvous, WeightGroup
+    from buffer_rl.weights.sender import Senders
+
+JOIN_TIMEOUT_S = 15.0
+"""An engine that dies while the group is made is noticed after so long; later deaths are noticed at once."""
+BLOCKED_TIMEOUT_S = 30.0
+"""A SGLang server that joins a group which does not come about may never answer: it is given up after so long."""
+
+
+class Receivers(Protocol):
+    """What weights are broadcast to: ``buffer_rl.engine.control.EngineControlClient``, or the processes of a role."""
+
+    def server_info(self) -> dict[str, ServerInfo]: ...
+    def init_weights_update_group(
+        self,
+        address: str,
+        port: int,
+        ranks: Mapping[str, int],
+        *,
+        name: str,
+        backend: Backend = "gloo",
+        timeout_s: float | None = None,
+    ) -> None: ...
+    def update_weights_from_distributed(
+        self, bucket: Mapping[str, Sequence[Any]], *, name: str, version: int | None = None
+    ) -> None: ...
+    def destroy_weights_update_group(self, name: str) -> None: ...
+
+
+class DistributedSender:
+    """The side of one rank. All ranks iterate the weights or none does; the source, rank 0 of each group, sends."""
+
+    def __init__(self, args: Any, topology: Topology) -> None:
+        self._timeout_s = args.update_weights_timeout_s
+        self._is_source = topology.is_source
+        self._rendezvous: Rendezvous | None = None
+        self._groups: dict[str, WeightGroup] = {}
+
+    def listen(self, buckets: Iterator[Mapping[str, Any]]) -> tuple[str, int, list[Any], bool] | None:
+        """The source: address and port at which it waits for a group from now, names, dtypes and shapes of every
+        bucket, and whether it can send from a GPU."""
+        import ray
+        from torch.distributed import is_nccl_available
+
+        from buffer_rl.weights.process_group import Rendezvous, described
+
+        plan, on_gpu = [], is_nccl_available()
+        for bucket in buckets:
+            plan.append(described(bucket))
+            on_gpu &= all(tensor.is_cuda for tensor in bucket.values())
+        if not self._is_source:
+            return None
+        util: Any = ray.util
+        self._rendezvous = Rendezvous(util.get_node_ip_address(), timeout_s=JOIN_TIMEOUT_S)
+        return self._rendezvous.address, self._rendezvous.port, plan, on_gpu
+
+    def join(self, _: Iterator[Mapping[str, Any]], name: str, world_size: int, backend: Backend) -> None:
+        """Make the group once all receivers have joined."""
+        if self._rendezvous is None:
+            return
+        try:
+            self._groups[name] = self._rendezvous.group(name, world_size, backend)
+        finally:
+            self._rendezvous = None
+
+    def broadcast(self, buckets: Iterator[Mapping[str, Any]], name: str) -> None:
+        """Send the group bucket after bucket, tensor by tensor, each bucket while the next one is gathered."""
+        group = self._groups.get(name)
+        sent: Future[None] | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="broadcast") as thread:
+            for bucket in buckets:  # to the end, whatever fails: the other ranks gather these too
+                if group is not None and (sent is None or sent.exception() is None):
+                    # Copied: a trainer may gather the next bucket in the same memory.
+                    copied = [tensor.detach().to(group.device, copy=True) for tensor in bucket.values()]
+                    sent = thread.submit(self._send, group, copied)
+        if sent is not None:
+            sent.result()
+
+    def close(self, _: Iterator[Mapping[str, Any]], name: str) -> None:
+        """Leave the group ``name``, if there is one."""
+        if (group := self._groups.pop(name, None)) is not None:
+            group.close()
+
+    def _send(self, group: WeightGroup, tensors: list[Any]) -> None:
+        try:
+            group.send(tensors, self._timeout_s)
+        except BufferRLError:
+            group.close()  # the receivers' part fails now rather than at their deadline
+            raise
+
+
+class DistributedTransport:
+    """``--weight-sync-mode distributed``. reaches_roles: the processes of a role may stand in place of engines."""
+
+    sender = DistributedSender
+    staged = True
+    reaches_roles = True
+
+    def __init__(self, args: WeightOptions) -> None:
+        self._name: str | None = None
+        self._plan: list[Any] = []
+
+    def connect(self, trainer: Senders, engines: Receivers) -> None:
+        """Make the group of the trainer and the engines that are there now. A name of its own each time: an engine may
+        still be in a group that failed, and the trainer is in others' groups."""
+        self.close()
+        self._trainer, self._engines = trainer, engines
+        infos = engines.server_info()  # of those that live
+        ranks = tensor_parallel_ranks(infos)
+        plans = [answer for answer in trainer.send("listen") if answer is not None]
+        if not plans or not plans[0][2]:
+            raise EngineError("the trainer has no weights to send", where="--weight-sync-mode distributed")
+        address, port, self._plan, on_gpu = plans[0]
+        backend = chosen_backend(infos.values(), on_gpu=on_gpu)
+        self._name = f"buffer_rl_{secrets.token_hex(4)}"
+        joining = trainer.start("join", self._name, 1 + sum(ranks.values()), backend)
+        limit = BLOCKED_TIMEOUT_S
+        engines.init_weights_update_group(address, port, ranks, name=self._name, backend=backend, timeout_s=limit)
+        joining.wait()
+
+    def prepare(self, version: int) -> None:
+        """Nothing: the trainer's weights stay as they are until the publication has ended."""
+
+    def publish(self, version: int) -> None:
+        """Have the engines receive bucket after bucket; the version gets its number with the last."""
+        assert self._name is not None
+        last = len(self._plan) - 1
+        sending = self._trainer.start("broadcast", self._name)
+        for index, bucket in enumerate(self._plan):
+            number = version if index == last else None
+            self._engines.update_weights_from_distributed(bucket, name=self._name, version=number)
+        sending.wait()
+
+    def close(self) -> None:
+        """Have both sides leave the group: the engines first, as the trainer may be waiting for them."""
+        name, self._name = self._name, None
+        if name is not None:
+            with suppress(BufferRLError):  # an engine that failed has left by itself, and so has a process that died
+                self._engines.destroy_weights_update_group(name)
+            with suppress(BufferRLError):
+                self._trainer.send("close", name)
+
+
+def chosen_backend(receivers: Iterable[ServerInfo], *, on_gpu: bool) -> Backend:
+    """nccl where the trainer sends from a GPU (``on_gpu``) to SGLang servers on GPUs, else gloo."""
+    return "nccl" if on_gpu and all(info.device == "cuda" and not info.is_embedded for info in receivers) else "gloo"

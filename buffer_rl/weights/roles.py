@@ -1,0 +1,218 @@
+"""The actor's weights for the roles that compute with them, after the engines have a version.
+
+- ``actor_fwd`` takes every version: with ``--weight-sync-mode distributed`` from the trainer's broadcast, else from a
+  folder that the trainer writes. Processes that replace dead ones take the version once more before they work. On disk
+  there is none of a broadcast, but the trainer has it until its next optimizer step, for which it waits for the role.
+- The reference takes the versions of ``--ref-update-interval``, always from a folder: they are older than what the
+  trainer has, and a replacement or a checkpoint may need them at any time.
+
+Who waits for whom: the publisher waits for the trainer and the role, each call with a deadline. No process group has
+engines and a role, so the death of either costs the other nothing. Nothing is sent to a role that is at work: it would
+receive after its rows alone. The trainer sends to a replacement between its own calls; where it works on a rollout
+that is not closed, its work ends after the role's, so a global restart follows in place of that.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from buffer_rl.engine.server_info import ServerInfo
+from buffer_rl.errors import EngineError, WorkerDiedError
+from buffer_rl.weights.disk import VERSION_GLOB
+from buffer_rl.weights.publish import ATTEMPTS
+
+if TYPE_CHECKING:
+    from buffer_rl.cluster.actor_group import ActorGroup
+    from buffer_rl.contracts import WeightTransport
+    from buffer_rl.weights.publish import Publisher
+    from buffer_rl.weights.sender import Senders
+
+
+class RolePublisher:
+    """Publishes a version to the engines, where there are any, and to a role that computes with the actor's weights.
+
+    role: its name. update: brings it to a version, and its replacements from then on; returns False where it is down.
+    notice: called with a line then.
+    """
+
+    def __init__(
+        self, engines: Publisher | None, role: str, update: Callable[[int], bool], notice: Callable[[str], None]
+    ) -> None:
+        self._engines = engines
+        self._role = role
+        self._update = update
+        self._notice = notice
+        self._version: int | None = None
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Have the engines and the role take ``version``. Returns the seconds of each part."""
+        times = {} if self._engines is None else self._engines.publish(version)
+        started = time.monotonic()
+        if version != self._version:  # else it is at work, and engines alone lost their weights
+            if not self._update(version):
+                what = f"its replacement takes version {version} before it works"
+                self._notice(f"{self._role} is down and passed over: {what}")
+            self._version = version
+        return times | {"role_time": time.monotonic() - started}
+
+    def close(self) -> None:
+        """Free what the transport to the engines has."""
+        if self._engines is not None:
+            self._engines.close()
+
+
+class RoleBroadcasts:
+    """Brings a role to versions through a process group of the trainer's source rank and all of the role's processes.
+
+    transport: one that ``reaches_roles``, of this role alone. timeout_s: for each bucket. trainer_is_busy: the trainer
+    works while a rollout runs, and cannot send weights to a replacement then.
+    """
+
+    def __init__(
+        self,
+        role: ActorGroup,
+        transport: WeightTransport,
+        trainer: Senders,
+        *,
+        timeout_s: float,
+        trainer_is_busy: bool = False,
+    ) -> None:
+        self._role = role
+        self._receivers = RoleReceivers(role, timeout_s)
+        self._transport = transport
+        self._trainer = trainer
+        self._trainer_is_busy = trainer_is_busy
+        self._is_connected = False
+        self._version: int | None = None
+
+    def update(self, version: int) -> bool:
+        """Have the role compute with ``version``, which the trainer has. Returns False if one of its processes died.
+
+        Raises EngineError if it did not take the version in ``ATTEMPTS``."""
+        return self._role.do_and_keep(partial(self._send, version))
+
+    def _send(self, version: int) -> None:
+        again, self._version = version == self._version, version
+        if again and self._trainer_is_busy:
+            what = f"its replacement lacks version {version}, and the trainer cannot send it during a rollout"
+            raise WorkerDiedError(what, where=self._role.role, hint="--weight-sync-mode disk has it for replacements")
+        for attempt in range(1, ATTEMPTS + 1):
+            connected, self._is_connected = self._is_connected and not again, False
+            try:
+                if not connected:
+                    self._transport.connect(self._trainer, self._receivers)
+                self._transport.publish(version)
+            except EngineError:  # of the group; whether a process died is what the next connection finds out
+                if attempt == ATTEMPTS:
+                    raise
+                continue
+            self._is_connected = True
+            return
+
+
+class RoleReceivers:
+    """The processes of a role as receivers of broadcasts (``buffer_rl.weights.distributed.Receivers``). All calls raise
+    WorkerDiedError, naming the role, if one of them has died."""
+
+    def __init__(self, role: ActorGroup, timeout_s: float) -> None:
+        self._role = role
+        self._timeout_s = timeout_s
+
+    def server_info(self) -> dict[str, ServerInfo]:
+        """The processes are the ranks of one receiver. Called first, it finds a death before one is waited for."""
+        self._role.call("ready", timeout_s=self._timeout_s)
+        return {self._role.role: ServerInfo(tp_size=len(self._role.actors))}
+
+    def init_weights_update_group(
+        self,
+        address: str,
+        port: int,
+        ranks: Mapping[str, int],
+        *,
+        name: str,
+        backend: str = "gloo",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Have the processes join the group as its ranks 1, 2, …"""
+        self._call("join", address, port, name, 1 + sum(ranks.values()))
+
+    def update_weights_from_distributed(
+        self, bucket: Mapping[str, Sequence[Any]], *, name: str, version: int | None = None
+    ) -> None:
+        """Have the processes receive a bucket, of which the last one has the version."""
+        self._call("receive", bucket, version)
+
+    def destroy_weights_update_group(self, name: str) -> None:
+        """Have the processes leave the group."""
+        self._call("leave")
+
+    def _call(self, method: str, *args: Any) -> None:
+        self._role.call("receive_weights", method, *args, timeout_s=self._timeout_s)
+
+
+class FolderUpdates:
+    """Brings a role, or the trainer's reference model, to versions through a folder, and keeps what it has for
+    checkpoints.
+
+    save_hf: writes the newest weights as a Hugging Face folder. load: has every process with the model take a folder's
+    weights, of a version, and returns whether all are there. folder: where versions are written; the newest stays.
+    """
+
+    def __init__(self, save_hf: Callable[[str], object], load: Callable[[str, int], bool], folder: Path) -> None:
+        self._save_hf = save_hf
+        self._load = load
+        self._folder = folder.absolute()
+        self._newest: Path | None = None
+
+    @classmethod
+    def of(
+        cls,
+        role: str,
+        args: Any,
+        save_hf: Callable[[str], object],
+        trainer: ActorGroup,
+        members: ActorGroup | None,
+    ) -> Self:
+        """For ``role``, whose processes are ``members``; None: the trainer has its model. Other nodes see the folder
+        under ``--update-weight-disk-dir``."""
+
+        def load(path: str, version: int) -> bool:
+            if members is not None:
+                return members.call_and_keep("update_weights_from_disk", path, version)
+            trainer.call("load_ref", path, timeout_s=args.train_timeout_s)
+            return True
+
+        shared = args.update_weight_disk_dir
+        return cls(save_hf, load, Path(shared, role) if shared else Path(args.run_dir, f"weights_{role}"))
+
+    def update(self, version: int) -> bool:
+        """The model is the actor of ``version``, the newest, from now on. Returns what ``load`` does."""
+        return self._pass_on(self._save_hf, version)
+
+    def save(self, folder: Path) -> None:
+        """Copy the weights to ``folder``; nothing while they are the initial ones."""
+        if self._newest is not None:
+            shutil.copytree(self._newest, folder)
+
+    def restore(self, folder: Path, version: int) -> None:
+        """The inverse of ``save``. The weights are copied: the checkpoint may be removed while the run needs them."""
+        if folder.is_dir():
+            self._pass_on(partial(shutil.copytree, folder), version)
+
+    def _pass_on(self, write: Callable[[str], object], version: int) -> bool:
+        """Write a version into a folder of its own, load it, and remove older ones."""
+        target = self._folder / f"v{version:06d}"
+        shutil.rmtree(target, ignore_errors=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write(str(target))
+        loaded = self._load(str(target), version)
+        self._newest = target
+        for older in self._folder.glob(VERSION_GLOB):
+            if older != target:
+                shutil.rmtree(older, ignore_errors=True)
+        return loaded

@@ -1,0 +1,18 @@
+"""Training on megatron-core: ``--train-backend megatron``.
+
+options      parallelism and precision under Megatron's own names, and their check before a run starts
+model_shape  arguments of slime's scripts that describe the model, compared with its configuration
+compat       megatron-core on the CPU: each assumption about CUDA, replaced where there is no CUDA device
+models       architectures: mbridge's mapping of each, made to fit the layers of this package
+layers       the layers of ``--transformer-impl local``: norms, and the layer specification
+bridge       Hugging Face folders to Megatron models and back, through mbridge, in shards
+hf_folder    writes a Hugging Face folder from weights that arrive one at a time
+convert      ``buffer-rl convert``
+attention    causal attention of packed rows for ``--transformer-impl local``
+vocabulary   log-probabilities and entropies of a vocabulary that is split over ranks
+forward      micro-batches through a model's pipeline, and what comes out of it for response tokens
+checkpoint   weights and optimizer state in torch_dist folders, for any later layout
+optimizer    gradients over replicas, clipping, Megatron's optimizer and the learning rate
+trainer      the trainer backend
+backend      what ``--train-backend megatron`` names
+"""

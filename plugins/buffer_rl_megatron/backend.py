@@ -1,0 +1,19 @@
+"""What ``--train-backend megatron`` names: the driver looks at it without importing Megatron, which takes seconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from buffer_rl.contracts import Objective
+    from buffer_rl_megatron.trainer import MegatronTrainer
+
+
+def build(args: Any, rank: int, world_size: int, objective: Objective) -> MegatronTrainer:
+    """One rank; see ``MegatronTrainer`` for what it raises."""
+    from buffer_rl_megatron.trainer import MegatronTrainer
+
+    return MegatronTrainer(args, rank, world_size, objective)
+
+
+build.reads_old_log_probs = False  # type: ignore[attr-defined]

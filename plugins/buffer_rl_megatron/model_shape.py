@@ -1,0 +1,135 @@
+"""The arguments of slime's scripts that describe the model: accepted, and compared with its configuration.
+
+The Hugging Face folder says all of it, so none of them is needed; one that says something else is a mistake, such as
+the arguments of another model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from buffer_rl.config import Section, flag_of, option
+from buffer_rl.errors import ConfigError
+
+
+def _said(help: str) -> Any:
+    return option(None, f"{help}; compared with --hf-checkpoint")
+
+
+class ModelShapeOptions(Section):
+    """The model's shape, which --hf-checkpoint says; with --train-backend megatron these are compared with it, else
+    without effect."""
+
+    heading: ClassVar[str] = "Megatron, compared with the model"
+
+    num_layers: int | None = _said("transformer layers")
+    hidden_size: int | None = _said("width of the residual stream")
+    ffn_hidden_size: int | None = _said("width of the MLP")
+    num_attention_heads: int | None = _said("attention heads")
+    group_query_attention: bool | None = _said("whether heads share keys and values")
+    num_query_groups: int | None = _said("heads of keys and values")
+    kv_channels: int | None = _said("width of a head")
+    qk_layernorm: bool | None = _said("whether queries and keys are normalised")
+    normalization: Literal["RMSNorm", "LayerNorm"] | None = _said("kind of norm")
+    norm_epsilon: float | None = _said("epsilon of norms")
+    position_embedding_type: Literal["rope"] | None = _said("kind of position embedding")
+    use_rotary_position_embeddings: bool | None = _said("rotary position embeddings")
+    rotary_base: float | None = _said("base of the rotary position embedding")
+    rotary_percent: float | None = _said("part of a head that is rotated")
+    vocab_size: int | None = _said("rows of the embedding")
+    swiglu: bool | None = _said("whether the MLP is gated by SiLU")
+    disable_bias_linear: bool | None = _said("no biases in linear layers")
+    add_qkv_bias: bool | None = _said("biases of queries, keys and values")
+    untie_embeddings_and_output_weights: bool | None = _said("whether the output layer has weights of its own")
+    num_experts: int | None = _said("experts of a layer")
+    moe_router_topk: int | None = _said("experts of a token")
+    moe_ffn_hidden_size: int | None = _said("width of an expert's MLP")
+
+
+QKV_BIAS = {"qwen2": True, "qwen2_moe": True}
+"""Of architectures whose configuration does not say it."""
+
+QK_NORM = {"qwen3", "qwen3_moe"}
+
+
+def _qkv_bias(configuration: Mapping[str, Any]) -> bool:
+    architecture = str(configuration.get("model_type"))
+    return bool(QKV_BIAS.get(architecture, configuration.get("attention_bias", False)))
+
+
+def _head_width(configuration: Mapping[str, Any]) -> Any:
+    if width := configuration.get("head_dim"):
+        return width
+    return configuration["hidden_size"] // configuration["num_attention_heads"]
+
+
+def _rotary_base(configuration: Mapping[str, Any]) -> Any:
+    given = configuration.get("rope_parameters") or configuration.get("rope_scaling") or {}
+    return given.get("rope_theta", configuration.get("rope_theta"))
+
+
+def _groups(configuration: Mapping[str, Any]) -> Any:
+    return configuration.get("num_key_value_heads") or configuration["num_attention_heads"]
+
+
+OF_CONFIGURATION: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "num_layers": lambda c: c["num_hidden_layers"],
+    "hidden_size": lambda c: c["hidden_size"],
+    "ffn_hidden_size": lambda c: c["intermediate_size"],
+    "num_attention_heads": lambda c: c["num_attention_heads"],
+    "group_query_attention": lambda c: _groups(c) != c["num_attention_heads"],
+    "num_query_groups": _groups,
+    "kv_channels": _head_width,
+    "qk_layernorm": lambda c: c.get("model_type") in QK_NORM or bool(c.get("use_qk_norm")),
+    "normalization": lambda c: "RMSNorm" if "rms_norm_eps" in c else "LayerNorm",
+    "norm_epsilon": lambda c: c.get("rms_norm_eps", c.get("layer_norm_eps")),
+    "position_embedding_type": lambda c: "rope" if _rotary_base(c) else "learned_absolute",
+    "use_rotary_position_embeddings": lambda c: bool(_rotary_base(c)),
+    "rotary_base": _rotary_base,
+    "rotary_percent": lambda c: c.get("partial_rotary_factor", 1.0),
+    "vocab_size": lambda c: c["vocab_size"],
+    "swiglu": lambda c: c.get("hidden_act") == "silu",
+    "disable_bias_linear": lambda c: not c.get("mlp_bias", False),
+    "add_qkv_bias": _qkv_bias,
+    "untie_embeddings_and_output_weights": lambda c: not c.get("tie_word_embeddings", False),
+    "num_experts": lambda c: c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts"),
+    "moe_router_topk": lambda c: c.get("num_experts_per_tok"),
+    "moe_ffn_hidden_size": lambda c: c.get("moe_intermediate_size", c.get("intermediate_size")),
+}
+"""What a Hugging Face configuration says of each."""
+
+
+def read_configuration(folder: str) -> dict[str, Any]:
+    """``config.json`` of a Hugging Face folder; empty where it is not there, which others report."""
+    file = Path(folder) / "config.json"
+    try:
+        found = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"it is not readable: {error}", where=str(file)) from error
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def check_shape(args: Any, configuration: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that says something else than the model's configuration, naming both."""
+    if not configuration:
+        return
+    for name, of_configuration in OF_CONFIGURATION.items():
+        given = getattr(args, name)
+        if given is None:
+            continue
+        try:
+            found = of_configuration(configuration)
+        except KeyError:
+            continue  # an architecture that names it otherwise
+        if found is not None and given != found:
+            raise ConfigError(
+                f"it says {given}, and the model has {found}",
+                where=f"{flag_of(name)} and --hf-checkpoint",
+                expected=f"{flag_of(name)} {found}, or nothing: the model's configuration says it",
+                hint="are these the arguments of another model?",
+            )

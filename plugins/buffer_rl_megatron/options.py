@@ -1,0 +1,236 @@
+"""Options of the Megatron trainer, under Megatron's own names, and their check before anything starts.
+
+Without torch and Megatron: every run reads this module.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal
+
+from buffer_rl.config import Section, flag_of, option
+from buffer_rl.errors import ConfigError
+from buffer_rl.hookspecs import hookimpl
+from buffer_rl.train.layout import Layout, layout_of
+from buffer_rl_megatron.model_shape import check_shape, read_configuration
+
+BACKENDS = ("megatron", "buffer_rl_megatron.backend:build")
+"""What ``--train-backend`` is where these options count."""
+
+
+class MegatronOptions(Section):
+    """The Megatron trainer: parallelism, precision, recomputation."""
+
+    heading: ClassVar[str] = "Megatron"
+
+    tensor_model_parallel_size: int = option(1, "ranks that each matrix is split over", ge=1)
+    pipeline_model_parallel_size: int = option(1, "pipeline stages, of consecutive layers", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = option(
+        None, "parts of each pipeline stage, which take turns (interleaved schedule)", ge=1
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, "layers of each such part, in place of their number", ge=1
+    )
+    context_parallel_size: int = option(1, "ranks that each sequence is split over; 1 is what there is yet", ge=1)
+    expert_model_parallel_size: int = option(1, "ranks, of the data-parallel ones, that experts are spread over", ge=1)
+    expert_tensor_parallel_size: int | None = option(
+        None, "ranks that each expert's matrices are split over; as other matrices where absent", ge=1
+    )
+    sequence_parallel: bool = option(False, "split norms and dropout along the sequence over tensor-parallel ranks")
+    transformer_impl: Literal["local", "transformer_engine"] = option(
+        "local", "layers of Megatron itself, or those of TransformerEngine, which needs a GPU"
+    )
+    qkv_format: Literal["thd", "bshd"] = option(
+        "thd", "rows of a micro-batch one after another without padding, or padded to the longest"
+    )
+    bf16: bool = option(False, "weights and activations in bfloat16, with float32 master weights in the optimizer")
+    accumulate_allreduce_grads_in_fp32: bool = option(True, "sum gradients in float32 under --bf16")
+    use_distributed_optimizer: bool = option(True, "split the optimizer's state over data-parallel ranks")
+    overlap_grad_reduce: bool = option(
+        False, "reduce all buckets of gradients at once and asynchronously, after the last micro-batch"
+    )
+    overlap_param_gather: bool = option(
+        False, "gather the parameters of a distributed optimizer during the next forward pass"
+    )
+    recompute_granularity: Literal["full", "selective"] | None = option(
+        None, "compute activations again in the backward pass: of whole layers, or of --recompute-modules"
+    )
+    recompute_method: Literal["uniform", "block"] | None = option(
+        None, "which layers: in equal runs, or the first ones of each stage; with 'full'"
+    )
+    recompute_num_layers: int | None = option(None, "layers of each run, or of each stage; with 'full'", ge=1)
+    recompute_modules: list[str] = option([], "what 'selective' computes again; core_attn where absent")
+    moe_aux_loss_coeff: float | None = option(
+        None, "weight of the loss that balances experts; that of the model's configuration where absent", ge=0
+    )
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = option(
+        "none", "how experts are balanced; with a loss the policy's gradient is not that of its objective alone"
+    )
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = option("alltoall", "how tokens travel to experts")
+    moe_grouped_gemm: bool = option(False, "one kernel for all experts of a rank; needs TransformerEngine")
+    custom_megatron_init_path: str | None = option(
+        None, "MODULE:FUNCTION(args), called once a rank when the process groups are made"
+    )
+    custom_megatron_before_log_prob_hook_path: str | None = option(
+        None, "MODULE:FUNCTION(args, model, store_prefix), called before log-probabilities are computed"
+    )
+    custom_megatron_before_train_step_hook_path: str | None = option(
+        None,
+        "MODULE:FUNCTION(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), called before the forward "
+        "passes of an optimizer step; the last one is None",
+    )
+
+
+def is_megatron(args: Any) -> bool:
+    """Whether the run trains with this backend."""
+    return getattr(args, "train_backend", None) in BACKENDS
+
+
+def layout(args: Any) -> Layout:
+    """The ranks of the run. Raises ConfigError unless tensor, pipeline and context parallelism divide them."""
+    tp, pp, cp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    try:
+        return layout_of(args.num_train_ranks, tp_size=tp, pp_size=pp, cp_size=cp)
+    except ValueError as error:
+        raise ConfigError(
+            f"{args.num_train_ranks} ranks are not whole replicas of {tp * pp * cp} "
+            f"(tensor {tp} x pipeline {pp} x context {cp})",
+            where="--num-train-ranks",
+            expected=f"a multiple of {tp * pp * cp}",
+            hint="data parallelism is what is left: ranks / (tensor x pipeline x context)",
+        ) from error
+
+
+def is_in_step(args: Any) -> bool:
+    """Whether a forward pass has a collective over replicas: of experts, or of parameters that are still gathered."""
+    return bool(args.expert_model_parallel_size > 1 or args.overlap_param_gather)
+
+
+def virtual_stages(args: Any, num_layers: int) -> int | None:
+    """Parts of each pipeline stage; None without virtual stages. Raises ConfigError where layers do not fit."""
+    pp, parts = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    if (each := args.num_layers_per_virtual_pipeline_stage) is not None:
+        if parts is not None:
+            raise ConfigError(
+                "two options say the same thing",
+                where="--virtual-pipeline-model-parallel-size and --num-layers-per-virtual-pipeline-stage",
+                hint="leave one of them out",
+            )
+        if num_layers % (pp * each):
+            raise ConfigError(
+                f"{num_layers} layers are not whole parts of {each} layers on {pp} stages",
+                where="--num-layers-per-virtual-pipeline-stage",
+            )
+        parts = num_layers // (pp * each)
+    if parts is not None and pp == 1:
+        raise ConfigError(
+            "there is one pipeline stage", where="--virtual-pipeline-model-parallel-size", expected="two or more"
+        )
+    if num_layers % (pp * (parts or 1)):
+        raise ConfigError(
+            f"{num_layers} layers cannot be shared equally among {pp * (parts or 1)} parts of the pipeline",
+            where="--pipeline-model-parallel-size",
+            expected="a divisor of the number of layers",
+        )
+    return parts if parts is not None and parts > 1 else None
+
+
+def _refuse(problem: str, where: str, expected: str = "", hint: str = "") -> None:
+    raise ConfigError(problem, where=where, expected=expected, hint=hint)
+
+
+def check(args: Any) -> None:
+    """Raises ConfigError for options that do not fit each other, the model or what is installed."""
+    if find_spec("megatron") is None or find_spec("megatron.core") is None or find_spec("mbridge") is None:
+        _refuse(
+            "megatron-core or mbridge is not installed",
+            "--train-backend megatron",
+            hint="pip install 'buffer-rl[megatron]'",
+        )
+    ranks = layout(args)
+    has_te = find_spec("transformer_engine") is not None
+    if args.transformer_impl == "transformer_engine" and not has_te:
+        _refuse("TransformerEngine is not installed", "--transformer-impl", hint="--transformer-impl local")
+    if args.context_parallel_size > 1:
+        _refuse(
+            "the rows of a batch are not split over context-parallel ranks yet, whose attention is TransformerEngine's",
+            "--context-parallel-size",
+            expected="1",
+        )
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        _refuse("there is one tensor-parallel rank", "--sequence-parallel", expected="two or more")
+    if ranks.dp_size * ranks.cp_size % args.expert_model_parallel_size:
+        _refuse(
+            f"experts cannot be spread over {args.expert_model_parallel_size} of {ranks.dp_size} data-parallel ranks",
+            "--expert-model-parallel-size",
+            expected=f"a divisor of {ranks.dp_size * ranks.cp_size}",
+        )
+    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
+        _refuse(
+            "parameters are gathered by the distributed optimizer, once gradients are reduced asynchronously",
+            "--overlap-param-gather",
+            hint="add --use-distributed-optimizer --overlap-grad-reduce",
+        )
+    if args.moe_grouped_gemm and not has_te:
+        _refuse("the grouped kernel is TransformerEngine's", "--moe-grouped-gemm", hint="leave it out")
+    if args.moe_router_load_balancing_type != "none" and args.pipeline_model_parallel_size > 1:
+        _refuse(
+            "earlier pipeline stages do not know the weight of a micro-batch, which a loss that balances experts takes",
+            "--moe-router-load-balancing-type and --pipeline-model-parallel-size",
+            expected="none, or one stage",
+        )
+    if (args.recompute_method or args.recompute_num_layers) and args.recompute_granularity != "full":
+        _refuse("only whole layers are chosen this way", "--recompute-method", hint="--recompute-granularity full")
+    if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
+        _refuse(
+            "which layers are computed again is not said",
+            "--recompute-granularity",
+            hint="--recompute-method uniform --recompute-num-layers 1",
+        )
+    if args.hf_checkpoint is not None:
+        configuration = read_configuration(args.hf_checkpoint)
+        check_shape(args, configuration)
+        _check_splits(args, configuration)
+
+
+def _check_splits(args: Any, configuration: dict[str, Any]) -> None:
+    tp, ep = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    heads = configuration.get("num_attention_heads")
+    if heads and heads % tp:
+        _refuse(f"{heads} attention heads are split over {tp} ranks", "--tensor-model-parallel-size", "a divisor")
+    groups = configuration.get("num_key_value_heads") or heads
+    if groups and groups % tp and tp % groups:
+        _refuse(f"{groups} query groups are split over {tp} ranks", "--tensor-model-parallel-size", "a divisor")
+    experts = configuration.get("num_experts") or configuration.get("num_local_experts")
+    if ep > 1 and not experts:
+        _refuse("the model has no experts", "--expert-model-parallel-size", "1")
+    if experts and experts % ep:
+        _refuse(f"{experts} experts are spread over {ep} ranks", "--expert-model-parallel-size", "a divisor")
+    if experts and tp > 1 and not args.sequence_parallel:
+        _refuse("experts under tensor parallelism need it", "--sequence-parallel", hint="add --sequence-parallel")
+    if layers := configuration.get("num_hidden_layers"):
+        virtual_stages(args, int(layers))
+
+
+@hookimpl
+def buffer_rl_add_options() -> list[str]:
+    """The sections, by reference."""
+    return [f"{__name__}:MegatronOptions", "buffer_rl_megatron.model_shape:ModelShapeOptions"]
+
+
+@hookimpl
+def buffer_rl_configure(config: Any) -> None:
+    """Checks the options of a run with this trainer. Raises ConfigError for those of it in a run without, but for the
+    model's shape, which scripts say whatever trains."""
+    if is_megatron(config):
+        check(config)
+        return
+    for name in sorted(MegatronOptions.model_fields.keys() & config.model_fields_set):
+        if getattr(config, name) != type(config).model_fields[name].get_default(call_default_factory=True):
+            raise ConfigError(
+                "the run has no Megatron trainer", where=flag_of(name), hint="add --train-backend megatron"
+            )

@@ -1,0 +1,307 @@
+"""``--train-backend megatron``: one rank of a model that Megatron splits by tensors, layers, experts and sequences.
+
+Who waits for whom: in a forward or backward pass the ranks of a replica for each other, and all replicas where experts
+are spread over them or parameters are gathered late (``topology.in_step``); in ``optimizer_step`` and ``export`` all
+ranks. Megatron keeps its process groups in the process, so a process has one trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from buffer_rl.contracts import Objective
+from buffer_rl.errors import ConfigError, TrainError
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.roles import CRITIC, MODEL_OF_ROLE
+from buffer_rl.token_loss import Sums
+from buffer_rl.train.collate import split_rows
+from buffer_rl.train.model import initial_folder, pick_device, weight_buckets
+from buffer_rl.train.roles import frozen_models_of_trainer
+from buffer_rl.train.state import read_random, save_random
+from buffer_rl.types import TrainBatch
+from buffer_rl_megatron import checkpoint, compat, options
+from buffer_rl_megatron.attention import CausalAttention
+from buffer_rl_megatron.bridge import Bridge, load_bridge
+from buffer_rl_megatron.forward import (
+    Micro,
+    gather_before_selecting,
+    micro_batches,
+    padded,
+    response_log_probs,
+    run_schedule,
+)
+from buffer_rl_megatron.hf_folder import write_folder
+from buffer_rl_megatron.model_shape import read_configuration
+from buffer_rl_megatron.optimizer import Optimizer, data_parallel
+
+
+class MegatronTrainer:
+    """Implements ``buffer_rl.contracts.Trainer``, for the policy and for a critic.
+
+    Raises ConfigError if the model, the tokenizer or the device is not there, or Megatron cannot split the model so."""
+
+    def __init__(self, args: Any, rank: int, world_size: int, objective: Objective) -> None:
+        compat.install()
+        self.topology = options.layout(args).topology(rank, in_step=options.is_in_step(args))
+        self._args, self._rank, self._objective = args, rank, objective
+        self._device = _pick_device(args)
+        registry = PluginRegistry.from_flags(args.plugin)
+        self._hooks = {name: registry.load(path) for name in HOOKS if (path := getattr(args, name))}
+        folder, flag = initial_folder(args, CRITIC if objective.critic else "actor")
+        _initialize(args, rank, world_size, self._device, folder)
+        if hook := self._hooks.get("custom_megatron_init_path"):
+            hook(args)
+        self._bridge, chunks = self._built(folder, flag, value_head=objective.critic)
+        self._balance_weight = 0.0
+        if args.moe_router_load_balancing_type != "none":
+            self._bridge.config.grad_scale_func = self._scaled
+        self._chunks = data_parallel(args, self._bridge.config, chunks)
+        self._optimizer = Optimizer(args, self._chunks)
+        frozen = [] if objective.critic else frozen_models_of_trainer(args)
+        self._frozen = {name: self._load_frozen(*initial_folder(args, name)) for name in frozen}
+        self._place_in_rollout = (-1, 0)
+
+    def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
+        """Log-probabilities of the response tokens under ``model``: "actor", "ref" or "teacher". Per row
+        ``[response_length]`` float32, in nats, at the sampling temperature; None on ranks of other pipeline stages than
+        the last."""
+        if hook := self._hooks.get("custom_megatron_before_log_prob_hook_path"):
+            hook(self._args, self._models(model), "" if model == "actor" else f"{model}_")
+
+        def compute(micro: Micro, logits: torch.Tensor) -> torch.Tensor:
+            return response_log_probs(micro, logits, self._objective.temperature, with_entropy=False)[0]
+
+        return self._outputs(self._models(model), batch, compute)
+
+    def values(self, batch: TrainBatch) -> list[np.ndarray] | None:
+        """A critic's values before each response token: per row ``[response_length]`` float32."""
+        return self._outputs(self._chunks, batch, lambda micro, values: padded(values.float().flatten(), micro))
+
+    def accumulate(self, batch: TrainBatch) -> Sums:
+        """Forward and backward of the rows: adds the gradient of their summed loss to that of the step. Equal rows are
+        grouped into the same micro-batches as in ``log_probs``."""
+        if not self._optimizer.has_gradients:
+            self._before_step(batch.rollout_id)
+
+        def compute(micro: Micro, output: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+            if self._objective.critic:
+                loss, sums = self._objective(None, None, micro.rows, padded(output.float().flatten(), micro))
+            else:
+                outputs = response_log_probs(micro, output, self._objective.temperature, with_entropy=True)
+                loss, sums = self._objective(*outputs, micro.rows)
+            # Megatron multiplies a loss of its own, a mean over the micro-batch, by its tokens without padding; those
+            # of all tensor ranks, as 0.16.1 sums the counts that it takes for the rank's in place.
+            self._balance_weight = float(sums.divisor) / sum(micro.rows.lengths)
+            return loss, sums
+
+        micros = self._micros(batch)
+        if not micros:
+            return Sums()
+        self._balance_weight = 0.0  # of a pass without rows, which come after the others
+        with self._optimizer.accumulating():
+            found = run_schedule(self._chunks, micros, compute, backward=True)
+        return Sums.of(found[number] for number in sorted(found))
+
+    def zero_grad(self) -> None:
+        """Forget what ``accumulate`` summed since the last step."""
+        self._optimizer.zero_grad()
+
+    def optimizer_step(self, scale: float) -> dict[str, float]:
+        """Sum the gradients over replicas, multiply them by ``scale``, clip, step, zero them. Metrics: ``grad_norm``,
+        ``lr``.
+
+        Raises NonFiniteError on every rank, with the parameters unchanged, if the gradient is not finite."""
+        return self._optimizer.step(scale)
+
+    def export(self) -> Iterator[dict[str, Any]]:
+        """The weights under Hugging Face names, tied weights once, in buckets of at most
+        ``--update-weight-buffer-size`` bytes; on every rank, one parameter gathered at a time."""
+        with compat.cpu_devices():
+            yield from weight_buckets(self._weights(), self._args.update_weight_buffer_size, copy=False)
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._bridge.export(self._chunks)
+
+    def save_hf(self, path: str) -> None:
+        """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. Every rank gathers, the head of
+        replica 0 writes, a file at a time."""
+        with compat.cpu_devices():
+            write_folder(self._weights(), self._args.hf_checkpoint, path, writes=self.topology.is_source)
+
+    def save(self, path: str) -> None:
+        """Write weights, optimizer and random state into the folder ``path``, for any later layout (see
+        ``buffer_rl_megatron.checkpoint``). Raises TrainError between ``accumulate`` and ``optimizer_step``."""
+        if self._optimizer.has_gradients:
+            raise TrainError("there are gradients of an unfinished step", hint="save after optimizer_step")
+        with compat.cpu_devices():
+            checkpoint.save(self._chunks, self._optimizer.megatron, None, path, step=self._optimizer.step_count)
+        save_random(Path(path), self._rank)
+
+    def load(self, path: str) -> None:
+        """The inverse of ``save``. Raises CheckpointError if something is missing, damaged or does not fit."""
+        set_random = read_random(Path(path), self._rank)
+        with compat.cpu_devices():
+            loaded = checkpoint.load(self._chunks, self._optimizer.megatron, None, path)
+        self._optimizer.zero_grad()
+        self._optimizer.step_count = loaded.step
+        set_random()
+
+    def load_ref(self, path: str) -> None:
+        """The reference model takes the weights in the Hugging Face folder ``path``."""
+        with compat.cpu_devices():
+            self._bridge.load(self._models("ref"), path)
+
+    def sleep(self) -> None:
+        """Free what training alone needs, for engines on the same device: gradients; on a GPU also weights and the
+        optimizer's state, which go to host memory. Raises TrainError in an unfinished step."""
+        self._optimizer.offload()
+        if self._device.type == "cuda":
+            for chunks in self._frozen.values():
+                for chunk in chunks:
+                    chunk.cpu()
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        """The inverse of ``sleep``."""
+        if self._device.type == "cuda":
+            for chunks in self._frozen.values():
+                for chunk in chunks:
+                    chunk.to(self._device)
+        self._optimizer.reload()
+
+    def _scaled(self, scaled: torch.Tensor) -> torch.Tensor:
+        """The losses that balance experts, a vector of one 1, and the objective's, which has no dimension, as Megatron
+        scales them on one pipeline stage."""
+        return scaled * self._balance_weight if scaled.ndim else scaled
+
+    def _micros(self, batch: TrainBatch) -> list[Micro]:
+        return micro_batches(self._args, batch, self._objective.unit, self._device, in_step=self.topology.in_step)
+
+    def _outputs(
+        self, chunks: list[Any], batch: TrainBatch, compute: Callable[[Micro, torch.Tensor], torch.Tensor]
+    ) -> list[np.ndarray] | None:
+        micros = self._micros(batch)
+        for chunk in chunks:
+            chunk.eval()
+        found = run_schedule(chunks, micros, compute, backward=False) if micros else {}
+        for chunk in self._chunks:
+            chunk.train()
+        if not parallel_state.is_pipeline_last_stage():
+            return None
+        rows: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(batch)
+        for micro in micros:
+            if micro.indices:
+                split = split_rows(found[micro.number], micro.batch.response_lengths)
+                for index, row in zip(micro.indices, split, strict=True):
+                    rows[index] = row
+        return rows
+
+    def _models(self, name: str) -> list[Any]:
+        if name == "actor":
+            return self._chunks
+        if name not in MODEL_OF_ROLE.values():
+            expected = ", ".join(MODEL_OF_ROLE.values())
+            raise TrainError(f"there is no model {name!r}", where="log_probs", expected=expected)
+        if name not in self._frozen:
+            self._frozen[name] = self._load_frozen(*initial_folder(self._args, name))
+        return self._frozen[name]
+
+    def _load_frozen(self, folder: str | None, flag: str) -> list[Any]:
+        _, chunks = self._built(folder, flag)
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        return chunks
+
+    def _built(self, folder: str | None, flag: str, *, value_head: bool = False) -> tuple[Bridge, list[Any]]:
+        """A model of this rank, filled from ``folder``."""
+        args = self._args
+        if folder is None:
+            raise ConfigError("no model was named", where=flag, expected="a Hugging Face folder")
+        with compat.cpu_devices():
+            bridge = load_bridge(
+                folder,
+                sequence_parallel=args.sequence_parallel,
+                transformer_impl="local" if args.transformer_impl == "local" else "te",
+                dtype=torch.bfloat16 if args.bf16 else torch.float32,
+                overrides=_overrides(args),
+                core_attention=CausalAttention,
+                trust_remote_code=args.trust_remote_code,
+            )
+            chunks = bridge.build(value_head=value_head)
+            bridge.load(chunks, folder)
+        gather_before_selecting(chunks)
+        return bridge, chunks
+
+    def _before_step(self, rollout_id: int) -> None:
+        rollout, step = self._place_in_rollout
+        self._place_in_rollout = (rollout_id, step + 1 if rollout == rollout_id else 0)
+        if hook := self._hooks.get("custom_megatron_before_train_step_hook_path"):
+            hook(self._args, *self._place_in_rollout, self._chunks, self._optimizer.megatron, None)
+
+
+HOOKS = (
+    "custom_megatron_init_path",
+    "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path",
+)
+
+
+def _overrides(args: Any) -> dict[str, Any]:
+    """Fields of Megatron's ``TransformerConfig`` that follow from the options."""
+    given = {
+        "recompute_granularity": args.recompute_granularity,
+        "recompute_method": args.recompute_method,
+        "recompute_num_layers": args.recompute_num_layers,
+        "recompute_modules": args.recompute_modules or None,
+        "moe_router_load_balancing_type": args.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": args.moe_aux_loss_coeff,
+    }
+    return {
+        **{name: value for name, value in given.items() if value is not None},
+        "calculate_per_token_loss": True,  # gradients are sums; the framework divides them
+        "variable_seq_lengths": True,
+        "hidden_dropout": 0.0,  # with dropout, a token's probability would differ between two passes
+        "attention_dropout": 0.0,
+        "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
+        "moe_grouped_gemm": args.moe_grouped_gemm,
+        "deallocate_pipeline_outputs": True,
+    }
+
+
+def _pick_device(args: Any) -> torch.device:
+    """Megatron computes on the CUDA device where there is one. Raises ConfigError."""
+    device = pick_device(args.train_device)
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise ConfigError(
+            "Megatron computes on the GPU where torch sees one",
+            where="--train-device",
+            hint="for a CPU hide the GPUs: CUDA_VISIBLE_DEVICES=''",
+        )
+    return device
+
+
+def _initialize(args: Any, rank: int, world_size: int, device: torch.device, folder: str | None) -> None:
+    """Megatron's process groups and random state, and before them a process group of one rank if there is none."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=cast(Any, dist).HashStore(), rank=rank, world_size=world_size)
+    layers = int(read_configuration(folder or "").get("num_hidden_layers", 0))
+    with compat.cpu_devices():
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=options.virtual_stages(args, layers),
+            context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            distributed_timeout_minutes=math.ceil(args.train_timeout_s / 60),
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(args.seed, inference_rng_tracker=device.type == "cpu")

@@ -1,0 +1,126 @@
+"""Log-probabilities and entropies of tokens from logits that are split over tensor-parallel ranks by vocabulary.
+
+Suffix legend: ``_n`` is ``[num_tokens]``; ``_nv`` is ``[num_tokens, vocabulary of this rank]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from buffer_rl.train.forward import CHUNK_ELEMENTS
+
+
+def log_probs_and_entropies(
+    logits_nv: torch.Tensor,
+    target_n: torch.Tensor,
+    *,
+    temperature: float,
+    group: Any,
+    with_entropy: bool = True,
+    kept: Sequence[torch.Tensor] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(log_probs_n, entropy_n)`` float32 in nats, equal on all ranks of ``group`` and differentiable in the logits of
+    each. Every rank of the group calls it with the same targets.
+
+    logits_nv: this rank's part of the vocabulary, in rank order; all parts are equally large. target_n: int64. kept: as
+    in ``buffer_rl.train.collate.MicroBatch``; probabilities are renormalised over these tokens. The entropy is 0
+    without ``with_entropy``. What is as large as logits is made some tokens at a time, and again in the backward pass.
+    """
+    size = max(1, CHUNK_ELEMENTS // max(1, logits_nv.shape[-1]))
+    chunks: list[Sequence[torch.Tensor]] = [logits_nv.split(size), target_n.split(size)]  # type: ignore[no-untyped-call]
+    if kept:
+        counts_n, ids = kept
+        counts: Sequence[torch.Tensor] = counts_n.split(size)  # type: ignore[no-untyped-call]
+        chunks += [counts, ids.split([int(part.sum()) for part in counts])]  # type: ignore[no-untyped-call]
+    parts = [
+        _of_chunk(temperature, group, with_entropy, *chunk)
+        if len(logits_nv) <= size
+        else checkpoint(
+            _of_chunk, temperature, group, with_entropy, *chunk, use_reentrant=False, preserve_rng_state=False
+        )
+        for chunk in zip(*chunks, strict=True)
+    ]
+    log_probs_n, entropy_n = (torch.cat(values) for values in zip(*parts, strict=True))
+    return log_probs_n, entropy_n
+
+
+def _of_chunk(
+    temperature: float,
+    group: Any,
+    with_entropy: bool,
+    logits_nv: torch.Tensor,
+    target_n: torch.Tensor,
+    *kept: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_nv = logits_nv.float()
+    if temperature != 1.0:
+        logits_nv = logits_nv / temperature
+    first = dist.get_rank(group) * logits_nv.shape[1]
+    if kept:
+        logits_nv = _only_kept(logits_nv, first, *kept)
+    log_probs_n, entropy_n = _SplitSoftmax.apply(logits_nv, target_n, first, group, with_entropy)  # type: ignore[no-untyped-call]
+    return log_probs_n, entropy_n
+
+
+def _only_kept(logits_nv: torch.Tensor, first: int, counts_n: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The logits, -inf for tokens that were cut off when the engine sampled."""
+    cut_nv = (counts_n > 0)[:, None].expand(logits_nv.shape).clone()
+    rows = torch.repeat_interleave(torch.arange(len(counts_n), device=counts_n.device), counts_n)
+    own = (ids >= first) & (ids < first + logits_nv.shape[1])
+    cut_nv[rows[own], ids[own] - first] = False
+    return logits_nv.masked_fill(cut_nv, float("-inf"))
+
+
+class _SplitSoftmax(torch.autograd.Function):
+    """Log-probability of each target and entropy of each distribution; three sums over ranks and a maximum forward,
+    none backward, as each rank's logits have a gradient of their own:
+    ``d log p_t / d z_j = [j = t] - p_j`` and ``d H / d z_j = -p_j (log p_j + H)``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_nv: torch.Tensor, target_n: torch.Tensor, first: int, group: Any, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        greatest_n = _over_ranks(logits_nv.max(-1).values, group, dist.ReduceOp.MAX)
+        shifted_nv = logits_nv - greatest_n[:, None]
+        log_probs_nv = shifted_nv - _over_ranks(shifted_nv.exp().sum(-1), group).log()[:, None]
+        own_n = target_n - first
+        is_own_n = (own_n >= 0) & (own_n < logits_nv.shape[1])
+        own_n = torch.where(is_own_n, own_n, 0)
+        found_n = log_probs_nv.gather(-1, own_n[:, None]).squeeze(-1)
+        log_probs_n = _over_ranks(torch.where(is_own_n, found_n, 0.0), group)
+        entropy_n = torch.zeros_like(log_probs_n)
+        if with_entropy:
+            entropy_n = _over_ranks(-(log_probs_nv.exp() * _finite(log_probs_nv)).sum(-1), group)
+        ctx.save_for_backward(log_probs_nv, own_n, is_own_n, entropy_n)
+        ctx.with_entropy = with_entropy
+        ctx.set_materialize_grads(False)
+        return log_probs_n, entropy_n
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        log_probs_nv, own_n, is_own_n, entropy_n = ctx.saved_tensors
+        of_log_probs, of_entropy = gradients
+        probs_nv = log_probs_nv.exp()
+        slope_nv = torch.zeros_like(log_probs_nv)
+        if of_log_probs is not None:
+            slope_nv -= probs_nv * of_log_probs[:, None]
+            slope_nv.scatter_add_(-1, own_n[:, None], torch.where(is_own_n, of_log_probs, 0.0)[:, None])
+        if of_entropy is not None and ctx.with_entropy:
+            slope_nv -= probs_nv * (_finite(log_probs_nv) + entropy_n[:, None]) * of_entropy[:, None]
+        return slope_nv, None, None, None, None
+
+
+def _over_ranks(values_n: torch.Tensor, group: Any, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(values_n, op=operation, group=group)
+    return values_n
+
+
+def _finite(log_probs_nv: torch.Tensor) -> torch.Tensor:
+    """A token of probability 0 contributes 0, the limit of p log p, where its log is -inf."""
+    return log_probs_nv.clamp(min=torch.finfo(log_probs_nv.dtype).min)

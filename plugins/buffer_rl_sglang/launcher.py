@@ -1,0 +1,143 @@
+"""Starts a SGLang server as a child process: the ``sglang`` entry of the engine plugins."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from buffer_rl.engine.process import ChildProcess, ServerProcess, key_environment
+from buffer_rl.errors import EngineError
+from buffer_rl.model_config import max_positions
+from buffer_rl_sglang.options import SERVER, check_server, environment, on_cpu, server_arguments
+
+MARGIN = 8
+"""A server with a context length C takes prompts of C - 7 tokens and ends answers at C - 2 (0.5.23)."""
+SHARED = Path("/dev/shm")
+LEFT_BEHIND = ("sglang_loads_", "sgl_shm_", "sem.mp-")
+"""What killed servers leave in ``SHARED``."""
+
+
+class SglangServer:
+    """A SGLang server that was started; meets ``buffer_rl.contracts.EngineProcess``.
+
+    Its temporary files are in a folder of its own, which ``stop`` removes, as it does the shared memory of a server
+    that was killed."""
+
+    def __init__(self, args: Any, index: int, log_path: str) -> None:
+        self._shared: set[Path] = set()
+        self._temporary = tempfile.mkdtemp(prefix="sglang_")
+        variables = {**environment(args), **key_environment(args.engine_api_key), "TMPDIR": self._temporary}
+        if on_cpu(args) and (ranks := args.rollout_num_gpus_per_engine) > 1:  # else one NUMA node for each is wanted
+            cores = [str(rank % (os.cpu_count() or 1)) for rank in range(ranks)]
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
+        self._server = ServerProcess(
+            f"SGLang server {index}",
+            lambda ports: [args.sglang_python, str(SERVER), *_arguments(args, index, *ports)],
+            log_path,
+            hosts=[args.engine_host],
+            env=variables,
+        )
+
+    @property
+    def url(self) -> str:
+        """Base URL, without a trailing slash; final after ``wait_ready``."""
+        return self._server.url
+
+    @property
+    def process(self) -> ChildProcess:
+        """Of the last start."""
+        return self._server.process
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return once the server answers. Raises EngineError if its process ends first, DeadlineError if it takes
+        longer than ``timeout_s`` seconds."""
+        self._server.wait_ready("/health", timeout_s)
+        self._shared |= _shared_memory(self.process.pid)
+
+    def check(self) -> None:
+        """Raises EngineError, with the end of the log, if the process has ended."""
+        self.process.check()
+
+    def stop(self) -> None:
+        """End the process and all that it started; returns when nothing of it is left."""
+        self._shared |= _shared_memory(self.process.pid)
+        self._server.stop()
+        for path in self._shared:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+class SglangLauncher:
+    """Starts SGLang servers; meets ``buffer_rl.contracts.EngineLauncher``."""
+
+    def check(self, args: Any) -> None:
+        """Raises ConfigError if there is no server to start, or it refuses its arguments (``check_server``)."""
+        check_server(args)
+
+    def __call__(self, args: Any, index: int, log_path: str) -> SglangServer:
+        """Start SGLang server ``index`` for ``args.hf_checkpoint`` on a free port of ``args.engine_host``, over the
+        GPUs that this process sees, or on the CPU. Raises EngineError if there is no model or the process cannot be
+        started; it does not wait for the server."""
+        if not args.hf_checkpoint:
+            raise EngineError("there is no model to serve", where="--hf-checkpoint", expected="a Hugging Face folder")
+        return SglangServer(args, index, log_path)
+
+
+launch = SglangLauncher()
+
+
+def _arguments(args: Any, index: int, port: int) -> list[str]:
+    """The server's command line; what ``--sglang-NAME`` says comes last, and wins."""
+    ranks = args.rollout_num_gpus_per_engine
+    found = [
+        *("--model-path", str(args.hf_checkpoint)),
+        *("--host", args.engine_host, "--port", str(port)),
+        *("--dtype", args.engine_dtype),
+        *("--tp-size", str(ranks)),
+        *("--max-running-requests", str(args.engine_max_running_requests)),
+        *("--random-seed", str(args.seed + index)),
+        *("--weight-version", "0"),
+        *("--log-level", "warning"),
+    ]
+    length = context_length(args)
+    if length is not None:
+        found += ["--context-length", str(length + MARGIN)]
+    if args.trust_remote_code:
+        found.append("--trust-remote-code")
+    if on_cpu(args):
+        # An idle server polls otherwise, and takes a core from the trainer; its memory pool would be most of the
+        # machine's.
+        found += ["--device", "cpu", "--sleep-on-idle", "--grammar-backend", "none"]
+        found += ["--max-total-tokens", str(max(args.engine_max_running_requests * 4096, (length or 0) + MARGIN))]
+    return [*found, *server_arguments(args)]
+
+
+def context_length(args: Any) -> int | None:
+    """Most tokens of a sequence: ``--engine-context-length``, else the model's own limit; None where there is none."""
+    if args.engine_context_length is not None:
+        return int(args.engine_context_length)
+    with contextlib.suppress(OSError, ValueError):
+        return max_positions(json.loads(Path(args.hf_checkpoint, "config.json").read_text(encoding="utf-8")))
+    return None
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """Files in ``SHARED``, of the kinds of ``LEFT_BEHIND``, that the processes of a process group have mapped. Compared
+    by inode: a semaphore is mapped under another name."""
+    mapped = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.getpgid(int(process.name)) == group:
+                lines = (process / "maps").read_text().splitlines()
+                mapped |= {int(line.split()[4]) for line in lines if f" {SHARED}/" in line}
+    found = set()
+    for path in SHARED.iterdir():
+        with contextlib.suppress(OSError):
+            if path.name.startswith(LEFT_BEHIND) and path.stat().st_ino in mapped:
+                found.add(path)
+    return found

@@ -1,0 +1,156 @@
+"""Options of the SGLang servers that a run starts, and their check before it does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+from buffer_rl.config import Section, option
+from buffer_rl.engine.process import arguments_of
+from buffer_rl.errors import ConfigError
+from buffer_rl.hookspecs import hookimpl
+
+SERVER = Path(__file__).with_name("server_process.py")
+VERSIONS = ((0, 5, 21), (0, 6))
+"""The server's versions that have this protocol: from the first that takes weights between ``/begin_weight_update`` and
+``/end_weight_update``, up to and without the second."""
+CHECK_TIMEOUT_S = 120.0
+OWN = {
+    "model": "--hf-checkpoint",
+    "model_path": "--hf-checkpoint",
+    "host": "--engine-host",
+    "port": "",
+    "api_key": "--engine-api-key",
+    "admin_api_key": "",
+    "tp_size": "--rollout-num-gpus-per-engine",
+    "tensor_parallel_size": "--rollout-num-gpus-per-engine",
+    "device": "--engine-device",
+    "dtype": "--engine-dtype",
+    "context_length": "--engine-context-length",
+    "max_running_requests": "--engine-max-running-requests",
+    "trust_remote_code": "--trust-remote-code",
+    "weight_version": "",
+    "enable_deterministic_inference": "",
+    "dp_size": "",
+    "data_parallel_size": "",
+    "nnodes": "",
+}
+"""Arguments of the server that the run sets itself, with the option for each that has one."""
+
+
+class SglangOptions(Section):
+    """SGLang servers that the run starts."""
+
+    heading: ClassVar[str] = "SGLang"
+
+    sglang_python: str = option(
+        sys.executable,
+        "the Python that runs SGLang, where it is in an environment of its own",
+        metavar="FILE",
+    )
+    sglang_args: dict[str, Any] = option(
+        {},
+        "arguments of the server under its own names: --sglang-mem-fraction-static 0.8, or a line "
+        "sglang_mem_fraction_static: 0.8 in the --config file",
+        metavar="JSON",
+        prefix="sglang_",
+    )
+
+
+def server_arguments(args: Any) -> list[str]:
+    """``args.sglang_args`` as the server takes them. Raises ConfigError for what the run sets, and for secrets."""
+    if args.engine_auth and str(args.sglang_args.get("log_level", "warning")).lower() in ("debug", "info"):
+        raise ConfigError(
+            "at this level the server writes its arguments to its log, and the engines' API key with them",
+            where="--sglang-log-level",
+            hint="warning and above, or add --no-engine-auth",
+        )
+    return arguments_of(args.sglang_args, "sglang", OWN)
+
+
+def on_cpu(args: Any) -> bool:
+    """Whether the servers compute on the CPU: asked for, or there is no GPU on this node."""
+    return args.engine_device == "cpu" or (args.engine_device == "auto" and not any(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def environment(args: Any) -> dict[str, str]:
+    """Variables of the server's process."""
+    return {
+        "PYTHONPATH": "",  # its environment is its own
+        "OMP_NUM_THREADS": str(args.engine_num_threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        # With it /health generates a token, and fails while the server is paused: the router would take it off.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # The server wants more tokens than it uses; see launcher.MARGIN.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        "BUFFER_RL_SGLANG_DEVICE": "cpu" if on_cpu(args) else "cuda",
+    }
+
+
+@hookimpl
+def buffer_rl_add_options() -> list[str]:
+    """The section above, by reference."""
+    return [f"{__name__}:SglangOptions"]
+
+
+def check_server(config: Any) -> None:
+    """Raises ConfigError if there is no SGLang to start, if its version is unknown, or if it refuses its arguments."""
+    command = [config.sglang_python, str(SERVER), "--check-arguments", "--model-path", str(config.hf_checkpoint)]
+    limit = max(CHECK_TIMEOUT_S, config.engine_start_timeout_s)
+    try:
+        checked = subprocess.run(
+            [*command, *server_arguments(config)],
+            env={**os.environ, **environment(config)},
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
+    except OSError as error:
+        raise ConfigError(f"it cannot be run: {error}", where=f"--sglang-python {config.sglang_python}") from error
+    except subprocess.TimeoutExpired as error:
+        what = f"SGLang did not check its arguments within {limit:g} s"
+        raise ConfigError(what, where=f"--sglang-python {config.sglang_python}") from error
+    if checked.returncode:
+        _refuse(config, checked.stderr.strip())
+    version = checked.stdout.split()[-1]
+    if not VERSIONS[0] <= _numbers(version) < VERSIONS[1]:
+        oldest, first_unknown = (".".join(map(str, numbers)) for numbers in VERSIONS)
+        raise ConfigError(
+            f"SGLang {version} speaks another protocol",
+            where=f"--sglang-python {config.sglang_python}",
+            expected=f"sglang>={oldest},<{first_unknown}",
+        )
+
+
+def _refuse(config: Any, printed: str) -> None:
+    last = printed.splitlines()[-1] if printed else "it printed nothing"
+    if "sglang: error:" in last:
+        raise ConfigError(
+            f"the server refuses its arguments: {last.partition('error:')[2].strip()}",
+            where="--sglang-NAME",
+            hint=f"{config.sglang_python} -m sglang.launch_server --help lists them",
+        )
+    raise ConfigError(
+        f"SGLang cannot be imported: {last}",
+        where=f"--sglang-python {config.sglang_python}",
+        expected="a Python whose environment has sglang",
+        hint="pip install 'buffer-rl[sglang]', or an environment of its own: plugins/README.md",
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+@hookimpl
+def buffer_rl_configure(config: Any) -> None:
+    """Raises ConfigError for arguments of servers that the run does not start."""
+    given = getattr(config, "sglang_args", None)  # options that a program made may lack the section
+    if given and (config.rollout_engine != "sglang" or config.router_url is not None):
+        flag = f"--sglang-{next(iter(given)).replace('_', '-')}"
+        raise ConfigError("the run starts no SGLang server", where=flag, hint="add --rollout-engine sglang")

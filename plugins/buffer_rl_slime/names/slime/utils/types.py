@@ -1,0 +1,11 @@
+"""Records of a sample."""
+
+from __future__ import annotations
+
+from buffer_rl.types import Sample
+from buffer_rl_slime.missing import missing
+
+__getattr__ = missing(__name__)
+__all__ = [
+    "Sample",
+]

@@ -1,0 +1,173 @@
+"""What a Megatron trainer does beside two steps of a policy: values, halves, parts of a step, experts, hooks, sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.train.collate import collate, row_blocks
+from buffer_rl.train.forward import response_log_probs
+from buffer_rl.train.objective import Objective
+from buffer_rl.train.torch_trainer import TorchTrainer
+from harness.megatron_ranks import RankError, RankPool
+from harness.megatron_rows import SEEDS, make_args, make_rows
+from harness.megatron_steps import Case, Found, beyond, differences, run_case
+from harness.trainers import step
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+SEQUENCE = {TP: 2, "sequence_parallel": True, "num_train_ranks": 2}
+EXPERTS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5, "deterministic": True}
+
+ModelOf = Callable[[str], str]
+ByTransformers = Callable[[str], Found]
+
+
+def rows(num_rows: int = 12) -> list[Any]:
+    return [make_rows(num_rows, seed) for seed in SEEDS]
+
+
+@pytest.mark.parametrize("changes", [{}, SEQUENCE, {PP: 2, "num_train_ranks": 2}], ids=["one rank", "TP2", "PP2"])
+def test_a_value_model_is_that_of_transformers(changes: dict[str, Any], ranks: RankPool, model_of: ModelOf) -> None:
+    args = make_args(model_of("untied"), advantage_estimator="ppo", use_critic=True)
+
+    def with_values(batch: Any) -> Any:
+        generator = np.random.default_rng(7)
+        lengths = batch.columns["response_length"]
+        for name in ("old_log_probs", "ref_log_probs", "values"):
+            batch.columns[name] = [generator.normal(size=length).astype(np.float32) for length in lengths]
+        return batch
+
+    objective = Objective(args, PluginRegistry.from_flags([]), "critic")
+    trainer = TorchTrainer(args, 0, 1, objective)
+    expected = Found(outputs=dict.fromkeys(make_rows().row_ids, np.zeros(0)))
+    expected.steps = [step(trainer, with_values(batch)) for batch in rows()]
+    later = make_rows(12, 5)
+    expected.outputs = dict(zip(later.row_ids, trainer.values(later), strict=True))
+    expected.weights = {
+        name: tensor.clone()
+        for bucket in trainer.export()
+        for name, tensor in bucket.items()
+        if name != "lm_head.weight"  # the value head
+    }
+    case = Case(args=args.model_copy(update=changes), batches=[with_values(batch) for batch in rows()], critic=True)
+    found = run_case(ranks, replace(case, last=later))
+    assert beyond(found, expected) == {}
+    assert max(float(np.abs(values).max(initial=0)) for values in found.outputs.values()) > 1e-3
+
+
+def test_parts_of_a_step_add_up(ranks: RankPool, model_of: ModelOf, by_transformers: ByTransformers) -> None:
+    for changes in ({"num_train_ranks": 2, PP: 2}, {"num_train_ranks": 2, "overlap_grad_reduce": True}):
+        case = Case(args=make_args(model_of("qwen3"), **changes), batches=rows(), parts=3)
+        assert beyond(run_case(ranks, case), by_transformers("qwen3")) == {}
+
+
+def test_a_trainer_that_slept_goes_on_as_it_was(
+    ranks: RankPool, model_of: ModelOf, by_transformers: ByTransformers
+) -> None:
+    case = Case(args=make_args(model_of("qwen3"), num_train_ranks=2), batches=rows(), sleeps=True)
+    assert beyond(run_case(ranks, case), by_transformers("qwen3")) == {}
+
+
+def test_bfloat16_has_float32_master_weights(
+    ranks: RankPool, model_of: ModelOf, by_transformers: ByTransformers
+) -> None:
+    """Fifty steps of a learning rate that is a hundredth of a weight's spacing in bfloat16 move the weights together,
+    not one by one."""
+    case = Case(args=make_args(model_of("qwen3"), num_train_ranks=2, bf16=True), batches=rows())
+    found = differences(run_case(ranks, case), by_transformers("qwen3"))
+    assert 1e-4 < found["outputs"] < 0.2
+    assert found["grad_norm"] < 0.05
+    small = {"lr": 2e-5, "adam_eps": 1e-8, "weight_decay": 0.0, "num_train_ranks": 1, "bf16": True}
+    same = [make_rows(12, 0)] * 50
+    moved = run_case(ranks, Case(args=make_args(model_of("qwen3"), **small), batches=same)).weights
+    start = run_case(ranks, Case(args=make_args(model_of("qwen3"), **small), batches=[])).weights
+    name = "model.layers.0.mlp.down_proj.weight"
+    changed = (moved[name] != start[name]) & (start[name].abs() > 0.1)
+    assert changed.sum() > 0.5 * (start[name].abs() > 0.1).sum()
+
+
+def test_a_loss_that_balances_experts_is_weighed_alike_on_any_layout(ranks: RankPool, model_of: ModelOf) -> None:
+    """Micro-batches are those of a prompt group, as the loss is a mean over each."""
+    model = model_of("qwen3_moe")
+    alone = run_case(ranks, Case(args=make_args(model, **EXPERTS), batches=rows()))
+    without = run_case(ranks, Case(args=make_args(model, deterministic=True), batches=rows()))
+    assert differences(without, alone)["grad_norm"] > 1e-3
+    split = run_case(ranks, Case(args=make_args(model, **EXPERTS, **SEQUENCE), batches=rows()))
+    assert beyond(split, alone) == {}
+    replicas = [
+        run_case(
+            ranks,
+            Case(args=make_args(model, num_train_ranks=2, expert_model_parallel_size=size, **EXPERTS), batches=rows()),
+        )
+        for size in (1, 2)
+    ]
+    assert beyond(*replicas) == {}
+
+
+def test_the_weight_of_a_loss_that_balances_experts_is_the_divisor(ranks: RankPool, model_of: ModelOf) -> None:
+    """The first gradient is that of the objective's sum and of D times the loss of each layer, of each micro-batch
+    (Fedus et al. 2022, arXiv:2101.03961, equation 4), by transformers' router logits."""
+    args = make_args(model_of("qwen3_moe"), **EXPERTS)
+    objective = Objective(args, PluginRegistry.from_flags([]))
+    model = TorchTrainer(args, 0, 1, objective)._actor
+    batch = make_rows(12, SEEDS[0])
+    objective.compute_advantages(batch)
+    divisor = 0.0
+    for block in row_blocks(args, batch, packed=True, shares_prompts=False):
+        rows = batch.select(block)
+        loss, sums = objective(*response_log_probs(model, collate(rows, torch.device("cpu")), 1.0), rows)
+        each = [torch.from_numpy(tokens).long()[None] for tokens in rows.columns["tokens"]]
+        routed = [model(input_ids=ids, output_router_logits=True, use_cache=False).router_logits for ids in each]
+        for layer in zip(*routed, strict=True):
+            scores = torch.cat(layer).softmax(-1)
+            chosen = torch.zeros_like(scores).scatter(1, scores.topk(2).indices, 1.0)
+            balance = 4 * (chosen.mean(0) / 2 * scores.mean(0)).sum()
+            loss = loss + args.moe_aux_loss_coeff * float(sums.divisor) * balance
+        loss.backward()
+        divisor += float(sums.divisor)
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    expected = float(torch.nn.utils.get_total_norm(gradients)) / divisor
+    found = run_case(ranks, Case(args=args, batches=[make_rows(12, SEEDS[0])])).steps[0]["grad_norm"]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks(ranks: RankPool, model_of: ModelOf) -> None:
+    case = Case(args=make_args(model_of("qwen3"), num_train_ranks=2), batches=rows(), scale=float("inf"))
+    with pytest.raises(RankError, match="NonFiniteError"):
+        run_case(ranks, case)
+
+
+HOOKS = """
+calls = open({path!r}, "a", buffering=1)
+
+
+def init(args):
+    print("init", file=calls)
+
+
+def before_log_prob(args, model, store_prefix):
+    print(f"log_prob {{len(model)}} {{store_prefix!r}}", file=calls)
+
+
+def before_train_step(args, rollout_id, step_id, model, optimizer, scheduler):
+    print(f"step {{rollout_id}} {{step_id}} {{optimizer is not None}} {{scheduler}}", file=calls)
+"""
+
+
+def test_hooks_are_called(ranks: RankPool, model_of: ModelOf, tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text(HOOKS.format(path=str(tmp_path / "calls")))
+    names = {"init_path": "init", "before_log_prob_hook_path": "before_log_prob"}
+    names["before_train_step_hook_path"] = "before_train_step"
+    changes = {f"custom_megatron_{flag}": f"{tmp_path / 'hooks.py'}:{name}" for flag, name in names.items()}
+    run_case(ranks, Case(args=make_args(model_of("qwen3"), **changes), batches=rows(), parts=2))
+    expected = ["init", "log_prob 1 ''", "step 0 0 True None", "step 1 0 True None"]
+    assert (tmp_path / "calls").read_text().splitlines() == expected

@@ -1,0 +1,51 @@
+"""Each command line of docs/megatron.md can be typed: its flags are options, and its ranks fit the parallelism."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.cluster.counts import with_counts
+from buffer_rl.config import compose
+from buffer_rl.configuration.help import FlagParser, add_options, given_flags, take_items
+from buffer_rl.configuration.sources import resolve
+from buffer_rl.driver.checks import check_options
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl_megatron.model_shape import ModelShapeOptions
+from buffer_rl_megatron.options import MegatronOptions, layout
+from buffer_rl_sglang.options import SglangOptions
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "megatron.md"
+BLOCKS = re.findall(r"```\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+COMMANDS = [
+    line for block in BLOCKS for line in block.replace("\\\n", "").splitlines() if line.startswith("buffer-rl train ")
+]
+SECTIONS = [*CORE_SECTIONS, SglangOptions, MegatronOptions, ModelShapeOptions]
+EXPECTED: list[tuple[int, dict[str, Any]]] = [
+    (1, {"num_train_ranks": 1}),
+    (2, {"num_train_ranks": 4, "rollout_num_engines": 2, "tensor_model_parallel_size": 2, "bf16": True}),
+    (4, {"num_train_ranks": 4, "rollout_num_engines": 1, "expert_model_parallel_size": 4, "moe_grouped_gemm": True}),
+]
+
+
+@pytest.mark.parametrize(("command", "expected"), list(zip(COMMANDS, EXPECTED, strict=True)), ids=range(len(EXPECTED)))
+def test_a_command_line_can_be_typed(command: str, expected: tuple[int, dict[str, Any]], tmp_path: Path) -> None:
+    parser = FlagParser(prog="buffer-rl")
+    add_options(parser, SECTIONS)
+    parser.add_argument("--config")
+    parser.set_defaults(sections=SECTIONS)
+    namespace, extra = parser.parse_known_args(shlex.split(command)[2:])
+    assert take_items(namespace, extra) == []
+    config = tmp_path / "run.yaml"
+    config.write_text("hf_checkpoint: /models/m\nprompt_data: d.jsonl\nnum_rollout: 3\nrm_type: exact_match\n")
+    args: Any = with_counts(
+        resolve(compose(SECTIONS), flags=given_flags(namespace), environ={}, config_path=str(config)).args
+    )
+    check_options(args)
+    replicas, options = expected
+    assert layout(args).dp_size == replicas
+    assert {name: getattr(args, name) for name in options} == options

@@ -1,0 +1,157 @@
+"""Engines that run elsewhere, behind a router of the run's own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from buffer_rl.cluster.counts import with_counts
+from buffer_rl.config import compose
+from buffer_rl.engine.client import EngineClient
+from buffer_rl.engine.control import EngineControlClient
+from buffer_rl.engine.embedded.launcher import launch as launch_embedded
+from buffer_rl.engine.external import ExternalEngine, launch, urls_of
+from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.engine.process import ChildProcess, with_engine_key
+from buffer_rl.errors import ConfigError, DeadlineError, EngineError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.testing.fake_engine import FakeEngine
+from buffer_rl.weights.options import engines_may_differ
+from harness.processes import holds_within
+
+Options = compose(CORE_SECTIONS)
+
+
+def test_addresses_choose_and_count_the_engines_and_no_key_is_made_for_them() -> None:
+    args: Any = with_counts(Options(rollout_external_engine_addrs=["10.0.0.7:30000", "http://10.0.0.8:30000/"]))
+    assert (args.rollout_engine, args.rollout_num_engines) == ("external", 2)
+    assert urls_of(args) == ["http://10.0.0.7:30000", "http://10.0.0.8:30000"]
+    assert [launch(args, index, "").url for index in range(2)] == urls_of(args)
+    assert with_engine_key(args).engine_api_key is None
+    assert engines_may_differ(args)
+    with pytest.raises(ConfigError, match="--rollout-num-engines is 3, and --rollout-external-engine-addrs"):
+        with_counts(Options(rollout_external_engine_addrs=["a:1"], rollout_num_engines=3))
+
+
+def test_one_that_does_not_answer_is_named_and_one_that_never_has_is_waited_for() -> None:
+    engine = ExternalEngine("http://127.0.0.1:1")
+    with pytest.raises(DeadlineError, match="did not answer within 0 s") as caught:
+        engine.wait_ready(0.0)
+    assert caught.value.where == "http://127.0.0.1:1"
+    engine.check()
+    with FakeEngine() as fake:
+        engine = ExternalEngine(fake.url)
+        engine.wait_ready(10.0)
+        engine.check()
+    with pytest.raises(EngineError, match="nothing listens there"):
+        engine.check()
+
+
+@pytest.mark.slow
+def test_requests_go_through_the_runs_router_and_the_run_ends_no_engine(
+    engine_args: Callable[..., Any], tmp_path: Path
+) -> None:
+    args = engine_args()
+    outside = [launch_embedded(args, index, str(tmp_path / f"{index}.log")) for index in range(2)]
+    for engine in outside:
+        engine.wait_ready(60)
+    try:
+        external = engine_args(
+            rollout_engine="external",
+            rollout_external_engine_addrs=[engine.url.removeprefix("http://") for engine in outside],
+            rollout_num_engines=2,
+        )
+        with EngineFleet(external, str(tmp_path / "run"), launch) as fleet:
+            fleet.wait_ready()
+            assert fleet.router is not None
+            assert set(fleet.router.workers()) == {engine.url for engine in outside}
+            assert len(asyncio.run(sampled(fleet)).output_ids) == 3
+            outside[0].stop()
+            assert holds_within(20, lambda: set(fleet.router.workers()) == {outside[1].url})  # type: ignore[union-attr]
+            assert len(asyncio.run(sampled(fleet)).output_ids) == 3
+        for engine in outside[1:]:
+            engine.check()  # the run did not end it
+    finally:
+        for engine in outside:
+            engine.stop()
+
+
+def start_at(args: Any, url: str, log_path: Path) -> ChildProcess:
+    """An embedded engine at an address where there was one before."""
+    address = urlsplit(url)
+    where = ["--model-path", args.hf_checkpoint, "--host", str(address.hostname), "--port", str(address.port)]
+    command = [sys.executable, "-m", "buffer_rl.engine.embedded.server", *where, "--deterministic"]
+    return ChildProcess("another server", command, str(log_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["stopped", "another server"])
+def test_one_that_is_away_for_a_while_is_off_the_routers_list_and_comes_back_with_the_weights_of_meanwhile(
+    engine_args: Callable[..., Any], model_folder: Callable[..., str], tmp_path: Path, way: str
+) -> None:
+    args, notices = engine_args(), []
+    outside = [launch_embedded(args, index, str(tmp_path / f"{index}.log")) for index in range(2)]
+    away, stays = outside
+    external = engine_args(
+        rollout_engine="external",
+        rollout_external_engine_addrs=[engine.url for engine in outside],
+        rollout_num_engines=2,
+        rollout_health_check_timeout=2.0,
+    )
+    with ExitStack() as stack:
+        for engine in outside:
+            stack.callback(engine.stop)
+            engine.wait_ready(60)
+        fleet = stack.enter_context(EngineFleet(external, str(tmp_path / "run"), launch, notices.append))
+        fleet.wait_ready()
+        control = fleet.control(600.0)
+        stack.callback(control.close)
+
+        def publish(seed: int, version: int) -> set[str]:
+            control.pause()
+            control.update_weights_from_disk(model_folder("qwen3", seed=seed), version)
+            taken = control.versions()
+            assert set(taken.values()) == {str(version)}
+            control.resume()
+            return set(taken)
+
+        def listed() -> set[str]:
+            assert fleet.router is not None
+            fleet.check()
+            return set(fleet.router.workers())
+
+        assert publish(1, 7) == {away.url, stays.url}
+        if way == "stopped":
+            os.kill(away.process.pid, signal.SIGSTOP)
+            stack.callback(os.kill, away.process.pid, signal.SIGCONT)
+        else:
+            away.stop()
+        assert publish(2, 8) == {stays.url}  # no call stays open until its deadline
+        assert holds_within(60, lambda: bool(notices))
+        assert "the run goes on with 1 engine until it answers again" in notices[0]
+        assert holds_within(30, lambda: listed() == {stays.url})
+        assert len(asyncio.run(sampled(fleet)).output_ids) == 3
+        if way == "stopped":
+            os.kill(away.process.pid, signal.SIGCONT)
+        else:
+            stack.callback(start_at(args, away.url, tmp_path / "again.log").stop)
+        assert holds_within(90, lambda: listed() == {away.url, stays.url})
+        assert holds_within(5, lambda: notices[1:] == ["engine 0 is back, with the weights of version 8"])
+        both = stack.enter_context(EngineControlClient([away.url, stays.url]))
+        assert set(both.versions().values()) == {"8"}
+        assert len(set(both.checksums().values())) == 1
+        assert publish(1, 9) == {away.url, stays.url}
+
+
+async def sampled(fleet: EngineFleet) -> Any:
+    async with EngineClient(fleet.router_url, [], timeout_s=30) as client:
+        return await client.agenerate("r", [5, 6, 7], {"max_new_tokens": 3, "ignore_eos": True})

@@ -1,0 +1,151 @@
+"""Distributed checkpoints of Megatron's: written in one layout, continued in another."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buffer_rl.checkpoint import open_checkpoint, write_checkpoint
+from buffer_rl.testing.tiny import make_tiny_model
+from harness import megatron_training
+from harness.megatron_ranks import HAS_MEGATRON, REASON, Layout, RankError, RankPool
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(not HAS_MEGATRON, reason=REASON),
+    pytest.mark.timeout(300),
+]
+
+Weights = dict[str, np.ndarray]
+LAYOUTS = {
+    "tp1": (1, Layout()),
+    "dp2": (2, Layout()),
+    "tp2": (2, Layout(tp=2)),
+    "pp2": (2, Layout(pp=2)),
+    "pp2 vpp2": (2, Layout(pp=2, vpp=2)),
+}
+BOUND = 2e-5
+"""Largest difference of weights after two steps that sum in another order, at a learning rate of 1e-2."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def tp2(ranks: RankPool, model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A checkpoint of two tensor ranks, and what ``saved`` returned."""
+    target = str(tmp_path_factory.mktemp("checkpoints") / "tp2")
+    return target, ranks.run(2, megatron_training.saved, LAYOUTS["tp2"][1], model, target)[0]
+
+
+def difference(one: Weights, other: Weights) -> float:
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_of_two_tensor_ranks_goes_on_in_any_layout(
+    ranks: RankPool, model: str, tp2: tuple[str, dict[str, Any]], layout: str
+) -> None:
+    source, uninterrupted = tp2
+    world, sizes = LAYOUTS[layout]
+    found = ranks.run(world, megatron_training.resumed, sizes, model, source)
+    for answer in found:
+        assert answer["facts"] == (2, True, {"epoch": 3})
+        assert difference(answer["weights"], uninterrupted["weights"]) == 0.0
+        assert difference(answer["after"], uninterrupted["after"]) <= (0.0 if layout == "tp2" else BOUND)
+    assert difference(uninterrupted["after"], uninterrupted["weights"]) > 100 * BOUND, (
+        "the steps changed next to nothing"
+    )
+
+
+@pytest.mark.parametrize("how", ["save", "start"])
+def test_a_checkpoint_under_a_manifest_holds_the_state_at_its_time(
+    ranks: RankPool, model: str, tmp_path: Path, how: str
+) -> None:
+    """ "start" writes while two more steps are taken, which must not be in it."""
+    found: list[dict[str, Any]] = []
+
+    def fill(folder: Path) -> None:
+        found.extend(ranks.run(2, megatron_training.saved, Layout(pp=2), model, str(folder / "ranks"), how))
+
+    sealed = open_checkpoint(write_checkpoint(tmp_path, 2, fill, {}))  # checks every hash
+    assert (sealed.folder / "ranks" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert (sealed.folder / "ranks" / "iter_0000002" / "metadata.json").is_file()
+    answers = ranks.run(2, megatron_training.resumed, Layout(pp=2), model, str(sealed.folder / "ranks"))
+    for saved, answer in zip(found, answers, strict=True):
+        assert difference(answer["weights"], saved["weights"]) == 0.0
+        assert all(np.array_equal(one, other) for one, other in zip(answer["moments"], saved["moments"], strict=True))
+        assert difference(answer["after"], saved["after"]) == 0.0
+
+
+def test_overlapped_gathering_leaves_no_stale_weight_in_exports_and_checkpoints(
+    ranks: RankPool, model: str, tp2: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    target = str(tmp_path / "overlapped")
+    found = ranks.run(2, megatron_training.saved, Layout(), model, target, "save", True)
+    for answer in found:
+        assert difference(answer["weights"], tp2[1]["weights"]) <= BOUND
+        assert difference(answer["after"], tp2[1]["after"]) <= BOUND
+    (loaded,) = ranks.run(1, megatron_training.resumed, Layout(), model, target)
+    assert difference(loaded["weights"], found[0]["weights"]) == 0.0
+
+
+def test_a_model_with_experts_goes_on_in_its_layout_and_its_weights_in_any(ranks: RankPool, tmp_path: Path) -> None:
+    folder, target = make_tiny_model(tmp_path / "moe", "qwen3_moe"), str(tmp_path / "saved")
+    saved = ranks.run(2, megatron_training.saved, Layout(ep=2), folder, target)[0]
+    for answer in ranks.run(2, megatron_training.resumed, Layout(ep=2), folder, target):
+        assert difference(answer["weights"], saved["weights"]) == 0.0
+        assert difference(answer["after"], saved["after"]) == 0.0
+    with pytest.raises(RankError, match=r"CheckpointError: .* one optimizer for experts and one for the rest"):
+        ranks.run(1, megatron_training.resumed, Layout(), folder, target)
+    release = str(tmp_path / "release")
+    saved = ranks.run(2, megatron_training.saved, Layout(ep=2), folder, release, "release")[0]
+    (answer,) = ranks.run(1, megatron_training.resumed, Layout(), folder, release)
+    assert difference(answer["weights"], saved["weights"]) == 0.0
+
+
+def test_weights_alone_begin_a_new_run(ranks: RankPool, model: str, tmp_path: Path) -> None:
+    """A folder ``release``, as slime's converter leaves it: no step is taken over."""
+    target = str(tmp_path / "release")
+    saved = ranks.run(1, megatron_training.saved, Layout(), model, target, "release")[0]
+    assert Path(target, "latest_checkpointed_iteration.txt").read_text() == "release"
+    (answer,) = ranks.run(1, megatron_training.resumed, Layout(), model, target)
+    assert answer["facts"] == (0, False, {})
+    assert difference(answer["weights"], saved["weights"]) == 0.0
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_checkpoint_in_the_format_of_megatron_lm_goes_on_in_its_layout(
+    ranks: RankPool, model: str, tmp_path: Path, layout: str
+) -> None:
+    target, (world, sizes) = str(tmp_path / "saved"), LAYOUTS[layout]
+    found = ranks.run(world, megatron_training.saved, sizes, model, target, "dp_reshardable")
+    for saved, answer in zip(found, ranks.run(world, megatron_training.resumed, sizes, model, target), strict=True):
+        assert answer["facts"] == (2, True, {"epoch": 3})
+        assert difference(answer["weights"], saved["weights"]) == 0.0
+        assert difference(answer["after"], saved["after"]) == 0.0
+
+
+def test_checkpoints_that_cannot_be_loaded_are_named(ranks: RankPool, model: str, tp2: Any, tmp_path: Path) -> None:
+    source = Path(tp2[0])
+    other = make_tiny_model(tmp_path / "other", "qwen3", num_hidden_layers=4, intermediate_size=64)
+    with pytest.raises(RankError, match=r"CheckpointError: .*iter_0000002: it does not load.*"):
+        ranks.run(1, megatron_training.resumed, Layout(), other, str(source))
+    damaged = tmp_path / "damaged"
+    shutil.copytree(source, damaged)
+    largest = max(damaged.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    with pytest.raises(RankError, match=r"CheckpointError: .*iter_0000002: it does not load.*"):
+        ranks.run(1, megatron_training.resumed, Layout(), model, str(damaged))
+    (damaged / "iter_0000002" / "metadata.json").unlink()
+    with pytest.raises(RankError, match=r"iter_0000002: the checkpoint is not whole"):
+        ranks.run(1, megatron_training.resumed, Layout(), model, str(damaged))
+    with pytest.raises(RankError, match=r"this is no torch_dist checkpoint"):
+        ranks.run(1, megatron_training.resumed, Layout(), model, str(tmp_path))

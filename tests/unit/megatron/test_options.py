@@ -1,0 +1,118 @@
+"""What a run with the Megatron trainer is told before anything starts. Needs no Megatron but where it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.errors import ConfigError
+from buffer_rl.testing.tiny import make_tiny_model
+from buffer_rl_megatron.model_shape import check_shape, read_configuration
+from buffer_rl_megatron.options import buffer_rl_configure, layout, virtual_stages
+from harness.megatron_ranks import HAS_MEGATRON, REASON
+from harness.megatron_rows import make_args
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_model(tmp_path_factory.mktemp("experts"), "qwen3_moe")
+
+
+def test_data_parallelism_is_what_is_left_of_the_ranks(model: str) -> None:
+    found = layout(make_args(model, num_train_ranks=16, **{TP: 2, PP: 2}))
+    assert (found.dp_size, found.heads()) == (4, [8, 10, 12, 14])
+
+
+@pytest.mark.skipif(not HAS_MEGATRON, reason=REASON)
+@pytest.mark.parametrize(
+    ("changes", "where", "said"),
+    [
+        ({TP: 2, PP: 2, "num_train_ranks": 6}, "--num-train-ranks", "a multiple of 4"),
+        ({"context_parallel_size": 2, "num_train_ranks": 2}, "--context-parallel-size", "not split"),
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl", "not installed"),
+        ({"sequence_parallel": True}, "--sequence-parallel", "one tensor-parallel rank"),
+        ({"overlap_param_gather": True}, "--overlap-param-gather", "--overlap-grad-reduce"),
+        ({"recompute_granularity": "full"}, "--recompute-granularity", "--recompute-num-layers"),
+        ({"recompute_num_layers": 1}, "--recompute-method", "--recompute-granularity full"),
+        ({PP: 3, "num_train_ranks": 3}, "--pipeline-model-parallel-size", "4 layers"),
+        ({TP: 8, "num_train_ranks": 8}, "--tensor-model-parallel-size", "4 attention heads"),
+        ({"expert_model_parallel_size": 2, "num_train_ranks": 2}, "--expert-model-parallel-size", "no experts"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "--virtual-pipeline-model-parallel-size", "one pipeline stage"),
+        ({"num_layers": 28}, "--num-layers", "it says 28, and the model has 4"),
+        (
+            {PP: 2, "num_train_ranks": 2, "moe_router_load_balancing_type": "aux_loss"},
+            "--moe-router-load-balancing-type",
+            "one stage",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(model: str, changes: dict[str, Any], where: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        buffer_rl_configure(make_args(model, **changes))
+    assert where in str(refused.value)
+    assert said in str(refused.value)
+
+
+@pytest.mark.skipif(not HAS_MEGATRON, reason=REASON)
+def test_options_that_fit_are_taken(model: str, experts: str) -> None:
+    buffer_rl_configure(make_args(model, **{TP: 2, PP: 2, "num_train_ranks": 8, "sequence_parallel": True}))
+    buffer_rl_configure(make_args(experts, expert_model_parallel_size=2, num_train_ranks=2))
+    with pytest.raises(ConfigError, match="--sequence-parallel"):
+        buffer_rl_configure(make_args(experts, **{TP: 2, "num_train_ranks": 2}))
+
+
+def test_options_of_megatron_in_a_run_without_it_are_refused(model: str) -> None:
+    buffer_rl_configure(make_args(model, train_backend="torch", **{TP: 1}))
+    buffer_rl_configure(make_args(model, train_backend="torch", num_layers=99, swiglu=True))
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size: the run has no Megatron trainer"):
+        buffer_rl_configure(make_args(model, train_backend="torch", **{TP: 2}))
+
+
+def test_virtual_stages_by_their_number_or_by_their_layers(model: str) -> None:
+    args = make_args(model, **{PP: 2})
+    assert virtual_stages(args, 8) is None
+    assert virtual_stages(args.model_copy(update={"num_layers_per_virtual_pipeline_stage": 2}), 8) == 2
+    assert virtual_stages(args.model_copy(update={"virtual_pipeline_model_parallel_size": 4}), 8) == 4
+    with pytest.raises(ConfigError, match="8 layers are not whole parts of 3 layers on 2 stages"):
+        virtual_stages(args.model_copy(update={"num_layers_per_virtual_pipeline_stage": 3}), 8)
+
+
+SHAPE = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "qk_layernorm": True,
+    "normalization": "RMSNorm",
+    "use_rotary_position_embeddings": True,
+    "rotary_base": 10000,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "add_qkv_bias": False,
+    "untie_embeddings_and_output_weights": False,
+}
+
+
+def test_the_arguments_of_the_model_are_taken_and_others_refused(model: str) -> None:
+    configuration = read_configuration(model)
+    check_shape(make_args(model, **SHAPE), configuration)
+    for name, said in SHAPE.items():
+        other = not said if isinstance(said, bool) else "LayerNorm" if isinstance(said, str) else said + 1
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} and --hf-checkpoint"):
+            check_shape(make_args(model, **{**SHAPE, name: other}), configuration)
+
+
+def test_a_folder_without_a_configuration_is_left_to_others(tmp_path: Path) -> None:
+    check_shape(make_args(str(tmp_path), num_layers=7), read_configuration(str(tmp_path)))

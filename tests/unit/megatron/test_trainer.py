@@ -1,0 +1,50 @@
+"""A sample of what ``make test-megatron`` compares: two optimizer steps beside those of transformers and AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from buffer_rl.testing.tiny import make_tiny_model
+from harness.megatron_ranks import HAS_MEGATRON, REASON, RankPool
+from harness.megatron_rows import CHARACTERS, SEEDS, make_args, make_rows
+from harness.megatron_steps import Case, Found, beyond, run_case
+from harness.trainers import make_trainer, step
+
+pytestmark = [pytest.mark.skipif(not HAS_MEGATRON, reason=REASON), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), characters=CHARACTERS, init_scale=0.2)
+
+
+@pytest.fixture(scope="module")
+def by_transformers(model: str) -> Found:
+    trainer = make_trainer(make_args(model))
+    first = make_rows(12, SEEDS[0])
+    found = Found(outputs=dict(zip(first.row_ids, trainer.log_probs("actor", first), strict=True)))
+    found.steps = [step(trainer, make_rows(12, seed)) for seed in SEEDS]
+    found.weights = {name: tensor.clone() for bucket in trainer.export() for name, tensor in bucket.items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="one rank"),
+        pytest.param(
+            {"num_train_ranks": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+            id="DP2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"num_train_ranks": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}, id="TP2"),
+        pytest.param({"num_train_ranks": 2, "pipeline_model_parallel_size": 2}, id="PP2", marks=pytest.mark.slow),
+    ],
+)
+def test_two_steps_equal_those_of_transformers_and_adamw(
+    changes: dict[str, Any], model: str, by_transformers: Found, ranks: RankPool
+) -> None:
+    case = Case(args=make_args(model, **changes), batches=[make_rows(12, seed) for seed in SEEDS])
+    assert beyond(run_case(ranks, case), by_transformers) == {}

@@ -1,0 +1,98 @@
+"""A server as a child process: what it is told, that nothing of it is left, and that it finds a port."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.errors import EngineError
+from buffer_rl_sglang.launcher import SglangServer, launch
+from harness.processes import descendants, holds_within, is_running
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def start(options: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., SglangServer]]:
+    with ExitStack() as stack:
+
+        def make(index: int = 0, **changes: Any) -> SglangServer:
+            server = launch(options(**changes), index, str(tmp_path / "server.log"))
+            stack.callback(server.stop)
+            server.wait_ready(60)
+            return server
+
+        yield make
+
+
+def told(server: SglangServer) -> dict[str, Any]:
+    """The arguments that the server was started with, its environment, and its file in shared memory."""
+    with urllib.request.urlopen(f"{server.url}/", timeout=10) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+    return found
+
+
+def test_the_server_gets_the_options_of_the_run_and_its_own(start: Callable[..., SglangServer]) -> None:
+    server = start(
+        index=2,
+        rollout_num_gpus_per_engine=4,
+        engine_dtype="bfloat16",
+        engine_context_length=100,
+        engine_max_running_requests=7,
+        seed=40,
+        engine_api_key="-secret",
+        sglang_args={"mem_fraction_static": "0.25", "log_level": "error"},
+    )
+    found = told(server)
+    expected = {"tp_size": 4, "dtype": "bfloat16", "context_length": 108, "max_running_requests": 7, "random_seed": 42}
+    expected |= {"weight_version": "0", "mem_fraction_static": 0.25, "log_level": "error", "api_key": "-secret"}
+    assert {name: found[name] for name in expected} == expected
+    command = Path(f"/proc/{server.process.pid}/cmdline").read_text()
+    assert "secret" not in command
+    assert "-secret" not in found["environ"].values()  # what its own children inherit
+    assert found["environ"]["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+
+
+def test_without_a_limit_of_its_own_it_is_the_models(start: Callable[..., SglangServer]) -> None:
+    server = start()
+    model = Path(told(server)["model_path"], "config.json")
+    assert told(server)["context_length"] == json.loads(model.read_text())["max_position_embeddings"] + 8
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed", "hung"])
+def test_nothing_of_a_server_is_left(how: str, start: Callable[..., SglangServer]) -> None:
+    before = set(Path("/dev/shm").glob("sem.mp-*"))
+    server = start()
+    found, pid = told(server), server.process.pid
+    processes = [pid, *(child.pid for child in descendants(pid))]
+    assert len(processes) == 2  # it and multiprocessing's resource tracker
+    left = [Path(found["shared"]), Path(found["environ"]["TMPDIR"])]
+    (semaphore,) = set(Path("/dev/shm").glob("sem.mp-*")) - before
+    assert all(path.exists() for path in left)
+    if how != "stopped":
+        os.kill(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    if how == "killed":
+        assert holds_within(10, lambda: server.process.exit_status is not None)
+        with pytest.raises(EngineError, match="killed by signal 9"):
+            server.check()
+    server.stop()
+    assert [path for path in left if path.exists()] == []
+    assert holds_within(10, lambda: not semaphore.exists())
+    assert holds_within(10, lambda: not any(map(is_running, processes)))
+
+
+def test_a_server_that_ends_says_why(options: Callable[..., Any], tmp_path: Path) -> None:
+    server = launch(options(sglang_args={"nonsense": "1"}), 0, str(tmp_path / "server.log"))
+    with pytest.raises(
+        EngineError, match=r"(?s)SGLang server 0 exited with status 2.*unrecognized arguments: --nonsense"
+    ):
+        server.wait_ready(60)
+    server.stop()

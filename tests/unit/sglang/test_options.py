@@ -1,0 +1,167 @@
+"""Options of the server under its own names, and what a run is told before it starts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.config import compose
+from buffer_rl.configuration.help import FlagParser, add_options, given_flags, normalise_flags, take_items
+from buffer_rl.configuration.sources import resolve
+from buffer_rl.errors import ConfigError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl_sglang.launcher import launch
+from buffer_rl_sglang.options import SglangOptions, buffer_rl_configure, server_arguments
+
+
+def parse(*argv: str, config: str | None = None) -> tuple[Any, list[str]]:
+    """The options of a command line, and the arguments that are left over."""
+    parser = FlagParser(prog="buffer-rl")
+    add_options(parser, [SglangOptions])
+    parser.set_defaults(sections=[SglangOptions])
+    namespace, extra = parser.parse_known_args(normalise_flags(argv))
+    rest = take_items(namespace, extra)
+    resolved = resolve(
+        compose([*CORE_SECTIONS, SglangOptions]), flags=given_flags(namespace), environ={}, config_path=config
+    )
+    return resolved.args, rest
+
+
+def test_each_argument_of_the_server_is_a_flag_with_its_own_name() -> None:
+    args, rest = parse(
+        *("--sglang-mem-fraction-static", "0.8", "--sglang_enable_metrics", "--other", "x"),
+        *("--sglang-cuda-graph-bs", "1", "2", "--sglang-python", "p", "--sglang-log-level=error"),
+    )
+    assert args.sglang_python == "p"
+    assert args.sglang_args == {
+        "mem_fraction_static": "0.8",
+        "enable_metrics": True,
+        "cuda_graph_bs": ["1", "2"],
+        "log_level": "error",
+    }
+    assert rest == ["--other", "x"]
+    assert server_arguments(args) == (
+        ["--mem-fraction-static", "0.8", "--enable-metrics", "--cuda-graph-bs", "1", "2", "--log-level", "error"]
+    )
+
+
+def test_a_file_sets_them_too_and_flags_add_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("sglang_mem_fraction_static: 0.7\nsglang-page-size: 16\nsglang_enable_metrics: false\n")
+    args, _ = parse("--sglang-page-size", "8", config=str(path))
+    assert args.sglang_args == {"mem_fraction_static": 0.7, "page_size": "8", "enable_metrics": False}
+    assert server_arguments(args) == ["--mem-fraction-static", "0.7", "--page-size", "8"]
+
+
+@pytest.mark.parametrize(("name", "instead"), [("tp_size", "--rollout-num-gpus-per-engine"), ("port", "")])
+def test_what_the_run_sets_itself_is_refused(name: str, instead: str) -> None:
+    args, _ = parse(f"--sglang-{name}", "2")
+    with pytest.raises(ConfigError, match="the run sets this argument") as caught:
+        server_arguments(args)
+    assert instead in caught.value.hint
+    assert caught.value.where == f"--sglang-{name.replace('_', '-')}"
+
+
+def test_the_installed_server_checks_its_arguments(options: Callable[..., Any]) -> None:
+    launch.check(options(sglang_args={"mem_fraction_static": "0.7"}))
+    with pytest.raises(
+        ConfigError, match=r"there is no --sglang-mem-fraktion; did you mean --sglang-mem-fraction-static\?"
+    ):
+        launch.check(options(sglang_args={"mem_fraktion": "0.7"}))
+    with pytest.raises(ConfigError, match="invalid float value: 'much'"):
+        launch.check(options(sglang_args={"mem_fraction_static": "much"}))
+
+
+@pytest.mark.parametrize("version", ["0.5.20", "0.6.0"])
+def test_a_server_with_another_protocol_is_refused(
+    version: str, options: Callable[..., Any], sglang_python: Callable[..., str]
+) -> None:
+    with pytest.raises(ConfigError, match=f"SGLang {version} speaks another protocol"):
+        launch.check(options(sglang_python=sglang_python(version)))
+
+
+def test_a_python_without_the_server_is_named(options: Callable[..., Any], sglang_python: Callable[..., str]) -> None:
+    with pytest.raises(ConfigError, match="No module named 'sglang'") as caught:
+        launch.check(options(sglang_python=sglang_python(None)))
+    assert "--sglang-python" in str(caught.value.where)
+    with pytest.raises(ConfigError, match="cannot be run"):
+        launch.check(options(sglang_python="/no/such/python"))
+
+
+def test_items_need_a_section_that_takes_them() -> None:
+    assert take_items(argparse.Namespace(), ["--sglang-page-size", "8"]) == ["--sglang-page-size", "8"]
+
+
+@pytest.mark.parametrize(
+    ("items", "error"),
+    [
+        ({"api-key": "k"}, "--sglang-api-key: the run sets"),
+        ({"model": "/other"}, "--sglang-model: the run sets"),
+        ({"hf_token": "t"}, "a secret would be in the server's command line"),
+        ({"log_level": "info"}, "the engines' API key"),
+    ],
+)
+def test_what_would_overrule_the_run_or_tell_a_secret_is_refused(
+    items: dict[str, Any], error: str, options: Callable[..., Any]
+) -> None:
+    with pytest.raises(ConfigError, match=error):
+        server_arguments(options(sglang_args=items))
+
+
+def test_mappings_are_json_and_the_key_may_be_logged_where_there_is_none(options: Callable[..., Any]) -> None:
+    args = options(sglang_args={"json_model_override_args": {"a": [1, True]}, "log_level": "info"}, engine_auth=False)
+    assert server_arguments(args) == ["--json-model-override-args", '{"a": [1, true]}', "--log-level", "info"]
+
+
+def test_a_value_too_many_is_refused_before_anything_starts(options: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="unexpected values: true"):
+        launch.check(options(sglang_args={"sleep_on_idle": ["true"]}))
+
+
+@pytest.mark.parametrize("changes", [{"rollout_engine": "embedded"}, {"router_url": "http://127.0.0.1:1"}])
+def test_arguments_of_servers_that_are_not_started_are_refused(
+    changes: dict[str, Any], options: Callable[..., Any]
+) -> None:
+    with pytest.raises(ConfigError, match="--sglang-page-size: the run starts no SGLang server"):
+        buffer_rl_configure(options(sglang_args={"page_size": 8}, **changes))
+    buffer_rl_configure(options(sglang_args={"page_size": 8}))
+
+
+def test_an_option_beside_the_items_is_set_where_a_command_has_no_flag_for_it() -> None:
+    namespace = argparse.Namespace(sections=[SglangOptions])
+    assert take_items(namespace, ["--sglang-python", "p", "--sglang-b", "2"]) == []
+    assert given_flags(namespace) == {"sglang_python": "p", "sglang_args": {"b": "2"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "error"),
+    [
+        ("sglang_args: none of it\nsglang_page_size: 3\n", [], "is no mapping"),
+        ("sglang_page_size: 3\nsglang-page-size: 4\n", [], "is set twice"),
+        ("", ["--sglang-page-size", "3", "--sglang-page-size", "4"], "is given twice"),
+        ("", ["--sglang-args", "junk", "--sglang-page-size", "4"], "is no mapping"),
+    ],
+)
+def test_items_that_cannot_be_added_are_refused(text: str, flags: list[str], error: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=error):
+        parse(*flags, config=str(path))
+
+
+def test_items_are_added_to_a_whole_mapping_from_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("sglang_args: a=1\nsglang_b: 2\n")
+    args, _ = parse('--sglang-json={"x": 1}', config=str(path))
+    assert args.sglang_args == {"a": "1", "b": 2, "json": '{"x": 1}'}
+
+
+@pytest.mark.parametrize("version", ["0.5.24rc1", "0.5.24+cu129"])
+def test_a_version_with_a_suffix_is_known(
+    version: str, options: Callable[..., Any], sglang_python: Callable[..., str]
+) -> None:
+    launch.check(options(sglang_python=sglang_python(version)))
