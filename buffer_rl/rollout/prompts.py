@@ -20,7 +20,7 @@ def load_tokenizer(path: str | None, flag: str = "--hf-checkpoint", *, trust_rem
     """The tokenizer of the Hugging Face folder ``path``, which ``flag`` names; never asks the network, and runs
     no code of the folder unless ``trust_remote_code`` says so.
 
-    Raises RolloutError if the folder is not named or holds no tokenizer.
+    Raises RolloutError if the folder is not named, holds no tokenizer or a damaged one.
     """
     if not path:
         raise RolloutError(f"no tokenizer: {flag} is not set", hint="name a Hugging Face folder")
@@ -29,8 +29,9 @@ def load_tokenizer(path: str | None, flag: str = "--hf-checkpoint", *, trust_rem
     where, expected = f"{flag} {path}", "a folder with tokenizer.json or another file that AutoTokenizer reads"
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise RolloutError(f"the tokenizer does not load: {error}", where=where, expected=expected) from error
+    except Exception as error:  # fault boundary: of a damaged file, transformers raises whatever its parser meets
+        what = f"the tokenizer does not load: {type(error).__name__}: {error}"
+        raise RolloutError(what, where=where, expected=expected) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # Where the folder holds a model only, transformers makes an empty tokenizer of the model's usual class.
         raise RolloutError("there is no tokenizer in the folder", where=where, expected=expected)

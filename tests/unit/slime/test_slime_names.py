@@ -64,7 +64,11 @@ def test_nothing_is_found_where_no_plugin_asks_for_it(tmp_path: Path, clean: Non
 
 def test_a_neighbour_that_imports_it_is_enough(tmp_path: Path, clean: None) -> None:
     (tmp_path / "near_slime.py").write_text("from slime.utils.types import Sample\n")
-    PluginRegistry().resolve("reward", plugin(tmp_path, "import near_slime\ndef f(args, sample):\n    return 1.0\n"))
+    source = "import near_slime\ndef f(args, sample):\n    return near_slime.Sample\n"
+    function = PluginRegistry().resolve("reward", plugin(tmp_path, source))
+    from buffer_rl.types import Sample
+
+    assert function(None, None) is Sample
 
 
 def test_an_installed_package_of_the_name_is_left_alone_unless_p_asks(

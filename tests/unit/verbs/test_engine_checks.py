@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.errors import ConfigError, DataError, EngineError
+from buffer_rl.errors import ConfigError, DataError, EngineError, RolloutError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.testing.fake_engine import FakeEngine
@@ -70,7 +70,9 @@ def test_evaluation_prompts_that_leave_no_room_are_named_with_their_lengths(mode
 def test_the_tokenizer_is_not_loaded_where_no_prompt_can_be_too_long(model: Path) -> None:
     (model / "config.json").write_text('{"max_position_embeddings": 4096}')
     (model / "tokenizer.json").write_text("{}")
-    look(eval_options(model, [1, 500]))  # tokenizer.json could not be loaded
+    look(eval_options(model, [1, 500]))
+    with pytest.raises(RolloutError, match="the tokenizer does not load: KeyError"):
+        look(eval_options(model, [1, 5000]))  # the file above is no tokenizer
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,10 @@ class Http:
 
     async def until(self, condition, timeout_s=30.0):
         deadline = time.monotonic() + timeout_s
-        while not condition((await self.get("/server_info"))[1]):
+        while not condition(found := (await self.get("/server_info"))[1]):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
+        return found
 
     @staticmethod
     def _parsed(text):
@@ -490,7 +491,8 @@ async def test_a_client_that_goes_away_ends_its_request(http):
     task = asyncio.create_task(http.generate([5], "gone", max_new_tokens=2))
     await http.until(lambda info: info["num_waiting_requests"] == 1)
     task.cancel()
-    await http.until(lambda info: info["num_waiting_requests"] == 0)
+    left = await http.until(lambda info: info["num_waiting_requests"] == 0)
+    assert left["num_running_requests"] == 0
 
 
 async def test_through_the_router_the_same_answers_arrive_for_the_same_seeds(fleet, http):
@@ -511,7 +513,8 @@ async def test_through_the_router_a_client_that_goes_away_ends_its_request(fleet
         task = asyncio.create_task(client.agenerate("gone", [5], {"max_new_tokens": 2}))
         await http.until(lambda info: info["num_waiting_requests"] == 1)
         task.cancel()
-        await http.until(lambda info: info["num_waiting_requests"] == 0)
+        left = await http.until(lambda info: info["num_waiting_requests"] == 0)
+        assert left["num_running_requests"] == 0
 
 
 async def test_the_router_leaves_a_paused_engine_alone(fleet, http):
