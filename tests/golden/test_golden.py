@@ -10,14 +10,18 @@ import pytest
 
 from golden.mutants import MUTANTS, ROOT
 
+SAMPLE = ("lockstep", "roles", "distributed", "resumed", "ppo", "ppo_streamed", "tensor_parallel_killed", "over_sampling")
+"""One of each mechanism that whole runs alone show: roles, a process group of weights, a resume, a critic, ranks, a
+Buffer that is killed. The equalities of the others are integration tests too; ``make golden`` makes all runs."""
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_runs_that_must_end_with_equal_weights_do() -> None:
-    command = [sys.executable, str(Path(__file__).with_name("runs.py")), "check"]
+def test_a_sample_of_runs_that_must_end_with_equal_weights_does() -> None:
+    command = [sys.executable, str(Path(__file__).with_name("runs.py")), "check", "--only", *SAMPLE]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=1190, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr[-2000:]
-    assert "23 golden runs are as they must be" in answer.stdout
+    assert f"{len(SAMPLE)} golden runs are as they must be" in answer.stdout
 
 
 def test_the_text_of_each_mutant_is_once_in_its_file() -> None:
