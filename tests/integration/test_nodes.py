@@ -289,7 +289,7 @@ def test_a_run_on_three_nodes_goes_on_without_one_that_is_removed_and_ends_as_a_
     whole = Joined(nodes, RUN, options("whole"), tmp_path / "driver_of_whole")
     assert whole.end() == "3"
     # With an engine alone, and with an engine and the rollout worker. Both transports bring the same bits.
-    for address, mode in ((SECOND, "distributed"), (THIRD, "distributed"), (THIRD, "disk")):
+    for address, mode in ((SECOND, "distributed"), (THIRD, "disk")):
         run_dir = tmp_path / f"without_{address}_{mode}"
         run = Joined(nodes, RUN, options(run_dir.name, mode), tmp_path / f"driver_{run_dir.name}")
         assert holds_within(120, (run_dir / "both_are_at_work").exists)
