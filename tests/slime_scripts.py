@@ -1,8 +1,9 @@
 """Reads slime's own launch scripts with ``import slime``: ``python tests/slime_scripts.py PATH`` of a slime checkout.
 
 Prints a table in Markdown, one row a script, with the number of flags of each verdict and whether a dry run of the file
-for a laptop succeeds, on a tiny model and tiny data; with ``--all`` for every script there, without dry runs. Exits
-with 1 where a flag is not known, or a dry run fails. Nothing of the checkout is copied, and nothing of it runs.
+for a laptop succeeds, on a tiny model and tiny data; with ``--sglang-python FILE`` also of the file for SGLang engines
+and the Megatron trainer; with ``--all`` for every script there, without dry runs. Exits with 1 where a flag is not known, or
+a dry run fails. Nothing of the checkout is copied, and nothing of it runs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from buffer_rl.testing.tiny import make_tiny_model
 
 TITLES = {verdict: f"{verdict[:1].upper()}{verdict[1:]} (" for verdict in Verdict}
 UNKNOWN = "no flag of slime or Megatron"
+REFUSED = "the server refuses its arguments: there is no --sglang-"
 
 # Scripts, and what their dry run needs besides model and data: of data of their own, and functions of their own folder.
 SCRIPTS = {
@@ -58,8 +60,22 @@ def make_inputs(folder: Path) -> None:
     (folder / "data.jsonl").write_text(f"{json.dumps(row)}\n" * 200)
 
 
-def row_of(script: Path, name: str, extra: tuple[str, ...] | None) -> tuple[str, bool]:
-    """One row of the table, and whether all is well. extra: flags of the dry run; None: there is none."""
+def dry_run(*flags: str) -> tuple[str, bool]:
+    """What ``train --dry-run`` with ``train.yaml`` and ``flags`` says of the inputs: yes or its error. And whether all
+    is well: a flag of another version of the server than the installed one is the script's."""
+    has_save = "\nsave: " in Path("train.yaml").read_text()
+    saves = ("--save", "saves", "--load", "saves") if has_save else ()
+    inputs = ("--hf-checkpoint", "model", "--prompt-data", "data.jsonl")
+    status, shown = quiet_main("train", "--config", "train.yaml", "--dry-run", *inputs, *saves, *flags)
+    if status == 0:
+        return "yes", True
+    error = next(line for line in shown.splitlines() if "error: " in line).partition("error: ")[2]
+    return error, REFUSED in error
+
+
+def row_of(script: Path, name: str, extra: tuple[str, ...] | None, sglang: str | None) -> tuple[str, bool]:
+    """One row of the table, and whether all is well. extra: flags of the dry run; None: there is none. sglang: the
+    Python of the server; None: there is no dry run with it."""
     status, report = quiet_main("import", "slime", str(script), "--laptop", "--out", "train.yaml", "--force")
     if status:
         return f"| `{name}` | {report.strip().splitlines()[0]} |", False
@@ -67,31 +83,40 @@ def row_of(script: Path, name: str, extra: tuple[str, ...] | None) -> tuple[str,
         next((line[len(title) : -1] for line in report.splitlines() if line.startswith(title)), "0")
         for title in TITLES.values()
     ]
-    good, outcome = UNKNOWN not in report, ""
+    good, outcomes = UNKNOWN not in report, []
     if extra is not None:
-        folders = ("--hf-checkpoint", "model", "--prompt-data", "data.jsonl")
-        has_save = "\nsave: " in Path("train.yaml").read_text()
-        saves = ("--save", "saves", "--load", "saves") if has_save else ()
-        status, shown = quiet_main("train", "--config", "train.yaml", "--dry-run", *folders, *saves, *extra)
-        outcome = "yes" if status == 0 else next(line for line in shown.splitlines() if "error: " in line)
-        good = good and status == 0
-    return f"| `{name}` | {' | '.join(counts)} | {outcome} |", good
+        outcome, well = dry_run(*extra)
+        good, outcomes = good and well, [outcome]
+        if sglang is not None:
+            quiet_main("import", "slime", str(script), "--out", "train.yaml", "--force")
+            engines = (
+                ("--sglang-python", sglang) if "\nrollout_engine: sglang" in Path("train.yaml").read_text() else ()
+            )
+            outcome, well = dry_run(*extra, *engines)
+            good, outcomes = good and well, [*outcomes, outcome]
+    return f"| `{name}` | {' | '.join([*counts, *outcomes])} |", good
 
 
-def run(checkout: Path, every: bool) -> int:
+def run(checkout: Path, every: bool, sglang: str | None) -> int:
     """Print the table. Returns the exit status."""
     commit = subprocess.run(
         ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
     print(f"slime {commit or '(no commit)'}\n")
-    print(f"| script | {' | '.join(TITLES)} | dry run |\n|{'---|' * (len(TITLES) + 2)}")
+    titles = [
+        "script",
+        *TITLES,
+        *([] if every else ["dry run"]),
+        *(["with SGLang, Megatron"] if sglang and not every else []),
+    ]
+    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     names: dict[str, tuple[str, ...] | None] = dict(SCRIPTS)
     if every:
         found = sorted(str(path.relative_to(checkout)) for path in checkout.rglob("*.sh"))
         names = {name: None for name in found if "train" in (checkout / name).read_text() and "/models/" not in name}
     good = True
     for name, extra in names.items():
-        row, well = row_of(checkout / name, name, extra)
+        row, well = row_of(checkout / name, name, extra, sglang)
         good = good and well
         print(row, flush=True)
     return 0 if good else 1
@@ -101,6 +126,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--sglang-python", help="a Python whose environment has the server")
     namespace = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         where = namespace.checkout.resolve()
@@ -109,4 +135,4 @@ if __name__ == "__main__":
             os.environ.setdefault(variable, temporary)
         if not namespace.all:
             make_inputs(Path(temporary))
-        sys.exit(run(where, namespace.all))
+        sys.exit(run(where, namespace.all, namespace.sglang_python))
