@@ -2,8 +2,8 @@
 
 Prints a table in Markdown, one row a script, with the number of flags of each verdict and whether a dry run of the file
 for a laptop succeeds, on a tiny model and tiny data; with ``--sglang-python FILE`` also of the file for SGLang engines
-and the Megatron trainer; with ``--all`` for every script there, without dry runs. Exits with 1 where a flag is not known, or
-a dry run fails. Nothing of the checkout is copied, and nothing of it runs.
+and the Megatron trainer; with ``--all`` for every script there, without dry runs. Exits with 1 where a flag is not
+known, or a dry run fails. Nothing of the checkout is copied, and nothing of it runs.
 """
 
 from __future__ import annotations
