@@ -39,7 +39,8 @@ class Hooks(Protocol):
 
     @hookspec
     def buffer_rl_configure(self, config: Any) -> None:
-        """The options are parsed and checked: ``config`` is the frozen ``args``. Called before Ray is started."""
+        """The options are parsed and checked: ``config`` is the frozen ``args``. Called before Ray is started, and by
+        a dry run: check options here, and start nothing."""
         ...
 
     @hookspec

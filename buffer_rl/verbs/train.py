@@ -111,6 +111,7 @@ def run(namespace: argparse.Namespace) -> int:
     check_row_rm_types(args, registry)
     check_roles(args, registry)
     if namespace.dry_run:
+        registry.call_hook("buffer_rl_configure", config=args)  # what plugins check; a run calls it itself
         if args.load is not None and not is_remote(local_path(args.load)):
             open_checkpoint(args.load)  # a run does it itself; it reads every byte
         (print_json if namespace.json else print_text)(plan)

@@ -288,6 +288,7 @@ PLUGIN = """
 from typing import ClassVar
 
 from buffer_rl.config import Section, option
+from buffer_rl.errors import ConfigError
 from buffer_rl.hookspecs import hookimpl
 
 
@@ -300,6 +301,12 @@ class PaceOptions(Section):
 @hookimpl
 def buffer_rl_add_options():
     return [PaceOptions]
+
+
+@hookimpl
+def buffer_rl_configure(config):
+    if config.pace_limit > 100:
+        raise ConfigError("too fast", where="--pace-limit")
 """
 
 
@@ -311,6 +318,12 @@ def test_a_plugin_named_with_p_adds_options_of_its_own(folder: Path, capsys: pyt
     err = refusal(capsys, "-p", "pace_plugin", "--pace-limit", "0", *flags)
     assert "--pace-limit" in err
     assert "--pace-limit" in refusal(capsys, "--pace-limit", "3", *flags)
+
+
+def test_a_dry_run_makes_the_checks_of_plugins_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "pace_plugin.py").write_text(PLUGIN)
+    err = refusal(capsys, "-p", "pace_plugin", "--pace-limit", "101", "--custom-rm-path", "my_reward:score")
+    assert "--pace-limit: too fast" in err
 
 
 def test_several_sources_and_an_eval_config_are_validated_before_anything_starts(
