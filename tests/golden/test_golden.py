@@ -10,7 +10,10 @@ import pytest
 
 from golden.mutants import MUTANTS, ROOT
 
-SAMPLE = ("lockstep", "roles", "distributed", "resumed", "ppo", "ppo_streamed", "tensor_parallel_killed", "over_sampling")
+SAMPLE = (
+    *("lockstep", "roles", "distributed", "resumed"),
+    *("ppo", "ppo_streamed", "tensor_parallel_killed", "over_sampling"),
+)
 """One of each mechanism that whole runs alone show: roles, a process group of weights, a resume, a critic, ranks, a
 Buffer that is killed. The equalities of the others are integration tests too; ``make golden`` makes all runs."""
 
