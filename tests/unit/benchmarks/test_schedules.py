@@ -34,7 +34,7 @@ def module(script: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.mark.parametrize("kind", ["queued", "at once"])
 @pytest.mark.parametrize("name", KINDS)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups=GROUPS)
 def test_the_formula_is_the_bound_of_the_timeline_and_the_critical_path_the_step_that_it_belongs_to(
     module: ModuleType, kind: str, name: str, groups: list[tuple[float, int]]

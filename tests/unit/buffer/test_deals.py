@@ -263,7 +263,7 @@ def test_a_deal_without_rows_is_an_empty_batch_and_an_end_or_a_wait_is_none() ->
     assert sizes == [(1, ["tokens"])] * 2 + [(0, [])] * 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 10_000), num_groups=st.integers(1, 12), num_replicas=st.integers(1, 3), together=st.booleans()
 )

@@ -227,7 +227,7 @@ def finish(state: BufferState, ticket: Ticket, group: SampleGroup) -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=75)
 def test_whatever_is_lost_interrupted_or_asked_twice_every_group_is_trained_once_and_in_order(seed: int) -> None:
     """Two workers whose requests, batches, deliveries and restorations overlap at random, batches lost on the way, the
     source's process killed at random moments, and restarts of the run from a checkpoint."""

@@ -254,7 +254,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(events=EVENTS)
 def test_whatever_happens_nothing_is_trained_twice_and_the_data_keep_their_order(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[list[int], int, str]]

@@ -83,7 +83,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_a_copy_brings_untrained_groups_back_as_pending_and_keeps_attempts() -> None:

@@ -177,4 +177,4 @@ def answer(ledger: Ledger | MemoryLedger, request: tuple[Any, ...]) -> tuple[str
 
 
 TestBothLedgers = BothLedgers.TestCase
-TestBothLedgers.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestBothLedgers.settings = settings(max_examples=30, stateful_step_count=25)

@@ -218,7 +218,7 @@ def test_payloads_behind_references_are_read_once_and_only_the_rows_asked_for_ar
     assert [row.tolist() for row in batch.columns["tokens"]] == [[0, 1, 2, 3, 4]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), num_groups=st.integers(1, 12), ranks=st.integers(1, 3))
 def test_whatever_the_order_of_events_every_kept_row_reaches_every_task_once(
     seed: int, num_groups: int, ranks: int
@@ -319,7 +319,7 @@ class RestartingReader:
         return all(self.field in self.pool.plane.cells(uid) for uid in uids)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), num_groups=st.integers(1, 10), ranks=st.integers(2, 3))
 def test_however_often_readers_are_replaced_no_row_is_held_twice_and_every_field_is_written(
     seed: int, num_groups: int, ranks: int

@@ -203,7 +203,7 @@ def test_a_batch_over_three_epochs_of_three_rows_trains_every_row_three_times(tm
 STEP = st.tuples(st.integers(0, 3), st.lists(st.sampled_from(["reject", "back", "finish"]), max_size=6))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 6),
     per_step=st.integers(1, 3),
@@ -322,7 +322,7 @@ class Model:
         assert max(self.trained.values(), default=1) == 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     rows=st.integers(1, 5),
     per_step=st.integers(1, 3),

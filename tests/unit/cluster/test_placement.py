@@ -343,7 +343,7 @@ def test_cpus_that_nobody_counted_are_left_to_ray() -> None:
 # ------------------------------------------------------------------ what holds for every layout
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     gpus=st.lists(st.integers(0, 8), min_size=1, max_size=4),
     actor=st.tuples(st.integers(1, 2), st.integers(1, 6)),

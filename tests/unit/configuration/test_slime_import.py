@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.config import Section, compose, flag_of, option
@@ -243,7 +243,6 @@ def test_on_a_laptop_gpus_and_servers_are_comments(tmp_path: Path) -> None:
     assert "# rollout_num_gpus: 4  # for GPUs and SGLang" in file.read_text()
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12), st.booleans())
 def test_every_text_is_read_back_as_it_was(text: str, inside: bool) -> None:
     scalar = _scalar(text, inside=inside)

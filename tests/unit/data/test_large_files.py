@@ -109,7 +109,7 @@ def outcome(source: str) -> Any:
 lines = st.lists(st.sampled_from([*GOOD, *GOOD, *RARE, *BLANK]), max_size=40)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lines, st.lists(st.sampled_from(BAD), max_size=3), st.sampled_from([b"", b"\n"]), st.booleans(), st.data())
 def test_files_read_the_same_on_access_and_in_memory(
     tmp_path_factory: pytest.TempPathFactory,

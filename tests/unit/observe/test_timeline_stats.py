@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.observe.timeline import WorkSpan
@@ -221,7 +221,6 @@ def test_metrics_of_a_step_are_its_idle_shares_overlap_and_distance_from_the_bou
     assert "perf/overlap" not in step_metrics({"rollout": spans_of("rollout", (0, 1))}, 0)
 
 
-@settings(deadline=None)
 @given(INTERVALS, st.dictionaries(st.sampled_from(["ref", "actor_fwd", "advantages", "train"]), INTERVALS), INTERVALS)
 def test_no_step_takes_less_than_its_bound_whatever_ran_when(rollouts: list, roles: dict, late: list) -> None:
     spans = {role: spans_of(role, *times) for role, times in roles.items()}
@@ -233,7 +232,6 @@ def test_no_step_takes_less_than_its_bound_whatever_ran_when(rollouts: list, rol
         assert 0 <= stats.bound <= stats.wall
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1), st.integers(1, 4), st.integers(0, 5))
 def test_a_trainer_that_works_on_whatever_is_ready_takes_no_less_than_the_bound_of_streamed_gradients(
     groups: list, most: int, update: int

@@ -96,7 +96,7 @@ async def test_groups_are_reported_together_and_at_the_latest_when_enough_are_ke
     assert kept_before == [0, 0, 0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(keep=st.lists(st.booleans(), min_size=12, max_size=12), wanted=st.integers(1, 4), seed=st.integers(0, 10**6))
 def test_the_kept_set_does_not_depend_on_the_order_of_completion(
     kit: Any, keep: list[bool], wanted: int, seed: int
@@ -109,7 +109,7 @@ def test_the_kept_set_does_not_depend_on_the_order_of_completion(
     assert [uid.row for uid in buffer.leased] == list(range(expected[-1] + 1))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)))
 def test_tokens_do_not_depend_on_the_order_of_completion(kit: Any, seeds: tuple[int, int]) -> None:
     tokens = [asyncio.run(roll_in_random_order(kit, make_buffer(kit, ["1"] * 6, 5), seed)) for seed in seeds]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.buffer.columns import ColumnStore
@@ -51,7 +51,6 @@ def test_one_process_takes_several_groups_at_a_time_and_under_deterministic_one(
     assert handed_out(16, 2, deterministic=True) == [1, 1]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 10))
 def test_nobody_takes_more_than_an_equal_part_rounded_up(num_groups: int, num_readers: int) -> None:
     taken = handed_out(num_groups, num_readers)

@@ -113,7 +113,7 @@ def require_equal(found: Outcome, wanted: Outcome) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", LOSSES)
 @given(step=steps(), data=st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_micro_batches_ranks_order_and_padding_change_nothing(
     loss: Any, mode: str, step: Step, data: st.DataObject
 ) -> None:
@@ -123,7 +123,7 @@ def test_micro_batches_ranks_order_and_padding_change_nothing(
 @pytest.mark.parametrize("tis_mode", ["truncate", "token", "sequence", "geometric"])
 @pytest.mark.parametrize("loss", ["policy_loss", "gspo"])
 @given(step=steps(), data=st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_they_change_nothing_with_a_correction_either(
     loss: str, tis_mode: str, step: Step, data: st.DataObject
 ) -> None:
@@ -149,7 +149,7 @@ def require_same_in_any_blocks(objective: Objective, step: Step, data: st.DataOb
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
 @given(lengths=st.lists(st.integers(0, 4), min_size=5, max_size=5), others=st.integers(0, 2), seed=st.integers(0, 999))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_a_response_in_five_parts_is_one_in_one_row(
     loss: Any, mode: str, lengths: list[int], others: int, seed: int
 ) -> None:
@@ -174,7 +174,7 @@ def test_a_response_in_five_parts_is_one_in_one_row(
 
 
 @given(step=steps(), budget=st.integers(1, 60), deterministic=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_rows_of_a_prompt_share_a_micro_batch_where_the_loss_compares_them(
     step: Step, budget: int, deterministic: bool
 ) -> None:
@@ -199,7 +199,7 @@ def pairwise(args: Any, inputs: LossInputs) -> TokenLoss:
 
 
 @given(step=steps(), budget=st.integers(1, 40), ranks=st.integers(1, 2))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_loss_that_compares_the_rows_of_a_prompt_is_the_same_on_any_number_of_ranks(
     step: Step, budget: int, ranks: int
 ) -> None:
