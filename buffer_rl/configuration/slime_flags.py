@@ -318,10 +318,11 @@ REFERENCES: dict[str, tuple[str, str]] = {
 }
 """slime's own functions, with what stands for them here (nothing: what a run does by itself) and what differs."""
 
-GRADERS = ("deepscaler", "math", "dapo", "f1", "gpqa")
-"""Rewards with slime's names whose decisions differ on some answers."""
+GRADERS = ("deepscaler", "math_boxed", "dapo", "f1", "gpqa_lenient", "boxed_f1", "boxed_gpqa", "ifbench")
+"""Rewards that stand for slime's, whose decisions differ on some answers."""
 
-REWARD_NAMES = {"remote_rm": "remote"}
+REWARD_NAMES = {"math": "math_boxed", "gpqa": "gpqa_lenient"}
+"""slime's names of rewards, with those that decide as they do; the same names here are stricter or other graders."""
 
 DEFAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("rollout-shuffle", "rollout_shuffle", "false", ""),
