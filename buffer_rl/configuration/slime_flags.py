@@ -190,7 +190,6 @@ NOT_YET: tuple[tuple[str, str], ...] = (
         "eval-max-prompt-len eval-max-context-len eval-min-new-tokens eval-reward-key",
     ),
     ("no configuration by role", "megatron-config-path"),
-    ("options for your own functions are declared by a plugin (examples/plugin_package)", "custom-config-path"),
     ("a checkpoint's number is a part of its path here", "ref-ckpt-step opd-teacher-ckpt-step ckpt-step"),
     ("a run starts at rollout 0, or where --load ended", "start-rollout-id"),
     ("the model is in the run's checkpoints (hf/), see buffer-rl export", "save-hf"),

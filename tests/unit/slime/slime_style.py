@@ -204,7 +204,7 @@ def log_eval_rollout_data(rollout_id, args, data, extra_metrics) -> bool:
 
 
 class CountingSource:
-    """As a data source of slime: groups are plain lists, samples without a uid, save and load by rollout."""
+    """As a data source of slime: groups are plain lists, samples without a uid, save and load by rollout id."""
 
     def __init__(self, args):
         self.args = args
@@ -232,10 +232,13 @@ class CountingSource:
 
     def save(self, rollout_id):
         state = {"sample_offset": self.sample_offset, "sample_index": self.sample_index, "metadata": self.metadata}
-        torch.save(state, rollout_id)
+        path = os.path.join(self.args.save, f"rollout/source_{rollout_id:04d}.pt")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        torch.save(state, path)
 
     def load(self, rollout_id=None):
-        state = torch.load(rollout_id)
+        path = os.path.join(self.args.load, f"rollout/source_{rollout_id:04d}.pt")
+        state = torch.load(path)
         self.sample_offset = state["sample_offset"]
         self.sample_index = state["sample_index"]
         self.metadata = state["metadata"]
@@ -245,7 +248,7 @@ class CountingSource:
 
 
 class SavesElsewhere(CountingSource):
-    """Puts its state where slime's own sources put it, which is no file that could be saved with a batch."""
+    """Puts its state into a folder of its own, which is no file that could be saved with a batch."""
 
     def save(self, rollout_id):
         path = os.path.join(self.args.run_dir, f"rollout/state_{rollout_id}.pt")
