@@ -94,6 +94,17 @@ def generate_rollout_keyword_only(args, rollout_id, data_buffer, *, evaluation=F
     return TrainOutput(samples=asyncio.run(_one_rollout(args, data_buffer)), metrics={"turns": 2})
 
 
+def generate_flat(args, rollout_id, data_source, evaluation=False):
+    return [sample for group in asyncio.run(_one_rollout(args, data_source)) for sample in group]
+
+
+def generate_flat_of_own(args, rollout_id, data_source, evaluation=False):
+    made = [Sample(prompt="ab", tokens=[1, 2, n], response="x", response_length=1, reward=float(n)) for n in range(4)]
+    for sample in made:
+        sample.status = Sample.Status.COMPLETED
+    return TrainOutput(samples=made)
+
+
 def generate_rollout_output(args, rollout_id, data_source, evaluation):
     return TrainOutput(samples=asyncio.run(_one_rollout(args, data_source)))
 
