@@ -6,6 +6,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# A measured time says nothing on a loaded machine; pytest's own time limit holds for each test.
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
 
 
 @pytest.fixture(autouse=True)
