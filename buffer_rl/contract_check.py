@@ -11,7 +11,7 @@ import numbers
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -94,15 +94,18 @@ def check_statuses(samples: Iterable[Sample], *, where: str) -> None:
 
 
 def check_rollout_output(
-    value: object, *, where: str, leased: Mapping[GroupUid, SampleGroup] | None = None
+    value: object, *, where: str, leased: Mapping[GroupUid, SampleGroup] | None = None, group_size: int = 0
 ) -> RolloutOutput:
     """The output of a rollout function; a bare list of groups is accepted, and an object with ``samples`` and
     ``metrics``.
 
     A group may be a plain list of its samples if ``leased`` has its lease, or if none of them has a uid: it is then a
-    foreign group. Raises RolloutError otherwise.
+    foreign group. In place of groups there may be their samples in one list: those with a uid belong to its group,
+    and of the others each ``group_size`` in turn are a foreign group. Raises RolloutError otherwise.
     """
     groups, metrics = _groups_and_metrics(value, where)
+    if groups and all(isinstance(entry, Sample) for entry in groups):
+        groups = _grouped(cast("list[Sample]", groups), group_size, where)
     checked: list[SampleGroup] = []
     seen: set[object] = set()
     for position, entry in enumerate(groups):
@@ -150,6 +153,23 @@ def _as_foreign_group(value: object) -> SampleGroup | None:
     if isinstance(value, MutableSequence) and value and all(isinstance(s, Sample) and s.uid is None for s in value):
         return SampleGroup(samples=[*value])
     return None
+
+
+def _grouped(samples: Sequence[Sample], size: int, where: str) -> list[object]:
+    """The samples as lists by uid, in the order of their first, and after them those without a uid by ``size``."""
+    by_uid: dict[GroupUid, list[Sample]] = {}
+    others = [sample for sample in samples if sample.uid is None]
+    for sample in samples:
+        if sample.uid is not None:
+            by_uid.setdefault(sample.uid, []).append(sample)
+    if others and (size < 1 or len(others) % size):
+        raise RolloutError(
+            f"the rollout function returned {len(others)} samples without a uid in one list",
+            where=where,
+            expected="a list of groups, each the list of its samples"
+            + (f", or a multiple of --n-samples-per-prompt, which is {size}" if size else ""),
+        )
+    return [*by_uid.values(), *(others[at : at + size] for at in range(0, len(others), size or 1))]
 
 
 def _groups_and_metrics(value: object, where: str) -> tuple[list[object], object]:

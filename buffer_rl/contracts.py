@@ -230,8 +230,8 @@ class Correction(Protocol):
 class DataSource(Protocol):
     """Returns prompt groups in a reproducible order, and never ends. Constructed as ``cls(args)`` in a process of its
     own; see docs/plugins.md for what it may return. The groups may be lists of samples, and methods may be async.
-    ``save`` writes one file, from which ``load`` of a new object goes on; it is called after each batch. Groups that
-    are given back wait in the Buffer's queue.
+    ``save`` writes one file, from which ``load`` of a new object goes on; it is called after each batch. With a
+    parameter ``rollout_id`` it writes files below ``args.save``. Groups that are given back wait in the Buffer's queue.
     """
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]: ...

@@ -12,8 +12,8 @@ from buffer_rl.redaction import mask_secrets
 
 class UserArgs:
     """The options of a run by name, and slime's names for them (``slime_values``), with the values and types that
-    slime's functions expect. There is one a process, so what one function writes another reads; nothing that is written
-    reaches the run, another process, or the options themselves.
+    slime's functions expect; and the names of ``--custom-config-path``. There is one a process, so what one function
+    writes another reads; nothing that is written reaches the run, another process, or the options themselves.
 
     references: the names of the options that hold plugin references.
     """
@@ -24,6 +24,7 @@ class UserArgs:
             values[name] = dotted(values.get(name))
         self.__dict__.update(values)
         self.__dict__.update(slime_values(values))
+        self.__dict__.update(values.get("custom_config_path") or {})
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
         """A copy with the values of ``update``, as options have."""

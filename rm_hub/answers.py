@@ -20,8 +20,9 @@ TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*(?:\^\{-?\d\}[^
 UNIT = re.compile(TEXT.pattern + r"(?:\^(?:\d|\{-?\d\}))?")
 """The same with the exponent of a unit, inside or after it."""
 
-# As models name them: <|im_end|>, <|eot_id|>, </s>, <eos>, <end_of_turn>; some write other bars.
-_END_TOKEN = re.compile("(?:<[|\uff5c][^<>|\uff5c]{1,40}[|\uff5c]>|</s>|<eos>|<end_of_turn>)\\Z")
+END_TOKEN = re.compile("(?:<[|\uff5c][^<>|\uff5c]{1,40}[|\uff5c]>|</s>|<eos>|<end_of_turn>)\\s*\\Z")
+"""At the end of a text, as models name it: <|im_end|>, <|eot_id|>, </s>, <eos>, <end_of_turn>; other bars are known."""
+
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\w))\s*(?:\{([^{}]*)\}|(\w))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
@@ -38,7 +39,7 @@ def response_of(args: Any, sample: Sample) -> str:
     stops = getattr(args, "rollout_stop", None) or ()
     ending = max((stop for stop in stops if sample.response.endswith(stop)), key=len, default="")
     response = sample.response.removesuffix(ending)
-    return response if getattr(args, "rollout_skip_special_tokens", True) else _END_TOKEN.sub("", response)
+    return response if getattr(args, "rollout_skip_special_tokens", True) else END_TOKEN.sub("", response)
 
 
 def last_boxed(text: str) -> str | None:

@@ -2,8 +2,8 @@ r"""DAPO's rule for mathematical answers: 1 if the normalised answer line equals
 
 Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 2.4 (rule-based reward of 1 and -1); the prompt asks for a
 last line ``Answer: $Answer``. The normalisation is that of Lewkowycz et al. 2022, Minerva, arXiv:2206.14858,
-appendix D.1, without its list of units seen in one data set: here a unit goes if it stands in ``\text{...}`` or is
-in ``UNITS``.
+appendix D.1, with the words that it removes in ``UNITS``, only where they are words; any other unit goes if it stands
+in ``\text{...}``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ RIGHT, WRONG = 1.0, -1.0
 LAST_CHARACTERS = 300
 """The answer is searched in the end of the response only, as in the grader that was published with the paper."""
 
-UNITS = ("dollars", "cents", "degrees", "percent", "units", "hours", "minutes", "seconds", "meters", "feet", "inches")
+UNITS = (
+    "dollars", "cents", "degrees", "percent", "units", "hours", "minutes", "seconds", "meters", "feet", "inches", "cm",
+    "km", "gm", "mph", "pounds", "points", "square", "ways", "integers", "digits", "students", "meals", "edges",
+    "multiples",
+)  # fmt: skip
 
-_ANSWER = re.compile(r"answer[ \t]*:", re.IGNORECASE)
-_UNIT = re.compile(rf"(?<![a-z\\])(?:{'|'.join(UNITS)})(?![a-z])", re.IGNORECASE)
+_ANSWER = re.compile(r"answer\s*:", re.IGNORECASE)
+_UNIT = re.compile(rf"(?<![a-z\\])(?:{'|'.join(UNITS)})(?![a-z])|\\l?dots(?![a-z])", re.IGNORECASE)
+_WHOLE = re.compile(r"([-+]?)0*(\d+?)(?:\.0*)?")
 _ARTICLE = re.compile(r"(?<![A-Za-z\\])an? (?=\S)")
 _WRAPPED = re.compile(r"\\(?:boxed|overline)\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _SPACING = re.compile(r"(?<!\\)\\[,;: ]|~")
@@ -35,9 +40,10 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 def score(args: Any, sample: Sample) -> float:
     """1.0 if the last ``Answer:`` line equals the label (any one of a list) after normalisation, else -1.0.
 
-    A response without such a line, or that did not end by itself, earns -1.0. Raises RewardError without a label.
+    To a label of 033 or 33.0 the answer 33 is right, too. A response without such a line, or that did not end by
+    itself, earns -1.0. Raises RewardError without a label.
     """
-    labels = [normalize(label) for label in labels_of(sample, reward="rm_hub.dapo")]
+    labels = [normal for label in labels_of(sample, reward="rm_hub.dapo") for normal in accepted(label)]
     if sample.status is not Status.COMPLETED:
         return WRONG
     answer = answer_line(after_reasoning(response_of(args, sample)))
@@ -51,16 +57,23 @@ def score_binary(args: Any, sample: Sample) -> float:
 
 
 def answer_line(text: str) -> str | None:
-    """What follows the last ``Answer:`` on its line; None where there is nothing."""
+    """The line that follows the last ``Answer:``, or begins there; None where there is nothing."""
     marks = list(_ANSWER.finditer(text[-LAST_CHARACTERS:]))
     if not marks:
         return None
-    return text[-LAST_CHARACTERS:][marks[-1].end() :].partition("\n")[0].strip(" \t*") or None
+    return text[-LAST_CHARACTERS:][marks[-1].end() :].lstrip(" \t\r\n*").partition("\n")[0].strip(" \t*") or None
+
+
+def accepted(label: str) -> tuple[str, str]:
+    """A label as it is written, normalised, and as the shortest spelling of its number."""
+    written = normalize(label)
+    whole = _WHOLE.fullmatch(written)
+    return written, f"{whole[1].strip('+')}{whole[2]}" if whole else written
 
 
 def normalize(answer: str) -> str:
     r"""One spelling of an answer: ``x = \$1{,}000 \text{ cm}`` and ``1000`` become the same text."""
-    answer = answer[-LAST_CHARACTERS:].strip().rstrip(".")
+    answer = answer[-LAST_CHARACTERS:].strip().rstrip(".,")
     for spelling, kept in (
         ("\\!", ""),
         ("{,}", ","),
@@ -69,6 +82,7 @@ def normalize(answer: str) -> str:
         ("%", ""),
         ("\\left", ""),
         ("\\right", ""),
+        ('"', ""),
     ):
         answer = answer.replace(spelling, kept)
     answer = _SPACING.sub(" ", answer)

@@ -2,12 +2,14 @@ r"""The DeepScaleR rule for mathematical answers: 1 if the boxed answer after th
 
 Source: Luo et al. 2025, DeepScaleR (https://github.com/agentica-project/rllm): the box after ``</think>``, equal as
 normalised text or mathematically, after the grader of PRM800K (Lightman et al. 2023, arXiv:2305.20050). Where that
-grader asks sympy, which evaluates text as Python, this one compares values (``rm_hub/expressions.py``).
+grader asks sympy, which evaluates text as Python, this one compares values (``rm_hub/expressions.py``). The units that
+it drops are that grader's. ``score_boxed`` is the same comparison wherever the box stands.
 """
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Any
 
 from buffer_rl.scope import rows_may_choose
@@ -15,7 +17,32 @@ from buffer_rl.types import Sample, Status
 from rm_hub.answers import END_OF_REASONING, TEXT, UNIT, after_reasoning, full_fractions, labels_of, last_boxed
 from rm_hub.expressions import MAX_CHARACTERS, equal
 
-_SPACING = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\s+|\\\$|\$|\^\{?\\circ\}?|\\?%")
+END_OF_INSTRUCTION = "###Response"
+"""Where the answer starts in a response without ``</think>``, as in the source."""
+
+_SPACING = re.compile(
+    r"\\left(?![a-z])|\\right(?![a-z])|(?<!\\)\\[,;:! ]|\s+|\\\$|\$|\^\{?\\circ\}?|\\degree(?![a-z])|\\?%"
+)
+_OR = "\u2228"
+_SPELLINGS = tuple(
+    (re.compile(pattern), kept)
+    for pattern, kept in (
+        (r"\\leq?(?![a-zA-Z])", "≤"),
+        (r"\\geq?(?![a-zA-Z])", "≥"),
+        (r"\\infty(?![a-zA-Z])|(?<![a-zA-Z\\])inf(?![a-zA-Z])", "∞"),
+        (r"\\(?:emptyset|varnothing)(?![a-zA-Z])", "∅"),
+        (r"\\[lr]vert(?![a-zA-Z])", "|"),
+        (r"(?<=\{)[bpvBV]matrix(?=\})", "matrix"),
+        (r"\\text\{\s*(?:or|and)\s*\}|(?<![^\s}])(?:or|and)(?![^\s{\\])", _OR),
+        (r"([_^])\{(\w)\}", r"\1\2"),
+    )
+)
+_UNIT_WORD = re.compile(
+    r"(?<![a-zA-Z\\])(?:(?:degree|centimeter|meter|mile|second|minute|hour|day|week|month|year|yard)s?|cm|foot|feet|inch(?:es)?)"
+    r"(?![a-zA-Z])(?:\s*\^\d)?"
+)
+_BRACED = re.compile(r"\{+([^{}]+)\}+")
+_SCIENTIFIC = re.compile(r"([-+]?\d{1,20}(?:\.\d{1,20})?)e([-+]?\d{1,2})")
 _SPACE = re.compile(r"(?<!\\)\\ |~")
 _WORDS_BETWEEN = re.compile(rf"(?<=[\d )}}]){UNIT.pattern}(?=\s*\d)")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -24,6 +51,7 @@ _FRACTION = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(\d+)\}|(-?)(\d+)/(\d+)")
 # White space between digits means something, except where it separates thousands.
 _MIXED = re.compile(r"(?<![\w.])(\d+)\s+(\d+/\d+)")
 _APART = re.compile(r"(?<=\d)(?:\s|\\[,;: ])+(?=\d)(?!\d{3}(?!\d))")
+_DIGIT = re.compile(r"\d")
 _SCALE = re.compile(r"(?:\\(?:text|mathrm)\{\s*)?\b(million|billion|trillion)\b(?:\s*\})?")
 _ZEROS = {"million": 6, "billion": 9, "trillion": 12}
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
@@ -38,11 +66,21 @@ def score(args: Any, sample: Sample) -> float:
     fraction must be that one, neither reduced nor expanded: in lowest terms, if the labels are. Raises RewardError
     without a label.
     """
+    if END_OF_REASONING in sample.response:
+        return _score(after_reasoning(sample.response), sample)
+    return _score(sample.response.partition(END_OF_INSTRUCTION)[2], sample)
+
+
+@rows_may_choose
+def score_boxed(args: Any, sample: Sample) -> float:
+    r"""As ``score``, for the last ``\boxed{...}`` of the whole response, with or without ``</think>`` before it."""
+    return _score(sample.response, sample)
+
+
+def _score(text: str, sample: Sample) -> float:
     labels = [normalize(last_boxed(label) or label) for label in labels_of(sample, reward="rm_hub.deepscaler")]
-    if sample.status is not Status.COMPLETED or END_OF_REASONING not in sample.response:
-        return 0.0
-    boxed = last_boxed(after_reasoning(sample.response))
-    if not boxed or len(boxed) > MAX_CHARACTERS:
+    boxed = last_boxed(text)
+    if sample.status is not Status.COMPLETED or not boxed or len(boxed) > MAX_CHARACTERS:
         return 0.0
     answer = normalize(boxed)
     return float(any(same(answer, label) for label in labels))
@@ -50,29 +88,41 @@ def score(args: Any, sample: Sample) -> float:
 
 def normalize(answer: str) -> str:
     """One spelling: no white space, units, currency, percent signs or separators of thousands."""
+    for spelling, kept in _SPELLINGS:
+        answer = spelling.sub(kept, answer)
     answer = _SCALE.sub(lambda scale: f"*10^{{{_ZEROS[scale[1]]}}}", answer)
     answer = _SPACE.sub(" ", answer)
     bare = UNIT.sub("", _WORDS_BETWEEN.sub(";", answer))
     answer = bare if bare.strip() else TEXT.sub(r"\1", answer)
+    answer = _UNIT_WORD.sub("", answer) if _DIGIT.search(answer) else answer
     answer = _APART.sub(";", _MIXED.sub(r"(\1+\2)", answer.strip()))
     answer = full_fractions(_SPACING.sub("", answer).replace("{,}", ","))
     if len(_elements(answer)) == 1:  # of a point (1,234) the comma separates its numbers
         answer = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), answer)
     answer = answer.rstrip(".").lower()
+    if braced := _BRACED.fullmatch(answer):
+        answer = braced[1]
+    if number := _SCIENTIFIC.fullmatch(answer):
+        return str(Fraction(number[1]) * Fraction(10) ** int(number[2]))
     variable, equals, value = answer.partition("=")
     return value if equals and len(variable) == 1 and variable.isalpha() else answer
 
 
 def same(answer: str, label: str) -> bool:
-    """Whether two normalised answers are equal: as text, element by element (tuples, intervals), or in value."""
+    """Whether two normalised answers are equal: as text, element by element (tuples, intervals), or in value. "1 or 2",
+    "1,2" and the set of both are one text."""
     if not answer:
         return False
-    if answer == label:
+    if _listed(answer) == _listed(label):
         return True
     answers, expected = _elements(answer), _elements(label)
     if len(answers) != len(expected) or (len(answers) > 1 and answer[:: len(answer) - 1] != label[:: len(label) - 1]):
         return False
     return all(_same_element(one, other) for one, other in zip(answers, expected, strict=True))
+
+
+def _listed(answer: str) -> str:
+    return answer.removeprefix("\\{").removesuffix("\\}").replace(_OR, ",")
 
 
 def _same_element(answer: str, label: str) -> bool:

@@ -26,6 +26,7 @@ _MIXED = re.compile(r"(?<![\w.}])(\d+)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _NAME = re.compile(r"sqrt|sin|cos|tan|exp|log|ln|pi|[a-zA-Z]")
+_SUBSCRIPT = re.compile(r"_(?:(\w)|\{(\w{1,8})\})")
 _FUNCTIONS = {"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "exp": cmath.exp, "ln": cmath.log, "log": cmath.log}
 _CONSTANTS: Mapping[str, Value] = {"pi": complex(math.pi), "e": complex(math.e), "i": 1j}
 _GREEK = frozenset({"alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "phi", "omega"})
@@ -167,7 +168,9 @@ class _Reader:
         if name in _CONSTANTS:
             return _CONSTANTS[name]
         if len(name) == 1 or name in _GREEK:
-            return self._variables[name]
+            subscript = _SUBSCRIPT.match(self._text, self._at)
+            self._at += len(subscript.group()) if subscript else 0
+            return self._variables[name + (subscript[1] or subscript[2] if subscript else "")]
         raise ExpressionError(f"not understood: {name!r:.40}")
 
     def _applied(self, function: Callable[[complex], complex]) -> Value:

@@ -1,7 +1,9 @@
 """Token F1 and exact match of reading comprehension.
 
 Source: Rajpurkar et al. 2016, SQuAD, arXiv:1606.05250, section 6.1: ignore case, punctuation, articles and white
-space; the best score over all reference answers. F1 pays for a part of the answer; ``score_exact`` does not.
+space; the best score over all reference answers. F1 pays for a part of the answer; ``score_exact`` does not. An answer
+or label that is yes, no or "noanswer" has no parts, as in the evaluation script of HotpotQA (Yang et al. 2018,
+arXiv:1809.09600).
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from typing import Any
 from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
 from rm_hub.answers import after_reasoning, labels_of, response_of
+
+WHOLE = (["yes"], ["no"], ["noanswer"])
+"""Answers of which no part is right: "yes and no" is no half of "yes"."""
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -49,8 +54,8 @@ def tokens(text: str) -> list[str]:
 
 
 def f1(answer: list[str], label: list[str]) -> float:
-    """Harmonic mean of precision and recall over the bags of tokens; of two empty ones 1."""
-    if not answer or not label:
+    """Harmonic mean of precision and recall over the bags of tokens; of two empty ones 1. One of ``WHOLE``: 1 or 0."""
+    if not answer or not label or answer in WHOLE or label in WHOLE:
         return float(answer == label)
     num_same = (Counter(answer) & Counter(label)).total()
     return 2 * num_same / (len(answer) + len(label))

@@ -15,7 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,17 +27,21 @@ from buffer_rl.engine.client import GenerateResult
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
+from buffer_rl.rollout.user_functions import LogFunctions, choose_queued
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket, VersionSpan
+from buffer_rl.types import GroupUid, QueueHeader, Sample, SampleGroup, Ticket, VersionSpan
 from buffer_rl.user_args import user_args
 from harness import stand_in_packages
 from harness.scripted_server import ScriptedServer
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 KEY = "key"
+CONTRACTS = "tests/plugin_contracts"
+GENERATE = "slime.rollout.sglang_rollout.generate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +284,68 @@ async def filters(checkout: Checkout) -> None:
             expect(found, wanted)
 
 
+def load_contracts(checkout: Checkout) -> PluginRegistry:
+    """Makes the files of the contract tests importable: they name slime's own data source, and do not make one here."""
+    registry = PluginRegistry.from_flags(["slime"])
+    vars(importlib.import_module("slime.rollout.data_source"))["RolloutDataSourceWithBuffer"] = object
+    sys.path.append(str(checkout.path / "tests"))
+    return registry
+
+
+def buffer_filters(checkout: Checkout) -> None:
+    registry = load_contracts(checkout)
+    headers = [QueueHeader(uid=GroupUid("source", row, 0), admitted=row, prompt_length=1) for row in range(3)]
+    for file, name, rows in (
+        ("slime/rollout/data_source.py", "pop_first", [0, 1]),
+        (f"{CONTRACTS}/test_plugin_path_loading_contracts.py", "reference_buffer_filter", [2, 1]),
+    ):
+        function: Any = registry.resolve("buffer_filter", checkout.ref(file, name))
+        expect([uid.row for uid in choose_queued(function, name, None, 0, headers, 2)], rows)
+
+
+async def hooks(checkout: Checkout) -> None:
+    load_contracts(checkout)
+
+    def ref(name: str, file: str = "path_loading") -> str:
+        return checkout.ref(f"{CONTRACTS}/test_plugin_{file}_contracts.py", f"reference_{name}")
+
+    options = {
+        "custom_generate_function_path": GENERATE,
+        "custom_rm_path": ref("single_rm"),
+        "dynamic_sampling_filter_path": ref("dynamic_filter"),
+        "rollout_sample_filter_path": ref("rollout_sample_filter"),
+        "rollout_all_samples_process_path": ref("rollout_all_samples_process"),
+        "custom_reward_post_process_path": ref("reward_post_process", "runtime_hook"),
+        "custom_rollout_log_function_path": ref("custom_rollout_log", "runtime_hook"),
+        "custom_eval_rollout_log_function_path": ref("custom_eval_rollout_log", "runtime_hook"),
+    }
+    groups = groups_of("ab", "x", 3)
+    groups[0][0].metadata["drop"] = True
+    async with trial(checkout, lambda text: "x", groups, wanted=2, **options) as (run, _, buffer, args):
+        await run()
+        expect([group.uid.row for group in buffer.finished], [1, 2])
+        expect([sample.reward for sample in buffer.finished[0]], [2.1, 3.1])
+        expect([sample.remove_sample for sample in buffer.finished[0]], [False, True])
+        expect(user_args(args).processed_group_count, 3)  # the dropped one, too
+        functions, registry = LogFunctions(args, PluginRegistry()), PluginRegistry()
+        for evaluation, name in ((False, "logged_rollout_id"), (True, "logged_eval_rollout_id")):
+            ticket = replace(buffer.ticket, evaluation=evaluation)
+            await functions.metrics(ticket, buffer.finished, {}, 1.0)
+            expect(getattr(user_args(args), name), 3)
+        _, columns = GroupConverter.from_args(args, registry).encode(buffer.finished[0], False)
+        expect([round(reward, 4) for reward in columns["reward"].tolist()], [3.1, 4.1])
+
+
+async def rewards_of_groups(checkout: Checkout) -> None:
+    load_contracts(checkout)
+    file = f"{CONTRACTS}/test_plugin_path_loading_contracts.py"
+    options = {"custom_group_rm_path": checkout.ref(file, "reference_batched_rm")}
+    options["custom_generate_function_path"] = GENERATE
+    async with trial(checkout, lambda text: "x", groups_of("ab", "x", 1), **options) as (run, _, buffer, _):
+        await run()
+    expect([sample.reward for sample in buffer.finished[0]], [0.2, 1.2])
+
+
 def own_tests(checkout: Checkout, files: list[str]) -> Callable[[Checkout], Awaitable[None]]:
     """slime's own tests, in a process in which ``slime`` is this library's, and what it lacks is the checkout's."""
     start = "import sys, pytest; from buffer_rl.plugins import PluginRegistry; PluginRegistry.from_flags(['slime']); "
@@ -310,6 +376,9 @@ def trials(checkout: Checkout) -> dict[str, Callable[[Checkout], Awaitable[None]
         "rollout/sglang_rollout: generate_rollout, evaluation": evaluation,
         "rollout/sft_rollout: generate_rollout": fine_tuning,
         "rollout/filter_hub: dynamic sampling filters": filters,
+        "rollout/data_source, tests/plugin_contracts: buffer filters": lambda c: asyncio.to_thread(buffer_filters, c),
+        "tests/plugin_contracts: filters, log functions, post-processing, reward": hooks,
+        "tests/plugin_contracts: reward of a group": rewards_of_groups,
         "tests/test_sample.py": own_tests(checkout, ["test_sample.py"]),
         "tests/test_agent": own_tests(checkout, ["test_agent"]),
     }

@@ -190,7 +190,6 @@ NOT_YET: tuple[tuple[str, str], ...] = (
         "eval-max-prompt-len eval-max-context-len eval-min-new-tokens eval-reward-key",
     ),
     ("no configuration by role", "megatron-config-path"),
-    ("options for your own functions are declared by a plugin (examples/plugin_package)", "custom-config-path"),
     ("a checkpoint's number is a part of its path here", "ref-ckpt-step opd-teacher-ckpt-step ckpt-step"),
     ("a run starts at rollout 0, or where --load ended", "start-rollout-id"),
     ("the model is in the run's checkpoints (hf/), see buffer-rl export", "save-hf"),
@@ -318,10 +317,11 @@ REFERENCES: dict[str, tuple[str, str]] = {
 }
 """slime's own functions, with what stands for them here (nothing: what a run does by itself) and what differs."""
 
-GRADERS = ("deepscaler", "math", "dapo", "f1", "gpqa")
-"""Rewards with slime's names whose decisions differ on some answers."""
+GRADERS = ("deepscaler", "math_boxed", "dapo", "f1", "gpqa_lenient", "boxed_f1", "boxed_gpqa", "ifbench")
+"""Rewards that stand for slime's, whose decisions differ on some answers."""
 
-REWARD_NAMES = {"remote_rm": "remote"}
+REWARD_NAMES = {"math": "math_boxed", "gpqa": "gpqa_lenient"}
+"""slime's names of rewards, with those that decide as they do; the same names here are stricter or other graders."""
 
 DEFAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("rollout-shuffle", "rollout_shuffle", "false", ""),

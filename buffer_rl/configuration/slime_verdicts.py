@@ -183,12 +183,13 @@ class Judge:
     def _rm_type(self, values: list[str]) -> Judgement:
         given = "".join(values)
         names = self.target.names("reward")
-        name = REWARD_NAMES[given] if given in REWARD_NAMES and given not in names else given
+        name = REWARD_NAMES.get(given, given)
         if name not in names:
             hint = did_you_mean(name, names) or "buffer-rl plugins list --kind reward"
             return Verdict.NOT_YET, f"there is no reward of this name; {hint}", {}
         if name in GRADERS:
-            return Verdict.CHANGES, "the grader decides otherwise on some answers (docs/hubs.md)", {"rm_type": name}
+            called = "" if name == given else f"{name} is slime's {given}; "
+            return Verdict.CHANGES, f"{called}it decides otherwise on some answers (docs/hubs.md)", {"rm_type": name}
         return (
             (Verdict.SAME if name == given else Verdict.RENAMED),
             "" if name == given else f"it is {name} here",

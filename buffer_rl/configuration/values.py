@@ -6,6 +6,7 @@ All three sources read alike: a value in a file means what the same text means o
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import types
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class OptionType:
         if self.choices:
             words = "one of " + ", ".join(str(choice) for choice in self.choices)
         elif self.mapping:
-            words = "mapping (NAME=VALUE,... or JSON)"
+            words = "mapping (NAME=VALUE,..., JSON or FILE.yaml)"
         else:
             words = _TYPE_WORDS.get(self.base, getattr(self.base, "__name__", str(self.base)))
         if self.many:
@@ -80,7 +81,7 @@ def convert(wanted: OptionType, raw: Raw) -> Any:
     """The value to validate. What does not convert is returned as it is, for validation to refuse.
 
     ``none`` is None where the option may be None; a text for a list is a JSON list or words split as a shell does; a
-    text for a mapping is JSON or ``name=value`` pairs joined by commas.
+    text for a mapping is JSON, ``name=value`` pairs joined by commas, or the path of a YAML file.
     """
     if raw is None:
         return None
@@ -106,7 +107,7 @@ def mapping_of(field: FieldInfo, raw: Raw, where: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{raw!r} is no mapping", where=where, expected="NAME=VALUE,... or JSON")
+        raise ConfigError(f"{raw!r} is no mapping", where=where, expected="NAME=VALUE,..., JSON or FILE.yaml")
     return value
 
 
@@ -130,7 +131,20 @@ def _mapping(text: str) -> Any:
     plain = not text.lstrip().startswith("{") and all(equals for _, equals, _ in pairs) and all(names)
     if plain and len(set(names)) == len(names):
         return {name: value.strip() for name, (_, _, value) in zip(names, pairs, strict=True)}
+    if text.endswith((".yaml", ".yml")) and not text.lstrip().startswith("{"):
+        return _of_file(text)
     return _json_or_text(text)
+
+
+def _of_file(path: str) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ConfigError with ``file:line``."""
+    from buffer_rl.configuration.yaml_file import parse_yaml, plain_value  # which reads its options with this module
+
+    root = parse_yaml(path)
+    value = {} if root is None else plain_value(path, root, os.environ)
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError("the file is not a mapping", where=path, expected="lines of 'name: value'")
+    return value
 
 
 def _json_or_text(text: str) -> Any:

@@ -9,6 +9,9 @@ process replaced one that died, the run was resumed, or the Buffer has another c
 process that died) raises StateNeeded, and the caller restores it from the Buffer. So each batch is made from the state
 after the batch that the Buffer took in before it, whatever dies in between and however many callers there are.
 
+A state is the file that ``save(path)`` wrote. Where the parameter of ``save`` has slime's name, ``rollout_id``, it gets
+the batch's number, and the state is all that it wrote below ``args.save``, which is below ``args.load`` for ``load``.
+
 Whatever the user's code raises becomes a PluginError that names the reference. What it returns is checked, and made
 plain records: the Buffer keeps them, writes them into its checkpoints as JSON, and must not load a user's classes.
 """
@@ -18,8 +21,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import io
 import math
 import tempfile
+import zipfile
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,7 +213,9 @@ class CustomSource:
         self._max_state_bytes = max_state_bytes
         self._reader = GroupReader(self.reference, args.n_samples_per_prompt)
         factory = registry.resolve("data_source", self.reference)
-        self._source: Any = construct("data_source", self.reference, factory, user_args(args)).built
+        self._args = user_args(args)
+        self._source: Any = construct("data_source", self.reference, factory, self._args).built
+        self._by_rollout_id = "rollout_id" in inspect.signature(self._source.save).parameters
         self._next, self._state_hash = 0, hash_state(b"")
         self._last: Delivery | None = None
         self._failure: BufferRLError | None = None
@@ -236,7 +243,7 @@ class CustomSource:
         try:
             value = self._call("get_samples", request.num_groups)
             groups = self._reader.read(value, request)
-            self._last = Delivery(number=request.number, groups=groups, state=self._save())
+            self._last = Delivery(number=request.number, groups=groups, state=self._save(request.number))
             self._state_hash = hash_state(self._last.state)
         except BufferRLError as error:  # the source has gone on; a second try would lose its groups
             self._failure = error
@@ -252,34 +259,50 @@ class CustomSource:
         if number < self._next or self._stands_at(number, state_hash):
             return
         with tempfile.TemporaryDirectory(prefix="buffer-rl-source-") as folder:
-            path = Path(folder) / "state"
-            path.write_bytes(state)
-            self._call("load", str(path))
+            if self._by_rollout_id:
+                zipfile.ZipFile(io.BytesIO(state)).extractall(folder)
+            else:
+                (Path(folder) / "state").write_bytes(state)
+            self._call_with("load", Path(folder), number - 1)
         self._next, self._state_hash, self._last, self._failure = number, state_hash, None, None
 
     def _stands_at(self, number: int, state_hash: str) -> bool:
         return (number, state_hash) == (self._next, self._state_hash)
 
-    def _save(self) -> bytes:
-        with tempfile.TemporaryDirectory(prefix="buffer-rl-source-") as folder:
-            path = Path(folder) / "state"
-            self._call("save", str(path))
-            if not path.is_file():
-                written = ", ".join(sorted(child.name for child in Path(folder).iterdir()))
+    def _save(self, number: int) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="buffer-rl-source-") as temporary:
+            folder = Path(temporary)
+            self._call_with("save", folder, number)
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            if not files or (not self._by_rollout_id and folder / "state" not in files):
+                written = ", ".join(sorted(child.name for child in folder.iterdir()))
                 raise DataError(
                     "its method save wrote no state" + (f", but {written}" if written else ""),
                     where=self._where,
-                    expected="one file, whose path save receives",
+                    expected="a file below args.save, or, where save has a parameter path, the file of that path",
                     hint="a source with nothing to keep writes an empty file",
                 )
-            if (size := path.stat().st_size) > self._max_state_bytes:
+            if (size := sum(path.stat().st_size for path in files)) > self._max_state_bytes:
                 raise DataError(
                     f"its method save wrote {size} bytes",
                     where=self._where,
                     expected=f"at most {self._max_state_bytes}",
                     hint="save where the source stands, such as a row number, not its rows",
                 )
-            return path.read_bytes()
+            return _packed(folder, files) if self._by_rollout_id else (folder / "state").read_bytes()
+
+    def _call_with(self, method: str, folder: Path, number: int) -> None:
+        """Call ``save`` or ``load`` for the state in ``folder``, which is that after batch ``number``."""
+        if not self._by_rollout_id:
+            self._call(method, str(folder / "state"))
+            return
+        names = vars(self._args)
+        before = {name: names.get(name) for name in ("save", "load")}
+        names.update(dict.fromkeys(before, str(folder)))
+        try:
+            self._call(method, number)
+        finally:
+            names.update(before)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """What a method of the user's object answers; it may be async."""
@@ -289,6 +312,15 @@ class CustomSource:
             return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
 
         return call("data_source", self.reference, answer, at=method)
+
+
+def _packed(folder: Path, files: Sequence[Path]) -> bytes:
+    """The files as one; equal files give equal bytes."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for path in files:
+            archive.writestr(zipfile.ZipInfo(path.relative_to(folder).as_posix()), path.read_bytes())
+    return packed.getvalue()
 
 
 async def _awaited(answer: Any) -> Any:

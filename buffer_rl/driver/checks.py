@@ -47,6 +47,7 @@ def check_options(args: Any) -> None:
     check_algorithm(args)
     require_local_engines(args.weight_sync_mode, [*args.engine_urls, *urls_of(args)])
     check_template_kwargs(args.apply_chat_template_kwargs)
+    _check_custom_config(args)
     _check_optimizer(args)
     check_role_options(args)
     router_arguments(args.router_args)
@@ -170,6 +171,17 @@ def _check_replay(args: Any) -> None:
             where="--replay-kept-tokens",
             expected="--rollout-top-p, --rollout-top-k or --rollout-min-p, and a temperature above 0",
             hint="take it out",
+        )
+
+
+def _check_custom_config(args: Any) -> None:
+    """A name that is an option has a meaning for the run, which what functions see on ``args`` never changes."""
+    if options := sorted(set(args.custom_config_path or ()) & set(type(args).model_fields)):
+        raise ConfigError(
+            f"{options[0]} is an option of the run, and no name of your own",
+            where="--custom-config-path",
+            expected="names that no option has",
+            hint=f"take it out of there and give {flag_of(options[0])}",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from buffer_rl.config import Section, option
 
@@ -42,6 +42,11 @@ class RunOptions(Section):
         ge=0.1,
     )
     ship_code: bool = option(True, "send your plugins' own files to the nodes of --ray-address")
+    custom_config_path: dict[str, Any] | None = option(
+        None,
+        "names and values that your functions find on args besides the options, for example in the file my.yaml: "
+        "'max_turns: 3'",
+    )
     plugin: list[str] = option([], "pluggy plugins to load, or no:NAME to block one", metavar="NAME", short="-p")
 
 

@@ -141,7 +141,8 @@ async def run_user_rollout(
             answer = await call_user(function, call)
         if ticket.evaluation:
             answer = read_evaluation(answer, args, recorder.groups, where=where)
-        output = check_rollout_output(answer, where=where, leased=recorder.groups)
+        size = 0 if ticket.evaluation else args.n_samples_per_prompt
+        output = check_rollout_output(answer, where=where, leased=recorder.groups, group_size=size)
         finished = {recorder.marked(group).uid: group for group in output.groups} | recorder.finished
         output.metrics |= finished_metrics(args, ticket.evaluation, finished.values(), output.metrics)
         return output

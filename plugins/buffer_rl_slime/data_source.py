@@ -7,8 +7,8 @@ from typing import Any
 
 
 class DataSource(abc.ABC):
-    """A data source of the user's (``--data-source-path``). ``save`` and ``load`` receive the path of a
-    file. ``add_samples`` is never called: the queue is the Buffer's."""
+    """A data source of the user's (``--data-source-path``). ``add_samples`` is never called: the queue is the
+    Buffer's. ``rollout_id`` counts batches, and ``args.save`` and ``args.load`` are a folder for this state alone."""
 
     @abc.abstractmethod
     def get_samples(self, num_samples: int) -> list[Any]:
@@ -16,11 +16,11 @@ class DataSource(abc.ABC):
 
     @abc.abstractmethod
     def save(self, rollout_id: Any) -> None:
-        """Write where the source stands to the file ``rollout_id``."""
+        """Write where the source stands into files below ``args.save``."""
 
     @abc.abstractmethod
     def load(self, rollout_id: Any = None) -> None:
-        """Go on from the file ``rollout_id``."""
+        """Go on from the files below ``args.load``."""
 
     @abc.abstractmethod
     def __len__(self) -> int:

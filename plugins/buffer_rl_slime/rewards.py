@@ -13,8 +13,8 @@ from typing import Any
 from buffer_rl.errors import ConfigError
 from buffer_rl.rollout.context import current_context
 from buffer_rl.types import GroupUid, Sample, Status
-from rm_hub import dapo, deepscaler, f1, gpqa, math
-from rm_hub.answers import last_boxed
+from rm_hub import dapo, deepscaler, f1, gpqa
+from rm_hub.answers import END_TOKEN, last_boxed
 
 STRICT_CHARACTERS = 100
 """How much of the end of a response ``compute_score(strict_box_verify=True)`` reads."""
@@ -63,15 +63,16 @@ def compute_score(
         found = last_boxed(solution_str[-STRICT_CHARACTERS:])
         right = found is not None and found == label.strip()
     else:
-        line = dapo.answer_line(solution_str)
+        line = dapo.answer_line(END_TOKEN.sub("", solution_str))
         found = None if line is None else dapo.normalize(line)
-        right = found is not None and found == dapo.normalize(label)
+        right = found is not None and found in dapo.accepted(label)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": found}
 
 
 def _graded(score: Callable[[Any, Sample], float], response: str, label: Any, **metadata: Any) -> float:
     given = {name: value for name, value in metadata.items() if value is not None}
-    return score(SimpleNamespace(), Sample(response=response, label=label, metadata=given, status=Status.COMPLETED))
+    args = SimpleNamespace(rollout_skip_special_tokens=False)  # slime's default: end tokens are in the text
+    return score(args, Sample(response=response, label=label, metadata=given, status=Status.COMPLETED))
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> float:
@@ -80,8 +81,8 @@ def get_deepscaler_rule_based_reward(response: str, label: Any) -> float:
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
-    """Whether ``rm_hub.math`` finds the response right; it also accepts an answer without a box."""
-    return _graded(math.score, solution_str, ground_truth) == 1.0
+    """Whether the last box of the response equals the label, by ``rm_hub.deepscaler:score_boxed`` (``math_boxed``)."""
+    return _graded(deepscaler.score_boxed, solution_str, ground_truth) == 1.0
 
 
 def f1_score(prediction: str, ground_truth: str) -> tuple[float, float, float]:
@@ -93,8 +94,8 @@ def f1_score(prediction: str, ground_truth: str) -> tuple[float, float, float]:
 
 
 def compute_gpqa_reward(response: str, label: Any, metadata: Any = None) -> float:
-    """1.0 or 0.0 by ``rm_hub.gpqa``."""
-    return _graded(gpqa.score, response, label, **(metadata or {}))
+    """1.0 or 0.0 by ``rm_hub.gpqa:score_lenient``."""
+    return _graded(gpqa.score_lenient, response, label, **(metadata or {}))
 
 
 def extract_answer(passage: str) -> str | None:

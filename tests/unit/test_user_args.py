@@ -38,6 +38,15 @@ def test_options_that_are_changed_have_a_copy_of_their_own() -> None:
     assert user_args(args).mine == 1
 
 
+def test_names_of_custom_config_path_are_there_also_in_another_process() -> None:
+    args = make(custom_config_path={"max_turns": 3, "env": {"a": [1]}, "router_policy": "mine"})
+    own = user_args(load_args(dump_args(args)))
+    assert (own.max_turns, own.env, own.router_policy) == (3, {"a": [1]}, "mine")
+    own.env["a"].append(2)
+    assert args.custom_config_path["env"] == {"a": [1]}
+    assert not hasattr(args, "max_turns")
+
+
 def test_slimes_names_have_its_meaning_and_types() -> None:
     own = user_args(
         make(

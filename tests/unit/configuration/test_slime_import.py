@@ -86,7 +86,11 @@ VERDICTS: tuple[tuple[str, Verdict, str, Mapping[str, object]], ...] = (
     ("--save /s --load /s/", S, "or starts", {"load": "/s/"}),
     ("--save /s --load /m", C, "resumes a run of buffer-rl", {}),
     ("--rm-type exact_match", S, "", {"rm_type": "exact_match"}),
-    ("--rm-type math", C, "docs/hubs.md", {"rm_type": "math"}),
+    ("--rm-type math", C, "math_boxed is slime's math", {"rm_type": "math_boxed"}),
+    ("--rm-type gpqa", C, "gpqa_lenient is slime's gpqa", {"rm_type": "gpqa_lenient"}),
+    ("--rm-type deepscaler", C, "docs/hubs.md", {"rm_type": "deepscaler"}),
+    ("--rm-type remote_rm", S, "", {"rm_type": "remote_rm"}),
+    ("--custom-config-path absent.yaml", T, "cannot read the file", {}),
     ("--rm-type nothing", T, "no reward of this name", {}),
     ("--custom-rm-path a.b", S, "your function", {"custom_rm_path": "a.b"}),
     ("--group-rm --custom-rm-path a.b", R, "--custom-group-rm-path", {"custom_group_rm_path": "a.b"}),
@@ -130,6 +134,13 @@ VERDICTS: tuple[tuple[str, Verdict, str, Mapping[str, object]], ...] = (
     ("--data-source-path slime.rollout.data_source.RolloutDataSource", N, "by itself", {}),
     ("--no-such-flag 1", T, "no flag of slime or Megatron", {}),
 )  # fmt: skip
+
+
+def test_a_custom_config_file_stays(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("max_turns: 3\n")
+    line = lines("--custom-config-path", str(file))["--custom-config-path"]
+    assert (line.verdict, line.options) == (Verdict.SAME, {"custom_config_path": str(file)})
 
 
 @pytest.mark.parametrize(("command", "verdict", "why", "options"), VERDICTS, ids=lambda each: str(each)[:60])

@@ -141,7 +141,19 @@ def test_mappings_on_the_command_line_are_json_or_pairs() -> None:
     assert read(["--extra", '{"a": [1]}']).extra == {"a": [1]}
     assert read(["--extra", "a=1, b=x=y"]).extra == {"a": "1", "b": "x=y"}
     for text in ("a", "a=1,b", "a=1,a=2", "=1", "[1]"):
-        assert "mapping (NAME=VALUE,... or JSON)" in refusal(["--extra", text])
+        assert "mapping (NAME=VALUE,..., JSON or FILE.yaml)" in refusal(["--extra", text])
+
+
+def test_a_mapping_may_be_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("max_turns: 3\nlimits: [0.5, null]\nplace: ${here}/x\n")
+    assert read(["--extra", str(path)]).extra == {"max_turns": 3, "limits": [0.5, None], "place": f"{tmp_path}/x"}
+    path.write_text("")
+    assert read(["--extra", str(path)]).extra == {}
+    assert read(["--extra", "a=b.yaml"]).extra == {"a": "b.yaml"}
+    path.write_text("[1, 2]")
+    assert f"{path}: the file is not a mapping" in refusal(["--extra", str(path)])
+    assert "cannot read the file" in refusal(["--extra", str(tmp_path / "absent.yaml")])
 
 
 def test_a_scalar_in_a_file_is_one_item_of_a_list(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_the_page_says_which_rewards_rows_may_choose() -> None:
         if kind == "reward":
             (row,) = [row for row in rows if f"`{reference}`" in row]
             marked = is_for_rows(PluginRegistry().resolve_registered(kind, name))
-            assert row.split("|")[-2].strip().startswith("yes" if marked else "no: "), row
+            assert row.split("|")[-3].strip().startswith("yes" if marked else "no: "), row
 
 
 def test_every_reward_and_filter_file_names_its_source() -> None:

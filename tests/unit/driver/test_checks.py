@@ -332,3 +332,9 @@ def test_half_runs_and_decays_that_do_not_fit_are_named(changes: dict[str, Any],
 )
 def test_version_0_is_published_to_engines_that_this_package_did_not_start(options: Any, differ: bool) -> None:
     assert engines_may_differ(compose(CORE_SECTIONS)(**options)) is differ  # type: ignore[arg-type]
+
+
+def test_a_name_of_custom_config_path_that_is_an_option_is_refused() -> None:
+    check(custom_config_path={"max_turns": 3})
+    with pytest.raises(ConfigError, match=r"(?s)lr is an option of the run.*take it out of there and give --lr"):
+        check(custom_config_path={"max_turns": 3, "lr": 1.0})

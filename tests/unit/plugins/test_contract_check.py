@@ -101,6 +101,23 @@ def test_a_bare_list_of_groups_is_an_output() -> None:
     assert check_rollout_output([foreign, foreign], where="here").groups == [SampleGroup(samples=foreign)] * 2
 
 
+def test_samples_in_one_list_become_their_groups() -> None:
+    leased = {lease.uid: lease for lease in (group(0), group(1))}
+    one, two = (list(lease) for lease in leased.values())
+    mixed = [two[0], *one, *two[1:]]
+    found = check_rollout_output(mixed, where="here", leased=leased)
+    assert [(lease.uid, list(lease)) for lease in found.groups] == [(two[0].uid, two), (one[0].uid, one)]
+    foreign = [Sample(response=str(number)) for number in range(6)]
+    groups = check_rollout_output(foreign, where="here", group_size=3).groups
+    assert [[sample.response for sample in each] for each in groups] == [["0", "1", "2"], ["3", "4", "5"]]
+    both = check_rollout_output([*foreign[:2], *one], where="here", leased=leased, group_size=2).groups
+    assert [list(each) for each in both] == [one, foreign[:2]]
+    with pytest.raises(RolloutError, match=r"(?s)here: .* 6 samples .* multiple of --n-samples-per-prompt, which is 4"):
+        check_rollout_output(foreign, where="here", group_size=4)
+    with pytest.raises(RolloutError, match="a list of groups"):
+        check_rollout_output(foreign, where="here")
+
+
 @pytest.mark.parametrize(
     ("value", "problem"),
     [

@@ -6,7 +6,7 @@ import pytest
 
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
-from rm_hub.deepscaler import score
+from rm_hub.deepscaler import score, score_boxed
 
 
 def graded(response: str, label: Any, status: Status = Status.COMPLETED) -> float:
@@ -65,6 +65,25 @@ def graded(response: str, label: Any, status: Status = Status.COMPLETED) -> floa
         ("1 000", "1000", 1.0),
         (r"-\frac{3}{4}", r"\frac{-3}{4}", 1.0),
         (r"-\frac{3}{4}", r"\frac{3}{4}", 0.0),
+        ("1e3", "1000", 1.0),
+        ("2e3", "2e3", 1.0),
+        ("5 cm^2", "5", 1.0),
+        ("90 degrees", "90", 1.0),
+        ("Monday", "mon", 0.0),
+        ("7 days", "7", 1.0),
+        ("1 or 2", "1,2", 1.0),
+        ("1 or 200", "1,200", 0.0),
+        (r"\{1, 2\}", "1,2", 1.0),
+        (r"\{1, 2\}", "(1,2)", 0.0),
+        (r"x \le 3", r"x\leq3", 1.0),
+        (r"x \le 3", r"x\geq3", 0.0),
+        (r"(-\infty, 1)", "(-inf, 1)", 1.0),
+        (r"\varnothing", r"\emptyset", 1.0),
+        (r"\lvert x \rvert", "|x|", 1.0),
+        ("a_1 + a_{12}", "a_{12} + a_1", 1.0),
+        ("a_1 + a_2", "2a", 0.0),
+        (r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", 1.0),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 12 \end{pmatrix}", 0.0),
         ("1+1", "2", 0.0),
         (r"(x+1)^2", "x^2+2x+1", 1.0),
         (r"\sqrt{8}", r"2\sqrt{2}", 1.0),
@@ -86,5 +105,13 @@ def test_without_the_end_of_the_reasoning_a_box_or_an_end_there_is_no_answer() -
     assert graded(r"\boxed{72}", "72") == 0.0
     assert graded(r"\boxed{72}</think> 72", "72") == 0.0
     assert graded(r"</think>\boxed{72}", "72", Status.TRUNCATED) == 0.0
+    assert graded(r"###Response \boxed{72}", "72") == 1.0
+    assert graded(r"\boxed{72} ###Response", "72") == 0.0
     with pytest.raises(RewardError, match="the label is None"):
         graded(r"</think>\boxed{72}", None)
+
+
+@pytest.mark.parametrize(("text", "expected"), [(r"\boxed{72}", 1.0), (r"\boxed{72}</think> 7", 1.0), ("72", 0.0)])
+def test_a_box_anywhere_counts_for_score_boxed(text: str, expected: float) -> None:
+    assert score_boxed(None, Sample(response=text, label="72", status=Status.COMPLETED)) == expected
+    assert score_boxed(None, Sample(response=text, label="72", status=Status.TRUNCATED)) == 0.0

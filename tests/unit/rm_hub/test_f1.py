@@ -21,6 +21,10 @@ from rm_hub.f1 import score, score_exact
         ("Panthers", "Denver Broncos", 0.0, 0.0),
         ("Broncos", ["Panthers", "Broncos"], 1.0, 1.0),
         ("7", 7, 1.0, 1.0),
+        ("Yes.", "yes", 1.0, 1.0),
+        ("yes and no", "yes", 0.0, 0.0),
+        ("no", "no idea", 0.0, 0.0),
+        ("yes", ["no", "yes"], 1.0, 1.0),
         ("", "Broncos", 0.0, 0.0),
         ("the", "A", 0.0, 0.0),  # of which the rules leave nothing
         ("", "A", 0.0, 0.0),

@@ -6,7 +6,7 @@ import pytest
 
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
-from rm_hub.gpqa import choice, score
+from rm_hub.gpqa import choice, score, score_lenient
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,11 @@ def test_the_chosen_letter(response: str, letter: str | None) -> None:
         ("(c)", {}),
         ("C", {"choices": ["w", "x", "y", "z"]}),
         ("y", {"choices": ["w", "x", "y", "z"]}),
+        ("Y!", {"choices": ["w", "x", "y", "z"]}),
+        ("y", {"choices": {"A": "w", "B": "x", "C": "y"}}),
+        (2, {}),
+        ("no letter", {"correct_letter": "c"}),
+        ("C", {"valid_letters": ["b", "c"]}),
         (2, {"choices": ["w", "x", "y", "z"]}),
     ],
 )
@@ -95,6 +100,38 @@ def test_a_label_is_a_letter_or_one_of_the_choices(label: Any, metadata: dict[st
     assert graded("Answer: C") == 1.0
     assert graded("Answer: B") == 0.0
     assert graded("C", Status.TRUNCATED) == 0.0
+
+
+METALS = {"choices": ["pure gold", "pure iron", "alloy", "pure zinc"]}
+
+
+@pytest.mark.parametrize(
+    ("response", "lenient", "strict"),
+    [
+        ("Answer: C", 1.0, 1.0),
+        ("The answer should be c.", 1.0, 0.0),
+        ("I choose C", 1.0, 0.0),
+        ("Option C is right. Option B is wrong.", 1.0, 0.0),
+        ("C is correct, and D is wrong", 1.0, 0.0),
+        ("B or C", 1.0, 0.0),
+        ("C or B", 0.0, 0.0),
+        ("c", 1.0, 0.0),
+        (r"\boxed{c}", 1.0, 0.0),
+        ("The answer is carbon", 0.0, 0.0),
+        ("because", 0.0, 0.0),
+        ("It is the alloy.", 1.0, 0.0),
+        ("An alloy, not pure gold", 0.0, 0.0),  # two of the choices
+        ("alloyed", 0.0, 0.0),
+        ("Answer: Z. So C", 1.0, 0.0),  # there is no Z
+        ("C</think>B", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_the_lenient_score_takes_the_likeliest_letter(response: str, lenient: float, strict: float) -> None:
+    sample = Sample(response=response, label="C", metadata=METALS, status=Status.COMPLETED)
+    assert (score_lenient(None, sample), score(None, sample)) == (lenient, strict)
+    sample.status = Status.TRUNCATED
+    assert score_lenient(None, sample) == 0.0
 
 
 @pytest.mark.parametrize(("label", "choices"), [("A", ["B", "A"]), ("x", ["x", "x"])])

@@ -22,7 +22,7 @@ from sympy.parsing import sympy_parser
 from buffer_rl.errors import RewardError
 from buffer_rl.scope import is_for_rows
 from buffer_rl.types import Sample, Status
-from rm_hub import dapo, deepscaler, exact_match, f1, gpqa, ifeval, math, numeric
+from rm_hub import boxed, dapo, deepscaler, exact_match, f1, gpqa, ifeval, math, numeric, random
 from rm_hub import reasoning_gym as hub
 from rm_hub.compose import weighted
 
@@ -309,9 +309,14 @@ OTHERS: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = (
     (dapo.score, {}),
     (dapo.score_binary, {}),
     (deepscaler.score, {}),
+    (deepscaler.score_boxed, {}),
     (f1.score, {}),
     (f1.score_exact, {}),
+    (boxed.score_f1, {}),
     (gpqa.score, CHOICES),
+    (gpqa.score_lenient, CHOICES),
+    (boxed.score_gpqa, CHOICES),
+    (random.score, {}),
     (ifeval.score, IFEVAL | {"kwargs": [{"keywords": [PROGRAM]}, {}]}),
     (ifeval.score_fraction, IFEVAL | {"kwargs": [{"keywords": [PROGRAM]}, {}]}),
     (weighted(("rm_hub.math:score", 0.5), ("rm_hub.deepscaler:score", 0.5)), {}),
@@ -348,6 +353,6 @@ def test_the_rewards_that_rows_may_choose_are_these() -> None:
         if entry.value.startswith("rm_hub.") and is_for_rows(entry.load())
     }
     assert marked == {
-        "exact_match", "numeric", "math", "dapo", "dapo_binary", "deepscaler", "f1", "f1_exact", "gpqa", "ifeval",
-        "ifeval_fraction",
+        "exact_match", "numeric", "math", "math_boxed", "dapo", "dapo_binary", "deepscaler", "f1", "f1_exact",
+        "boxed_f1", "gpqa", "gpqa_lenient", "boxed_gpqa", "ifeval", "ifeval_fraction", "random",
     }  # fmt: skip

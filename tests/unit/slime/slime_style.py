@@ -94,6 +94,17 @@ def generate_rollout_keyword_only(args, rollout_id, data_buffer, *, evaluation=F
     return TrainOutput(samples=asyncio.run(_one_rollout(args, data_buffer)), metrics={"turns": 2})
 
 
+def generate_flat(args, rollout_id, data_source, evaluation=False):
+    return [sample for group in asyncio.run(_one_rollout(args, data_source)) for sample in group]
+
+
+def generate_flat_of_own(args, rollout_id, data_source, evaluation=False):
+    made = [Sample(prompt="ab", tokens=[1, 2, n], response="x", response_length=1, reward=float(n)) for n in range(4)]
+    for sample in made:
+        sample.status = Sample.Status.COMPLETED
+    return TrainOutput(samples=made)
+
+
 def generate_rollout_output(args, rollout_id, data_source, evaluation):
     return TrainOutput(samples=asyncio.run(_one_rollout(args, data_source)))
 
@@ -204,7 +215,7 @@ def log_eval_rollout_data(rollout_id, args, data, extra_metrics) -> bool:
 
 
 class CountingSource:
-    """As a data source of slime: groups are plain lists, samples without a uid, save and load by rollout."""
+    """As a data source of slime: groups are plain lists, samples without a uid, save and load by rollout id."""
 
     def __init__(self, args):
         self.args = args
@@ -232,10 +243,13 @@ class CountingSource:
 
     def save(self, rollout_id):
         state = {"sample_offset": self.sample_offset, "sample_index": self.sample_index, "metadata": self.metadata}
-        torch.save(state, rollout_id)
+        path = os.path.join(self.args.save, f"rollout/source_{rollout_id:04d}.pt")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        torch.save(state, path)
 
     def load(self, rollout_id=None):
-        state = torch.load(rollout_id)
+        path = os.path.join(self.args.load, f"rollout/source_{rollout_id:04d}.pt")
+        state = torch.load(path)
         self.sample_offset = state["sample_offset"]
         self.sample_index = state["sample_index"]
         self.metadata = state["metadata"]
@@ -245,7 +259,7 @@ class CountingSource:
 
 
 class SavesElsewhere(CountingSource):
-    """Puts its state where slime's own sources put it, which is no file that could be saved with a batch."""
+    """Puts its state into a folder of its own, which is no file that could be saved with a batch."""
 
     def save(self, rollout_id):
         path = os.path.join(self.args.run_dir, f"rollout/state_{rollout_id}.pt")

@@ -12,6 +12,7 @@ from buffer_rl.data.custom import CustomSource, DeliveryRequest, hash_state
 from buffer_rl.errors import DataError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.user_args import user_args
 
 FILE = Path(__file__).with_name("slime_style.py")
 
@@ -47,5 +48,16 @@ def test_it_hands_out_and_goes_on_where_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_one_that_saves_under_a_name_of_its_own_is_told_where(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="expected: one file, whose path save receives"):
+    with pytest.raises(DataError, match=r"expected: a file below args\.save"):
         take(hosted("SavesElsewhere", tmp_path), 0, 1, 0)
+
+
+def test_the_folders_of_the_run_are_what_they_were_after_each_call(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data_source_path": f"{FILE}:CountingSource", "n_samples_per_prompt": 2, "save": "mine"}
+    args = compose(CORE_SECTIONS)(**options)
+    source = CustomSource(args, PluginRegistry())
+    _, state = take(source, 0, 1, 0)
+    resumed = CustomSource(args, PluginRegistry())
+    resumed.restore(1, state)
+    assert (user_args(args).save, user_args(args).load) == ("mine", None)
+    assert not Path("mine").exists()

@@ -58,7 +58,8 @@ async def run(
     finally:
         await context.aclose()
     for group in output.groups:
-        buffer.finish(group)
+        if not group.foreign:  # which the fake never leased
+            buffer.finish(group)
     return buffer, output, args
 
 
@@ -217,6 +218,17 @@ async def test_a_function_sees_all_samples_and_log_functions_run() -> None:
     assert await functions.metrics(buffer.ticket, buffer.finished, {}, 1.0) == {"rollout/longest": 3.0}
     ticket = Ticket(rollout_id=5, evaluation=True, num_groups=2, version=5, incarnation="inc")
     assert await functions.metrics(ticket, buffer.finished, {}, 1.0) == {"eval/default/best": 1.0}
+
+
+async def test_samples_in_one_list_are_groups_again() -> None:
+    buffer, _, _ = await run("generate_flat")
+    assert [group.uid.row for group in buffer.finished] == [0, 1]
+    assert [[sample.sample_index for sample in group] for group in buffer.finished] == [[0, 1], [0, 1]]
+    _, output, _ = await run("generate_flat_of_own", n_samples_per_prompt=2)
+    assert [[sample.reward for sample in group] for group in output.groups] == [[0.0, 1.0], [2.0, 3.0]]
+    assert [(group.foreign, group.uid.row) for group in output.groups] == [(True, 0), (True, 1)]
+    with pytest.raises(RolloutError, match="4 samples without a uid"):
+        await run("generate_flat_of_own", n_samples_per_prompt=3)
 
 
 async def test_plain_lists_can_be_given_back() -> None:

@@ -180,7 +180,10 @@ def test_graders_under_slimes_names() -> None:
     assert rewards.compute_score("Answer: 8", "7") == {"score": -1.0, "acc": False, "pred": "8"}
     assert rewards.get_deepscaler_rule_based_reward("</think>\\boxed{7}", "7") == 1.0
     assert rewards.f1_score("a cat sat", "cat ran there") == pytest.approx((0.4, 0.5, 1 / 3))
-    assert rewards.compute_gpqa_reward("The answer is B", "B") == 1.0
+    assert rewards.compute_gpqa_reward("I choose B", "B") == 1.0
+    assert rewards.grade_answer_verl("so \\boxed{2/4}", "1/2") is False  # not in lowest terms
+    assert rewards.grade_answer_verl("7", "7") is False  # not in a box
+    assert rewards.compute_score("Answer: 33<|im_end|>", "033")["acc"] is True
 
 
 def test_helpers() -> None:

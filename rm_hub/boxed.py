@@ -1,0 +1,29 @@
+r"""Graders of text for answers in a box: what the last ``\boxed{...}`` of the response holds is graded as a response.
+
+Source of the names: the prefix ``boxed_`` of slime's ``--rm-type`` (https://github.com/THUDM/slime).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from buffer_rl.scope import rows_may_choose
+from buffer_rl.types import Sample
+from rm_hub import f1, gpqa
+from rm_hub.answers import last_boxed
+
+
+@rows_may_choose
+def score_f1(args: Any, sample: Sample) -> float:
+    """``rm_hub.f1`` of the answer in the last box; without a box 0.0."""
+    return f1.score(args, _unboxed(sample))
+
+
+@rows_may_choose
+def score_gpqa(args: Any, sample: Sample) -> float:
+    """``rm_hub.gpqa:score_lenient`` of the answer in the last box; without a box 0.0."""
+    return gpqa.score_lenient(args, _unboxed(sample))
+
+
+def _unboxed(sample: Sample) -> Sample:
+    return sample.changed(response=last_boxed(sample.response) or "")
