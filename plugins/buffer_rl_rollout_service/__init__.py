@@ -1,6 +1,6 @@
 """An HTTP service that agents anywhere write trajectories to, by group, and a rollout function that trains on them.
 
-trajectory  what is written: its checks, and the sample that it becomes
+trajectory  what is written, and its checks
 store       groups, leases and counts, in one SQLite file
 server      the routes, their authorization and their errors
 page        the statistics as a page with charts

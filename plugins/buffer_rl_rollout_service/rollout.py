@@ -22,10 +22,11 @@ from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import DataError, DeadlineError
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
+from buffer_rl.rollout.loss_masks import encode_conversation
 from buffer_rl.rollout.user_functions import apply_filter
-from buffer_rl.types import GroupUid, RolloutOutput, SampleGroup
+from buffer_rl.types import GroupUid, RolloutOutput, Sample, SampleGroup, Status
 from buffer_rl_rollout_service.client import ServiceClient
-from buffer_rl_rollout_service.trajectory import Trajectory, to_sample
+from buffer_rl_rollout_service.trajectory import Trajectory
 
 NOTE = "rollout_service_reader"
 UNUSABLE = "unusable"
@@ -71,7 +72,7 @@ def _reader_of(buffer: RolloutBuffer) -> str:
 def kept_from(args: Any, rollout_id: int) -> int:
     """The first rollout whose groups may be asked for again: that which follows the last checkpoint but one."""
     if args.save is None or args.save_interval is None:
-        return 0 if args.save is not None else rollout_id
+        return rollout_id
     return int(max(0, rollout_id // args.save_interval - 1) * args.save_interval)
 
 
@@ -157,3 +158,53 @@ class _Run:
         """Of the rollout so far."""
         values = {"service_wait_s": self.waited_s, "service_partial": float(self.num_partial)}
         return values | {f"service_drop_{reason}": float(count) for reason, count in self.drops.items()}
+
+
+def to_sample(trajectory: Trajectory, uid: GroupUid, index: int, context: RolloutContext) -> Sample:
+    """Sample number ``index`` of group ``uid``. A conversation is rendered by the chat template, and masked as
+    ``--loss-mask-type`` says. Raises DataError for one that the run's model cannot be trained on."""
+    given = trajectory.finish_reason or trajectory.extra_info.get("finish_reason")
+    sample = Sample(
+        uid=uid,
+        sample_index=index,
+        reward=trajectory.reward,
+        status=Status.TRUNCATED if given == "length" else Status.COMPLETED,
+        metadata={**trajectory.extra_info, "instance_id": trajectory.instance_id},
+    )
+    if trajectory.messages is not None:
+        _fill_from_messages(sample, trajectory, context)
+    else:
+        _fill_from_tokens(sample, trajectory, context)
+    longest = context.args.rollout_max_context_len
+    if longest is not None and len(sample.tokens) > longest:
+        raise DataError(
+            f"the trajectory has {len(sample.tokens)} tokens",
+            where=f"row {sample.row_id}",
+            expected=f"at most --rollout-max-context-len {longest}",
+        )
+    return sample
+
+
+def _fill_from_messages(sample: Sample, trajectory: Trajectory, context: RolloutContext) -> None:
+    assert trajectory.messages is not None
+    sample.prompt = [message.model_dump(exclude_unset=True) for message in trajectory.messages]
+    if trajectory.tools:
+        sample.metadata["tools"] = trajectory.tools
+    tokens, mask = encode_conversation(context.prompts, sample, context.args.loss_mask_type)
+    start = mask.index(1)
+    sample.tokens, sample.loss_mask = tokens, mask[start:]
+    sample.response_length = len(tokens) - start
+    sample.response = context.tokenizer.decode(tokens[start:])
+
+
+def _fill_from_tokens(sample: Sample, trajectory: Trajectory, context: RolloutContext) -> None:
+    assert trajectory.tokens is not None
+    assert trajectory.response_length is not None
+    size = len(context.tokenizer)
+    if (largest := max(trajectory.tokens)) >= size:
+        raise DataError(f"the token {largest} is unknown", where=f"row {sample.row_id}", expected=f"0 to {size - 1}")
+    sample.tokens = trajectory.tokens
+    sample.response_length = trajectory.response_length
+    sample.response = trajectory.response or context.tokenizer.decode(trajectory.tokens[-sample.response_length :])
+    sample.loss_mask = trajectory.loss_mask
+    sample.rollout_log_probs = trajectory.rollout_log_probs

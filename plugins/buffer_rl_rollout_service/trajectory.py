@@ -1,4 +1,4 @@
-"""One trajectory: what an agent writes, checked when it arrives, and the sample that it becomes in the trainer."""
+"""One trajectory: what an agent writes, checked when it arrives."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-from buffer_rl.errors import DataError
-from buffer_rl.rollout.context import RolloutContext
-from buffer_rl.rollout.loss_masks import encode_conversation
-from buffer_rl.types import GroupUid, Sample, Status
-
 
 def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-Id = Annotated[str, BeforeValidator(_as_text), StringConstraints(min_length=1, max_length=256)]
+Id = Annotated[str, StringConstraints(min_length=1, max_length=256), BeforeValidator(_as_text)]
 """A text, or an integer, which is read as its digits."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Token = Annotated[int, Field(strict=True, ge=0)]
@@ -74,53 +69,3 @@ class Trajectory(BaseModel):
             if values is not None and len(values) != self.response_length:
                 raise ValueError(f"{name}: {len(values)} values, expected response_length, {self.response_length}")
         return self
-
-
-def to_sample(trajectory: Trajectory, uid: GroupUid, index: int, context: RolloutContext) -> Sample:
-    """Sample number ``index`` of group ``uid``. A conversation is rendered by the chat template, and masked as
-    ``--loss-mask-type`` says. Raises DataError for one that the run's model cannot be trained on."""
-    given = trajectory.finish_reason or trajectory.extra_info.get("finish_reason")
-    sample = Sample(
-        uid=uid,
-        sample_index=index,
-        reward=trajectory.reward,
-        status=Status.TRUNCATED if given == "length" else Status.COMPLETED,
-        metadata={**trajectory.extra_info, "instance_id": trajectory.instance_id},
-    )
-    if trajectory.messages is not None:
-        _fill_from_messages(sample, trajectory, context)
-    else:
-        _fill_from_tokens(sample, trajectory, context)
-    longest = context.args.rollout_max_context_len
-    if longest is not None and len(sample.tokens) > longest:
-        raise DataError(
-            f"the trajectory has {len(sample.tokens)} tokens",
-            where=f"row {sample.row_id}",
-            expected=f"at most --rollout-max-context-len {longest}",
-        )
-    return sample
-
-
-def _fill_from_messages(sample: Sample, trajectory: Trajectory, context: RolloutContext) -> None:
-    assert trajectory.messages is not None
-    sample.prompt = [message.model_dump(exclude_unset=True) for message in trajectory.messages]
-    if trajectory.tools:
-        sample.metadata["tools"] = trajectory.tools
-    tokens, mask = encode_conversation(context.prompts, sample, context.args.loss_mask_type)
-    start = mask.index(1)
-    sample.tokens, sample.loss_mask = tokens, mask[start:]
-    sample.response_length = len(tokens) - start
-    sample.response = context.tokenizer.decode(tokens[start:])
-
-
-def _fill_from_tokens(sample: Sample, trajectory: Trajectory, context: RolloutContext) -> None:
-    assert trajectory.tokens is not None
-    assert trajectory.response_length is not None
-    size = len(context.tokenizer)
-    if (largest := max(trajectory.tokens)) >= size:
-        raise DataError(f"the token {largest} is unknown", where=f"row {sample.row_id}", expected=f"0 to {size - 1}")
-    sample.tokens = trajectory.tokens
-    sample.response_length = trajectory.response_length
-    sample.response = trajectory.response or context.tokenizer.decode(trajectory.tokens[-sample.response_length :])
-    sample.loss_mask = trajectory.loss_mask
-    sample.rollout_log_probs = trajectory.rollout_log_probs
