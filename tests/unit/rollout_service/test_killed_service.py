@@ -22,7 +22,9 @@ def planned() -> list[tuple[str, str]]:
     return [(f"p{p}", f"u{p}-{m}") for m in range(GROUP_SIZE) for p in range(PROBLEMS) if m or p not in MISSING]
 
 
-async def write_all(url: str, share: list[tuple[str, str]], written: list[tuple[str, str]]) -> None:
+async def write_all(
+    url: str, share: list[tuple[str, str]], written: list[tuple[str, str]], progress: asyncio.Event
+) -> None:
     """One writer: what the service answered is in ``written``. Every fifth is written twice."""
     async with ServiceClient(url, TOKEN) as service:
         for instance_id, uid in share:
@@ -31,6 +33,7 @@ async def write_all(url: str, share: list[tuple[str, str]], written: list[tuple[
             for _ in range(1 + (len(written) % 5 == 0)):
                 assert (await service.write(item, timeout_s=LIMIT_S))["success"]
             written.append((instance_id, uid))
+            progress.set()
 
 
 async def read_all(url: str, reader: str, got: list[tuple[str, str]], done: asyncio.Event) -> None:
@@ -50,15 +53,17 @@ async def read_all(url: str, reader: str, got: list[tuple[str, str]], done: asyn
 
 async def test_fifty_writers_and_a_service_that_is_killed_lose_and_double_nothing(tmp_path: Path) -> None:
     plan, written, got = planned(), [], []
-    done = asyncio.Event()
+    done, progress = asyncio.Event(), asyncio.Event()
     flags = {"group_size": GROUP_SIZE, "min_group_size": GROUP_SIZE - 1, "group_timeout_s": 3.0, "capacity": PROBLEMS}
     with ServiceProcess(tmp_path / "store", **flags) as process:
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
             readers = [tasks.create_task(read_all(process.url, f"run{n}", got, done)) for n in range(2)]
-            writers = [tasks.create_task(write_all(process.url, plan[n::WRITERS], written)) for n in range(WRITERS)]
+            shares = [plan[n::WRITERS] for n in range(WRITERS)]
+            writers = [tasks.create_task(write_all(process.url, share, written, progress)) for share in shares]
             for number in range(1, KILLS + 1):
                 while len(written) < len(plan) * number // (KILLS + 1):
-                    await asyncio.sleep(0.005)
+                    progress.clear()
+                    await progress.wait()
                 process.kill()
                 await asyncio.to_thread(process.start)
             await asyncio.gather(*writers)

@@ -169,7 +169,7 @@ async def test_a_rollout_without_enough_groups_ends_at_its_deadline_with_what_th
     async with bench(tmp_path) as run:
         object.__setattr__(run.args, "rollout_timeout_s", 0.5)
         run.write("p", 1.0, 0.0)
-        with pytest.raises(DeadlineError, match="1 of 2 groups came within 0.5 s.* 0 open and 0 ready"):
+        with pytest.raises(DeadlineError, match=r"1 of 2 groups came within 0.5 s.* 0 open and 0 ready"):
             await run.roll(run.state.generate(0))
 
 
