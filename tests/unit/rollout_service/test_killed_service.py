@@ -10,6 +10,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from buffer_rl_rollout_service.client import ServiceClient, write_trajectory
 from harness.rollout_service import TOKEN, ServiceProcess
 
@@ -51,6 +53,7 @@ async def read_all(url: str, reader: str, got: list[tuple[str, str]], done: asyn
                 return
 
 
+@pytest.mark.slow
 async def test_fifty_writers_and_a_service_that_is_killed_lose_and_double_nothing(tmp_path: Path) -> None:
     plan, written, got = planned(), [], []
     done, progress = asyncio.Event(), asyncio.Event()
