@@ -86,7 +86,9 @@ async def bench(folder: Path, **options: Any) -> AsyncIterator[Bench]:
 
 async def test_groups_become_rows_with_the_answers_unmasked(tmp_path: Path) -> None:
     async with bench(tmp_path) as run:
-        run.write("p", 1.0, 0.0, finish_reason="length", extra_info={"tool_calls": 3})
+        turns = [("user", "ab="), ("assistant", "b"), ("user", "c="), ("assistant", "a")]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        run.write("p", 1.0, 0.0, messages=messages, finish_reason="length", extra_info={"tool_calls": 3})
         tokens = {"messages": None, "tokens": [5, 6, 7, 8], "response_length": 3, "loss_mask": [1, 0, 1]}
         run.write("q", 2.0, 4.0, **tokens, rollout_log_probs=[-0.5, -1.0, -1.5])
         ticket = run.state.generate(0)
@@ -95,9 +97,9 @@ async def test_groups_become_rows_with_the_answers_unmasked(tmp_path: Path) -> N
         batch = run.state.get_data(0)
         assert (report.num_groups, report.num_rows, report.drops) == (2, 4, {})
         assert [row.uid.row for row in batch.row_ids] == [1, 1, 2, 2]
-        encode = make_char_tokenizer().convert_tokens_to_ids
-        assert [list(t) for t in batch.columns["tokens"][1:3]] == [[*encode(list("ab=ba")), 1], [5, 6, 7, 8]]
-        assert [list(m) for m in batch.columns["loss_mask"][1:3]] == [[1, 1, 1], [1, 0, 1]]  # b, a and the end token
+        spoken = make_char_tokenizer().convert_tokens_to_ids([*"ab=b", "<eos>", *"c=a", "<eos>"])
+        assert [list(t) for t in batch.columns["tokens"][1:3]] == [spoken, [5, 6, 7, 8]]
+        assert [list(m) for m in batch.columns["loss_mask"][1:3]] == [[1, 1, 0, 0, 1, 1], [1, 0, 1]]
         assert list(batch.columns["raw_reward"]) == [1, 0, 2, 4]
         assert list(batch.columns["truncated"]) == [True, True, False, False]
         assert list(batch.columns["rollout_log_probs"][3]) == [-0.5, -1.0, -1.5]
