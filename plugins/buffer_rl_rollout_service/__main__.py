@@ -15,7 +15,7 @@ from pathlib import Path
 from aiohttp import web
 
 from buffer_rl.config import env_of
-from buffer_rl.engine.process import base_url, exit_with_parent
+from buffer_rl.engine.process import base_url
 from buffer_rl.errors import BufferRLError, ConfigError
 from buffer_rl_rollout_service.server import Service
 from buffer_rl_rollout_service.store import Rules, Store
@@ -50,7 +50,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-body-mib", type=_count, default=16, help="largest request")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=PORT, help="port to listen on; 0 takes a free one")
-    add("--parent-fd", type=int, help=argparse.SUPPRESS)
     return parser
 
 
@@ -94,8 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve; returns the exit status."""
     args = build_parser().parse_args(argv)
     logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if args.parent_fd is not None:
-        exit_with_parent(args.parent_fd)
     rules = Rules(
         group_size=args.group_size,
         min_group_size=args.min_group_size,

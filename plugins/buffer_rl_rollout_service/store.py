@@ -232,7 +232,7 @@ class Store:
                 self._forget("number = ? AND position IS NULL", number)
             for number, reason in dropped.items():
                 self._db.execute(end, ("dropped", reason, now, number))
-                self._forget("number = ?", number)
+                self._forget("number = ? AND state = 'dropped'", number)
 
     def _has(self, reader: str, number: int) -> bool:
         where = "number = ? AND reader = ? AND state != 'open'"

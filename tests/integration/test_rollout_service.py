@@ -19,6 +19,7 @@ from buffer_rl.cli import main
 from buffer_rl.config import compose
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl_rollout_service.client import ServiceClient, write_trajectory
+from harness.processes import holds_within
 from harness.rollout_service import TOKEN, ServiceProcess
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -91,12 +92,14 @@ def test_a_run_trains_on_what_agents_wrote_though_the_service_is_killed(
         write_groups(process.url, range(GROUPS + 1))  # of the first step, and a part of the second
 
         def agents() -> None:
+            first_step = GROUPS * GROUP_SIZE
+            assert holds_within(WAIT_S, lambda: statistics_of(process)["trajectories"]["delivered"] >= first_step)
             process.kill()
             process.start()
             write_groups(process.url, range(GROUPS + 1, GROUPS * STEPS), missing=GROUPS * STEPS - 1)
 
         args = options_for("run", process.url, num_rollout=STEPS, eval_interval=STEPS)
-        later = threading.Timer(0.0, agents)  # while the run starts
+        later = threading.Thread(target=agents, daemon=True)
         later.start()
         assert train(args).steps == STEPS
         later.join(WAIT_S)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl_rollout_service.client import ServiceClient, write_trajectory
+from buffer_rl.engine.process import reserved_port
+from buffer_rl_rollout_service.client import ServiceClient
 from harness.rollout_service import TOKEN, ServiceProcess
 
 WRITERS, PROBLEMS, GROUP_SIZE, KILLS = 50, 75, 4, 3
@@ -81,28 +84,34 @@ async def test_fifty_writers_and_a_service_that_is_killed_lose_and_double_nothin
     assert statistics["partial_groups"] >= len(MISSING)
 
 
-def test_the_command_makes_a_token_and_serves_a_writer_and_curl(tmp_path: Path) -> None:
-    """As docs/rollout_service.md has it."""
-    environment = {name: value for name, value in os.environ.items() if "ROLLOUT_SERVICE" not in name}
-    command = [sys.executable, "-m", "buffer_rl_rollout_service", "--dir", "store", "--group-size", "1", "--port", "0"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        url = process.stdout.readline().split(",")[0].removeprefix("rollout service on ")
-        token_file = tmp_path / "store" / "token"
-        assert token_file.stat().st_mode & 0o777 == 0o600
-        item = {"instance_id": "p", "reward": 1, "tokens": [3, 4], "response_length": 1}
-        answer = write_trajectory(url, token_file.read_text(), item, timeout_s=20)
-        assert answer["complete"]
-        header = f"Authorization: Bearer {token_file.read_text()}"
-        asked = subprocess.run(
-            ["curl", "-sS", "-H", header, f"{url}/stats"], capture_output=True, text=True, timeout=20, check=True
-        )
-        assert json.loads(asked.stdout)["groups"]["ready"] == 1
-        again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-        assert again.returncode == 1
-        assert "error: store/trajectories.sqlite: the store cannot be opened: database is locked" in again.stderr
-    finally:
-        process.terminate()
-        process.communicate(timeout=20)
+def test_the_commands_of_the_page_work(tmp_path: Path) -> None:
+    """Those that start the service and write to it, on a free port."""
+    page = (Path(__file__).parents[3] / "docs" / "rollout_service.md").read_text(encoding="utf-8")
+    with reserved_port("127.0.0.1") as held:
+        port = str(held.getsockname()[1])
+        blocks = re.findall(r"^```(python)?\n(.*?)^```$", page.replace("8889", port), flags=re.DOTALL | re.MULTILINE)
+        start, curl = (next(text for _, text in blocks if text.startswith(word)) for word in ("python -m", "curl"))
+        write = next(text for language, text in blocks if language == "python")
+        environment = {name: value for name, value in os.environ.items() if "ROLLOUT_SERVICE" not in name}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+
+        def run(*command: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+
+        with subprocess.Popen(shlex.split(start), cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdout is not None
+                assert f"rollout service on http://127.0.0.1:{port}," in process.stdout.readline().decode()
+                assert (tmp_path / "store" / "token").stat().st_mode & 0o777 == 0o600
+                written = run(sys.executable, "-c", f"{write}\nprint(answer)")
+                assert "'size': 1" in written.stdout, written.stderr
+                written = run("bash", "-c", curl)
+                assert json.loads(written.stdout)["size"] == 2, written.stderr
+                again = run(*shlex.split(start))
+                assert again.returncode == 1
+                assert (
+                    "error: store/trajectories.sqlite: the store cannot be opened: database is locked" in again.stderr
+                )
+            finally:
+                process.terminate()
     assert process.returncode == 0
