@@ -99,7 +99,7 @@ class ServiceClient:
                 problem = error
             if loop.time() + RETRY_S > deadline:
                 raise DeadlineError(
-                    f"the rollout service did not do it within {timeout_s:g} s: {problem or type(problem).__name__}",
+                    f"the call was not done within {timeout_s:g} s: {problem or type(problem).__name__}",
                     where=f"{mask_url(self._url)}{path}",
                     hint="is it running? python -m buffer_rl_rollout_service --help",
                 ) from problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ def render_page(statistics: Mapping[str, Any], history: Mapping[str, Any]) -> tu
         dropped=statistics["dropped"],
         legend={name: colour for colour, name in enumerate(_SERIES)},
         charts=_charts(history),
-        bucket=_duration(history["width_s"]),
     )
     return page, POLICY
 
@@ -52,29 +52,27 @@ def _facts(statistics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _charts(history: Mapping[str, Any]) -> dict[str, str]:
-    """By heading. The time is in units of which the axis shows whole numbers, and ends now."""
-    seconds = history["width_s"] * NUM_BUCKETS
-    unit, name = next(
-        (u, n) for u, n in ((1.0, "seconds"), (60.0, "minutes"), (3600.0, "hours")) if seconds <= 120 * u or u == 3600.0
-    )
+    """By heading. Time ends now, in the unit in which it has at most 120 whole numbers, or hours."""
+    width = history["width_s"]
+    units = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
+    name = next((unit for unit, size in units.items() if width * NUM_BUCKETS <= 120 * size), "hours")
+    buckets = range(min(history["written"], default=1), 1)
 
-    def line(series: str, colour: int, empty: float | None) -> Line:
-        values = history[series]
-        oldest = min(history["written"], default=0)
-        buckets = [bucket for bucket in range(oldest, 1) if empty is not None or bucket in values]
-        points = [(bucket * history["width_s"] / unit, values.get(bucket, empty)) for bucket in buckets]
+    def line(series: str, colour: int, values: Mapping[int, float]) -> Line:
+        points = [(bucket * width / units[name], values[bucket]) for bucket in buckets if bucket in values]
         return Line(name=series, points=points, colour=colour)
 
-    counts = line_chart(
-        [line(series, colour, 0.0) for colour, series in enumerate(_SERIES)] if history["written"] else [],
-        label="Trajectories over time",
-        width=1000,
-        height=220,
-    )
-    reward = line_chart([line("reward", 1, None)], label="Mean reward over time", width=1000, height=180)
+    def so_far(series: str) -> dict[int, float]:
+        counts = history[series]
+        return dict(zip(buckets, accumulate(counts.get(bucket, 0) for bucket in buckets), strict=True))
+
+    totals = [line(series, colour, so_far(series)) for colour, series in enumerate(_SERIES)]
+    reward = [line("reward", 1, history["reward"])]
     return {
-        f"Trajectories in {_duration(history['width_s'])} ({name} before now)": counts,
-        f"Mean reward of what was written ({name} before now)": reward,
+        f"Trajectories so far ({name} before now)": line_chart(totals, label="Trajectories", width=1000, height=220),
+        f"Mean reward of what was written ({name} before now)": line_chart(
+            reward, label="Mean reward", width=1000, height=180
+        ),
     }
 
 
