@@ -177,7 +177,7 @@ class Store:
         return int(made.lastrowid or 0)
 
     def expire(self) -> None:
-        """End the groups whose time is out, and the leases that nobody ended."""
+        """End the groups and the leases whose time is out."""
         with self._transaction():
             pass
 

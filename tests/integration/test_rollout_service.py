@@ -22,7 +22,7 @@ from buffer_rl_rollout_service.client import ServiceClient, write_trajectory
 from harness.processes import holds_within
 from harness.rollout_service import TOKEN, ServiceProcess
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(240)]
 
 GROUPS, GROUP_SIZE, STEPS = 3, 4, 3
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -120,7 +120,6 @@ def test_a_run_trains_on_what_agents_wrote_though_the_service_is_killed(
     assert main(["ledger", str(run_dir), "--verify"]) == 0
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_back_to_a_checkpoint_trains_on_the_same_groups_again(
     train: Callable[[Any], Any], options_for: Callable[..., Any], tmp_path: Path
 ) -> None:
