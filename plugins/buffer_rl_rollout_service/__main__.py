@@ -91,7 +91,10 @@ async def serve(service: Service, folder: Path, host: str, port: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve; returns the exit status."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.min_group_size > args.group_size:
+        parser.error(f"--min-group-size {args.min_group_size}: expected at most --group-size, {args.group_size}")
     logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     rules = Rules(
         group_size=args.group_size,

@@ -134,7 +134,7 @@ class _Run:
         except DataError as error:
             if self.drops[UNUSABLE] >= self.buffer.ticket.num_groups:
                 raise  # the fault is not that of a few trajectories, and the rest stays at the service
-            _LOG.warning("the group of problem %s is dropped: %s", entry["instance_id"], error)
+            _LOG.warning("the group of problem %r is dropped: %s", entry["instance_id"], error)
             return UNUSABLE
         group = SampleGroup(uid=uid, samples=samples)
         decision = await apply_filter(self.context.dynamic_filter, args.dynamic_sampling_filter_path, args, group)

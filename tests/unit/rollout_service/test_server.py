@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from buffer_rl.errors import ConfigError, DeadlineError, RolloutError
+from buffer_rl_rollout_service import server
 from buffer_rl_rollout_service.client import ServiceClient
 from buffer_rl_rollout_service.server import Service
 from buffer_rl_rollout_service.store import Rules, Store
@@ -155,6 +156,16 @@ async def test_other_requests_that_cannot_be_done_say_why(tmp_path: Path) -> Non
         assert (await ask(url, "/peek?num_groups=-1"))[0] == 422
         assert (await ask(url, "/nothing"))[0] == 404
         assert (await ask(url, "/write"))[0] == 405
+
+
+async def test_a_body_that_does_not_come_ends_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.2)
+    async with asyncio.timeout(20), serving(tmp_path) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        head = f"POST /write HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 99\r\n\r\n{{"
+        writer.write(head.encode())
+        assert await reader.readline() == b"HTTP/1.1 408 Request Timeout\r\n"
+        writer.close()
 
 
 async def test_a_client_says_which_service_does_not_answer_and_stops_at_its_deadline(unused_tcp_port: int) -> None:
