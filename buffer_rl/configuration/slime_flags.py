@@ -195,9 +195,12 @@ NOT_YET: tuple[tuple[str, str], ...] = (
     ("the model is in the run's checkpoints (hf/), see buffer-rl export", "save-hf"),
     ("samples.jsonl has --dump-samples groups of each rollout", "dump-details save-debug-train-data"),
     (
+        "trajectories from elsewhere come through the rollout service (docs/rollout_service.md)",
+        "rollout-buffer-url fetch-trajectory-retry-times rollout-task-type",
+    ),
+    (
         "trajectories from elsewhere come by a rollout function of your own",
-        "rollout-buffer-url fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type "
-        "load-forge-rollout-data load-debug-rollout-data-subsample",
+        "min-batch-collection-ratio load-forge-rollout-data load-debug-rollout-data-subsample",
     ),
     ("the optimizer's betas, decay and rate are the same for all parameters", "decoupled-lr decoupled-min-lr"),
     ("the decay of the rate is constant, linear or cosine", "lr-wsd-decay-style lr-wsd-decay-iters"),

@@ -1,0 +1,54 @@
+"""Options of ``ServiceRollout``, and its check of the service before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+from buffer_rl.config import Section, option
+from buffer_rl.errors import ConfigError
+from buffer_rl.hookspecs import hookimpl
+
+CHECK_TIMEOUT_S = 10.0
+ROLLOUTS = ("rollout_service", "buffer_rl_rollout_service.rollout:ServiceRollout")
+"""What ``--rollout-function-path`` says for the rollout function of this plugin."""
+
+
+class ServiceOptions(Section):
+    """The service that a rollout takes its groups from."""
+
+    heading: ClassVar[str] = "Rollout service"
+
+    rollout_service_url: str | None = option(
+        None, "address of the service that --rollout-function-path rollout_service reads", metavar="URL"
+    )
+    rollout_service_token: str | None = option(
+        None, "token of the service; set it by the environment or the --config file", metavar="TOKEN"
+    )
+
+
+@hookimpl
+def buffer_rl_add_options() -> list[str]:
+    """The section above, by reference."""
+    return [f"{__name__}:ServiceOptions"]
+
+
+@hookimpl
+def buffer_rl_configure(config: Any) -> None:
+    """Raises ConfigError where the rollout function is of this plugin, and its service does not answer, refuses the
+    token, or makes groups of another size."""
+    if config.rollout_function_path.replace(".ServiceRollout", ":ServiceRollout") not in ROLLOUTS:
+        return
+    from buffer_rl_rollout_service.client import ServiceClient  # what only such a run needs
+
+    async def ask() -> dict[str, Any]:
+        async with ServiceClient(config.rollout_service_url, config.rollout_service_token) as service:
+            return await service.statistics(timeout_s=CHECK_TIMEOUT_S)
+
+    size = asyncio.run(ask())["group_size"]
+    if size != config.n_samples_per_prompt:
+        raise ConfigError(
+            f"the service makes groups of {size} trajectories",
+            where=f"--rollout-service-url {config.rollout_service_url}",
+            expected=f"--n-samples-per-prompt, {config.n_samples_per_prompt}",
+        )

@@ -1,0 +1,198 @@
+"""The rollout service over HTTP: who may call it, what it refuses and in which words, and its page."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from buffer_rl.errors import ConfigError, DeadlineError, RolloutError
+from buffer_rl_rollout_service import server
+from buffer_rl_rollout_service.client import ServiceClient
+from buffer_rl_rollout_service.server import Service
+from buffer_rl_rollout_service.store import Rules, Store
+
+TOKEN = "a-token-of-32-characters-or-more"
+MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+
+
+def trajectory(uid: str = "a", **changes: Any) -> dict[str, Any]:
+    return {"instance_id": "p", "uid": uid, "reward": 1.0, "messages": MESSAGES, **changes}
+
+
+@asynccontextmanager
+async def serving(folder: Path, **rules: Any) -> AsyncIterator[str]:
+    service = Service(Store(folder, Rules(**{"group_size": 2, **rules})), TOKEN, max_body_bytes=10_000)
+    runner = web.AppRunner(service.app(), shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def ask(url: str, path: str, *, token: str | None = f"Bearer {TOKEN}", **request: Any) -> tuple[int, Any]:
+    headers = {"Authorization": token} if token is not None else {}
+    method = "POST" if request else "GET"
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session,
+        session.request(method, url + path, headers=headers, **request) as response,
+    ):
+        is_json = response.content_type == "application/json"
+        return response.status, await (response.json() if is_json else response.text())
+
+
+async def test_writes_reads_and_acknowledgements(tmp_path: Path) -> None:
+    async with serving(tmp_path) as url, ServiceClient(url, TOKEN) as service:
+        assert await service.write(trajectory(instance_id=17, extra_info={"tool": 3}, ignored=1)) == {
+            "success": True,
+            "group": 1,
+            "size": 1,
+            "complete": False,
+            "duplicate": False,
+        }
+        status, _ = await ask(url, "/buffer/write", json=trajectory("b", instance_id="17"))
+        assert status == 200
+        status, peeked = await ask(url, "/peek?num_groups=3")
+        answer = await service.read("run", 2, position=0, timeout_s=5)
+        assert (status, peeked["groups"]) == (200, answer["groups"])
+        (group,) = answer["groups"]
+        assert (group["instance_id"], group["partial"]) == ("17", False)
+        assert group["items"] == [
+            trajectory(instance_id="17", extra_info={"tool": 3}),
+            trajectory("b", instance_id="17"),
+        ]
+        await service.acknowledge("run", delivered=[group["group"]], timeout_s=5)
+        statistics = await service.statistics(timeout_s=5)
+        assert statistics["trajectories"]["delivered"] == statistics["trajectories"]["written"] == 2
+        with pytest.raises(RolloutError, match="not leased by this reader") as refused:
+            await service.acknowledge("other", delivered=[group["group"]], timeout_s=5)
+        assert refused.value.status == 409
+
+
+async def test_a_read_waits_for_the_write_that_completes_a_group(tmp_path: Path) -> None:
+    async with serving(tmp_path) as url, ServiceClient(url, TOKEN) as service:
+        assert (await ask(url, "/read", json={"reader": "run", "wait_s": 0.1}))[1]["groups"] == []
+        reading = asyncio.create_task(service.read("run", 1, timeout_s=20))
+        await service.write(trajectory("a"))
+        await service.write(trajectory("b"))
+        assert len((await reading)["groups"]) == 1
+
+
+async def test_a_group_times_out_while_no_request_comes(tmp_path: Path) -> None:
+    async with serving(tmp_path, timeout_s=0.5) as url, ServiceClient(url, TOKEN) as service:
+        await service.write(trajectory("a"))
+        (group,) = (await service.read("run", 1, timeout_s=15))["groups"]
+        assert group["partial"]
+
+
+@pytest.mark.parametrize(
+    "token", [None, "", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", TOKEN, "Bearer \u00e9", "Basic !"]
+)
+async def test_nothing_but_health_is_answered_without_the_token(tmp_path: Path, token: str | None) -> None:
+    async with serving(tmp_path) as url:
+        for path in ("/", "/stats", "/peek"):
+            status, answer = await ask(url, path, token=token)
+            assert (status, answer["error"]["what"]) == (401, "the token is missing or wrong")
+        for path in ("/write", "/buffer/write", "/read", "/ack", "/nothing"):
+            assert (await ask(url, path, token=token, json=trajectory()))[0] == 401
+        assert (await ask(url, "/health", token=token)) == (200, {"status": "ok"})
+        assert (await ask(url, "/stats"))[1]["trajectories"]["written"] == 0
+        with pytest.raises(RolloutError, match="token"):
+            async with ServiceClient(url, "another token") as service:
+                await service.statistics(timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"reward": None}, "reward: Input should be a valid number"),
+        ({"reward": "1"}, "reward: Input should be a valid number"),
+        ({"instance_id": ""}, "instance_id: String should have at least 1 character"),
+        ({"uid": "u" * 257}, "uid: String should have at most 256 characters"),
+        ({"uid": True}, "uid: Input should be a valid string"),
+        ({"messages": None}, "has either messages or tokens"),
+        ({"messages": MESSAGES[:1] * 2}, "no message has the role 'assistant'"),
+        ({"messages": [{"content": "x"}, *MESSAGES]}, "messages.0.role: Field required"),
+        ({"tokens": [1, 2]}, "has either messages or tokens"),
+        ({"messages": None, "tokens": [1, 2]}, "response_length: expected 1 to 1"),
+        ({"messages": None, "tokens": [1, 2], "response_length": 2}, "response_length: expected 1 to 1"),
+        ({"messages": None, "tokens": [1, -2], "response_length": 1}, "tokens.1: Input should be greater"),
+        ({"messages": None, "tokens": [1, 2], "response_length": 1, "loss_mask": [1, 1]}, "loss_mask: 2 values"),
+        ({"messages": None, "tokens": [1, 2], "response_length": 1, "loss_mask": [2]}, "loss_mask.0: Input should be"),
+    ],
+)
+async def test_a_wrong_trajectory_is_refused_by_field(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    async with serving(tmp_path) as url:
+        status, answer = await ask(url, "/write", json=trajectory(**changes))
+        assert status == 422
+        assert says in answer["error"]["what"]
+        assert answer["error"]["where"] == "POST /write"
+        assert (await ask(url, "/stats"))[1]["trajectories"]["written"] == 0
+
+
+async def test_other_requests_that_cannot_be_done_say_why(tmp_path: Path) -> None:
+    async with serving(tmp_path, capacity=1) as url:
+        status, answer = await ask(url, "/write", data=b'{"reward": NaN}')
+        assert status == 400
+        assert "no JSON" in answer["error"]["what"]
+        assert (await ask(url, "/write", data=b"[1]"))[0] == 422
+        status, answer = await ask(url, "/write", json=trajectory(extra_info={"x": "y" * 10_000}))
+        assert (status, answer["error"]["expected"]) == (413, "at most 10000 bytes (--max-body-mib)")
+        assert (await ask(url, "/write", json=trajectory()))[0] == 200
+        status, answer = await ask(url, "/write", json=trajectory(instance_id="q"))
+        assert (status, answer["error"]["where"]) == (429, "instance_id 'q'")
+        for asked in ({"num_groups": 0}, {"num_groups": 10**9}, {"wait_s": 1e9}, {"have": [2**63]}, {"position": -1}):
+            assert (await ask(url, "/read", json={"reader": "run", **asked}))[0] == 422, asked
+        assert (await ask(url, "/peek?num_groups=-1"))[0] == 422
+        assert (await ask(url, "/nothing"))[0] == 404
+        assert (await ask(url, "/write"))[0] == 405
+
+
+async def test_a_body_that_does_not_come_ends_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.2)
+    async with asyncio.timeout(20), serving(tmp_path) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        head = f"POST /write HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 99\r\n\r\n{{"
+        writer.write(head.encode())
+        assert await reader.readline() == b"HTTP/1.1 408 Request Timeout\r\n"
+        writer.close()
+
+
+async def test_a_client_says_which_service_does_not_answer_and_stops_at_its_deadline(unused_tcp_port: int) -> None:
+    async with ServiceClient(f"http://127.0.0.1:{unused_tcp_port}", TOKEN) as service:
+        with pytest.raises(DeadlineError, match=f"127.0.0.1:{unused_tcp_port}/stats.*within 1 s"):
+            await service.statistics(timeout_s=1)
+    async with ServiceClient("nowhere", TOKEN) as service:
+        with pytest.raises(ConfigError, match="no address"):
+            await service.statistics(timeout_s=1)
+    with pytest.raises(ConfigError, match="BUFFER_RL_ROLLOUT_SERVICE_TOKEN"):
+        ServiceClient("http://127.0.0.1:1", None)
+
+
+async def test_the_page_shows_counts_and_a_chart_to_who_has_the_token(tmp_path: Path) -> None:
+    password = base64.b64encode(f"me:{TOKEN}".encode()).decode()
+    async with serving(tmp_path, timeout_s=0.01, min_group_size=2) as url:
+        status, empty = await ask(url, "/", token=f"Basic {password}")
+        assert status == 200
+        assert "Nothing was written yet." in empty
+        assert (await ask(url, "/stats", token=f"Basic {password}"))[0] == 401  # of the page alone
+        for problem in ("p", "q"):
+            for uid in "ab":
+                await ask(url, "/write", json=trajectory(uid, instance_id=problem))
+        _, read = await ask(url, "/read", json={"reader": "run"})
+        await ask(url, "/ack", json={"reader": "run", "dropped": {str(read["groups"][0]["group"]): "<b>odd</b>"}})
+        _, page = await ask(url, "/")
+        assert re.search(r"<tr><td class=\"name\">ready</td><td class=\"num\">1</td><td class=\"num\">2</td>", page)
+        assert "&lt;b&gt;odd&lt;/b&gt;" in page
+        assert page.count("<svg") == 2
+        assert "<script" not in page

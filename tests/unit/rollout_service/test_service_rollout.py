@@ -1,0 +1,198 @@
+"""The rollout function: the service's groups in the real Buffer, each once, also when a rollout is made again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.config import compose
+from buffer_rl.errors import ConfigError, DataError, DeadlineError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.conversion import GroupConverter
+from buffer_rl.rollout.user_rollout import run_user_rollout
+from buffer_rl.testing.local_buffer import local_client, local_state
+from buffer_rl.testing.tiny import make_char_tokenizer
+from buffer_rl_rollout_service import options as plugin
+from buffer_rl_rollout_service.rollout import ServiceRollout, kept_from
+from buffer_rl_rollout_service.server import Service
+from buffer_rl_rollout_service.store import Rules, Store
+
+TOKEN = "a-token-of-32-characters-or-more"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+
+
+class Bench:
+    """A store behind HTTP, and the Buffer of a run of two groups a step."""
+
+    def __init__(self, folder: Path, url: str, store: Store, **options: Any) -> None:
+        data = folder / "train.jsonl"
+        data.write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
+        self.args = compose([*CORE_SECTIONS, "buffer_rl_rollout_service.options:ServiceOptions"])(
+            prompt_data=str(data),
+            rollout_batch_size=2,
+            n_samples_per_prompt=2,
+            rollout_timeout_s=20.0,
+            rollout_service_url=url,
+            rollout_service_token=TOKEN,
+            rollout_function_path="rollout_service",
+            **options,
+        )
+        self.store = store
+        self.state = local_state(self.args, Ledger.in_memory(), max_staleness=0)
+
+    def write(self, problem: str, *rewards: float, **changes: Any) -> None:
+        for number, reward in enumerate(rewards):
+            messages = [{"role": "user", "content": "ab="}, {"role": "assistant", "content": "ba"}]
+            item = {"instance_id": problem, "uid": str(number), "reward": reward, "messages": messages, **changes}
+            self.store.write(problem, str(number), reward, json.dumps(item).encode())
+
+    async def roll(self, ticket: Any) -> dict[str, float]:
+        buffer = local_client(self.state, ticket, GroupConverter(self.args))
+        tokenizer = make_char_tokenizer()
+        tokenizer.chat_template = TEMPLATE
+        context = RolloutContext.build(self.args, registry=PluginRegistry(), engine=None, tokenizer=tokenizer)
+        try:
+            with context.active():
+                output = await run_user_rollout(ServiceRollout(self.args), self.args, buffer, where="rollout")
+        finally:
+            await context.aclose()
+        return output.metrics
+
+    def counts(self) -> dict[str, int]:
+        return {state: n for state, n in self.store.statistics()["trajectories"].items() if n}
+
+
+@asynccontextmanager
+async def bench(folder: Path, **options: Any) -> AsyncIterator[Bench]:
+    store = Store(folder / "store", Rules(group_size=2, min_group_size=1, timeout_s=1.0))
+    runner = web.AppRunner(Service(store, TOKEN, max_body_bytes=1 << 20).app(), shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield Bench(folder, f"http://127.0.0.1:{runner.addresses[0][1]}", store, **options)
+    finally:
+        await runner.cleanup()
+
+
+async def test_groups_become_rows_with_the_answers_unmasked(tmp_path: Path) -> None:
+    async with bench(tmp_path) as run:
+        turns = [("user", "ab="), ("assistant", "b"), ("user", "c="), ("assistant", "a")]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        run.write("p", 1.0, 0.0, messages=messages, finish_reason="length", extra_info={"tool_calls": 3})
+        tokens = {"messages": None, "tokens": [5, 6, 7, 8], "response_length": 3, "loss_mask": [1, 0, 1]}
+        run.write("q", 2.0, 4.0, **tokens, rollout_log_probs=[-0.5, -1.0, -1.5])
+        ticket = run.state.generate(0)
+        metrics = await run.roll(ticket)
+        report = run.state.close_rollout(ticket)
+        batch = run.state.get_data(0)
+        assert (report.num_groups, report.num_rows, report.drops) == (2, 4, {})
+        assert [row.uid.row for row in batch.row_ids] == [1, 1, 2, 2]
+        spoken = make_char_tokenizer().convert_tokens_to_ids([*"ab=b", "<eos>", *"c=a", "<eos>"])
+        assert [list(t) for t in batch.columns["tokens"][1:3]] == [spoken, [5, 6, 7, 8]]
+        assert [list(m) for m in batch.columns["loss_mask"][1:3]] == [[1, 1, 0, 0, 1, 1], [1, 0, 1]]
+        assert list(batch.columns["raw_reward"]) == [1, 0, 2, 4]
+        assert list(batch.columns["truncated"]) == [True, True, False, False]
+        assert list(batch.columns["rollout_log_probs"][3]) == [-0.5, -1.0, -1.5]
+        assert metrics["raw_reward"] == 1.75
+        assert run.counts() == {"written": 4, "delivered": 4}
+
+
+async def test_a_rollout_that_is_made_again_has_the_same_groups_and_none_is_trained_twice(tmp_path: Path) -> None:
+    async with bench(tmp_path, save=str(tmp_path / "saves"), save_interval=1) as run:
+        for number in range(6):
+            run.write(f"p{number}", 1.0, 0.0)
+        rows = []
+        for attempt in range(2):  # the rows of the first are lost with the rollout worker
+            ticket = run.state.generate(0)
+            await run.roll(ticket)
+            run.state.close_rollout(ticket)
+            rows.append([row.uid.row for row in run.state.get_data(0).row_ids])
+            if not attempt:
+                run.state.abandon(0)
+        assert rows == [[1, 1, 2, 2]] * 2
+        run.state.commit(0, step=1)
+        run.state.release(1)
+        ticket = run.state.generate(1)
+        await run.roll(ticket)
+        run.state.close_rollout(ticket)
+        assert [row.uid.row for row in run.state.get_data(1).row_ids] == [3, 3, 4, 4]
+        assert run.counts() == {"written": 12, "ready": 4, "delivered": 8}
+
+
+async def test_what_cannot_be_trained_on_or_is_filtered_is_dropped_with_its_reason(tmp_path: Path) -> None:
+    async with bench(
+        tmp_path, dynamic_sampling_filter_path="filter_hub.reward_deviation:nonzero", rollout_max_context_len=6
+    ) as run:
+        run.write("alike", 1.0, 1.0)
+        run.write("long", 1.0, 0.0, messages=None, tokens=[3] * 7, response_length=2)
+        run.write("p", 1.0, 0.0)
+        run.write("partial", 1.0)
+        run.write("q", 1.0, 0.0)
+        ticket = run.state.generate(0)
+        metrics = await run.roll(ticket)
+        assert run.state.close_rollout(ticket).num_groups == 2
+        assert metrics["service_drop_unusable"] == 1
+        dropped = run.store.statistics()["dropped"]
+        assert dropped.pop("unusable") == 2
+        assert list(dropped.values()) == [2]  # by the filter
+        assert run.counts() == {"written": 9, "open": 1, "delivered": 4, "dropped": 4}
+
+
+async def test_a_partial_group_is_trained_on_and_counted(tmp_path: Path) -> None:
+    async with bench(tmp_path) as run:
+        run.write("p", 1.0, 0.0)
+        run.write("partial", 1.0)
+        ticket = run.state.generate(0)
+        metrics = await run.roll(ticket)
+        assert metrics["service_partial"] == 1
+        assert run.state.close_rollout(ticket).num_rows == 3
+
+
+async def test_when_nothing_can_be_trained_on_the_run_ends_and_the_rest_stays(tmp_path: Path) -> None:
+    async with bench(tmp_path, rollout_max_context_len=3) as run:
+        for number in range(5):
+            run.write(f"p{number}", 1.0, 0.0)
+        with pytest.raises(DataError, match="6 tokens"):
+            await run.roll(run.state.generate(0))
+        assert run.counts() == {"written": 10, "ready": 2, "leased": 4, "dropped": 4}
+
+
+async def test_a_rollout_without_enough_groups_ends_at_its_deadline_with_what_the_service_has(tmp_path: Path) -> None:
+    async with bench(tmp_path) as run:
+        object.__setattr__(run.args, "rollout_timeout_s", 0.5)
+        run.write("p", 1.0, 0.0)
+        with pytest.raises(DeadlineError, match=r"1 of 2 groups came within 0.5 s.* 0 open and 0 ready"):
+            await run.roll(run.state.generate(0))
+
+
+async def test_the_service_is_asked_before_a_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench(tmp_path) as run:
+        check = plugin.buffer_rl_configure
+        await asyncio.to_thread(check, run.args)
+        with pytest.raises(ConfigError, match="groups of 2 trajectories"):
+            await asyncio.to_thread(check, run.args.model_copy(update={"n_samples_per_prompt": 8}))
+        with pytest.raises(ConfigError, match="--rollout-service-url"):
+            await asyncio.to_thread(check, run.args.model_copy(update={"rollout_service_url": None}))
+        other = {"rollout_service_url": None, "rollout_function_path": "default"}
+        await asyncio.to_thread(check, run.args.model_copy(update=other))
+
+
+@pytest.mark.parametrize(
+    ("interval", "rollout_id", "first"),
+    [(None, 7, 7), (1, 0, 0), (1, 5, 4), (3, 5, 0), (3, 6, 3), (3, 8, 3), (3, 9, 6)],
+)
+def test_the_service_keeps_what_the_last_two_checkpoints_lack(
+    interval: int | None, rollout_id: int, first: int
+) -> None:
+    args = compose(CORE_SECTIONS)(save="saves", save_interval=interval)
+    assert kept_from(args, rollout_id) == first
