@@ -254,8 +254,9 @@ class ModelConverter(Protocol):
 
 
 class ModelProvider(Protocol):
-    """Builds the model of the torch trainer, or its reference model, from the folder ``args.hf_checkpoint``. Other
-    trainer backends build their own models and may ignore it.
+    """Builds the model of the torch trainer, or its reference model, from the folder ``args.hf_checkpoint``. A trainer
+    that splits the model over ranks may call it with the names ``pre_process``, ``post_process`` and, where it takes
+    that, ``vp_stage`` in place of ``args``, for the part that a rank has: its documentation says so.
 
     It is a torch module with ``forward(input_ids, use_cache)``, whose answer has ``logits``
     ``[num_rows, num_tokens, vocabulary]``, with ``get_output_embeddings()`` and causal attention. It is moved to the

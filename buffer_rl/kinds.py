@@ -40,6 +40,7 @@ class PluginKind:
     positional: names of the positional arguments that a function of this kind is called with.
     methods: for kinds that are classes, the methods an object must have. attributes: other names of the class.
     optional: how many of the last of them a function may leave out.
+    keywords: what some callers pass by name in place of all positional ones; a function that takes these will do.
     constructed: the reference names a class (or factory) that is called with ``positional`` first.
     changed: methods of earlier contracts, which are never called, with the hint for an object that has one.
     """
@@ -50,6 +51,7 @@ class PluginKind:
     signature: str
     positional: tuple[str, ...]
     optional: int = 0
+    keywords: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
     constructed: bool = False
@@ -214,8 +216,9 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         name="model_provider",
         flags=("--custom-model-provider-path",),
         protocol=ModelProvider,
-        signature="(args) -> model",
+        signature="(args) -> model; for a trainer that splits it (pre_process, post_process, vp_stage) -> its part",
         positional=("args",),
+        keywords=("pre_process", "post_process"),
     ),
     PluginKind(
         name="trainer",

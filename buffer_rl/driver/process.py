@@ -117,7 +117,7 @@ def with_start(args: Run) -> Run:
             f"the checkpoints in the folder are Megatron's: it has {OF_MEGATRON}",
             where=f"--load {mask_url(options.load)}",
             expected="a folder that buffer-rl saved to, or none yet",
-            hint="another folder for --load and --save; --hf-checkpoint takes the model as a Hugging Face folder",
+            hint="another folder for --load and --save; --trainer-load begins a run of a Megatron trainer with these",
         )
     return args.model_copy(update={"load": None})
 

@@ -99,6 +99,8 @@ def _check_function(row: PluginKind, function: Any, reference: str) -> None:
         problem = _bind_error(signature, 3, ("evaluation",)) and problem
     if problem and row.optional:
         problem = _bind_error(signature, len(row.positional) - row.optional) and problem
+    if problem and row.keywords:
+        problem = _bind_error(signature, 0, row.keywords) and problem
     if problem:
         asked = ", ".join(row.positional)
         raise plugin_error(
@@ -215,4 +217,7 @@ def _fits(kind: str, obj: object) -> bool:
 def _has_names_of(row: PluginKind, obj: object) -> bool:
     call = _unbound_method(obj, "__call__") if inspect.isclass(obj) and row.name == "rollout" else obj
     signature = _signature(call)
-    return signature is not None and tuple(signature.parameters)[: len(row.positional)] == row.positional
+    if signature is None:
+        return False
+    names = tuple(signature.parameters)
+    return any(form and names[: len(form)] == form for form in (row.positional, row.keywords))

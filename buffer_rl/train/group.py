@@ -119,6 +119,8 @@ class TrainRank:
         self._kl = KLControl(self._args, self._objective)
         prepare_torch(self._args, self._args.seed + self._rank)
         self._built = build_trainer(self._args, registry, self._rank, self._world_size, self._objective)
+        if self._role == ACTOR and self._args.trainer_load is not None and self._args.load is None:
+            self._built.load(self._args.trainer_load)
         place = self._built.topology
         seed_all(self._args.seed + place.dp_rank)  # ranks of a replica compute the same
         self._peers = Peers(place)

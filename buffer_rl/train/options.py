@@ -14,6 +14,12 @@ class TrainOptions(Section):
 
     train_backend: str = option("torch", "trainer backend", kind="trainer")
     hf_checkpoint: str | None = option(None, "the initial model and tokenizer: a Hugging Face folder", metavar="PATH")
+    trainer_load: str | None = option(
+        None,
+        "a new run's trainer begins with these weights and this optimizer state, in a form of --train-backend: the "
+        "folder trainer/ of a checkpoint, or what its documentation names; without it: --hf-checkpoint",
+        metavar="PATH",
+    )
     ref_load: str | None = option(None, "the reference model; --hf-checkpoint where absent", metavar="PATH")
     opd_teacher_load: str | None = option(
         None, "the teacher of --use-opd, of the model's vocabulary: a Hugging Face folder", metavar="PATH"

@@ -40,7 +40,7 @@ class WeightOptions(Section):
 
 def engines_may_differ(args: Any) -> bool:
     """Whether engines may have started with other weights than the trainer, or call them otherwise: those behind
-    ``--router-url`` were not started by the run, those of a plugin's launcher not by this package, and a model provider
-    or converter may change what is in ``--hf-checkpoint``."""
+    ``--router-url`` were not started by the run, those of a plugin's launcher not by this package, a model provider or
+    converter may change what is in ``--hf-checkpoint``, and ``--trainer-load`` does."""
     foreign = args.engine_urls or args.rollout_engine != "embedded"  # the run sets --router-url of its own engines too
-    return any((foreign, args.custom_model_provider_path, args.model_converter_path))
+    return any((foreign, args.custom_model_provider_path, args.model_converter_path, args.trainer_load))

@@ -62,6 +62,11 @@ def load_bridge(
     return Bridge(mapping, hf_config)
 
 
+Provider = Callable[[bool, bool, int | None, Any, Callable[[], Any]], Any]
+"""``(pre_process, post_process, vp_stage, config, build) -> GPTModel``: makes a chunk. ``build()`` makes the one of a
+bridge without a provider."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
     """A parameter on one pipeline stage, under its name in the whole model; experts under that on expert rank 0."""
@@ -88,11 +93,14 @@ class Bridge:
         self.padded_vocab_size: int = -(-self.vocab_size // multiple) * multiple
         mapping.vocab_size, mapping.padded_vocab_size = self.vocab_size, self.padded_vocab_size
 
-    def build(self, *, value_head: bool = False, device: torch.device | None = None) -> list[torch.nn.Module]:
+    def build(
+        self, *, value_head: bool = False, device: torch.device | None = None, provider: Provider | None = None
+    ) -> list[torch.nn.Module]:
         """This rank's model with random weights, a chunk for each virtual pipeline stage, without data parallelism.
 
         value_head: the output layer is a ``ValueHead``, and the embeddings are tied to nothing. device: where the model
         goes; CUDA's current one where there is one. Chunks of a half precision compute in it and return float32.
+        provider: makes each chunk, and may use what is made without it.
         """
         if device is None:
             device = (
@@ -101,25 +109,29 @@ class Bridge:
         stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         chunks: list[torch.nn.Module] = []
         for vp_stage in range(stages) if stages else (None,):
-            model = self._chunk(vp_stage, value_head=value_head).to(device)
+            model = self._chunk(vp_stage, provider, value_head=value_head).to(device)
             for parameter in model.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
             half = self.config.params_dtype in (torch.bfloat16, torch.float16)
             chunks.append(Float16Module(self.config, model) if half else model)
         return chunks
 
-    def _chunk(self, vp_stage: int | None, *, value_head: bool) -> Any:
+    def _chunk(self, vp_stage: int | None, provider: Provider | None, *, value_head: bool) -> Any:
         place = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-        last = parallel_state.is_pipeline_last_stage(**place)
-        model = GPTModel(
-            config=self.config,
-            transformer_layer_spec=self._mapping._get_transformer_layer_spec(vp_stage),
-            pre_process=parallel_state.is_pipeline_first_stage(**place),
-            post_process=last,
-            share_embeddings_and_output_weights=self._tied and not value_head,
-            vp_stage=vp_stage,
-            **{**self._mapping._get_gptmodel_args(), "vocab_size": self.padded_vocab_size},
-        )
+        first, last = parallel_state.is_pipeline_first_stage(**place), parallel_state.is_pipeline_last_stage(**place)
+
+        def own() -> Any:
+            return GPTModel(
+                config=self.config,
+                transformer_layer_spec=self._mapping._get_transformer_layer_spec(vp_stage),
+                pre_process=first,
+                post_process=last,
+                share_embeddings_and_output_weights=self._tied and not value_head,
+                vp_stage=vp_stage,
+                **{**self._mapping._get_gptmodel_args(), "vocab_size": self.padded_vocab_size},
+            )
+
+        model = own() if provider is None else provider(first, last, vp_stage, self.config, own)
         model.vp_stage = vp_stage
         set_rotary_frequencies(model, self.hf_config)
         if last and value_head:
@@ -172,7 +184,7 @@ class Bridge:
                 used.add("lm_head.weight")
                 continue
             name = names[local_name]
-            hf_names = self._mapping._weight_name_mapping_mcore_to_hf(name)
+            hf_names = self._hf_names(name)
             whole = self._mapping._weight_to_mcore_format(name, [folder.tensor(each) for each in hf_names])
             rank, size = self._tensor_place(name)
             shard = self._mapping._weight_split_across_tp(name, whole, target, size)[rank]
@@ -183,6 +195,15 @@ class Bridge:
             target.copy_(shard)
             used.update(hf_names)
         return used
+
+    def _hf_names(self, name: str) -> list[str]:
+        try:
+            return list(self._mapping._weight_name_mapping_mcore_to_hf(name))
+        except (NotImplementedError, IndexError) as error:  # which is how mbridge says it
+            raise ConfigError(
+                f"no tensor of it belongs to the parameter {name}: name one in the mapping of the architecture, as "
+                "docs/add_a_model.md says"
+            ) from error
 
     @torch.no_grad()
     def export(self, chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -30,6 +30,7 @@ from buffer_rl.types import TrainBatch
 from buffer_rl_megatron import compat
 from buffer_rl_megatron.attention import packed_rows
 from buffer_rl_megatron.layers import ValueHead
+from buffer_rl_megatron.options import balances_experts
 from buffer_rl_megatron.vocabulary import log_probs_and_entropies
 
 
@@ -64,7 +65,7 @@ def micro_batches(args: Any, batch: TrainBatch, unit: Unit, device: torch.device
     multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     make = _packed if packed else _padded
     micros = [make(number, block, batch.select(block), device, multiple) for number, block in enumerate(blocks)]
-    if args.moe_router_load_balancing_type != "none":
+    if balances_experts(args):
         for micro in micros:
             if micro.indices:  # else there would be no token at all
                 micro.inputs["padding_mask"] = micro.is_padding

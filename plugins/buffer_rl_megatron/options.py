@@ -105,6 +105,11 @@ def layout(args: Any) -> Layout:
         ) from error
 
 
+def balances_experts(args: Any) -> bool:
+    """Whether a loss that balances experts is part of the gradient; scripts ask for one with the weight 0."""
+    return bool(args.moe_router_load_balancing_type != "none" and args.moe_aux_loss_coeff != 0)
+
+
 def is_in_step(args: Any) -> bool:
     """Whether a forward pass has a collective over replicas: of experts, or of parameters that are still gathered."""
     return bool(args.expert_model_parallel_size > 1 or args.overlap_param_gather)
@@ -175,13 +180,19 @@ def check(args: Any) -> None:
             "--overlap-param-gather",
             hint="add --use-distributed-optimizer --overlap-grad-reduce",
         )
+    if args.model_converter_path is not None:
+        _refuse(
+            "names and layouts of weights are those of the architecture's mapping",
+            "--model-converter-path",
+            hint="leave it out; docs/add_a_model.md says how to write a mapping",
+        )
     if args.moe_grouped_gemm and not has_te:
         _refuse("the grouped kernel is TransformerEngine's", "--moe-grouped-gemm", hint="leave it out")
-    if args.moe_router_load_balancing_type != "none" and args.pipeline_model_parallel_size > 1:
+    if balances_experts(args) and args.pipeline_model_parallel_size > 1:
         _refuse(
             "earlier pipeline stages do not know the weight of a micro-batch, which a loss that balances experts takes",
             "--moe-router-load-balancing-type and --pipeline-model-parallel-size",
-            expected="none, or one stage",
+            expected="none, one stage, or --moe-aux-loss-coeff 0",
         )
     if (args.recompute_method or args.recompute_num_layers) and args.recompute_granularity != "full":
         _refuse("only whole layers are chosen this way", "--recompute-method", hint="--recompute-granularity full")

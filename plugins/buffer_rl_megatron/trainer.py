@@ -7,8 +7,10 @@ ranks. Megatron keeps its process groups in the process, so a process has one tr
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,10 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_model import GPTModel
 
 from buffer_rl.contracts import Objective
 from buffer_rl.errors import ConfigError, TrainError
+from buffer_rl.kinds import kind_named
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.calls import call, plugin_error, returned
+from buffer_rl.resolution.signature import signature_of
 from buffer_rl.roles import CRITIC, MODEL_OF_ROLE
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import split_rows
@@ -29,7 +35,7 @@ from buffer_rl.train.state import read_random, save_random
 from buffer_rl.types import TrainBatch
 from buffer_rl_megatron import checkpoint, compat, options
 from buffer_rl_megatron.attention import CausalAttention
-from buffer_rl_megatron.bridge import Bridge, load_bridge
+from buffer_rl_megatron.bridge import Bridge, Provider, load_bridge
 from buffer_rl_megatron.forward import (
     Micro,
     gather_before_selecting,
@@ -54,6 +60,7 @@ class MegatronTrainer:
         self._args, self._rank, self._objective = args, rank, objective
         self._device = _pick_device(args)
         registry = PluginRegistry.from_flags(args.plugin)
+        self._provider = _provider(args, registry)
         self._hooks = {name: registry.load(path) for name in HOOKS if (path := getattr(args, name))}
         folder, flag = initial_folder(args, CRITIC if objective.critic else "actor")
         _initialize(args, rank, world_size, self._device, folder)
@@ -61,7 +68,7 @@ class MegatronTrainer:
             hook(args)
         self._bridge, chunks = self._built(folder, flag, value_head=objective.critic)
         self._balance_weight = 0.0
-        if args.moe_router_load_balancing_type != "none":
+        if options.balances_experts(args):
             self._bridge.config.grad_scale_func = self._scaled
         self._chunks = data_parallel(args, self._bridge.config, chunks)
         self._optimizer = Optimizer(args, self._chunks)
@@ -146,13 +153,15 @@ class MegatronTrainer:
         save_random(Path(path), self._rank)
 
     def load(self, path: str) -> None:
-        """The inverse of ``save``. Raises CheckpointError if something is missing, damaged or does not fit."""
-        set_random = read_random(Path(path), self._rank)
+        """The inverse of ``save``. A folder that Megatron-LM or slime saved to leaves the random state as it is. Raises CheckpointError if something is missing, damaged or does not fit."""
+        has_random = any(Path(path).glob("random_*.json"))
+        set_random = read_random(Path(path), self._rank) if has_random else None
         with compat.cpu_devices():
             loaded = checkpoint.load(self._chunks, self._optimizer.megatron, None, path)
         self._optimizer.zero_grad()
         self._optimizer.step_count = loaded.step
-        set_random()
+        if set_random is not None:
+            set_random()
 
     def load_ref(self, path: str) -> None:
         """The reference model takes the weights in the Hugging Face folder ``path``."""
@@ -235,7 +244,7 @@ class MegatronTrainer:
                 core_attention=CausalAttention,
                 trust_remote_code=args.trust_remote_code,
             )
-            chunks = bridge.build(value_head=value_head)
+            chunks = bridge.build(value_head=value_head, provider=self._provider)
             bridge.load(chunks, folder)
         gather_before_selecting(chunks)
         return bridge, chunks
@@ -252,6 +261,30 @@ HOOKS = (
     "custom_megatron_before_log_prob_hook_path",
     "custom_megatron_before_train_step_hook_path",
 )
+
+
+def _provider(args: Any, registry: PluginRegistry) -> Provider | None:
+    """``--custom-model-provider-path``, called with the names that slime calls it with; ``args``, ``config`` and
+    ``build`` are passed where it takes them. Raises PluginError for a function that takes no parts of a model."""
+    kind, name = "model_provider", args.custom_model_provider_path
+    if name is None:
+        return None
+    function = registry.resolve(kind, name)
+    parameters = inspect.signature(function).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    if not takes_all and not {"pre_process", "post_process"} <= parameters.keys():
+        what = "it builds a whole model, and each rank has a part"
+        raise plugin_error(kind_named(kind), name, what, actual=signature_of(function))
+
+    def provide(first: bool, last: bool, vp_stage: int | None, config: Any, build: Callable[[], Any]) -> Any:
+        more = {"vp_stage": vp_stage, "args": args, "config": config, "build": build}
+        more = {key: value for key, value in more.items() if takes_all or key in parameters}
+        model = call(kind, name, partial(function, pre_process=first, post_process=last, **more))
+        if not isinstance(model, GPTModel):
+            raise returned(kind, name, model, "a megatron.core.models.gpt.GPTModel, as build() makes it")
+        return model
+
+    return provide
 
 
 def _overrides(args: Any) -> dict[str, Any]:

@@ -171,3 +171,61 @@ def test_hooks_are_called(ranks: RankPool, model_of: ModelOf, tmp_path: Path) ->
     run_case(ranks, Case(args=make_args(model_of("qwen3"), **changes), batches=rows(), parts=2))
     expected = ["init", "log_prob 1 ''", "step 0 0 True None", "step 1 0 True None"]
     assert (tmp_path / "calls").read_text().splitlines() == expected
+
+
+PROVIDER = """
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+
+def provider(pre_process, post_process, vp_stage=None, build=None, config=None, args=None):
+    with open(args.run_dir, "a") as file:
+        print(pre_process, post_process, vp_stage, file=file)
+    assert config.num_layers == 4
+    return build()
+
+
+def as_in_slime(pre_process: bool = True, post_process: bool = True) -> GPTModel:
+    return None
+
+
+def whole(args):
+    raise AssertionError("it is not called")
+
+
+def with_more(pre_process, post_process, build):
+    import torch
+
+    model = build()
+    model.adapter = torch.nn.Linear(2, 2)
+    return model
+"""
+
+
+def test_a_model_provider_makes_each_part_of_the_model(
+    ranks: RankPool, model_of: ModelOf, by_transformers: ByTransformers, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(PROVIDER)
+    calls = tmp_path / "calls"
+    changes = {PP: 2, "num_train_ranks": 2, "virtual_pipeline_model_parallel_size": 2, "run_dir": str(calls)}
+    own = {"custom_model_provider_path": f"{tmp_path / 'own.py'}:provider"}
+    case = Case(args=make_args(model_of("qwen3"), **changes, **own), batches=rows())
+    assert beyond(run_case(ranks, case), by_transformers("qwen3")) == {}
+    parts = ["False False 0", "False False 1", "False True 1", "True False 0"]
+    assert sorted(calls.read_text().splitlines()) == parts
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("as_in_slime", "it returned None"),
+        ("whole", r"each rank has a part; found whole\(args\)"),
+        ("with_more", "no tensor of it belongs to the parameter adapter.weight"),
+    ],
+)
+def test_a_model_provider_that_makes_something_else_is_refused(
+    ranks: RankPool, model_of: ModelOf, tmp_path: Path, name: str, said: str
+) -> None:
+    (tmp_path / "own.py").write_text(PROVIDER)
+    own = {"custom_model_provider_path": f"{tmp_path / 'own.py'}:{name}"}
+    with pytest.raises(RankError, match=said):
+        run_case(ranks, Case(args=make_args(model_of("qwen3"), **own), batches=[]))

@@ -4,6 +4,7 @@ sample from the weights that the ranks gather; a run is continued in another lay
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer_rl.buffer.row_file import write_rollout
+from buffer_rl.buffer.row_file import read_rollout, write_rollout
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.config import compose
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.errors import BufferRLError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
+from harness import megatron_faults, megatron_published
 from harness.megatron_rows import SECTIONS
 from harness.recorded_rows import OPTIONS as RECORDED
 from harness.recorded_rows import recorded_rows
@@ -147,40 +149,75 @@ def test_one_rank_ends_with_the_parameters_of_the_default_backend(
     assert largest_difference(one_rank("megatron"), one_rank("torch")) <= 1e-4
 
 
+@pytest.fixture(scope="module")
+def finished(
+    train: Callable[[Any], Any], recorded: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], dict[str, torch.Tensor]]:
+    """The parameters that ``LAYOUTS[layout]`` ends with under ``SCHEDULES[schedule]``."""
+
+    @cache
+    def run(layout: str, schedule: str) -> dict[str, torch.Tensor]:
+        ranks, changes = LAYOUTS[layout]
+        folder = tmp_path_factory.mktemp("finished")
+        args = recorded(folder, num_train_ranks=ranks, **changes, **SCHEDULES[schedule])
+        assert train(args).steps == STEPS
+        return weights_of(args)
+
+    return run
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ten_steps_end_with_the_parameters_of_one_rank(
-    train: Callable[[Any], Any],
-    recorded: Callable[..., Any],
+    finished: Callable[[str, str], dict[str, torch.Tensor]],
     one_rank: Callable[[str], dict[str, torch.Tensor]],
-    tmp_path: Path,
     layout: str,
     schedule: str,
 ) -> None:
-    ranks, changes = LAYOUTS[layout]
-    args = recorded(tmp_path, num_train_ranks=ranks, **changes, **SCHEDULES[schedule])
-    assert train(args).steps == STEPS
-    assert largest_difference(weights_of(args), one_rank("megatron")) <= 1e-4
+    assert largest_difference(finished(layout, schedule), one_rank("megatron")) <= 1e-4
 
 
-def test_engines_sample_from_the_weights_that_the_ranks_gather(
+PUBLISHED = Path(megatron_published.__file__)
+GATHERED_LATE = {
+    **{TP: 2, "sequence_parallel": True, "num_train_ranks": 4, "overlap_grad_reduce": True},
+    **{"overlap_param_gather": True, "recompute_granularity": "full", "recompute_method": "uniform"},
+    **{"recompute_num_layers": 1, "rollout_num_engines": 2, "lr": 5e-2},
+    "custom_rollout_log_function_path": f"{PUBLISHED}:note_served",
+    "custom_megatron_before_train_step_hook_path": f"{PUBLISHED}:note_trained",
+}
+"""What could publish stale weights: parameters gathered late, sequence parallelism, recomputed layers."""
+
+
+def checksums(args: Any, rollout_id: int) -> tuple[set[str], str]:
+    """Of the weights that engines sampled the rollout with, and of those that the trainer's optimizer had then."""
+    served = json.loads(Path(args.run_dir, f"served_{rollout_id}.json").read_text())
+    config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
+    trained = megatron_published.trained_weights(args.run_dir, rollout_id, tp=2, config=config)
+    folder = Path(args.run_dir, f"trained_{rollout_id}")
+    return set(served.values()), megatron_published.checksum_of(trained, args.hf_checkpoint, folder)
+
+
+def test_engines_serve_the_weights_that_the_optimizer_has(
     train: Callable[[Any], Any], options: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Also with what could publish stale weights: recomputed layers, sequence parallelism, parameters gathered late."""
-    late = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    args = options(
-        tmp_path,
-        **{TP: 2, "sequence_parallel": True, "num_train_ranks": 4, **late, **again},
-        check_weight_update_equal=True,
-        max_logprob_diff=1e-4,
-        lr=5e-2,
-    )
+    args = options(tmp_path, **GATHERED_LATE, check_weight_update_equal=True, max_logprob_diff=1e-4)
     assert train(args).steps == 3
+    found = [checksums(args, rollout_id) for rollout_id in range(3)]
+    assert [served for served, _ in found] == [{trained} for _, trained in found]
+    assert len({trained for _, trained in found}) == 3
     lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
     gaps = [line["train/train_rollout_logprob_abs_diff"] for line in lines if line["kind"] == "train"]
     assert len(gaps) == 3
     assert max(gaps) < 1e-5
+
+
+def test_stale_weights_are_seen(train: Callable[[Any], Any], options: Callable[..., Any], tmp_path: Path) -> None:
+    fault = f"{Path(megatron_faults.__file__)}:stale_export"
+    args = options(tmp_path, **GATHERED_LATE, custom_megatron_init_path=fault, max_logprob_diff=None, num_rollout=2)
+    assert train(args).steps == 2
+    (first, start), (second, stepped) = (checksums(args, rollout_id) for rollout_id in range(2))
+    assert first == {start}
+    assert stepped not in second
 
 
 def test_a_saved_run_goes_on_in_another_layout(
@@ -194,6 +231,69 @@ def test_a_saved_run_goes_on_in_another_layout(
     assert train(first).steps == 4
     second = recorded(tmp_path / "second", **{PP: 2, "num_train_ranks": 2}, load=str(tmp_path / "saves"))
     assert train(second).steps == STEPS
+    assert largest_difference(weights_of(second), one_rank("megatron")) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule", "bound"),
+    [("TP2", "lockstep", 0.0), ("PP2", "lockstep", 0.0), ("TP2 x DP2", "streamed gradients", 1e-4)],
+)
+def test_a_run_whose_rank_is_killed_in_mid_step_ends_with_the_parameters_of_an_undisturbed_one(
+    train: Callable[[Any], Any],
+    recorded: Callable[..., Any],
+    finished: Callable[[str, str], dict[str, torch.Tensor]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    layout: str,
+    schedule: str,
+    bound: float,
+) -> None:
+    """All processes start again from the checkpoint of step 4, in the sixth step. Streamed groups are summed in the
+    order in which they come."""
+    (tmp_path / "killer.py").write_text(KILLER)
+    ranks, changes = LAYOUTS[layout]
+    args = recorded(
+        tmp_path / "run",
+        num_train_ranks=ranks,
+        **changes,
+        **SCHEDULES[schedule],
+        save=str(tmp_path / "saves"),
+        save_interval=2,
+        progress="plain",
+        custom_megatron_before_train_step_hook_path=f"{tmp_path / 'killer.py'}:kill_rank_1_once",
+    )
+    assert train(args).steps == STEPS
+    assert "from the checkpoint of step 4 (global restart 1 of 3)" in capfd.readouterr().out
+    assert largest_difference(weights_of(args), finished(layout, schedule)) <= bound
+
+
+def test_a_run_begins_with_a_checkpoint_in_the_layout_of_slime(
+    train: Callable[[Any], Any],
+    recorded: Callable[..., Any],
+    one_rank: Callable[[str], dict[str, torch.Tensor]],
+    task: Path,
+    tmp_path: Path,
+) -> None:
+    """Weights, optimizer state and step are those of the checkpoint: what Megatron wrote, and nothing beside it."""
+    saves = {"save": str(tmp_path / "saves"), "save_interval": 4}
+    first = recorded(tmp_path / "first", num_rollout=4, **{TP: 2, "num_train_ranks": 2}, **saves)
+    assert train(first).steps == 4
+    theirs = tmp_path / "theirs"
+    shutil.copytree(tmp_path / "saves" / "step_000004" / "trainer", theirs, ignore=shutil.ignore_patterns("random_*"))
+    assert sorted(file.name for file in theirs.iterdir()) == ["iter_0000004", "latest_checkpointed_iteration.txt"]
+    for rollout_id in range(4, STEPS):
+        batch = read_rollout(task / f"rollout_{rollout_id}.safetensors")
+        batch.rollout_id -= 4
+        batch.task = f"train_{batch.rollout_id}"
+        write_rollout(tmp_path / f"rollout_{batch.rollout_id}.safetensors", batch)
+    second = recorded(
+        tmp_path / "second",
+        **{PP: 2, "num_train_ranks": 2},
+        trainer_load=str(theirs),
+        num_rollout=STEPS - 4,
+        load_debug_rollout_data=str(tmp_path / "rollout_{rollout_id}.safetensors"),
+    )
+    assert train(second).steps == STEPS - 4
     assert largest_difference(weights_of(second), one_rank("megatron")) <= 1e-4
 
 
@@ -214,6 +314,16 @@ def test_a_killed_rank_ends_the_run_with_its_name(
 KILLER = """
 import os
 import signal
+from pathlib import Path
+
+
+def kill_rank_1_once(args, rollout_id, step_id, model, optimizer, scheduler):
+    import torch.distributed as dist
+
+    killed = Path(args.run_dir, "killed")
+    if rollout_id == 5 and dist.get_rank() == 1 and not killed.exists():
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_rank_1(args, rollout_id, step_id, model, optimizer, scheduler):

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from buffer_rl.cli import main
 from buffer_rl.cluster.counts import with_counts
 from buffer_rl.config import compose
 from buffer_rl.configuration.help import FlagParser, add_options, given_flags, take_items
 from buffer_rl.configuration.sources import resolve
 from buffer_rl.driver.checks import check_options
 from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl_megatron.model_shape import ModelShapeOptions
 from buffer_rl_megatron.options import MegatronOptions, layout
 from buffer_rl_sglang.options import SglangOptions
+from harness.megatron_ranks import HAS_MEGATRON, REASON
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "megatron.md"
 BLOCKS = re.findall(r"```\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -49,3 +53,32 @@ def test_a_command_line_can_be_typed(command: str, expected: tuple[int, dict[str
     replicas, options = expected
     assert layout(args).dp_size == replicas
     assert {name: getattr(args, name) for name in options} == options
+
+
+@pytest.mark.skipif(not HAS_MEGATRON, reason=REASON)
+@pytest.mark.parametrize(("number", "architecture"), [(1, "qwen3"), (2, "qwen3_moe")], ids=["dense", "experts"])
+def test_a_command_line_for_eight_gpus_passes_a_dry_run_and_needs_all_of_them(
+    number: int, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The machine is said to have the devices, TransformerEngine and a Python with SGLang; all else is looked at."""
+    model = make_tiny_model(tmp_path / "model", architecture, max_position_embeddings=65536)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 32)
+    config = tmp_path / "run.yaml"
+    config.write_text(f"prompt_data: {tmp_path / 'train.jsonl'}\nnum_rollout: 3\nrm_type: exact_match\n")
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    server = tmp_path / "python"
+    server.write_text("#!/bin/sh\necho 0.5.23\n")
+    server.chmod(0o755)
+    words = shlex.split(COMMANDS[number])[1:]
+    own = {"--config": str(config), "--hf-checkpoint": model, "--sglang-python": str(server)}
+    for flag, value in own.items():
+        words[words.index(flag) + 1] = value
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert main([*words, "--dry-run"]) == 0
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
+    capsys.readouterr()
+    assert main([*words, "--dry-run"]) != 0
+    assert "7 GPUs" in capsys.readouterr().err

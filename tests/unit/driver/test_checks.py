@@ -328,6 +328,7 @@ def test_half_runs_and_decays_that_do_not_fit_are_named(changes: dict[str, Any],
         ({"rollout_engine": "my_launcher:launch"}, True),
         ({"custom_model_provider_path": "my_model:make"}, True),
         ({"model_converter_path": "my_model:Converter"}, True),
+        ({"trainer_load": "saves/step_000004/trainer"}, True),
     ],
 )
 def test_version_0_is_published_to_engines_that_this_package_did_not_start(options: Any, differ: bool) -> None:

@@ -53,6 +53,7 @@ def test_data_parallelism_is_what_is_left_of_the_ranks(model: str) -> None:
             "--moe-router-load-balancing-type",
             "one stage",
         ),
+        ({"model_converter_path": "my_model:Names"}, "--model-converter-path", "docs/add_a_model.md"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(model: str, changes: dict[str, Any], where: str, said: str) -> None:
@@ -66,6 +67,8 @@ def test_options_that_do_not_fit_are_refused(model: str, changes: dict[str, Any]
 def test_options_that_fit_are_taken(model: str, experts: str) -> None:
     buffer_rl_configure(make_args(model, **{TP: 2, PP: 2, "num_train_ranks": 8, "sequence_parallel": True}))
     buffer_rl_configure(make_args(experts, expert_model_parallel_size=2, num_train_ranks=2))
+    none = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.0}
+    buffer_rl_configure(make_args(experts, **{PP: 2, "num_train_ranks": 2}, **none))
     with pytest.raises(ConfigError, match="--sequence-parallel"):
         buffer_rl_configure(make_args(experts, **{TP: 2, "num_train_ranks": 2}))
 

@@ -197,6 +197,16 @@ def test_a_generate_function_may_take_evaluation() -> None:
         check_contract("generate", other)
 
 
+def test_a_model_provider_takes_options_or_the_place_of_a_part() -> None:
+    def part(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> None: ...
+    def other(first: bool, last: bool) -> None: ...
+
+    check_contract("model_provider", part)
+    assert fitting_kinds(part)[0] == "model_provider"
+    with pytest.raises(PluginError, match=r"it cannot be called with \(args\)"):
+        check_contract("model_provider", other)
+
+
 def test_generators_are_refused() -> None:
     def lazy(args: Any, sample: Any) -> Iterator[float]:
         yield 1.0
