@@ -153,7 +153,9 @@ class MegatronTrainer:
         save_random(Path(path), self._rank)
 
     def load(self, path: str) -> None:
-        """The inverse of ``save``. A folder that Megatron-LM or slime saved to leaves the random state as it is. Raises CheckpointError if something is missing, damaged or does not fit."""
+        """The inverse of ``save``. A folder that Megatron-LM or slime saved to leaves the random state as it is.
+
+        Raises CheckpointError if something is missing, damaged or does not fit."""
         has_random = any(Path(path).glob("random_*.json"))
         set_random = read_random(Path(path), self._rank) if has_random else None
         with compat.cpu_devices():

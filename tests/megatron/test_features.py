@@ -184,6 +184,13 @@ def provider(pre_process, post_process, vp_stage=None, build=None, config=None, 
     return build()
 
 
+def frozen(pre_process, post_process, vp_stage=None, build=None):
+    model = build()
+    if post_process:
+        model.decoder.final_layernorm.weight.requires_grad_(False)
+    return model
+
+
 def as_in_slime(pre_process: bool = True, post_process: bool = True) -> GPTModel:
     return None
 
@@ -212,6 +219,14 @@ def test_a_model_provider_makes_each_part_of_the_model(
     assert beyond(run_case(ranks, case), by_transformers("qwen3")) == {}
     parts = ["False False 0", "False False 1", "False True 1", "True False 0"]
     assert sorted(calls.read_text().splitlines()) == parts
+
+
+def test_what_a_model_provider_freezes_stays(ranks: RankPool, model_of: ModelOf, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(PROVIDER)
+    own = {"custom_model_provider_path": f"{tmp_path / 'own.py'}:frozen"}
+    args = make_args(model_of("qwen3"), **own)
+    start, found = (run_case(ranks, Case(args=args, batches=batches)).weights for batches in ([], rows()))
+    assert [name for name in start if torch.equal(start[name], found[name])] == ["model.norm.weight"]
 
 
 @pytest.mark.parametrize(

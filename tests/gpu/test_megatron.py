@@ -1,0 +1,102 @@
+"""The Megatron trainer on GPUs: TransformerEngine's layers, nccl, and the memory that a sleeping trainer gives back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from buffer_rl.testing.tiny import make_tiny_model
+from harness.megatron_ranks import HAS_MEGATRON, REASON
+from harness.megatron_rows import make_args, make_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(not HAS_MEGATRON, reason=REASON),
+    pytest.mark.timeout(900),
+]
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+NEEDS_TE = pytest.mark.skipif(not HAS_TE, reason="TransformerEngine is not installed")
+NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two CUDA devices")
+TE = ("--transformer-impl", "transformer_engine")
+TWO = ("--num-train-ranks", "2")
+LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "local": ("qwen3", ()),
+    "te": ("qwen3", TE),
+    "local TP2": ("qwen3", (*TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "te TP2": ("qwen3", (*TE, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "local PP2": ("qwen3", (*TWO, "--pipeline-model-parallel-size", "2")),
+    "local DP2": ("qwen3", (*TWO, "--overlap-grad-reduce", "--overlap-param-gather")),
+    "te EP2": ("qwen3_moe", (*TE, *TWO, "--expert-model-parallel-size", "2", "--moe-grouped-gemm")),
+}
+CASES = [
+    pytest.param(name, marks=[*([NEEDS_TE] if TE[0] in flags else []), *([NEEDS_TWO] if TWO[0] in flags else [])])
+    for name, (_, flags) in LAYOUTS.items()
+]
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_engine_and_trainer_agree_in_each_step(layout: str, tmp_path: Path) -> None:
+    """The engine computes with transformers' weights, which the ranks gather after each step."""
+    architecture, own = LAYOUTS[layout]
+    model = make_tiny_model(tmp_path / "model", architecture, hidden_size=128, intermediate_size=256)
+    words = ("ab", "ba", "abc", "bca", "cab", "acb", "bb", "cc")
+    rows = [{"prompt": f"{word}=", "label": word[::-1]} for word in words]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "letters.py").write_text("def count_a(args, sample):\n    return sample.response.count('a')\n")
+    flags = {
+        "--run-dir": tmp_path / "run",
+        "--hf-checkpoint": model,
+        "--prompt-data": tmp_path / "train.jsonl",
+        "--custom-rm-path": f"{tmp_path / 'letters.py'}:count_a",
+        "--train-backend": "megatron",
+        "--num-rollout": 5,
+        "--rollout-batch-size": 8,
+        "--n-samples-per-prompt": 8,
+        "--rollout-max-response-len": 16,
+        "--lr": 1e-3,
+    }
+    command = [str(word) for pair in flags.items() for word in pair]
+    subprocess.run([sys.executable, "-m", "buffer_rl.cli", "train", *command, *own], check=True, timeout=800)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    name = "train/train_rollout_logprob_abs_diff"
+    differences = [line[name] for line in lines if name in line]
+    assert len(differences) == 5
+    assert max(differences) < 1e-3
+
+
+def test_a_sleeping_trainer_gives_its_memory_back_and_goes_on_as_it_was(tmp_path: Path) -> None:
+    from buffer_rl.plugins import PluginRegistry
+    from buffer_rl.train.objective import Objective
+    from buffer_rl_megatron.trainer import MegatronTrainer
+
+    model = make_tiny_model(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+    args = make_args(model, train_device="cuda", bf16=True)
+    objective = Objective(args, PluginRegistry.from_flags([]))
+    trainer = MegatronTrainer(args, 0, 1, objective)
+
+    def step(seed: int) -> dict[str, Any]:
+        batch = make_rows(12, seed)
+        objective.compute_advantages(batch)
+        return trainer.optimizer_step(1 / trainer.accumulate(batch).divisor)
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: tensor.cpu().clone() for bucket in trainer.export() for name, tensor in bucket.items()}
+
+    step(0)
+    before = weights()
+    used = torch.cuda.memory_allocated()
+    trainer.sleep()
+    assert torch.cuda.memory_allocated() < 0.2 * used
+    trainer.wake_up()
+    after = weights()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert step(1)["grad_norm"] > 0
+    assert any(not torch.equal(before[name], tensor) for name, tensor in weights().items())
