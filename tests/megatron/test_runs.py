@@ -197,10 +197,13 @@ def checksums(args: Any, rollout_id: int) -> tuple[set[str], str]:
     return set(served.values()), megatron_published.checksum_of(trained, args.hf_checkpoint, folder)
 
 
+@pytest.mark.parametrize("mode", ["disk", "tensor", "distributed"])
 def test_engines_serve_the_weights_that_the_optimizer_has(
-    train: Callable[[Any], Any], options: Callable[..., Any], tmp_path: Path
+    train: Callable[[Any], Any], options: Callable[..., Any], tmp_path: Path, mode: str
 ) -> None:
-    args = options(tmp_path, **GATHERED_LATE, check_weight_update_equal=True, max_logprob_diff=1e-4)
+    """Weights come in buckets of a few thousand bytes."""
+    ways = {"weight_sync_mode": mode, "update_weight_buffer_size": 4096, "check_weight_update_equal": True}
+    args = options(tmp_path, **GATHERED_LATE, **ways, max_logprob_diff=1e-4)
     assert train(args).steps == 3
     found = [checksums(args, rollout_id) for rollout_id in range(3)]
     assert [served for served, _ in found] == [{trained} for _, trained in found]
@@ -295,6 +298,23 @@ def test_a_run_begins_with_a_checkpoint_in_the_layout_of_slime(
     )
     assert train(second).steps == STEPS - 4
     assert largest_difference(weights_of(second), one_rank("megatron")) <= 1e-4
+
+
+def test_a_critic_and_an_updated_reference_end_as_those_of_the_default_backend(
+    train: Callable[[Any], Any], recorded: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Policy and critic are in processes of their own, two tensor ranks each; the reference is updated once."""
+    ppo = {"advantage_estimator": "ppo", "lambd": 0.9, "num_rollout": 4, "ref_update_interval": 2}
+    found = []
+    for backend, own in (("torch", {}), ("megatron", {TP: 2, "num_train_ranks": 2})):
+        args = recorded(tmp_path / backend, train_backend=backend, **ppo, **own)
+        assert train(args).steps == 4
+        lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+        found.append((weights_of(args), [line for line in lines if line["kind"] == "train"]))
+    (expected, theirs), (weights, ours) = found
+    assert largest_difference(weights, expected) <= 1e-4
+    for name in ("critic/loss", "critic/grad_norm", "train/kl_loss"):
+        assert [line[name] for line in ours] == pytest.approx([line[name] for line in theirs], rel=1e-3, abs=1e-6)
 
 
 def test_a_killed_rank_ends_the_run_with_its_name(

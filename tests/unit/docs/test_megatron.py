@@ -24,7 +24,8 @@ from buffer_rl_sglang.options import SglangOptions
 from harness.megatron_ranks import HAS_MEGATRON, REASON
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "megatron.md"
-BLOCKS = re.findall(r"```\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+FENCES = re.findall(r"```(\w*)\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+BLOCKS = [text for language, text in FENCES if not language]
 COMMANDS = [
     line for block in BLOCKS for line in block.replace("\\\n", "").splitlines() if line.startswith("buffer-rl train ")
 ]
