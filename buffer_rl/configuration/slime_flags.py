@@ -290,7 +290,11 @@ REMARKS: dict[str, tuple[Verdict, str]] = {
     "custom-loss-function-path": (Verdict.NOT_YET, "a loss is (args, inputs) -> TokenLoss: write it in that form"),
     "custom-advantage-function-path": (Verdict.NOT_YET, "an estimator is (args, batch) -> None: write it in that form"),
     "custom-tis-function-path": (Verdict.NOT_YET, "a correction is (args, inputs) -> weights: write it in that form"),
-    "custom-model-provider-path": (Verdict.NOT_YET, "a provider is (args) -> torch module: write it in that form"),
+    "custom-model-provider-path": (
+        Verdict.NOT_YET,
+        "a provider is (args) -> torch module; with --train-backend megatron it is called as in slime, and gets args "
+        "and config as arguments, as there is no get_args()",
+    ),
     "custom-convert-samples-to-train-data-path": (
         Verdict.NOT_YET,
         "it is called for each group, and its columns are response_length, loss_mask, reward",
