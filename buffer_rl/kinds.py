@@ -40,7 +40,8 @@ class PluginKind:
     positional: names of the positional arguments that a function of this kind is called with.
     methods: for kinds that are classes, the methods an object must have. attributes: other names of the class.
     optional: how many of the last of them a function may leave out.
-    keywords: what some callers pass by name in place of all positional ones; a function that takes these will do.
+    keywords: what some callers pass by name in place of all positional ones, with others; a function that has
+    parameters of these names will do.
     constructed: the reference names a class (or factory) that is called with ``positional`` first.
     changed: methods of earlier contracts, which are never called, with the hint for an object that has one.
     """

@@ -99,8 +99,8 @@ def _check_function(row: PluginKind, function: Any, reference: str) -> None:
         problem = _bind_error(signature, 3, ("evaluation",)) and problem
     if problem and row.optional:
         problem = _bind_error(signature, len(row.positional) - row.optional) and problem
-    if problem and row.keywords:
-        problem = _bind_error(signature, 0, row.keywords) and problem
+    if problem and row.keywords and set(row.keywords) <= signature.parameters.keys():
+        problem = None
     if problem:
         asked = ", ".join(row.positional)
         raise plugin_error(

@@ -201,7 +201,10 @@ def test_a_model_provider_takes_options_or_the_place_of_a_part() -> None:
     def part(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> None: ...
     def other(first: bool, last: bool) -> None: ...
 
+    def with_more(pre_process: bool, post_process: bool, build: Any) -> None: ...
+
     check_contract("model_provider", part)
+    check_contract("model_provider", with_more)
     assert fitting_kinds(part)[0] == "model_provider"
     with pytest.raises(PluginError, match=r"it cannot be called with \(args\)"):
         check_contract("model_provider", other)
