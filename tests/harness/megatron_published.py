@@ -103,5 +103,5 @@ def checksum_of(weights: dict[str, torch.Tensor], model: str, folder: Path) -> s
         (folder / file.name).write_bytes(file.read_bytes())
     tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    named = LoadedModel(LoadOptions(str(folder))).decoder.named_weights()
+    named = LoadedModel(LoadOptions(model_path=str(folder))).decoder.named_weights()
     return str(checksum_answer(named)["per_engine_checksum"])
