@@ -39,6 +39,7 @@ def test_data_parallelism_is_what_is_left_of_the_ranks(model: str) -> None:
         ({TP: 2, PP: 2, "num_train_ranks": 6}, "--num-train-ranks", "a multiple of 4"),
         ({"context_parallel_size": 2, "num_train_ranks": 2}, "--context-parallel-size", "not split"),
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl", "not installed"),
+        ({"moe_grouped_gemm": True}, "--moe-grouped-gemm", "TransformerEngine's"),
         ({"sequence_parallel": True}, "--sequence-parallel", "one tensor-parallel rank"),
         ({"overlap_param_gather": True}, "--overlap-param-gather", "--overlap-grad-reduce"),
         ({"recompute_granularity": "full"}, "--recompute-granularity", "--recompute-num-layers"),
