@@ -55,6 +55,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(folder / "model", characters="abc=", hidden_size=32, intermediate_size=48)
     rows = [{"prompt": f"{word}=", "label": word[::-1]} for word in WORDS]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "letters.py").write_text("def count_a(args, sample):\n    return sample.response.count('a')\n")
     for rollout_id in range(STEPS):
         write_rollout(folder / f"rollout_{rollout_id}.safetensors", recorded_rows(rollout_id, GROUPS))
     return folder
@@ -75,7 +76,8 @@ def options(task: Path) -> Callable[..., Any]:
             "rollout_batch_size": 3,
             "n_samples_per_prompt": 4,
             "rollout_max_response_len": 6,
-            "rm_type": "exact_match",
+            # Which tells samples of a random model apart, as whole answers do not: the weights change.
+            "custom_rm_path": f"{task / 'letters.py'}:count_a",
             "lr": 1e-2,
             "logger": [],
             "progress": "none",
@@ -110,7 +112,6 @@ def recorded(task: Path, options: Callable[..., Any]) -> Callable[..., Any]:
     def make(folder: Path, **changes: Any) -> Any:
         own = {
             **RECORDED,
-            "rm_type": None,
             "deterministic": False,
             "load_debug_rollout_data": str(task / "rollout_{rollout_id}.safetensors"),
             "num_rollout": STEPS,
