@@ -1,4 +1,5 @@
-"""Runs the tests in two pytest processes at once: those that need Ray, which share a cluster, and the others.
+"""Runs the tests in two pytest processes at once: those that need Ray, which share a cluster, and those of engines; and
+the others. The parts take about as long as each other.
 
     python tests/run.py [pytest arguments]
 
@@ -17,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-HALVES = (("tests/integration", "tests/conformance", "tests/gpu"), ("tests/unit", "tests/golden"))
+FIRST = ("tests/integration", "tests/conformance", "tests/gpu", "tests/unit/engine", "tests/unit/weights")
+HALVES = (FIRST, ("tests/unit", "tests/golden", *(f"--ignore={path}" for path in FIRST)))
 NO_TESTS = 5  # pytest's status where nothing is selected
 POLL_S = 0.2
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             for half, log in zip(HALVES, logs, strict=True):
                 with log.open("wb") as output:
-                    command = _command([*(path for path in half if (ROOT / path).is_dir()), *args])
+                    command = _command([*half, *args])
                     running.append(subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT))
             _follow(running, logs)
         finally:

@@ -36,6 +36,16 @@ def learning_rate(args: Any, step: int) -> float:
     return float(args.min_lr) + (lr - float(args.min_lr)) * left
 
 
+def non_finite_gradient(norm: float, step: int) -> NonFiniteError:
+    """The error of optimizer step ``step``, whose gradient has this norm."""
+    return NonFiniteError(
+        f"the gradient norm is {norm}",
+        where=f"optimizer step {step}",
+        expected="a finite number",
+        hint="look at the loss metrics of this step and at its rewards; a lower --lr often helps",
+    )
+
+
 def decay_steps(args: Any) -> int:
     """The optimizer step from which on the learning rate is ``min_lr``: ``lr_decay_iters``, or all steps of the run.
 
@@ -107,12 +117,7 @@ class Optimizer:
         grad_norm = float(norm)
         if not torch.isfinite(norm):
             self.zero_grad()
-            raise NonFiniteError(
-                f"the gradient norm is {grad_norm}",
-                where=f"optimizer step {self.step_count}",
-                expected="a finite number",
-                hint="look at the loss metrics of this step and at its rewards; a lower --lr often helps",
-            )
+            raise non_finite_gradient(grad_norm, self.step_count)
         if self._args.clip_grad > 0:
             torch.nn.utils.clip_grads_with_norm_([p for _, p in self._named], self._args.clip_grad, norm)
         lr = learning_rate(self._args, self.step_count)

@@ -16,8 +16,8 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from buffer_rl.errors import NonFiniteError, TrainError
-from buffer_rl.train.optimizer import learning_rate
+from buffer_rl.errors import TrainError
+from buffer_rl.train.optimizer import learning_rate, non_finite_gradient
 from buffer_rl_megatron import compat
 
 
@@ -123,12 +123,7 @@ class Optimizer:
             grad_norm = float(norm)
             if not torch.isfinite(norm):
                 self.zero_grad()
-                raise NonFiniteError(
-                    f"the gradient norm is {grad_norm}",
-                    where=f"optimizer step {self.step_count}",
-                    expected="a finite number",
-                    hint="look at the loss metrics of this step and at its rewards; a lower --lr often helps",
-                )
+                raise non_finite_gradient(grad_norm, self.step_count)
             lr = learning_rate(self._args, self.step_count)
             for group in self.megatron.param_groups:
                 group["lr"] = lr * group.get("lr_mult", 1.0)

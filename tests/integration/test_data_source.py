@@ -186,7 +186,8 @@ def test_a_source_that_is_killed_goes_on_with_the_groups_of_an_undisturbed_run(
     assert prompts_of(killed.save_debug_rollout_data, range(3)) == taken
 
 
-@pytest.mark.parametrize("name", [pytest.param("Fatal", marks=pytest.mark.slow), "FatalAtOnce"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Fatal", "FatalAtOnce"])
 def test_a_source_whose_process_dies_each_time_ends_the_run_by_its_name(
     name: str, train: Run, of_letters: MakeOptions, letters: Path, tmp_path: Path
 ) -> None:
