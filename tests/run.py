@@ -1,5 +1,5 @@
-"""Runs the tests in two pytest processes at once: those that need Ray, which share a cluster, and those of engines; and
-the others. The parts take about as long as each other.
+"""Runs the tests in two pytest processes at once, which take about as long as each other. The first has those that need
+Ray, which share a cluster.
 
     python tests/run.py [pytest arguments]
 
@@ -18,7 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FIRST = ("tests/integration", "tests/conformance", "tests/gpu", "tests/unit/engine", "tests/unit/weights")
+FIRST = (
+    *("tests/integration", "tests/conformance", "tests/gpu"),
+    *("tests/unit/engine", "tests/unit/weights", "tests/unit/plugins"),
+)
 HALVES = (FIRST, ("tests/unit", "tests/golden", *(f"--ignore={path}" for path in FIRST)))
 NO_TESTS = 5  # pytest's status where nothing is selected
 POLL_S = 0.2
