@@ -197,7 +197,7 @@ def test_a_run_whose_only_engine_ends_in_a_rollout_ends_as_an_undisturbed_one(
         lr_decay_style="cosine",
         lr_decay_iters=4,
         rollout_engine=f"{killer}:noted",
-        rollout_health_check_timeout=2.0,
+        rollout_health_check_timeout=5.0,
         weight_sync_mode=transport,
         custom_generate_function_path=f"{killer}:only_one_{end}",
     )
@@ -233,7 +233,7 @@ def test_a_run_with_engines_started_outside_goes_on_while_one_is_away_and_takes_
         external = make_options(
             **same,
             rollout_external_engine_addrs=[engine.url for engine in outside],
-            rollout_health_check_timeout=2.0,
+            rollout_health_check_timeout=5.0,
             custom_generate_function_path=f"{killer}:one_away",
         )
         assert train(external).steps == 4
@@ -284,4 +284,4 @@ def test_a_run_whose_engines_all_die_ends_with_the_end_of_the_last_ones_log(
     )
     with pytest.raises(EngineError, match=r"no engine is left: embedded engine \d was killed by signal 9; "):
         train(args)
-    assert holds_within(10, lambda: engines() <= before)
+    assert holds_within(60, lambda: engines() <= before)

@@ -140,13 +140,13 @@ def test_an_engine_whose_actor_or_node_dies_takes_its_server_along_and_is_replac
     assert [address_of(url) for url in (router, *engines)] == [HEAD, SECOND, THIRD]
     first, second = sorted(nodes.processes(SERVER), key=lambda server: engines.index(server_url(server)))
     os.kill(first.parent, signal.SIGKILL)
-    assert holds_within(5, lambda: not first.alive())
+    assert holds_within(60, lambda: not first.alive())
     line = fleet.next_line()
     assert line.startswith("engine 0: its process was killed (")
     assert f"engine_0.log on node {SECOND}); the run goes on with 1 engine while another one starts" in line
     assert fleet.next_line() == "engine 0 is back, with the initial weights"
     nodes.remove(THIRD)
-    assert holds_within(10, lambda: not second.alive())
+    assert holds_within(60, lambda: not second.alive())
     line = fleet.next_line()
     assert line.startswith("engine 1")
     assert f"engine_1.log on node {THIRD}); the run goes on with 1 engine while another one starts" in line
@@ -295,7 +295,7 @@ def test_a_run_on_three_nodes_goes_on_without_one_that_is_removed_and_ends_as_a_
         assert holds_within(120, (run_dir / "both_are_at_work").exists)
         server = seen_in_their_places(nodes, run.process.pid)[address]
         nodes.remove(address)
-        assert holds_within(10, lambda server=server: not server.alive())
+        assert holds_within(60, lambda server=server: not server.alive())
         assert run.end() == "3"
         assert nodes.processes("ray::EngineHost") + nodes.processes(SERVER) == []
         ends_as(tmp_path / "whole", run_dir, gone=address)

@@ -99,8 +99,8 @@ def start(ray_cluster: None, make_options: Callable[..., Any], folders: list[str
         sender = type("Sender", (DisturbedSender,), {"before": before})
         factory = type("Transport", (Disturbed,), {"sender": sender})
         trainer = local_senders(factory, args, Trainer(folders[1]).export)
-        role.call("ready", timeout_s=60)
-        return role, RoleBroadcasts(role, factory(args), trainer, timeout_s=30.0), before
+        role.call("ready", timeout_s=120)
+        return role, RoleBroadcasts(role, factory(args), trainer, timeout_s=120.0), before
 
     yield start
     for group in groups:
@@ -175,7 +175,7 @@ def test_a_process_that_is_killed_at_any_bucket_is_passed_over_and_the_replaceme
     left = ray.get(cast(Any, role.actors[0]).version.remote(), timeout=60)
     assert left == "2" if arrived else left in ("", "2"), "weights of no whole version have none"
     with pytest.raises(WorkerDiedError, match="actor_fwd 1"):
-        role.call("ready", timeout_s=30)
+        role.call("ready", timeout_s=120)
     role.restart()
     assert versions_in(role) == ["2", "2"]
     assert all(equal(found, weights_of(folders[1])) for found in weights_in(role))

@@ -101,7 +101,7 @@ def stored_bytes() -> int:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, what
         threading.Event().wait(0.02)
@@ -167,7 +167,7 @@ def test_payloads_of_a_storage_process_that_died_are_a_named_error_and_are_produ
     storage = start_storage(2, buffer, 30)
     producer = start_producer(buffer, storage)
     with stopped(buffer, producer, storage[0].actor):
-        client = BufferClient(buffer, timeout_s=30)
+        client = BufferClient(buffer, timeout_s=60)
         fill(client, producer, 0)
         rows = sorted(row.uid.row for row in client.get_data(0).row_ids)
         ray.kill(storage[1].actor, no_restart=False)
@@ -260,7 +260,7 @@ def test_waiting_readers_wake_at_the_change_and_the_buffer_answers_however_many_
 ) -> None:
     buffer = start_buffer(dump_args(make_options()))
     with stopped(buffer):
-        client = BufferClient(buffer, timeout_s=30)
+        client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=8)
@@ -280,7 +280,7 @@ def test_a_reader_that_waits_for_longer_than_it_may_is_told_what_it_waited_for(
 ) -> None:
     buffer = start_buffer(dump_args(make_options()))
     with stopped(buffer):
-        client = BufferClient(buffer, timeout_s=30)
+        client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         rows = [sample.row_id for sample in group]
@@ -299,7 +299,7 @@ def test_a_replica_whose_part_of_a_deal_is_empty_gets_a_batch_without_rows_and_l
 ) -> None:
     buffer = start_buffer(dump_args(make_options()))
     with stopped(buffer):
-        client = BufferClient(buffer, timeout_s=30)
+        client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         rows = [sample.row_id for sample in group]
@@ -326,7 +326,7 @@ def test_a_reader_that_waits_for_a_pool_that_is_cleared_is_told_at_once(
 ) -> None:
     buffer = start_buffer(dump_args(make_options()))
     with stopped(buffer):
-        client = BufferClient(buffer, timeout_s=30)
+        client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0, evaluation=True)
         request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=8)
         told: list[BaseException] = []

@@ -76,7 +76,7 @@ def test_requests_go_through_the_runs_router_and_the_run_ends_no_engine(
             assert set(fleet.router.workers()) == {engine.url for engine in outside}
             assert len(asyncio.run(sampled(fleet)).output_ids) == 3
             outside[0].stop()
-            assert holds_within(20, lambda: set(fleet.router.workers()) == {outside[1].url})  # type: ignore[union-attr]
+            assert holds_within(60, lambda: set(fleet.router.workers()) == {outside[1].url})  # type: ignore[union-attr]
             assert len(asyncio.run(sampled(fleet)).output_ids) == 3
         for engine in outside[1:]:
             engine.check()  # the run did not end it
@@ -105,7 +105,7 @@ def test_one_that_is_away_for_a_while_is_off_the_routers_list_and_comes_back_wit
         rollout_engine="external",
         rollout_external_engine_addrs=[engine.url for engine in outside],
         rollout_num_engines=2,
-        rollout_health_check_timeout=2.0,
+        rollout_health_check_timeout=5.0,
     )
     with ExitStack() as stack:
         for engine in outside:
@@ -138,14 +138,14 @@ def test_one_that_is_away_for_a_while_is_off_the_routers_list_and_comes_back_wit
         assert publish(2, 8) == {stays.url}  # no call stays open until its deadline
         assert holds_within(60, lambda: bool(notices))
         assert "the run goes on with 1 engine until it answers again" in notices[0]
-        assert holds_within(30, lambda: listed() == {stays.url})
+        assert holds_within(60, lambda: listed() == {stays.url})
         assert len(asyncio.run(sampled(fleet)).output_ids) == 3
         if way == "stopped":
             os.kill(away.process.pid, signal.SIGCONT)
         else:
             stack.callback(start_at(args, away.url, tmp_path / "again.log").stop)
         assert holds_within(90, lambda: listed() == {away.url, stays.url})
-        assert holds_within(5, lambda: notices[1:] == ["engine 0 is back, with the weights of version 8"])
+        assert holds_within(60, lambda: notices[1:] == ["engine 0 is back, with the weights of version 8"])
         both = stack.enter_context(EngineControlClient([away.url, stays.url]))
         assert set(both.versions().values()) == {"8"}
         assert len(set(both.checksums().values())) == 1
@@ -153,5 +153,5 @@ def test_one_that_is_away_for_a_while_is_off_the_routers_list_and_comes_back_wit
 
 
 async def sampled(fleet: EngineFleet) -> Any:
-    async with EngineClient(fleet.router_url, [], timeout_s=30) as client:
+    async with EngineClient(fleet.router_url, [], timeout_s=60) as client:
         return await client.agenerate("r", [5, 6, 7], {"max_new_tokens": 3, "ignore_eos": True})

@@ -264,10 +264,10 @@ class LeavesOpen(FakeEngine):
 def test_an_engine_that_answers_health_and_leaves_a_call_open_is_given_up_at_that_calls_deadline(tmp_path: Path):
     notices: list[str] = []
     with FakeEngine() as well, LeavesOpen() as hanging:
-        control, registry = control_of(replica(0, well.url), replica(1, hanging.url), timeout_s=0.5)
+        control, registry = control_of(replica(0, well.url), replica(1, hanging.url), timeout_s=2.0)
         publisher(control, tmp_path, notices).publish(1)
         assert (well.version, len(well.log.updates)) == (1, 1)
-    assert "engine 1 hangs in a publication: no answer within 0.5 s" in str(registry.all()[1].error())
+    assert "engine 1 hangs in a publication: no answer within 2 s" in str(registry.all()[1].error())
     assert registry.all()[0].error() is None
     assert published_version(registry) == "1"
     assert notices == []
@@ -275,7 +275,7 @@ def test_an_engine_that_answers_health_and_leaves_a_call_open_is_given_up_at_tha
 
 def test_where_all_engines_leave_a_call_open_none_is_given_up(tmp_path: Path):
     with LeavesOpen() as one, LeavesOpen() as two:
-        control, registry = control_of(replica(0, one.url), replica(1, two.url), timeout_s=0.2)
+        control, registry = control_of(replica(0, one.url), replica(1, two.url), timeout_s=1.0)
         with pytest.raises(EngineError, match="2 of 2 engines failed"):
             publisher(control, tmp_path, []).publish(1)
     assert [replica.error() for replica in registry.all()] == [None, None]

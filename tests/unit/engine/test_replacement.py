@@ -92,13 +92,13 @@ def test_requests_at_an_engine_that_is_killed_get_the_same_answers_elsewhere_and
 
         def kill_at_work():
             victim = fleet.engines[1]
-            assert holds_within(30, lambda: num_running(victim.url) > 0)
+            assert holds_within(60, lambda: num_running(victim.url) > 0)
             lost.append(kill(fleet, 1))
 
         assert asyncio.run(answers_of(fleet, params, "second", kill_at_work)) == expected
         assert holds_within(60, both_serve_without(fleet, lost[0]))
         assert asyncio.run(answers_of(fleet, params, "third")) == expected
-        assert holds_within(5, lambda: len(notices) == 2)
+        assert holds_within(60, lambda: len(notices) == 2)
         assert raised == []
     assert "embedded engine 1 was killed by signal 9" in notices[0]
     assert "the run goes on with 1 engine while another one starts in its place (1 of at most 2 restarts)" in notices[0]
@@ -130,15 +130,15 @@ def test_a_replacement_takes_the_weights_of_the_newest_version_and_the_last_deat
         lost = kill(fleet, 0)
         assert holds_within(60, both_serve_without(fleet, lost))
         assert set(closing(EngineControlClient(list(fleet.router.workers()))).versions().values()) == {"7"}
-        assert holds_within(5, lambda: len(notices) == 2)
+        assert holds_within(60, lambda: len(notices) == 2)
         kill(fleet, 1)
-        assert holds_within(30, lambda: len(fleet.router.workers()) == 1)
+        assert holds_within(60, lambda: len(fleet.router.workers()) == 1)
         # The replacement alone answers now, with the weights that it was given.
         assert asyncio.run(answers_of(fleet, greedy, "second")) == expected
-        assert holds_within(5, lambda: len(notices) == 3)
+        assert holds_within(60, lambda: len(notices) == 3)
         assert raised == []
         kill(fleet, 0)
-        assert holds_within(30, lambda: bool(raised))
+        assert holds_within(60, lambda: bool(raised))
     assert notices[1] == "engine 0 is back, with the weights of version 7"
     assert "none is started in its place (--engine-max-restarts 1)" in notices[2]
     assert "no engine is left: embedded engine 0 was killed by signal 9; " in str(raised[0])
@@ -155,11 +155,11 @@ def test_a_router_that_is_too_busy_to_let_go_of_a_dead_engine_is_asked_again(eng
         os.kill(fleet.router.pid, signal.SIGSTOP)
         try:
             lost = kill(fleet, 0)
-            assert holds_within(30, lambda: len(notices) > 2)
+            assert holds_within(60, lambda: len(notices) > 2)
         finally:
             os.kill(fleet.router.pid, signal.SIGCONT)
         monkeypatch.undo()
-        assert holds_within(30, lambda: list(fleet.router.workers()) == [fleet.engines[0].url])
+        assert holds_within(60, lambda: list(fleet.router.workers()) == [fleet.engines[0].url])
         assert raised == []
     assert "the run goes on with 1 engine" in notices[0]
     assert f"the router still lists {lost}: " in notices[1]
@@ -170,7 +170,7 @@ def test_an_engine_that_hangs_is_noticed_by_its_silence_and_replaced_and_its_req
     engine_args, tmp_path
 ):
     notices: list[str] = []
-    args = engine_args(rollout_num_engines=2, rollout_health_check_timeout=1.0)
+    args = engine_args(rollout_num_engines=2, rollout_health_check_timeout=5.0)
     params = {"max_new_tokens": 400, "ignore_eos": True}
     with EngineFleet(args, str(tmp_path), launch, notices.append) as fleet, watched(fleet) as raised:
         fleet.wait_ready()
@@ -179,14 +179,14 @@ def test_an_engine_that_hangs_is_noticed_by_its_silence_and_replaced_and_its_req
 
         def stop_at_work():
             victim = fleet.engines[1]
-            assert holds_within(30, lambda: num_running(victim.url) > 0)
+            assert holds_within(60, lambda: num_running(victim.url) > 0)
             os.kill(victim.process.pid, signal.SIGSTOP)
             lost.append(victim.url)
 
         assert asyncio.run(answers_of(fleet, params, "second", stop_at_work)) == expected
         assert holds_within(60, both_serve_without(fleet, lost[0]))
         assert raised == []
-    assert f"engine 1 hangs: no answer to /server_info for 1 s ({lost[0]}); the run goes on with 1 engine" in notices[0]
+    assert f"engine 1 hangs: no answer to /server_info for 5 s ({lost[0]}); the run goes on with 1 engine" in notices[0]
     log = (tmp_path / "logs" / "fleet.log").read_text()
     assert "engine 1: serving -> suspect" in log
     assert "engine 1: suspect -> dead" in log
@@ -197,7 +197,7 @@ def test_an_engine_that_hangs_is_noticed_by_its_silence_and_replaced_and_its_req
 def test_the_requests_of_the_only_engine_wait_for_its_replacement_and_get_the_same_answers(
     engine_args, tmp_path, number
 ):
-    args = engine_args(rollout_health_check_timeout=1.0, engine_max_restarts=1)
+    args = engine_args(rollout_health_check_timeout=5.0, engine_max_restarts=1)
     params = {"max_new_tokens": 200, "ignore_eos": True}
     with EngineFleet(args, str(tmp_path), launch) as fleet, watched(fleet) as raised:
         fleet.wait_ready()
@@ -205,7 +205,7 @@ def test_the_requests_of_the_only_engine_wait_for_its_replacement_and_get_the_sa
 
         def lose_at_work():
             victim = fleet.engines[0]
-            assert holds_within(30, lambda: num_running(victim.url) > 0)
+            assert holds_within(60, lambda: num_running(victim.url) > 0)
             os.kill(victim.process.pid, number)
 
         assert asyncio.run(answers_of(fleet, params, "second", lose_at_work)) == expected
@@ -244,9 +244,9 @@ def test_a_suspect_engine_gets_no_new_requests_while_another_one_serves_and_come
         fleet._heartbeat._interval_s, fleet._heartbeat._probe_s = 0.1, 0.5
         victim = fleet.engines[1]
         os.kill(victim.process.pid, signal.SIGSTOP)
-        assert holds_within(30, lambda: victim.url not in fleet.router.workers())
+        assert holds_within(60, lambda: victim.url not in fleet.router.workers())
         os.kill(victim.process.pid, signal.SIGCONT)
-        assert holds_within(30, lambda: victim.url in fleet.router.workers())
+        assert holds_within(60, lambda: victim.url in fleet.router.workers())
         assert raised == []
 
 
@@ -284,7 +284,7 @@ def test_a_replacement_that_hangs_while_it_takes_the_weights_is_replaced_and_hol
             return InProcess()
         return InProcess(lambda path: hangs_once.pop() if path.startswith("/update") and hangs_once else None)
 
-    args = engine_args(rollout_num_engines=2, rollout_health_check_timeout=1.0, update_weights_timeout_s=600.0)
+    args = engine_args(rollout_num_engines=2, rollout_health_check_timeout=5.0, update_weights_timeout_s=600.0)
     folder = tmp_path / "weights"
     folder.mkdir()
     with EngineFleet(args, str(tmp_path), launch_fake, notices.append) as fleet, watched(fleet) as raised:
@@ -295,10 +295,10 @@ def test_a_replacement_that_hangs_while_it_takes_the_weights_is_replaced_and_hol
         control.versions()
         control.resume()
         fleet.engines[1].stop()
-        assert holds_within(30, lambda: len(notices) == 3)
+        assert holds_within(60, lambda: len(notices) == 3)
         control.pause()  # nobody holds it up, although what the replacement was asked would wait for 600 s
         assert set(control.versions().values()) == {"7"}
         control.resume()
         assert raised == []
-    assert "engine 1 hangs: no answer to /health for 1 s" in notices[1]
+    assert "engine 1 hangs: no answer to /health for 5 s" in notices[1]
     assert notices[2] == "engine 1 is back, with the weights of version 7"

@@ -18,6 +18,7 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.testing.fake_engine import FakeEngine
 
 NUM_ENGINES = 3
+AT_ONCE_S = 1.0  # that answers take where requests must meet: all have come long before the first is answered
 
 
 class Routed:
@@ -38,7 +39,12 @@ class Routed:
         return reached
 
     async def at_once(self, *asked: tuple[int, str | None]) -> list[int]:
-        return await asyncio.gather(*(self.ask(*each) for each in asked))
+        for engine in self._engines:
+            engine.latency = lambda body: AT_ONCE_S
+        reached = await asyncio.gather(*(self.ask(*each) for each in asked))
+        for engine in self._engines:
+            engine.latency = None
+        return reached
 
 
 @pytest.fixture
@@ -46,7 +52,7 @@ def routed(tmp_path: Path) -> Callable[..., Any]:
     @asynccontextmanager
     async def start(policy: str, **arguments: Any) -> AsyncIterator[Routed]:
         with ExitStack() as stack:
-            engines = [stack.enter_context(FakeEngine(latency=lambda body: 0.1)) for _ in range(NUM_ENGINES)]
+            engines = [stack.enter_context(FakeEngine()) for _ in range(NUM_ENGINES)]
             router = Router(str(tmp_path / "log"), request_timeout_s=30, policy=policy, arguments=arguments)
             stack.callback(router.stop)
             await asyncio.to_thread(router.wait_ready, 30)

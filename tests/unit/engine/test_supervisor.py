@@ -82,8 +82,8 @@ def test_a_launch_that_fails_is_tried_again_while_restarts_are_left() -> None:
 
     with supervised(launch, Process("well"), lost := Process("lost")) as (registry, router, said):
         lost.failure = EngineError("it was killed", where="lost.log")
-        assert holds_within(20, lambda: router.urls == {"http://well", "http://new"})
-        assert holds_within(20, lambda: len(said) == 3)
+        assert holds_within(60, lambda: router.urls == {"http://well", "http://new"})
+        assert holds_within(60, lambda: len(said) == 3)
     assert lost.stopped
     assert asked == [(1, "engine_1_restart_1.log"), (1, "engine_1_restart_2.log")]
     assert [replica.index for replica in registry.all()] == [0, 1]
@@ -100,10 +100,10 @@ def test_it_is_over_once_every_restart_was_used_and_not_before() -> None:
 
     with supervised(launch, lost := Process("lost"), max_restarts=1) as (registry, router, said):
         lost.failure = DeadlineError("no answer from its process", where="first")
-        assert holds_within(20, lambda: router.urls == {"http://new"})
+        assert holds_within(60, lambda: router.urls == {"http://new"})
         assert registry.over is None
         replacement.failure = EngineError("it was killed", where="second")
-        assert holds_within(20, lambda: registry.over is not None)
+        assert holds_within(60, lambda: registry.over is not None)
         assert router.urls == set()
     assert registry.over is not None
     assert (registry.over.what, registry.over.where) == ("no engine is left: it was killed", "second")
@@ -113,5 +113,5 @@ def test_it_is_over_once_every_restart_was_used_and_not_before() -> None:
 def test_what_the_supervisor_cannot_handle_ends_the_run() -> None:
     with supervised(lambda index, log_name: Process("new"), odd := Process("odd")) as (registry, _, _):
         odd.failure = KeyError("nobody expects it")
-        assert holds_within(20, lambda: registry.over is not None)
+        assert holds_within(60, lambda: registry.over is not None)
     assert "KeyError: 'nobody expects it'" in str(registry.over)

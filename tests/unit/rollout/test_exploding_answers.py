@@ -127,7 +127,7 @@ async def test_arithmetic_that_no_signal_interrupts_is_killed_at_the_deadline(ki
     path = tmp_path / "eager_reward.py"
     path.write_text("def score(args, sample):\n    return float((9 ** int(sample.label)) % 7)\n")
     group = kit.make_group(0, labels=["2", "387420489"])  # 9**9**9 takes a multiplication of minutes, in C
-    opened = kit.opened(custom_rm_path=f"{path}:score", rm_timeout_s=0.5)
+    opened = kit.opened(custom_rm_path=f"{path}:score", rm_timeout_s=2.0)
     async with opened as context, heartbeat() as beats, asyncio.timeout(HANG_IF_SLOWER_S):
         (failure,) = await context.scorer.score(group.samples)
     assert (group[0].reward, group[1].reward, failure.kind) == (4.0, None, FailureKind.TIMEOUT)

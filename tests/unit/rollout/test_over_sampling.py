@@ -67,7 +67,7 @@ class Bench:
         """Run and close a rollout; the rows of the step."""
         ticket = self.state.generate(rollout_id)
         buffer = local_client(self.state, ticket, GroupConverter(self.args))
-        client = EngineClient(engine.url, [engine.url], timeout_s=20.0) if engine else None
+        client = EngineClient(engine.url, [engine.url], timeout_s=60.0) if engine else None
         try:
             async with self.kit.opened(client, **self.options) as context:
                 self.output = await DefaultRollout(context.args)(context.args, rollout_id, buffer)

@@ -155,7 +155,7 @@ class Asking:
             self.tasks = [asyncio.create_task(generate(context.args, sample, params)) for sample in samples]
 
     async def begun(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not self.engine.log.in_flight:  # noqa: ASYNC110 (the log belongs to another thread)
                 await asyncio.sleep(0.005)
 
@@ -182,7 +182,7 @@ async def test_a_sample_that_is_cancelled_ends_no_other_and_the_last_one_ends_th
                 task.cancel()
             await asyncio.wait(asking.tasks)
             assert asyncio.all_tasks() == before | {asyncio.current_task()}
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while engine.log.in_flight:  # noqa: ASYNC110 (counted in another thread)
                     await asyncio.sleep(0.005)
     assert engine.log.disconnected == 1

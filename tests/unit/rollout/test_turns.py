@@ -40,7 +40,7 @@ async def roll(kit: Any, engine: FakeEngine, **options: Any) -> list[Sample]:
     for sample in groups[0]:
         sample.prompt = "12*7="
     buffer = FakeBuffer(groups, kit.make_ticket(1))
-    client = EngineClient(engine.url, [engine.url], timeout_s=20.0)
+    client = EngineClient(engine.url, [engine.url], timeout_s=60.0)
     plugins = {"custom_generate_function_path": f"{EXAMPLE}:generate", "custom_rm_path": f"{EXAMPLE}:score"}
     try:
         async with kit.opened(client, **plugins, **options) as context:

@@ -80,13 +80,13 @@ def test_nothing_of_a_server_is_left(how: str, start: Callable[..., SglangServer
     if how != "stopped":
         os.kill(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     if how == "killed":
-        assert holds_within(10, lambda: server.process.exit_status is not None)
+        assert holds_within(60, lambda: server.process.exit_status is not None)
         with pytest.raises(EngineError, match="killed by signal 9"):
             server.check()
     server.stop()
     assert [path for path in left if path.exists()] == []
-    assert holds_within(10, lambda: not semaphore.exists())
-    assert holds_within(10, lambda: not any(map(is_running, processes)))
+    assert holds_within(60, lambda: not semaphore.exists())
+    assert holds_within(60, lambda: not any(map(is_running, processes)))
 
 
 def test_a_server_that_ends_says_why(options: Callable[..., Any], tmp_path: Path) -> None:
