@@ -100,7 +100,7 @@ def start(ray_cluster: None, make_options: Callable[..., Any], folders: list[str
         factory = type("Transport", (Disturbed,), {"sender": sender})
         trainer = local_senders(factory, args, Trainer(folders[1]).export)
         role.call("ready", timeout_s=120)
-        return role, RoleBroadcasts(role, factory(args), trainer, timeout_s=120.0), before
+        return role, RoleBroadcasts(role, factory(args), trainer, timeout_s=30.0), before
 
     yield start
     for group in groups:

@@ -37,7 +37,7 @@ from buffer_rl.weights.process_group import Rendezvous, WeightGroup, described
 from harness.processes import holds_within
 
 JOIN, UPDATE, LEAVE = "/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"
-GROUP_TIMEOUT_S = 10.0
+GROUP_TIMEOUT_S = 6.0
 ENGINE_OPTIONS = {"update_weights_timeout_s": GROUP_TIMEOUT_S}
 NORM = "model.norm.weight"
 start = ThreadPoolExecutor(8).submit  # for calls that need a counterpart before they can end
@@ -231,7 +231,7 @@ def test_a_sender_that_is_killed_leaves_the_old_weights_and_the_group_can_be_mad
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"2 of 2 engines failed(.|\n)*HTTP 400(.|\n)*a broadcast failed"):
         received.result(20)
-    assert time.monotonic() - started < GROUP_TIMEOUT_S / 2, "they noticed it by the deadline only"
+    assert time.monotonic() - started < GROUP_TIMEOUT_S - 2, "they noticed it by the deadline only"
     sender.wait()
     with pytest.raises(EngineError, match="no weight update is under way"):
         served.end_weight_update()
@@ -340,9 +340,9 @@ def test_a_group_that_does_not_get_whole_is_given_up_at_the_deadline_and_the_eng
         while not joining.done():
             begun = time.monotonic()
             assert post(engines[0], "/generate", input_ids=[5, 6], sampling_params=greedy)[0] == 200
-            assert time.monotonic() - begun < GROUP_TIMEOUT_S / 2
+            assert time.monotonic() - begun < GROUP_TIMEOUT_S - 2
         status, answer = joining.result(20)
-        assert (status, "3 members did not meet within 10 s" in answer["message"]) == (400, True)
+        assert (status, "3 members did not meet within 6 s" in answer["message"]) == (400, True)
         assert GROUP_TIMEOUT_S - 1 < time.monotonic() - started < GROUP_TIMEOUT_S + 60
 
 
@@ -366,7 +366,7 @@ def test_joining_under_a_name_again_leaves_the_group_before(
             group = rendezvous.group("w", 2)
             assert joined.result(20)[0] == 200
             group.close()
-    assert first.result(20)[0] == 400
+    assert first.result(60)[0] == 400
     assert post(engines[0], LEAVE, group_name="w")[0] == 200, "the first call's end leaves the later group"
     assert post(engines[0], LEAVE, group_name="w")[0] == 400
 
