@@ -87,7 +87,7 @@ def statistics_of(process: ServiceProcess) -> dict[str, Any]:
 def test_a_run_trains_on_what_agents_wrote_though_the_service_is_killed(
     train: Callable[[Any], Any], options_for: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = {"group_size": GROUP_SIZE, "min_group_size": 2, "group_timeout_s": 2.0}
+    flags = {"group_size": GROUP_SIZE, "min_group_size": 2, "group_timeout_s": 6.0}
     with ServiceProcess(tmp_path / "store", **flags) as process:
         write_groups(process.url, range(GROUPS + 1))  # of the first step, and a part of the second
 

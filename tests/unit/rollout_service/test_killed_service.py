@@ -60,7 +60,7 @@ async def read_all(url: str, reader: str, got: list[tuple[str, str]], done: asyn
 async def test_fifty_writers_and_a_service_that_is_killed_lose_and_double_nothing(tmp_path: Path) -> None:
     plan, written, got = planned(), [], []
     done, progress = asyncio.Event(), asyncio.Event()
-    flags = {"group_size": GROUP_SIZE, "min_group_size": GROUP_SIZE - 1, "group_timeout_s": 3.0, "capacity": PROBLEMS}
+    flags = {"group_size": GROUP_SIZE, "min_group_size": GROUP_SIZE - 1, "group_timeout_s": 8.0, "capacity": PROBLEMS}
     with ServiceProcess(tmp_path / "store", **flags) as process:
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
             readers = [tasks.create_task(read_all(process.url, f"run{n}", got, done)) for n in range(2)]

@@ -125,7 +125,7 @@ def test_torch_and_transformers_are_not_loaded_by_the_names_that_rewards_import(
 
 
 async def opened(url: str, **options: Any) -> RolloutContext:
-    args = compose(CORE_SECTIONS)(router_url=url, engine_api_key="key", generate_timeout_s=5.0, **options)
+    args = compose(CORE_SECTIONS)(router_url=url, engine_api_key="key", generate_timeout_s=60.0, **options)
     return RolloutContext.build(args, registry=PluginRegistry(), engine=None, tokenizer=make_char_tokenizer())
 
 
