@@ -100,12 +100,23 @@ def test_a_blocked_name_is_not_provided(tmp_path: Path, clean: None) -> None:
         "from slime.rollout.data_source import RolloutDataSource",
         "from slime.utils.http_utils import init_http_client",
         "import slime.ray",
+        "from slime.utils import nothing",
+        "from slime.utils.types import nothing",
     ],
 )
 def test_what_cannot_be_had_says_which_page_to_read(line: str, clean: None) -> None:
     PluginRegistry.from_flags(["slime"])
     with pytest.raises(ImportError, match=r"docs/coming_from_slime\.md"):
         exec(line, {})
+
+
+def test_a_module_is_imported_from_its_package(clean: None) -> None:
+    PluginRegistry.from_flags(["slime"])
+    found: dict[str, Any] = {}
+    exec("from slime.utils import http_utils", found)
+    exec("from slime.rollout import sglang_rollout as rollout", found)
+    assert found["http_utils"].post is http.post
+    assert found["rollout"].generate.__module__ == "buffer_rl_slime.rollout"
 
 
 def test_every_module_of_the_names_is_importable_and_exports_what_it_lists(clean: None) -> None:
