@@ -303,7 +303,10 @@ REMARKS: dict[str, tuple[Verdict, str]] = {
     "custom-reward-post-process-path": (Verdict.CHANGES, "it is called for each group, not for a whole rollout"),
     "save-debug-rollout-data": (Verdict.SAME, "the files are safetensors"),
     "colocate": (Verdict.SAME, "placement alone: nothing is offloaded, so a GPU must hold both"),
-    "eval-config": (Verdict.SAME, "its keys are in docs/options.md"),
+    "eval-config": (
+        Verdict.SAME,
+        "its keys are in docs/options.md; rm_type math in it is math_boxed here, and gpqa is gpqa_lenient",
+    ),
     "balance-data": (Verdict.SAME, "for what is streamed; the shares of a complete rollout are always balanced"),
     "hf-checkpoint": (Verdict.SAME, "the initial weights too"),
     "train-backend": (Verdict.SAME, ""),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from buffer_rl.config import compose
 from buffer_rl.configuration.help import FlagParser, add_options, given_flags, take_items
-from buffer_rl.configuration.slime_flags import Verdict, known_flag
+from buffer_rl.configuration.slime_flags import REMARKS, REWARD_NAMES, Verdict, known_flag
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl_sglang.options import SglangOptions
 
@@ -65,3 +65,9 @@ def test_what_is_called_missing_is_missing() -> None:
     missing = set().union(*(flags(row[0]) for row in rows("What is not here")))
     assert missing & FLAGS == set()
     assert len(missing) > 10
+
+
+def test_the_remark_on_evaluation_sets_names_the_rewards_that_are_called_otherwise() -> None:
+    _, why = REMARKS["eval-config"]
+    said = dict(re.findall(r"(\w+)(?: in it)? is (\w+)", why))
+    assert said == REWARD_NAMES

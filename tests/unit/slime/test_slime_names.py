@@ -100,6 +100,8 @@ def test_a_blocked_name_is_not_provided(tmp_path: Path, clean: None) -> None:
         "from slime.rollout.data_source import RolloutDataSource",
         "from slime.utils.http_utils import init_http_client",
         "import slime.ray",
+        "from slime.agent.adapters import OpenAIAdapter",
+        "from slime.rollout.sglang_rollout import _prepare_prompt_ids",
         "from slime.utils import nothing",
         "from slime.utils.types import nothing",
     ],
