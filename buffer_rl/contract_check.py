@@ -103,7 +103,8 @@ def check_rollout_output(
     foreign group. In place of groups there may be their samples in one list: those with a uid belong to its group,
     and of the others each ``group_size`` in turn are a foreign group. Raises RolloutError otherwise.
     """
-    groups, metrics = _groups_and_metrics(value, where)
+    entries, metrics = _groups_and_metrics(value, where)
+    groups = [_with_own_samples(entry) for entry in entries]
     if groups and all(isinstance(entry, Sample) for entry in groups):
         groups = _grouped(cast("list[Sample]", groups), group_size, where)
     checked: list[SampleGroup] = []
@@ -122,6 +123,23 @@ def check_rollout_output(
         check_statuses(group, where=where)
         checked.append(group)
     return RolloutOutput(groups=checked, metrics=check_metrics(metrics, where=where))
+
+
+_OF_A_SAMPLE = frozenset({"tokens", "response", "response_length", "reward", "status", "metadata"})
+
+
+def as_sample(value: object) -> object:
+    """A sample of another program's class, such as that of an installed slime, as a ``Sample`` with all it holds; any
+    other value as it is."""
+    as_dict = getattr(value, "to_dict", None)
+    held = getattr(value, "__dict__", {})
+    if isinstance(value, Sample | type) or not callable(as_dict) or not held.keys() >= _OF_A_SAMPLE:
+        return value
+    return Sample.from_dict(as_dict())
+
+
+def _with_own_samples(entry: object) -> object:
+    return [_with_own_samples(each) for each in entry] if isinstance(entry, list) else as_sample(entry)
 
 
 def as_leased_group(value: object, leased: Mapping[GroupUid, SampleGroup]) -> SampleGroup | None:

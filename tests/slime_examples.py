@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
 
+from buffer_rl.data.eval_sets import eval_datasets
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.user_functions import LogFunctions, choose_queued
@@ -138,19 +139,21 @@ async def whole(checkout: Checkout, form: str) -> None:
     expect(output.metrics["raw_reward"], 1.0)
 
 
+def two_rows(folder: str) -> Path:
+    """An evaluation set."""
+    file = Path(folder, "dev.jsonl")
+    file.write_text('{"prompt": "ab", "label": "x"}\n{"prompt": "cd", "label": "y"}\n')
+    return file
+
+
 async def evaluation(checkout: Checkout) -> None:
+    """slime's own function reads the evaluation set itself."""
+    file = two_rows(checkout.folder)
     with their_rollout(checkout) as module:
         options = {"name": module.generate_rollout, "evaluation": True, "rm_type": "exact_match"}
+        options |= {"eval_prompt_data": [f"mine={file}"]}
         async with trial(checkout, lambda text: "x", groups_of("ab", "x"), **options) as (run, _, _, args):
-            samples = [Sample(prompt="ab", label="x"), Sample(prompt="cd", label="y")]
-            module.Dataset = lambda *a, **k: SimpleNamespace(samples=samples)  # slime's reads a file
-            names = "input_key label_key metadata_key tool_key multimodal_keys apply_chat_template stop stop_token_ids "
-            names += "apply_chat_template_kwargs skip_special_tokens no_stop_trim repetition_penalty min_new_tokens "
-            unset = dict.fromkeys((names + "custom_rm_path custom_generate_function_path").split())
-            numbers = {"n_samples_per_eval_prompt": 1, "temperature": 0.0, "top_p": 1.0, "top_k": -1}
-            one = SimpleNamespace(**unset, **numbers, name="mine", path="f", max_response_len=8, cache_key=("f",))
-            one.inject_metadata = lambda metadata: metadata
-            user_args(args).eval_datasets = [one]
+            user_args(args).eval_datasets = eval_datasets(args)  # as the context does for a function named by an option
             output = await run()
     expect(output.metrics["eval/mine"], 0.5)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import yaml
@@ -94,6 +94,63 @@ class EvalSet(BaseModel):
 
     def _added_metadata(self) -> dict[str, Any]:
         return {**({"rm_type": self.rm_type} if self.rm_type else {}), **self.metadata_overrides}
+
+
+@dataclass(kw_only=True)
+class EvalDatasetConfig:
+    """An evaluation set as functions that were written for slime find it in ``args.eval_datasets``. What is None is the
+    option's."""
+
+    name: str
+    path: str
+    rm_type: str | None = None
+    custom_rm_path: str | None = None
+    custom_generate_function_path: str | None = None
+    input_key: str | None = None
+    label_key: str | None = None
+    tool_key: str | None = None
+    metadata_key: str | None = None
+    multimodal_keys: dict[str, str] | None = None
+    apply_chat_template: bool | None = None
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+    n_samples_per_eval_prompt: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_response_len: int | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_new_tokens: int | None = None
+    repetition_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    metadata_overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cache_key(self) -> tuple[Any, ...]:
+        """What the rows that are read depend on."""
+        return (self.name, self.path, self.input_key, self.label_key, self.tool_key, self.metadata_key)
+
+    def inject_metadata(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+        """A row's metadata with what the set adds."""
+        return {**(metadata or {}), **({"rm_type": self.rm_type} if self.rm_type else {}), **self.metadata_overrides}
+
+
+def eval_datasets(args: Any) -> list[EvalDatasetConfig]:
+    """The evaluation sets of the options, with what these say where a set does not. Raises ConfigError as
+    ``eval_sets_of``."""
+    of_options = {
+        **{f"{name}_key": getattr(args, f"{name}_key") for name in ("input", "label", "tool", "metadata")},
+        "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
+    }
+    for name in ("temperature", "top_p", "top_k", "max_response_len"):
+        value = getattr(args, f"eval_{name}")
+        of_options[name] = getattr(args, f"rollout_{name}") if value is None else value
+    known = {each.name for each in fields(EvalDatasetConfig)}
+    return [
+        EvalDatasetConfig(**of_options | eval_set.model_dump(include=known, exclude_none=True))
+        for eval_set in eval_sets_of(args)
+    ]
 
 
 def parse_eval_sets(texts: Sequence[str]) -> list[EvalSet]:

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.data.eval_sets import eval_datasets
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.baseline import needs_baseline
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.rollout.reward_model import RewardModelClient
 from buffer_rl.rollout.scoring import Scorer
 from buffer_rl.rollout.user_functions import resolve_function
+from buffer_rl.user_args import user_args
 
 if TYPE_CHECKING:
     from buffer_rl.engine.client import EngineClient
@@ -92,6 +94,9 @@ class RolloutContext:
 
         Call it inside the event loop that will run the rollouts. Raises RolloutError or PluginError.
         """
+        for_others = _is_for_others(args, registry)
+        if for_others:
+            user_args(args).eval_datasets = eval_datasets(args)
         if tokenizer is None:
             tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
         return cls(
@@ -110,7 +115,7 @@ class RolloutContext:
                 registry, "all_samples_process", args.rollout_all_samples_process_path
             ),
             baseline=needs_baseline(args, registry),
-            renders=args.apply_chat_template and _read_prompts(args, registry),
+            renders=args.apply_chat_template and for_others,
             run_dir=run_dir,
             loop=asyncio.get_running_loop(),
         )
@@ -131,15 +136,16 @@ class RolloutContext:
             await self.scorer.aclose()
 
 
-def _read_prompts(args: Any, registry: PluginRegistry) -> bool:
+def _is_for_others(args: Any, registry: PluginRegistry) -> bool:
     """Whether a function that reads prompts was written for another program."""
-    references = {
-        "rollout": args.rollout_function_path,
-        "generate": args.custom_generate_function_path,
-        "reward": args.custom_rm_path,
-        "group_reward": args.custom_group_rm_path,
-    }
-    functions = (resolve_function(registry, kind, reference) for kind, reference in references.items())
+    references = (
+        ("rollout", args.rollout_function_path),
+        ("rollout", args.eval_function_path),
+        ("generate", args.custom_generate_function_path),
+        ("reward", args.custom_rm_path),
+        ("group_reward", args.custom_group_rm_path),
+    )
+    functions = (resolve_function(registry, kind, reference) for kind, reference in references)
     return any(function is not None and registry.is_written_for_others(function) for function in functions)
 
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from buffer_rl.buffer.partial import DONE
-from buffer_rl.contract_check import check_statuses
+from buffer_rl.contract_check import as_sample, check_statuses
 from buffer_rl.engine.rows import ROWS
 from buffer_rl.errors import DeadlineError, RolloutError
 from buffer_rl.ids import version_number
@@ -178,8 +178,9 @@ async def _call_custom(
         answer = await call_plugin(
             "generate", path, function, user_args(context.args), sample, params, at=at, **keywords
         )
-    parts = [answer] if isinstance(answer, Sample) else answer
-    if not isinstance(parts, list) or not parts or not all(isinstance(part, Sample) for part in parts):
+    answers = [as_sample(part) for part in (answer if isinstance(answer, list) else [answer])]
+    parts = [part for part in answers if isinstance(part, Sample)]
+    if not parts or len(parts) < len(answers):
         raise returned("generate", path, answer, "a Sample, or a list of them", at=at, error_class=RolloutError)
     for number, part in enumerate(parts):
         part.uid, part.sample_index, part.part = uid, sample_index, number

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from buffer_rl.buffer.calling import blocking
-from buffer_rl.contract_check import as_leased_group, check_reward, check_rollout_output, check_statuses
+from buffer_rl.contract_check import as_leased_group, as_sample, check_reward, check_rollout_output, check_statuses
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, DataError, RewardError, RolloutError
 from buffer_rl.resolution.calls import short_repr, traceback_tail
@@ -200,7 +200,8 @@ def read_evaluation(answer: Any, args: Any, leased: Mapping[GroupUid, SampleGrou
         if not isinstance(result, Mapping) or "rewards" not in result:
             raise RolloutError(f"it returned {short_repr(result)}", where=at, expected=EXPECTED_EVALUATION)
         metrics |= _metrics_of(str(name), result, args, at)
-        own = [sample for sample in _entries(result, "samples", at) if isinstance(sample, Sample)]
+        entries = map(as_sample, _entries(result, "samples", at))
+        own = [sample for sample in entries if isinstance(sample, Sample)]
         check_statuses(own, where=at)
         samples += own
     return RolloutOutput(groups=_whole_groups(samples, leased), metrics=metrics | dict(extra or {}))
@@ -210,7 +211,7 @@ def _metrics_of(name: str, result: Mapping[str, Any], args: Any, where: str) -> 
     rewards = [_reward(value, args, where) for value in _entries(result, "rewards", where)]
     if not rewards:
         raise RolloutError("there are no rewards", where=where, expected=EXPECTED_EVALUATION)
-    samples = _entries(result, "samples", where)
+    samples: Any = [*map(as_sample, _entries(result, "samples", where))]
 
     def mean(values: Sequence[float]) -> float:
         """Over samples, where each of ``values`` has its sample; else over the values."""

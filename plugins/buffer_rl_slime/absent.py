@@ -1,5 +1,5 @@
-"""Names that rollout functions import at their top and need in some cases only, which do not exist here: images, and
-data sets that a function reads itself. Using one raises ConfigError."""
+"""Names that rollout functions import at their top and need in some cases only, which do not exist here: images. Using
+one raises ConfigError."""
 
 from __future__ import annotations
 
@@ -11,20 +11,6 @@ from buffer_rl_slime.missing import PAGE
 
 def _refuse(name: str, hint: str) -> NoReturn:
     raise ConfigError(f"{name} cannot be had here", where="an import of slime", hint=f"{hint}; see {PAGE}")
-
-
-class Dataset:
-    """Refused when it is made: the Buffer reads ``--prompt-data`` and the evaluation sets."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse("slime.utils.data.Dataset", "data_source.get_samples gives the prompts")
-
-
-class EvalDatasetConfig:
-    """Refused when it is made: ``--eval-config`` describes evaluation sets."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse("slime.utils.eval_config.EvalDatasetConfig", "--eval-config describes evaluation sets")
 
 
 def build_processor_kwargs(multimodal_inputs: Any = None) -> NoReturn:

@@ -15,6 +15,7 @@ from slime.rollout.sglang_rollout import GenerateState, generate_and_rm, generat
 from slime.rollout.sglang_rollout import generate as one_turn
 from slime.rollout.sglang_rollout import generate_rollout as whole_rollout
 from slime.utils.async_utils import run
+from slime.utils.data import Dataset
 from slime.utils.http_utils import get, post
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.misc import load_function
@@ -238,6 +239,34 @@ def own_evaluation(args, rollout_id, data_source, evaluation=False):
     rewards = [sample.reward for sample in samples]
     truncated = [sample.status == Sample.Status.TRUNCATED for sample in samples]
     return RolloutFnEvalOutput(data={"mine": {"rewards": rewards, "truncated": truncated, "samples": samples}})
+
+
+def reads_data_sets(args, rollout_id, data_source, evaluation=False):
+    """As slime's own evaluation: it reads the sets of ``args.eval_datasets`` itself."""
+    data = {}
+    for config in args.eval_datasets:
+        made = Dataset(
+            path=config.path,
+            tokenizer=GenerateState(args).tokenizer,
+            processor=None,
+            max_length=args.eval_max_prompt_len,
+            prompt_key=config.input_key,
+            label_key=config.label_key,
+            metadata_key=config.metadata_key,
+            tool_key=config.tool_key,
+            apply_chat_template=args.apply_chat_template,
+        )
+        samples = [deepcopy(row) for row in made for _ in range(config.n_samples_per_eval_prompt)]
+        for sample in samples:
+            sample.metadata = config.inject_metadata(sample.metadata)
+        params = {"max_new_tokens": config.max_response_len, "temperature": config.temperature}
+        run(_all_of(generate_and_rm(args, sample, dict(params), evaluation=True) for sample in samples))
+        data[config.name] = {"rewards": [sample.reward for sample in samples], "samples": samples}
+    return RolloutFnEvalOutput(data=data)
+
+
+async def _all_of(calls):
+    return await asyncio.gather(*calls)
 
 
 def groups_at_once(args, rollout_id, data_source, evaluation=False):

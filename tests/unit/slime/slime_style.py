@@ -29,6 +29,38 @@ class TrainOutput:
     metrics: dict[str, Any] | None = None
 
 
+@dataclass
+class OtherSample:
+    """As the class of another installed package: the attributes of a sample, and its mapping."""
+
+    tokens: list[int]
+    response: str
+    response_length: int
+    reward: Any = None
+    status: Any = Sample.Status.COMPLETED
+    metadata: dict[str, Any] | None = None
+    own: str = "kept"
+
+    def to_dict(self):
+        return {**self.__dict__, "status": self.status.value, "spec_info": {}, "prefix_cache_info": {}}
+
+
+def other_of(sample):
+    return OtherSample([3, 4, 7], str(sample.label), 1, reward=0.5, metadata={"turn": 1})
+
+
+async def generate_others(args, sample, sampling_params):
+    return [other_of(sample), other_of(sample)]
+
+
+def rollout_of_others(args, rollout_id, data_source, evaluation=False):
+    groups = data_source.get_samples(2)
+    samples = [other_of(sample) for group in groups for sample in group]
+    if evaluation:
+        return {"mine": {"rewards": [0.5] * len(samples), "samples": samples}}
+    return TrainOutput(samples=[samples[:2], samples[2:]])
+
+
 async def reward_func(args, sample, **kwargs):
     assert isinstance(sample, Sample)
     if sample.status == Sample.Status.TRUNCATED:

@@ -240,6 +240,36 @@ async def test_an_evaluation_of_the_users_own() -> None:
     assert len(buffer.finished) == 2
 
 
+async def test_an_evaluation_that_reads_its_sets_itself(tmp_path: Path) -> None:
+    file = tmp_path / "dev.jsonl"
+    file.write_text('{"q": "ab", "label": "x"}\n{"q": "cd", "label": "y"}\n{"q": "too long", "label": "y"}\n')
+    (tmp_path / "eval.yaml").write_text(
+        f"datasets: [{{name: own, path: {file}, n_samples_per_eval_prompt: 3, metadata_overrides: {{a: 1}}}}]\n"
+    )
+    options = {
+        "rollout_function_path": ref("reads_data_sets"),
+        "eval_prompt_data": [f"dev={file}"],
+        "eval_config": str(tmp_path / "eval.yaml"),
+        "input_key": "q",
+        "n_samples_per_eval_prompt": 2,
+        "eval_temperature": 0.25,
+        "rollout_max_response_len": 5,
+        "rollout_max_prompt_len": 3,
+        "rm_type": "exact_match",
+    }
+    options |= {"name": "reads_data_sets", "evaluation": True}
+    async with rollout(lambda text: "x", groups_of("ab", "x"), **options) as (run, _, _, args):
+        sets = user_args(args).eval_datasets
+        output = await run()
+    assert [(s.name, s.n_samples_per_eval_prompt, s.temperature, s.top_p) for s in sets] == [
+        ("dev", 2, 0.25, 1.0),
+        ("own", 3, 0.25, 1.0),
+    ]
+    assert [s.inject_metadata({"b": 2}) for s in sets] == [{"b": 2}, {"a": 1, "b": 2}]
+    assert (output.metrics["eval/dev"], output.metrics["eval/own"]) == (0.5, 0.5)
+    assert output.metrics["eval/own/response_len"] == 1.0
+
+
 async def test_conversations_become_rows_with_the_masks_of_the_library() -> None:
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     options = {"loss_type": "sft_loss", "loss_mask_type": "qwen", "name": "conversations", "hf_checkpoint": "m"}

@@ -71,6 +71,20 @@ async def test_generate_reward_and_filter_run_under_the_built_in_rollout() -> No
     assert output.metrics["raw_reward"] == 0.5
 
 
+async def test_samples_of_another_packages_class_are_read() -> None:
+    buffer, _, _ = await run(custom_generate_function_path=ref("generate_others"), custom_rm_path=None, rm_type="f1")
+    parts = buffer.finished[0].samples
+    assert [(part.sample_index, part.part) for part in parts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {(type(part), part.response, part.own, part.status) for part in parts} == {
+        (Sample, "x", "kept", Status.COMPLETED)
+    }
+    _, output, _ = await run("rollout_of_others")
+    assert [[sample.tokens for sample in group] for group in output.groups] == [[[3, 4, 7]] * 2] * 2
+    assert all(group.foreign for group in output.groups)  # they do not say which lease they are of
+    _, output, _ = await run("rollout_of_others", evaluation=True)
+    assert output.metrics == {"eval/mine": 0.5, "eval/mine/response_len": 1.0}
+
+
 async def test_a_filters_reason_is_counted_and_a_boolean_will_do() -> None:
     buffer, _, _ = await run(
         wanted=1, dynamic_sampling_filter_path=ref("check_bool"), custom_generate_function_path=ref("custom_generate")
