@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -94,9 +94,15 @@ class RolloutContext:
 
         Call it inside the event loop that will run the rollouts. Raises RolloutError or PluginError.
         """
-        for_others = _is_for_others(args, registry)
-        if for_others:
+        rollouts = {"rollout": (args.rollout_function_path, args.eval_function_path)}
+        if _any_for_others(registry, rollouts):
             user_args(args).eval_datasets = eval_datasets(args)
+        readers = {
+            **rollouts,
+            "generate": (args.custom_generate_function_path,),
+            "reward": (args.custom_rm_path,),
+            "group_reward": (args.custom_group_rm_path,),
+        }
         if tokenizer is None:
             tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
         return cls(
@@ -115,7 +121,7 @@ class RolloutContext:
                 registry, "all_samples_process", args.rollout_all_samples_process_path
             ),
             baseline=needs_baseline(args, registry),
-            renders=args.apply_chat_template and for_others,
+            renders=args.apply_chat_template and _any_for_others(registry, readers),
             run_dir=run_dir,
             loop=asyncio.get_running_loop(),
         )
@@ -136,16 +142,9 @@ class RolloutContext:
             await self.scorer.aclose()
 
 
-def _is_for_others(args: Any, registry: PluginRegistry) -> bool:
-    """Whether a function that reads prompts was written for another program."""
-    references = (
-        ("rollout", args.rollout_function_path),
-        ("rollout", args.eval_function_path),
-        ("generate", args.custom_generate_function_path),
-        ("reward", args.custom_rm_path),
-        ("group_reward", args.custom_group_rm_path),
-    )
-    functions = (resolve_function(registry, kind, reference) for kind, reference in references)
+def _any_for_others(registry: PluginRegistry, references: Mapping[str, Sequence[str | None]]) -> bool:
+    """Whether one of the functions, by kind, was written for another program."""
+    functions = (resolve_function(registry, kind, path) for kind, paths in references.items() for path in paths)
     return any(function is not None and registry.is_written_for_others(function) for function in functions)
 
 
