@@ -217,7 +217,7 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         name="model_provider",
         flags=("--custom-model-provider-path",),
         protocol=ModelProvider,
-        signature="(args) -> model, or of a trainer that splits it (pre_process, post_process) -> its part",
+        signature="(args) -> model, or (pre_process, post_process, vp_stage) -> its part",
         positional=("args",),
         keywords=("pre_process", "post_process"),
     ),
