@@ -40,6 +40,8 @@ ALLOWED: Mapping[str, str] = {
     "add_observation": "generate functions of users call it",
     "append_response_tokens": "generate functions of users call it",
     "effective_response_length": "functions of users read it",
+    "cache_key": "evaluation functions of users read it",
+    "inject_metadata": "evaluation functions of users call it",
     "spec_accept_rate": "functions of users read it",
     "spec_accept_length": "functions of users read it",
     "prefix_cache_hit_rate": "functions of users read it",
