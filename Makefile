@@ -50,11 +50,10 @@ quickstart: $(VENV)/.stamp-examples
 env: $(VENV)/.stamp-dev
 
 test: $(VENV)/.stamp-dev
-	$(BIN)/python tests/run.py -m 'not slow and not sglang and not megatron' $(PYTEST_ARGS)
+	$(BIN)/python tests/run.py $(PYTEST_ARGS)
 
-# One after another: the tests that kill and hang parts of a run have deadlines of seconds.
 test-all: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -m 'not campaign and not sglang and not megatron' $(PYTEST_ARGS)
+	$(BIN)/python tests/run.py --all $(PYTEST_ARGS)
 
 # Real servers, in an environment of their own (1.6 GB).
 $(VENV)-sglang/.stamp: plugins/buffer_rl_sglang/requirements-cpu.txt

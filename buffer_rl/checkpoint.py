@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,33 +54,31 @@ class Checkpoint:
     facts: Mapping[str, Any]
 
 
-def write_checkpoint(root: str | Path, step: int, fill: Callable[[Path], None], facts: Mapping[str, Any]) -> Path:
-    """Write ``root/step_NNNNNN``. ``fill`` receives the temporary folder and writes files into it.
+@contextmanager
+def new_checkpoint(
+    root: str | Path, step: int, facts: Mapping[str, Any], scratch: str | Path | None = None
+) -> Iterator[Path]:
+    """Write the checkpoint ``step_NNNNNN`` in ``root``, a folder or a URL. The block fills a temporary folder, which
+    is sealed after it, and renamed or uploaded.
 
-    A checkpoint of the same step is replaced only once the new one is whole. Raises whatever ``fill`` raises, and
-    CheckpointError if the disk refuses; the temporary folder is then gone.
+    A checkpoint of the same step is replaced only once the new one is whole. What goes to a URL is written into a
+    folder in ``scratch`` first (the system's where None), where there must be room for it. Raises what the block
+    raises, and CheckpointError if disk or store refuse; the temporary folder is gone then.
     """
-    base = Path(local_path(str(root)))
-    target = base / f"step_{step:06d}"
-    with _writing(str(target)), _temporary_folder(base, f".{target.name}.", replaces=target) as temporary:
-        fill(temporary)
+    name = f"step_{step:06d}"
+    if is_remote(local_path(str(root))):
+        remote = RemoteFolder(str(root), MANIFEST)
+        base = Path(scratch or tempfile.gettempdir())
+        with _writing(remote.where(name)), _temporary_folder(base, f".{name}.") as temporary:
+            yield temporary
+            _seal(temporary, step, facts)
+            remote.upload(temporary, name)
+        return
+    target = Path(local_path(str(root)), name)
+    with _writing(str(target)), _temporary_folder(target.parent, f".{name}.", replaces=target) as temporary:
+        yield temporary
         _seal(temporary, step, facts)
         _swap(temporary, target)
-    return target
-
-
-def upload_checkpoint(
-    url: str, step: int, fill: Callable[[Path], None], facts: Mapping[str, Any], *, scratch: str | Path
-) -> str:
-    """As ``write_checkpoint``, to a URL; returns that of the checkpoint. It is written into a folder in ``scratch``
-    first, where there must be room for it, and uploaded when it is whole. Raises CheckpointError, naming the URL."""
-    remote = RemoteFolder(url, MANIFEST)
-    name = f"step_{step:06d}"
-    with _writing(remote.where(name)), _temporary_folder(Path(scratch), f".{name}.") as temporary:
-        fill(temporary)
-        _seal(temporary, step, facts)
-        remote.upload(temporary, name)
-    return remote.where(name)
 
 
 @contextmanager

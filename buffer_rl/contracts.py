@@ -6,7 +6,7 @@ authors.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from buffer_rl.scope import Unit
@@ -288,9 +288,10 @@ class Trainer(Protocol):
 
     Every rank gets the same calls in the same order. What a rank that is not the head of its replica returns is not
     used, but for ``log_probs`` on ranks that call the objective: it goes into their rows.
-
     For ``--ref-update-interval`` it also has ``load_ref(path)``, unless ``--num-ref-workers`` have the reference: the
     model "ref" takes the weights in the Hugging Face folder ``path``, which ``save_hf`` wrote.
+    For ``--offload-train`` it also has ``sleep()``, which frees the device's memory and keeps the state elsewhere, and
+    ``wake_up()``, its inverse. ``sleep`` is called between two steps, and no other method before ``wake_up``.
 
     Unless the class, or the function that makes it, has ``reads_old_log_probs = False``, rows have that column. The
     objective needs it with several optimizer steps a rollout alone, and has it then.
@@ -327,8 +328,10 @@ class Trainer(Protocol):
     def save_hf(self, path: str) -> None:
         """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads, tokenizer included."""
 
-    def save(self, path: str) -> None:
-        """Write this rank's weights, optimizer, schedule and random state into the folder ``path``."""
+    def save(self, path: str) -> Callable[[], bool] | None:
+        """Write this rank's weights, optimizer, schedule and random state into the folder ``path``. Under
+        ``args.async_save`` it may return while they are written from a copy: a function is returned then, which every
+        rank calls between its other methods, and which says whether that has ended; it raises CheckpointError."""
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. Raises CheckpointError if something is missing or does not fit."""
@@ -338,7 +341,8 @@ class EngineProcess(Protocol):
     """A rollout engine that was started: a server that speaks SGLang's HTTP protocol at ``url``.
 
     ``check`` raises EngineError once the server has ended. It is called several times a second, and waits for nothing.
-    A server that hangs is found by its silence: ``GET /server_info`` must be answered by what decodes."""
+    A server that hangs is found by its silence: ``GET /server_info`` must be answered by what decodes. For
+    ``--offload-rollout`` it has ``/release_memory_occupation`` and ``/resume_memory_occupation``, with tags."""
 
     @property
     def url(self) -> str: ...

@@ -1,10 +1,10 @@
 """Runs the tests in two pytest processes at once, which take about as long as each other. The first has those that need
 Ray, which share a cluster.
 
-    python tests/run.py [pytest arguments]
+    python tests/run.py [--all] [pytest arguments]
 
-Where an argument is a path, one process runs it as pytest alone would. The output of the process that ends later is
-shown as it comes, that of the other one before it. The status is 0 only if both passed.
+``--all``: the slow ones too. Where an argument is a path, one process runs it as pytest alone would. The output of the
+first is shown as it comes, then that of the other one. The status is 0 only if both passed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FIRST = (
-    *("tests/integration", "tests/conformance", "tests/gpu"),
-    *("tests/unit/engine", "tests/unit/weights", "tests/unit/plugins"),
-)
-HALVES = (FIRST, ("tests/unit", "tests/golden", *(f"--ignore={path}" for path in FIRST)))
+WITH_RAY = ("tests/integration", "tests/conformance", "tests/gpu")
+FAST = "not slow and not sglang and not megatron"
+ALL = "not campaign and not sglang and not megatron"
 NO_TESTS = 5  # pytest's status where nothing is selected
 POLL_S = 0.2
 
@@ -30,14 +28,16 @@ POLL_S = 0.2
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
+    with_slow = "--all" in args
+    args = ["-m", ALL if with_slow else FAST, *(arg for arg in args if arg != "--all")]
     if any(not arg.startswith("-") and (ROOT / arg.partition("::")[0]).exists() for arg in args):
         return subprocess.run(_command(args), cwd=ROOT, check=False).returncode
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tests-") as folder:
-        logs = [Path(folder, f"{number}.log") for number in range(len(HALVES))]
+        logs = [Path(folder, f"{number}.log") for number in range(2)]
         running: list[subprocess.Popen[bytes]] = []
         try:
-            for half, log in zip(HALVES, logs, strict=True):
+            for half, log in zip(halves(with_slow), logs, strict=True):
                 with log.open("wb") as output:
                     command = _command([*half, *args])
                     running.append(subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT))
@@ -54,23 +54,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return max(0 if status == NO_TESTS else abs(status) for status in statuses)
 
 
+def halves(with_slow: bool) -> tuple[Sequence[str], Sequence[str]]:
+    """The folders of each process, as arguments of pytest."""
+    if with_slow:
+        return (*WITH_RAY, "tests/golden"), ("tests/unit",)
+    beside = [f"tests/unit/{name}" for name in ("engine", "weights", "plugins")]
+    return (*WITH_RAY, *beside), ("tests/unit", *(f"--ignore={path}" for path in beside), "tests/golden")
+
+
 def _command(args: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "pytest", *args]
 
 
 def _follow(running: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> None:
-    """Show the whole output of a half once it has ended, and from then on that of the other as it comes."""
-    shown = [0] * len(logs)
-    order: list[int] = []
-    while len(order) < len(running):
-        time.sleep(POLL_S)
-        ended = [number for number, process in enumerate(running) if process.poll() is not None]
-        order += [number for number in ended if number not in order]
-        for number in order or ():
-            shown[number] = _show(logs[number], shown[number])
-        if order and len(order) < len(running):
-            other = next(number for number in range(len(running)) if number not in order)
-            shown[other] = _show(logs[other], shown[other])
+    """Show the output of each as it comes, one after the other; returns when all have ended."""
+    for process, log in zip(running, logs, strict=True):
+        shown, ended = 0, False
+        while not ended:
+            time.sleep(POLL_S)
+            ended = process.poll() is not None
+            shown = _show(log, shown)
 
 
 def _show(log: Path, start: int) -> int:

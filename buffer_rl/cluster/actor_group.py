@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -90,6 +91,7 @@ class ActorGroup:
         self._independent = independent
         self._timeout_s = timeout_s
         self._turns = itertools.count()
+        self._order = threading.Lock()
         self._kept: Callable[[], object] = lambda: None
 
     @classmethod
@@ -110,10 +112,11 @@ class ActorGroup:
         declared = dispatch_of(self._class, method)
         calls = plan_calls(declared, args, self.places, next(self._turns) if declared.to is To.ONE else 0)
         names = [f"{self.role} {rank}" if len(self.actors) > 1 else self.role for rank in calls.members]
-        futures = [
-            getattr(self.actors[rank], method).remote(*own).future()
-            for rank, own in zip(calls.members, calls.args, strict=True)
-        ]
+        with self._order:  # of two threads' calls, which have members wait for each other, the same for all
+            futures = [
+                getattr(self.actors[rank], method).remote(*own).future()
+                for rank, own in zip(calls.members, calls.args, strict=True)
+            ]
         return Call(role=self.role, method=method, members=names, futures=futures, collect=calls.collect)
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:

@@ -27,7 +27,19 @@ class PlacementOptions(Section):
     rollout_num_gpus_per_engine: int = option(1, "GPUs of each engine, all on one node", ge=1)
     num_gpus_per_node: int | None = option(None, "most GPUs of a node that the run uses; all where absent", ge=1)
     colocate: bool = option(
-        False, "trainer, critic, engines and the other roles share devices: placement alone, not the memory of a device"
+        False,
+        "trainer, critic, engines and the other roles share devices; --offload-train and --offload-rollout have "
+        "the trainer and the engines hold the memory in turn",
+    )
+    offload_train: bool = option(
+        False,
+        "while engines generate, trained roles move their models and optimizer states to the host's memory; with "
+        "--schedule lockstep",
+    )
+    offload_rollout: bool = option(
+        False,
+        "while the trainer works, engines give back the memory of weights, key-value cache and CUDA graphs; with "
+        "--schedule lockstep, and engines that the run starts",
     )
     colocate_actor_ref: bool = option(
         False, "processes of the reference model and of the actor's forward pass share devices with the trainer's ranks"

@@ -93,7 +93,7 @@ NOT_NEEDED: tuple[tuple[str, str], ...] = (
     (_PACKED, "use-dynamic-batch-size micro-batch-size ref-micro-batch-size variable-seq-lengths balance-by-flops"),
     (
         _SAVING,
-        "async-save ckpt-format dist-ckpt-format use-dist-ckpt auto-detect-ckpt-format ckpt-fully-parallel-save "
+        "ckpt-format dist-ckpt-format use-dist-ckpt auto-detect-ckpt-format ckpt-fully-parallel-save "
         "ckpt-fully-parallel-load ckpt-assume-constant-structure no-load-optim no-load-rng finetune "
         "dist-ckpt-strictness exit-on-missing-checkpoint use-persistent-ckpt-worker",
     ),
@@ -140,8 +140,7 @@ NOT_YET: tuple[tuple[str, str], ...] = (
     ),
     (
         "nothing is moved to the CPU's memory",
-        "offload offload-train offload-rollout no-offload-train no-offload-rollout release-train "
-        "optimizer-cpu-offload optimizer-offload-fraction overlap-cpu-optimizer-d2h-h2d "
+        "release-train optimizer-cpu-offload optimizer-offload-fraction overlap-cpu-optimizer-d2h-h2d "
         "use-torch-optimizer-for-cpu-offload cpu-offloading fine-grained-activation-offloading",
     ),
     (
@@ -264,6 +263,7 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "sglang-tensor-parallel-size": (("rollout_num_gpus_per_engine", "{}"),),
     "sglang-enable-deterministic-inference": (("deterministic", "true"),),
     "deterministic-mode": (("deterministic", "true"),),
+    "offload": (("offload_train", "true"), ("offload_rollout", "true")),
 }
 """Options and values that flags stand for; ``{}`` is the flag's own value."""
 
@@ -302,7 +302,7 @@ REMARKS: dict[str, tuple[Verdict, str]] = {
     "load-debug-rollout-data": (Verdict.NOT_YET, "slime's .pt files cannot be read: files are safetensors"),
     "custom-reward-post-process-path": (Verdict.CHANGES, "it is called for each group, not for a whole rollout"),
     "save-debug-rollout-data": (Verdict.SAME, "the files are safetensors"),
-    "colocate": (Verdict.SAME, "placement alone: nothing is offloaded, so a GPU must hold both"),
+    "colocate": (Verdict.SAME, "placement alone: --offload-train and --offload-rollout free memory, in lockstep"),
     "eval-config": (
         Verdict.SAME,
         "its keys are in docs/options.md; rm_type math in it is math_boxed here, and gpqa is gpqa_lenient",

@@ -24,6 +24,8 @@ PLACES = (
     "rollout_num_gpus_per_engine",
     "num_gpus_per_node",
     "colocate",
+    "offload_train",
+    "offload_rollout",
     "weight_sync_mode",
     "rollout_engine",
     "engine_dtype",
@@ -158,6 +160,9 @@ def _defaults(flags: Flags, target: Target) -> Iterable[Line]:
         if option == "loss_agg_mode" and value_of(flags, "advantage-estimator") == "gspo":
             continue  # a number for each row, whatever the mode
         yield _added(option, value, f"slime's default, without --{flag}")
+    for name in ("offload-train", "offload-rollout") if "colocate" in flags else ():
+        if not {name, f"no-{name}", "offload"} & flags.keys():
+            yield _added(name.replace("-", "_"), "true", "slime's --colocate implies it")
     alone = (value_of(flags, "n-samples-per-prompt") or "1") == "1"
     if alone and not supervised and "disable-grpo-std-normalization" not in flags:
         yield _added("grpo_std_normalization", "false", "as slime does with one sample a prompt")

@@ -6,6 +6,7 @@ tasks        calls on roles: the runtime's contract; calls on roles that add fie
 runtime      calls on Ray actors and on objects of this process
 local_roles  roles in this process: checkpoints, files of rollouts
 launch       assembles a run from its options
+offload      who has the memory of shared devices, and when
 checks       options that contradict each other; notices about options
 algorithm_checks  those of estimator, loss, critic, teacher, rewards
 role_checks  the same, for what depends on imported plugins

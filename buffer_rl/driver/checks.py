@@ -11,6 +11,7 @@ from buffer_rl.config import did_you_mean, flag_of
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.source import check_sources
 from buffer_rl.driver.algorithm_checks import check_algorithm
+from buffer_rl.driver.offload import check_offload
 from buffer_rl.driver.schedule import Schedule, parse_early_stop, rollout_only, train_only
 from buffer_rl.engine.external import urls_of
 from buffer_rl.engine.router import router_arguments
@@ -50,6 +51,7 @@ def check_options(args: Any) -> None:
     _check_custom_config(args)
     _check_optimizer(args)
     check_role_options(args)
+    check_offload(args)
     router_arguments(args.router_args)
     if args.early_stop is not None:
         _check_early_stop(args)

@@ -5,7 +5,7 @@ for engines and for the Buffer; trainer ranks wait for the Buffer and for each o
 trainer and for the engines. Only the Buffer's slots wait for the driver, until ``release`` frees them.
 
 Order of one step: train → commit → update the reference → save → publish → release → evaluate. A checkpoint
-therefore never holds weights whose groups still count as untrained.
+therefore never holds weights whose groups still count as untrained. ``buffer_rl.driver.offload`` says who has memory.
 
 What is lost, and what goes on:
 
@@ -20,33 +20,35 @@ What is lost, and what goes on:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.driver.offload import MemoryTurns
 from buffer_rl.driver.schedule import RunPlan, RunResult
-from buffer_rl.driver.tasks import RoleCalls, Runtime, Task, is_worker_death
+from buffer_rl.driver.tasks import RoleCalls, Runtime, StepTimes, Task, is_worker_death
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
-from buffer_rl.observe.timeline import WorkSpan, clock_origin
+from buffer_rl.observe.timeline import clock_origin
 from buffer_rl.roles import FIELD_OF_MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from buffer_rl.observe.observer import RunObserver
     from buffer_rl.types import Ticket
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
+SAVE_AFTER_ERROR_S = 30.0
+"""How long a run that ends with an error waits for a checkpoint that is being written."""
 
 
 class Driver:
-    """Runs a plan. ``runtime`` has the roles buffer, rollout, train, reference, publish, save and record, as the plan
-    needs them.
+    """Runs a plan. ``runtime`` has the roles buffer, rollout, train, reference, publish, engines, save and record, as
+    the plan needs them.
 
-    ``save.save(step)`` writes one checkpoint: weights, optimizer, Buffer and random states after ``step`` optimizer
-    steps. ``record.save(rollout_id)`` keeps the rows of a rollout that is closed and not trained on yet.
+    ``save.save(step)`` takes the state of one checkpoint: weights, optimizer, Buffer and random states after ``step``
+    optimizer steps; it is whole once ``save.seal()`` has returned. ``record.save(rollout_id)`` keeps the rows of a
+    rollout that is closed and not trained on yet.
     """
 
     def __init__(self, plan: RunPlan, runtime: Runtime, observer: RunObserver) -> None:
@@ -63,26 +65,33 @@ class Driver:
         self._counted: str | None = None  # the newest Buffer whose predecessor's death is among the retries
         self._compared = False
         self._roles = RoleCalls(plan.roles, runtime, observer)
-        self._times: dict[str, float] = {}
+        self._times = StepTimes(runtime, observer)
         self._saved: int | None = None
-        self._buffer_seconds: dict[str, float] = {}
+        self._saving: Task | None = None
+        self._memory = MemoryTurns(plan, self._times.of, self._on_trained, self._call, self._publish)
         self._result = RunResult(steps=plan.first_rollout)
 
     def run(self) -> RunResult:
         """Run to the end of the plan. Raises the first error of any role, named."""
         plan = self._plan
-        self._buffer_times(self._buffer(BufferState.release, self._version))  # those of the start belong to no step
+        self._times.of_buffer(self._buffer(BufferState.release, self._version))  # those of the start belong to no step
         evaluates = self._plan.evaluates_at(self._version)
         if self._published is None and (plan.publish_each_step or evaluates):
             self._publish()
         if evaluates:
             self._evaluate()
-        while self._result.steps < plan.num_rollouts and not self._result.stopped_early:
-            self._admit()
-            self._step(self._result.steps)
+        try:
+            while self._result.steps < plan.num_rollouts and not self._result.stopped_early:
+                self._admit()
+                self._step(self._result.steps)
+        except BufferRLError:
+            if self._saving is not None:  # what it saved is not lost by an error of a later step
+                with suppress(BufferRLError):
+                    self._runtime.wait_any([self._saving], SAVE_AFTER_ERROR_S)
+            raise
+        self._end_save()
+        self._memory.trainer()
         return self._result
-
-    # -- one step ------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Start every rollout that the schedule lets start. Where no weights are published for rollouts, they wait for
@@ -96,14 +105,14 @@ class Driver:
             self._next_rollout += 1
 
     def _start_rollout(self, rollout_id: int) -> None:
+        self._memory.engines(evaluation=False)
         ticket = self._tickets[rollout_id] = self._buffer(BufferState.generate, rollout_id, False)
         self._generating[rollout_id] = self._runtime.submit("rollout", "run", ticket)
         if self._plan.schedule.streams:
             self._roles.start(rollout_id, trainer_too=True)
 
     def _step(self, rollout_id: int) -> None:
-        started = self._runtime.now()
-        self._times.clear()
+        self._times.begin()
         metrics = self._prepared(rollout_id)
         step = rollout_id + 1
         metrics |= self._train_and_commit(rollout_id, step)
@@ -114,16 +123,14 @@ class Driver:
         try:
             if self._plan.publish_each_step or self._plan.evaluates_at(step):
                 self._publish()
-            metrics |= self._buffer_times(self._buffer(BufferState.release, step))
+            metrics |= self._times.of_buffer(self._buffer(BufferState.release, step))
         finally:  # a restart does not take a step again that is in a checkpoint
-            metrics |= {f"perf/{name}_time": seconds for name, seconds in self._times.items()}
-            metrics["perf/step_time"] = self._runtime.now() - started
-            if self._times["rollout"] > 0 and "rollout/generated_tokens" in metrics:
-                metrics["perf/tokens_per_s"] = metrics["rollout/generated_tokens"] / self._times["rollout"]
+            metrics |= self._times.metrics(metrics.get("rollout/generated_tokens"))
             self._observer.step(rollout_id, metrics)
         if self._plan.evaluates_at(step):
             self._evaluate()
         if self._result.stopped_early and self._plan.saves_at(step, stopped_early=True):
+            self._memory.trainer()
             self._save(step)
 
     def _prepared(self, rollout_id: int) -> dict[str, float]:
@@ -131,11 +138,12 @@ class Driver:
         while True:
             self._prepares = rollout_id
             try:
-                with self._timed("rollout", "rollout", rollout_id):
+                with self._times.of("rollout", "rollout", rollout_id):
                     self._observer.phase("generate")
                     metrics = self._finished_rollout(rollout_id)
                 if self._plan.roles.trained:
-                    with self._timed("train"):
+                    self._memory.trainer()
+                    with self._times.of("train"):
                         self._observer.phase("train")
                         self._prepare_update(rollout_id)
                         self._compare_log_probs(rollout_id)
@@ -181,7 +189,7 @@ class Driver:
         for task in tasks:
             with suppress(DeadlineError):  # errors of a rollout that is gone are not asked for
                 self._runtime.wait_any([task], self._plan.rollout_timeout_s)
-        if self._prepares in lost:
+        if self._prepares in lost and self._memory.trainer_is_awake:  # else it has nothing of a step
             self._on_trained("discard")
         for rollout_id in lost:
             self._start_rollout(rollout_id)
@@ -208,7 +216,7 @@ class Driver:
         if not self._plan.roles.trained:
             self._buffer(BufferState.commit, rollout_id, step)  # so that the Buffer drops the groups
             return {}
-        with self._timed("train"):
+        with self._times.of("train"):
             trained = self._update(rollout_id)
         self._buffer(BufferState.commit, rollout_id, step)
         self._observer.trained(rollout_id, step, trained)
@@ -219,7 +227,7 @@ class Driver:
         plan, limit = self._plan, self._plan.train_timeout_s
         if not plan.schedule.streams:
             self._roles.start(rollout_id, trainer_too=False)
-        with self._timed("roles"):
+        with self._times.of("roles"):
             for role, task in self._roles.tasks(rollout_id):
                 self._observer.worked(role, self._wait(task, limit).spans_on(clock_origin()))
         if plan.roles.stream_gradients:
@@ -228,10 +236,10 @@ class Driver:
         if passes:
             self._on_trained("fetch", rollout_id)
         for role, model in passes:
-            with self._timed(FIELD_OF_MODEL[model], role, rollout_id):
+            with self._times.of(FIELD_OF_MODEL[model], role, rollout_id):
                 self._call(role, "log_probs", model, timeout_s=limit)
         if plan.roles.estimates:
-            with self._timed("advantages", "train", rollout_id):
+            with self._times.of("advantages", "train", rollout_id):
                 self._call(plan.roles.trained[0], "estimate", rollout_id, timeout_s=limit)
         if plan.roles.estimates or not passes:
             self._on_trained("fetch", rollout_id)
@@ -249,7 +257,7 @@ class Driver:
         with PayloadLostError; it is never retried."""
         plan = self._plan.roles
         method = "finish_stream" if plan.stream_gradients else "train"
-        with self._timed("update", "train", rollout_id):
+        with self._times.of("update", "train", rollout_id):
             steps = plan.steps_on(rollout_id)
             self._on_trained("discard", roles=[role for role in plan.trained if role not in steps])
             answers = self._on_trained(method, roles=steps)
@@ -259,13 +267,15 @@ class Driver:
         """Before the checkpoint, which holds the reference, and before the next rollout, which may be streamed."""
         interval = self._plan.ref_update_interval
         if interval is not None and step % interval == 0:
-            with self._timed("ref_update"):
+            with self._times.of("ref_update"):
                 self._call("reference", "update", step, timeout_s=self._plan.publish_timeout_s)
 
     def _publish(self) -> None:
-        if self._published == self._version or not self._plan.roles.trained:
+        is_there = self._published == self._version and not self._memory.engines_lack_weights
+        if is_there or not self._plan.roles.trained:
             return
-        with self._timed("publish", "publish", self._version):
+        self._memory.publication()
+        with self._times.of("publish", "publish", self._version):
             self._observer.phase("publish")
             times = self._call("publish", "publish", self._version, timeout_s=self._plan.publish_timeout_s)
         self._published = self._version
@@ -281,10 +291,11 @@ class Driver:
         self._result.stopped_early = stop is not None and stop.met(metrics)
 
     def _evaluated(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        self._memory.engines(evaluation=True)
         while True:
             ticket = self._buffer(BufferState.generate, self._version, True)
             try:
-                with self._timed("evaluate", "rollout", self._version):
+                with self._times.of("evaluate", "rollout", self._version):
                     task = self._runtime.submit("rollout", "run", ticket)
                     metrics, samples = self._wait(task, self._plan.rollout_timeout_s)
                 self._buffer(BufferState.close_rollout, ticket)
@@ -298,27 +309,26 @@ class Driver:
     def _save(self, step: int) -> None:
         if self._saved == step:
             return
-        with self._timed("save", "save", step):
+        with self._times.of("save", "save", step):
             self._observer.phase("save")
-            try:
-                self._call("save", "save", step, timeout_s=self._plan.save_timeout_s)
-            except DeadlineError as error:
-                error.hint = error.hint or "raise --save-timeout-s if it is only slow; it covers the upload too"
-                raise
+            self._end_save()
+            self._saving = self._runtime.submit("save", "save", step)
+            self._end_save()
+            self._saving = self._runtime.submit("save", "seal")
+            if not self._plan.async_save:
+                self._end_save()
         self._saved = step
 
-    def _buffer_times(self, progress: Mapping[str, Any]) -> dict[str, float]:
-        """Seconds since the last call of this in which the Buffer changed its state, and of those in the ledger.
-        progress: the Buffer's counts of now."""
-        times = {}
-        for key, name in (("work_s", "perf/buffer_time"), ("ledger_s", "perf/ledger_time")):
-            if key in progress:
-                before = self._buffer_seconds.get(key, 0.0)
-                self._buffer_seconds[key] = now = progress[key]
-                times[name] = now - before if now >= before else now  # a Buffer that was replaced counts from 0
-        return times
-
-    # -- calls ---------------------------------------------------------------------------------------
+    def _end_save(self) -> None:
+        """Wait for the call that saves, if there is one."""
+        if self._saving is None:
+            return
+        task, self._saving = self._saving, None
+        try:
+            self._wait(task, self._plan.save_timeout_s)
+        except DeadlineError as error:
+            error.hint = error.hint or "raise --save-timeout-s if it is only slow; it covers the upload too"
+            raise
 
     def _buffer(self, operation: Callable[[Any, *Ts], R], *args: *Ts) -> R:
         """The answer of an operation of the Buffer. It comes soon, so other calls that fail are seen after it."""
@@ -343,6 +353,7 @@ class Driver:
         ended_well: set[Task] = set()
         while (left := deadline - self._runtime.now()) > 0:
             others = [*self._generating.values(), *self._roles.all_tasks(), *beside]
+            others += [] if self._saving is None else [self._saving]
             watched = [other for other in others if other is not task and other not in ended_well]
             ended = self._runtime.wait_any([task, *watched], left)
             try:
@@ -385,15 +396,3 @@ class Driver:
         self._observer.notice(f"{ticket.task} goes on: {missing} groups are missing, and its metrics are of these")
         task = self._generating[ticket.rollout_id] = self._runtime.submit("rollout", "run", passed)
         return task
-
-    @contextmanager
-    def _timed(self, name: str, role: str | None = None, rollout_id: int = 0) -> Iterator[None]:
-        """Count the block's seconds as ``perf/{name}_time``; on the timeline of ``role``, where one is given."""
-        started = self._runtime.now()
-        try:
-            yield
-        finally:
-            ended = self._runtime.now()
-            self._times[name] = self._times.get(name, 0.0) + ended - started
-            if role is not None:
-                self._observer.worked(role, [WorkSpan(name=name, rollout_id=rollout_id, start=started, end=ended)])

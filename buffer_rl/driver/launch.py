@@ -140,7 +140,6 @@ class _Run:
         if asks_engine and not early:
             launcher = placed_launcher(self.placement, self.observer.notice) if on_nodes else registry
             self._start_fleet(at_this_node(args), launcher)
-        self.engines: EngineControlClient | None = None
         logs = str((run_dir / "logs").absolute())
         self.source = self._start_source(args, logs) if reads_data_source(args) else None
         self.args = args
@@ -153,22 +152,23 @@ class _Run:
         self.role_plan = self._role_plan()
         self.trained: dict[str, ActorGroup] = {}
         for role in self.role_plan.trained:
-            group = start_train_group(role, args, dump_args(self._train_args(role)), actor, logs, self.placement)
-            self.trained[role] = group
-            stack.stops(group)
-        dedicated = self.role_plan.dedicated_roles
-        self.roles = start_roles(args, self.registry, dedicated, args_text, actor, logs, self.placement)
-        for group in self.roles.values():
-            stack.stops(group)
+            text = dump_args(self._train_args(role))
+            self.trained[role] = stack.stops(start_train_group(role, args, text, actor, logs, self.placement))
+        roles = self.role_plan.dedicated_roles
+        started = start_roles(args, registry, roles, args_text, actor, logs, self.placement)
+        self.roles = {role: stack.stops(group) for role, group in started.items()}
         self.reward: ActorGroup | None = None
         if args.rm_model and not train_only(args):
-            self.reward = start_reward_model(args, logs, self.placement)
-            stack.stops(self.reward)
+            self.reward = stack.stops(start_reward_model(args, logs, self.placement))
         if self.fleet is not None:
             self.args = args = args.model_copy(update=self.fleet.addresses)
         self.rollout = None if train_only(args) else self._start_rollout(args, dump_args(args), actor, logs)
+        self.engines: EngineControlClient | None = None
         if self.fleet is not None:
             self.fleet.wait_ready()
+            self.engines = self.fleet.control(args.update_weights_timeout_s) if self.trained else None
+        if self.engines is not None and args.offload_rollout:
+            self.engines.release_memory()  # the trainer builds its models next
         self.reference = self._reference_updates()
         self._wait_ready()
 
@@ -176,8 +176,7 @@ class _Run:
         storage = self._start_storage(args.num_data_storage_units, buffer)
         reward = self.reward.actors if self.reward is not None else ()
         workers = start_rollout_workers(args, args_text, buffer, logs, self.placement, storage, self.source, reward)
-        self.stack.stops(workers, "close", CLOSE_TIMEOUT_S)
-        return workers
+        return self.stack.stops(workers, "close", CLOSE_TIMEOUT_S)
 
     def _start_fleet(self, args: Args, launcher: PluginRegistry | EngineLauncher) -> None:
         self.fleet = EngineFleet(args, str(self.run_dir), launcher, self.observer.notice)
@@ -208,21 +207,20 @@ class _Run:
             targets["rollout"] = self.rollout
         else:
             template, replays = args.load_debug_rollout_data or "", args.replay_kept_tokens
-            recorded = RecordedRollouts(template, self.buffer, replays=replays)
-            targets["rollout"] = local("rollout", recorded)
+            targets["rollout"] = local("rollout", RecordedRollouts(template, self.buffer, replays=replays))
         targets.update(self.trained)
         targets.update(self.roles)
         feeds: list[Callable[[], None]] = []
         publisher = self._publisher()
         if publisher is not None:
-            then = self.engines.close if self.engines is not None else None
-            targets["publish"] = publishing = local("publish", publisher, end_s=PUBLISH_END_S, then=then)
+            targets["publish"] = publishing = local("publish", publisher, end_s=PUBLISH_END_S)
             self.stack.callback(lambda: wait(publishing.start("close").futures, timeout=PUBLISH_END_S))
             if self.fleet is not None:
-                publish, busy = partial(publishing.start, "publish"), self._trainer_is_busy
-                feeds.append(
-                    EngineFeed(self.fleet, publish, self._publish_timeout_s, self.observer.notice, trainer_is_busy=busy)
-                )
+                start, limit = partial(publishing.start, "publish"), self._publish_timeout_s
+                busy = self._trainer_is_busy or args.offload_train
+                feeds.append(EngineFeed(self.fleet, start, limit, self.observer.notice, trainer_is_busy=busy))
+        if self.engines is not None:  # after the publisher, which uses it
+            targets["engines"] = local("engines", self.engines, end_s=PUBLISH_END_S, then=self.engines.close)
         if self.reference is not None:
             targets["reference"] = local("reference", self.reference)
         plan = self._plan()
@@ -251,8 +249,7 @@ class _Run:
         if train is None:
             return None
         senders = Senders(lambda *call: train.start("send_weights", *call).futures, args.train_timeout_s)
-        if self.fleet is not None:
-            self.engines = self.fleet.control(args.update_weights_timeout_s)
+        if self.engines is not None:
             publisher = Publisher(
                 self._transport(),
                 senders,
@@ -322,7 +319,7 @@ class _Run:
             num_rollouts=self.num_rollouts,
             schedule=Schedule.named(args.schedule),
             first_rollout=self.checkpoint.step if self.checkpoint else 0,
-            publish_at_start=self.checkpoint is not None or engines_may_differ(args),
+            publish_at_start=self.checkpoint is not None or engines_may_differ(args) or args.offload_rollout,
             compare_log_probs=asks_engine and not is_supervised(args) and args.max_logprob_diff is not None,
             publish_each_step=(asks_engine or "actor_fwd" in self.roles) and self.train is not None,
             ref_update_interval=args.ref_update_interval if self.train is not None else None,
@@ -331,8 +328,11 @@ class _Run:
             eval_interval=args.eval_interval,
             eval_before_train=not args.skip_eval_before_train,
             owes_evaluation=self.session.owes_evaluation(self.checkpoint),
+            offload_train=args.offload_train and self.engines is not None,
+            offload_rollout=args.offload_rollout and self.engines is not None,
             saves=bool(args.save) and self.train is not None,
             save_interval=args.save_interval,
+            async_save=args.async_save,
             records=bool(args.save_debug_rollout_data),
             early_stop=parse_early_stop(args.early_stop) if args.early_stop else None,
             rollout_timeout_s=args.rollout_timeout_s + 2 * GRACE_S,  # the worker's own deadline comes first

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,10 @@ import numpy as np
 from buffer_rl import __version__
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.row_file import read_rollout, write_rollout
-from buffer_rl.checkpoint import upload_checkpoint, write_checkpoint
+from buffer_rl.checkpoint import new_checkpoint
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.errors import BufferRLError, DataError, DeadlineError, WorkerDiedError
 from buffer_rl.redaction import mask_secrets
-from buffer_rl.remote import is_remote, local_path
 from buffer_rl.roles import ACTOR
 from buffer_rl.train.roles import REFERENCE_FOLDER, checkpoint_folder
 from buffer_rl.types import Ticket, sample_means
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from buffer_rl.engine.fleet import EngineFleet
     from buffer_rl.options import Args
     from buffer_rl.weights.roles import FolderUpdates
+
+SAVE_POLL_S = 0.5
+"""How often ranks are asked whether they have written: each time is a call between their others."""
 
 
 class RunCheckpoints:
@@ -53,40 +56,63 @@ class RunCheckpoints:
         self._trained = dict(trained)
         self._reference = reference
         self._deadline = 0.0
+        self._writing: Iterator[None] = iter(())
 
     def save(self, step: int) -> None:
-        """Save after ``step`` optimizer steps. Raises CheckpointError, or what a rank or the Buffer raised, with
-        the folder that it was to write to; DeadlineError after ``args.save_timeout_s`` for all ranks' parts."""
+        """Begin a checkpoint after ``step`` optimizer steps. When it returns, nothing that the next step changes is
+        read any more; ``seal`` ends it.
+
+        Raises CheckpointError, or what a rank or the Buffer raised, with the folder that it was to write to;
+        DeadlineError after ``args.save_timeout_s`` for all ranks' parts."""
+        self._deadline = time.monotonic() + self._args.save_timeout_s
+        self._writing = self._written(step)
+        next(self._writing)
+
+    def seal(self) -> None:
+        """Wait for what ranks still write under ``--async-save``; the checkpoint is whole then, and has its name.
+        Raises as ``save``."""
+        next(self._writing, None)
+
+    def _written(self, step: int) -> Iterator[None]:
         options = mask_secrets(self._args.model_dump(mode="json"))
         facts = {"buffer_rl": __version__, "options": options, **self._provenance}
         root = self._args.save
-        self._deadline = time.monotonic() + self._args.save_timeout_s
         assert root is not None  # there would be no RunCheckpoints otherwise
-        if is_remote(local_path(root)):
-            upload_checkpoint(root, step, self._fill, facts, scratch=self._args.run_dir)
-        else:
-            write_checkpoint(root, step, self._fill, facts)
+        with new_checkpoint(root, step, facts, self._args.run_dir) as folder:
+            with _naming(folder):
+                self._fill(folder)
+            yield
+            with _naming(folder):
+                for group in self._trained.values() if self._args.async_save else ():
+                    while not group.call("is_saved", timeout_s=self._left()):
+                        time.sleep(SAVE_POLL_S)
 
     def _fill(self, folder: Path) -> None:
-        try:
-            for role, group in self._trained.items():
-                ranks = (folder / checkpoint_folder(role)).absolute()
-                ranks.mkdir()
-                group.call("save", str(ranks), timeout_s=self._left())
-            self._trained[ACTOR].call("save_hf", str((folder / "hf").absolute()), timeout_s=self._left())
-            if self._reference is not None:
-                self._reference.save(folder / REFERENCE_FOLDER)
-            self._buffer.save(str(folder.absolute()))
-        except DeadlineError:
-            raise
-        except BufferRLError as error:  # a rank does not say which disk is full
-            if str(folder.parent) not in str(error):
-                error.where = f"{error.where}, which writes to {folder.parent}"
-            raise
+        for role, group in self._trained.items():
+            ranks = (folder / checkpoint_folder(role)).absolute()
+            ranks.mkdir()
+            group.call("save", str(ranks), timeout_s=self._left())
+        self._trained[ACTOR].call("save_hf", str((folder / "hf").absolute()), timeout_s=self._left())
+        if self._reference is not None:
+            self._reference.save(folder / REFERENCE_FOLDER)
+        self._buffer.save(str(folder.absolute()))
 
     def _left(self) -> float:
         """Seconds of ``--save-timeout-s`` that are left for the checkpoint that is being written."""
         return max(0.0, self._deadline - time.monotonic())
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Name the folder of checkpoints in an error of the block: a rank does not say which disk is full."""
+    try:
+        yield
+    except DeadlineError:
+        raise
+    except BufferRLError as error:
+        if str(folder.parent) not in str(error):
+            error.where = f"{error.where}, which writes to {folder.parent}"
+        raise
 
 
 def rollout_path(template: str, rollout_id: int) -> Path:

@@ -23,6 +23,11 @@ class RunOptions(Section):
     save: str | None = option(None, "checkpoint folder, or a URL that fsspec reaches", metavar="PATH")
     save_interval: int | None = option(None, "checkpoint every this many steps (and at the end)", ge=1)
     save_timeout_s: float = option(3600.0, "deadline of one checkpoint, its upload included, in seconds", gt=0)
+    async_save: bool = option(
+        False,
+        "go on with the run while a checkpoint is written, from a copy in memory; it is whole before the next one "
+        "begins, and before the run ends",
+    )
     load: str | None = option(None, "resume from this checkpoint: a folder or a URL", metavar="PATH")
     max_global_restarts: int = option(
         3,

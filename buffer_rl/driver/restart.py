@@ -42,10 +42,11 @@ class Processes(ExitStack):
         self._groups: list[ActorGroup] = []
         self._targets: list[tuple[str, LocalTarget, float, Callable[[], None] | None]] = []
 
-    def stops(self, group: ActorGroup, close_method: str = "", timeout_s: float = 0.0) -> None:
-        """Stop ``group`` (see ``ActorGroup.stop``)."""
+    def stops(self, group: ActorGroup, close_method: str = "", timeout_s: float = 0.0) -> ActorGroup:
+        """Stop ``group`` (see ``ActorGroup.stop``), and return it now."""
         self._groups.append(group)
         self.callback(group.stop, close_method, timeout_s)
+        return group
 
     def local(
         self, role: str, obj: object, *, end_s: float = 0.0, then: Callable[[], None] | None = None

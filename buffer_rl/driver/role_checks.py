@@ -138,6 +138,9 @@ def _check_trainer(args: Any, registry: PluginRegistry) -> None:
         needed.append(("load_ref", "cannot update its reference model", "--ref-update-interval", "--num-ref-workers 1"))
     if uses_critic(args):
         needed.append(("values", "has no value model", estimator_of(args)[0], "an estimator without a critic"))
+    if args.offload_train:
+        what = "cannot give its memory to the engines"
+        needed += [(method, what, "--offload-train", "--train-backend torch") for method in ("sleep", "wake_up")]
     for method, what, flag, other in needed:
         trainer = registry.resolve("trainer", args.train_backend)
         if isinstance(trainer, type) and not hasattr(trainer, method):

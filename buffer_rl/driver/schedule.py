@@ -187,7 +187,9 @@ class RunPlan:
     roles: the roles that add fields to each rollout's groups, and those that are trained. Without the latter nothing is
     published, and every rollout comes from the initial weights.
     owes_evaluation: whether a death came between the checkpoint that the run continues from and its evaluation.
-    saves: whether checkpoints are written. records: whether each rollout's rows are kept, for debugging.
+    offload_train, offload_rollout: trained roles, or the engines, free their memory while the other side works.
+    saves: whether checkpoints are written. async_save: while the run goes on.
+    records: whether each rollout's rows are kept, for debugging.
     max_rollout_retries: how often, over the whole run, a rollout that was lost is produced again.
     passes_on_tickets: whether a rollout worker can go on where another died; not where functions see the whole rollout,
     which is then produced again.
@@ -205,8 +207,11 @@ class RunPlan:
     eval_interval: int | None = None
     eval_before_train: bool = True
     owes_evaluation: bool = False
+    offload_train: bool = False
+    offload_rollout: bool = False
     saves: bool = False
     save_interval: int | None = None
+    async_save: bool = False
     records: bool = False
     early_stop: EarlyStop | None = None
     max_rollout_retries: int = 0

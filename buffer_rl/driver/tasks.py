@@ -1,4 +1,4 @@
-"""The driver's calls: what executes them, and those on the roles that add fields to rollouts.
+"""The driver's calls: what executes them, those on the roles that add fields to rollouts, and their times.
 
 A runtime with processes and one with virtual time both fit, so that a schedule can be tested without processes."""
 
@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from buffer_rl.driver.schedule import RolePlan
 from buffer_rl.errors import BufferRLError, WorkerDiedError
+from buffer_rl.observe.timeline import WorkSpan
 
 if TYPE_CHECKING:
     from buffer_rl.observe.observer import RunObserver
@@ -60,6 +62,53 @@ def role_of(error: BufferRLError) -> str:
 def is_worker_death(role: str, error: BufferRLError) -> bool:
     """Whether a process of ``role`` died, and not another one that it was calling."""
     return isinstance(error, WorkerDiedError) and role_of(error) == role
+
+
+class StepTimes:
+    """Where the time of a step goes, by the clock of ``runtime``."""
+
+    def __init__(self, runtime: Runtime, observer: RunObserver) -> None:
+        self._runtime = runtime
+        self._observer = observer
+        self._started = runtime.now()
+        self._seconds: dict[str, float] = {}
+        self._buffer_seconds: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._started = self._runtime.now()
+        self._seconds.clear()
+
+    def metrics(self, generated_tokens: float | None) -> dict[str, float]:
+        """``perf/{name}_time`` in seconds, and tokens per second of the rollout."""
+        metrics = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
+        metrics["perf/step_time"] = self._runtime.now() - self._started
+        if self._seconds["rollout"] > 0 and generated_tokens is not None:
+            metrics["perf/tokens_per_s"] = generated_tokens / self._seconds["rollout"]
+        return metrics
+
+    @contextmanager
+    def of(self, name: str, role: str | None = None, rollout_id: int = 0) -> Iterator[None]:
+        """Count the block's seconds as ``perf/{name}_time``; on the timeline of ``role``, where one is given."""
+        started = self._runtime.now()
+        try:
+            yield
+        finally:
+            ended = self._runtime.now()
+            self._seconds[name] = self._seconds.get(name, 0.0) + ended - started
+            if role is not None:
+                self._observer.worked(role, [WorkSpan(name=name, rollout_id=rollout_id, start=started, end=ended)])
+
+    def of_buffer(self, progress: Mapping[str, Any]) -> dict[str, float]:
+        """Seconds since the last call of this in which the Buffer changed its state, and of those in the ledger.
+        progress: the Buffer's counts of now."""
+        times = {}
+        for key, name in (("work_s", "perf/buffer_time"), ("ledger_s", "perf/ledger_time")):
+            if key in progress:
+                before = self._buffer_seconds.get(key, 0.0)
+                self._buffer_seconds[key] = now = progress[key]
+                times[name] = now - before if now >= before else now  # a Buffer that was replaced counts from 0
+        return times
 
 
 @dataclass(slots=True)

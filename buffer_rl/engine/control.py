@@ -13,6 +13,7 @@ import orjson
 
 from buffer_rl.engine.loop_thread import LoopThread
 from buffer_rl.engine.process import auth_headers
+from buffer_rl.engine.replica import CACHE, WEIGHTS
 from buffer_rl.engine.server_info import ServerInfo
 from buffer_rl.errors import EngineError
 
@@ -302,6 +303,10 @@ class EngineControlClient:
     def flush(self) -> None:
         """Have every engine forget what it cached. EngineError while requests run."""
         self._post("/flush_cache", {})
+
+    def release_memory(self) -> None:
+        """Have every engine free weights, cache and CUDA graphs; paused, and flushed. The weights are lost."""
+        self._post("/release_memory_occupation", {"tags": [*WEIGHTS, *CACHE]})
 
     def update_weights_from_disk(self, path: str, version: int) -> None:
         """Have every engine take the weights in the folder ``path`` and call them ``version``."""

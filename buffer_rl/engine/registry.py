@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from buffer_rl.engine.control import EngineControlClient, EngineFanOut
-from buffer_rl.engine.replica import SERVES, EngineEvent, EngineState, Replica
+from buffer_rl.engine.replica import CACHE, SERVES, WEIGHTS, EngineEvent, EngineState, Replica
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
 
 T = TypeVar("T")
@@ -49,13 +50,17 @@ class Published:
 @dataclass(slots=True, kw_only=True)
 class EngineRegistry:
     """The engines of a fleet. published: None while they serve the weights that they started with. over: why there is
-    no engine, and none will come."""
+    no engine, and none will come. has_memory: cleared while the engines have released theirs; none is started then."""
 
     replicas: list[Replica] = field(default_factory=list)
     published: Published | None = None
     over: EngineError | None = None
     publication: threading.Lock = field(default_factory=threading.Lock)
+    has_memory: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.has_memory.set()
 
     def __contains__(self, replica: Replica) -> bool:
         return replica in self.all()
@@ -172,12 +177,16 @@ class FleetControl(EngineControlClient):
 
     def pause(self, mode: str = "retract") -> None:
         """Begin a publication, or another attempt of it: stop decoding on every engine that answers."""
+        self._hold()
+        self._folder, self._versions = None, {}
+        super().pause(mode)
+
+    def _hold(self) -> None:
+        """Fix the engines that calls go to; none joins them before ``end_publication``."""
         if self._in_publication is None:
             if not self._registry.publication.acquire(timeout=self.timeout_s):
                 raise DeadlineError(f"an engine that joins took longer than {self.timeout_s:g} s", where="publish")
             self._in_publication = self._registry.in_state(*SERVES, EngineState.WAITING)
-        self._folder, self._versions = None, {}
-        super().pause(mode)
 
     def update_weights_from_disk(self, path: str, version: int) -> None:
         """Have every engine take the weights in the folder ``path`` and call them ``version``."""
@@ -191,8 +200,10 @@ class FleetControl(EngineControlClient):
 
     def resume(self, urls: Collection[str] | None = None) -> None:
         """End the publication: the engines at ``urls`` go on, or all; replacements among them serve, if all have the
-        same weights. Where an engine fails it, the publication goes on."""
-        super().resume(urls)
+        same weights. Where an engine fails it, the publication goes on. Those without their cache go on when they have
+        it, after ``resume_memory``."""
+        ready = [replica.url for replica in self._replicas() if not replica.released]
+        super().resume([url for url in ready if urls is None or url in urls])
         found = {url: version for url, version in self._versions.items() if urls is None or url in urls}
         if len(set(found.values())) == 1:  # versions() was asked for, and all have the same
             self._registry.published = Published(version=next(iter(found.values())), folder=self._folder)
@@ -200,6 +211,45 @@ class FleetControl(EngineControlClient):
                 if replica.url in found:
                     replica.note(EngineEvent.HAS_WEIGHTS)
         self.end_publication()
+
+    def release_memory(self) -> None:
+        """Have the engines free their memory, whatever runs there retracted. One that fails it is dropped, where others
+        do not; none is started before ``resume_memory``."""
+        with self._turn():
+            self._hold()
+            self._registry.has_memory.clear()  # an engine that joins later releases by itself
+            self.pause()
+            self.flush()
+            super().release_memory()
+            for replica in self._replicas():
+                replica.released = (*WEIGHTS, *CACHE)
+
+    def resume_memory(self, tags: Collection[str]) -> None:
+        """Have the engines take back memory of the kinds ``tags`` that they released; those that serve and have all of
+        it go on. Fails as ``release_memory``."""
+        with self._turn():
+            self._hold()
+            self._registry.has_memory.set()
+            self._in_publication = back = [replica for replica in self._replicas() if replica.released]
+            if not self.targets():
+                return
+            self._post("/resume_memory_occupation", {"tags": list(tags)})
+            for replica in back:
+                replica.released = tuple(tag for tag in replica.released if tag not in tags)
+            serving = [r.url for r in back if not r.released and r.state in SERVES]
+            super().resume(serving)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """A publication of one attempt. Where all engines died in it, the fleet starts others."""
+        self._drops_failed = True
+        try:
+            yield
+        except EngineError:
+            if self.targets() or self._registry.over is not None:
+                raise
+        finally:
+            self.end_publication()
 
     def end_publication(self) -> None:
         """Engines may join from now on; those that did not go on stay paused."""

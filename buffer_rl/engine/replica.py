@@ -62,6 +62,9 @@ TRANSITIONS: dict[EngineState, dict[EngineEvent, EngineState]] = {
 """Any other event changes nothing: threads that watch an engine learn late that it has ended."""
 
 SERVES = (EngineState.SERVING, EngineState.SUSPECT)
+WEIGHTS = ("weights",)
+CACHE = ("kv_cache", "cuda_graph")
+"""The tags of SGLang's memory, in the order in which an engine takes it back."""
 PROBED = (*SERVES, EngineState.WAITING, EngineState.LOADING)
 """Of one that starts, the deadline is ``--engine-start-timeout-s``."""
 
@@ -70,14 +73,15 @@ PROBED = (*SERVES, EngineState.WAITING, EngineState.LOADING)
 class Replica:
     """One engine. index: its place in the fleet; a replacement takes over that of the engine that was lost.
 
-    failure: why it is dead or quarantined. on_change: called after each transition with the replica, the state before
-    and a reason, from the thread that caused it.
+    failure: why it is dead or quarantined. released: tags of the memory that it was made to free. on_change: called
+    after each transition with the replica, the state before and a reason, from the thread that caused it.
     """
 
     index: int
     engine: EngineProcess
     state: EngineState = EngineState.STARTING
     failure: BufferRLError | None = None
+    released: tuple[str, ...] = ()
     on_change: Callable[[Replica, EngineState, str], None] | None = None
     _silent_since: float | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)

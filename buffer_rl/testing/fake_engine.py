@@ -23,13 +23,14 @@ Respond = Callable[[list[int], int], Sequence[int]]
 class FakeEngineLog:
     """What the engine was asked. requests: bodies of ``/generate`` in order of arrival, where a request of several rows
     is as many (``rows_of``); num_posts: how many there were; routing_keys: of each, what the router chose this engine
-    by; updates: bodies of ``/update_weights_from_disk``."""
+    by; updates: bodies of ``/update_weights_from_disk``; memory: ``release`` or ``resume``, and its tags."""
 
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_posts: int = 0
     routing_keys: list[str] = field(default_factory=list)
     aborted: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
+    memory: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     answered: int = 0
     disconnected: int = 0
     in_flight: int = 0
@@ -119,6 +120,7 @@ class FakeEngine(FaultyServer):
         self._in_flight: set[int] = set()
         self._struck: dict[int, Fault] = {}
         self._aborts: dict[str, asyncio.Event] = {}
+        self.released: set[str] = set()
         self.log = FakeEngineLog()
 
     def routes(self) -> list[web.RouteDef]:
@@ -132,6 +134,8 @@ class FakeEngine(FaultyServer):
             web.post("/pause_generation", self._pause),
             web.post("/continue_generation", self._resume),
             web.post("/flush_cache", self._ok),
+            web.post("/release_memory_occupation", self._release_memory),
+            web.post("/resume_memory_occupation", self._resume_memory),
             web.get("/ready", self._is_ready),
             *(web.get(path, self._info) for path in infos),
         ]
@@ -139,6 +143,7 @@ class FakeEngine(FaultyServer):
     def replaced(self) -> None:
         """The engine in its place has the version ``back_version``."""
         self.version = self.version if self.back_version is None else self.back_version
+        self.released.clear()
         if self.sglang is not None:
             self.sglang.forget()
 
@@ -174,7 +179,8 @@ class FakeEngine(FaultyServer):
         self._in_flight.add(number)
         try:
             aborted = await asyncio.gather(*(self._aborted(row) for row in rows))
-            fault = None if all(aborted) else self._struck.pop(number, self.fault(body, number) if self.fault else None)
+            own = self.fault(body, number) if self.fault and not all(aborted) else None
+            fault = self._struck.pop(number, own)
             success = partial(self._success, body, rows, aborted, fault)
             if fault is None or fault is Fault.ABORT:
                 answer: web.StreamResponse = success()
@@ -284,6 +290,21 @@ class FakeEngine(FaultyServer):
             self.sglang.resume()
         return await self._ok(request)
 
+    async def _release_memory(self, request: web.Request) -> web.Response:
+        return await self._memory(request, "release", lambda tags: not tags & self.released and not self._in_flight)
+
+    async def _resume_memory(self, request: web.Request) -> web.Response:
+        return await self._memory(request, "resume", lambda tags: tags <= self.released)
+
+    async def _memory(self, request: web.Request, verb: str, may: Callable[[set[str]], bool]) -> web.Response:
+        """A SGLang server whose memory is not as the call expects does not survive it."""
+        tags: list[str] = (await request.json())["tags"]
+        if not may(set(tags)):
+            return web.Response(status=500)
+        self.released ^= set(tags)
+        self.log.memory.append((verb, tuple(tags)))
+        return web.json_response(None)
+
     async def _is_ready(self, request: web.Request) -> web.Response:
         return web.Response(status=503 if self.sglang is not None and self.sglang.paused else 200)
 
@@ -305,6 +326,8 @@ class FakeEngine(FaultyServer):
             asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._leave(fault)))
         elif fault is not None:
             self._struck.update(dict.fromkeys(self._in_flight, fault))
+            for abort in self._aborts.values():  # they meet it at once
+                abort.set()
         return web.Response()
 
 

@@ -14,7 +14,10 @@ from aiohttp import web
 from buffer_rl.errors import DeadlineError
 
 START_TIMEOUT_S = 30.0
-CONTROL_PATHS = ("/pause_generation", "/continue_generation", "/flush_cache", "/update_weights_from_disk")
+CONTROL_PATHS = (
+    *("/pause_generation", "/continue_generation", "/flush_cache", "/update_weights_from_disk"),
+    *("/release_memory_occupation", "/resume_memory_occupation"),
+)
 
 
 class Fault(StrEnum):

@@ -33,7 +33,7 @@ from buffer_rl.roles import ACTOR, CRITIC, FIELD_OF_MODEL
 from buffer_rl.scope import Unit
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.kl_control import KLControl
-from buffer_rl.train.logprob_gate import LogProbGap, compare_log_probs
+from buffer_rl.train.logprob_gate import LogProbGap, batch_of, compare_log_probs
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.train.ranks import Peers, Rendezvous
 from buffer_rl.train.roles import loss_of, role_args
@@ -47,7 +47,7 @@ from buffer_rl.train.steps import (
 )
 from buffer_rl.train.stream import gradient_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
 from buffer_rl.train.worker import joined_reports
-from buffer_rl.types import GroupUid, RowId, TrainBatch
+from buffer_rl.types import TrainBatch
 from buffer_rl.weights.sender import RankSender
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class TrainRank:
         self._streamed = 0
         self._sums = Sums()
         self._calls_objective = True
+        self._is_saved: Callable[[], bool] = lambda: True
         folder = Path(log_path).parent.parent / NON_FINITE_FOLDER / ("" if role == ACTOR else role)
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
         self._sender: RankSender | None = None
@@ -260,6 +261,14 @@ class TrainRank:
         self._batches, self._sums = [], Sums()
         self._trainer.zero_grad()
 
+    def sleep(self) -> None:
+        """Have the trainer free its device's memory until ``wake_up``."""
+        cast(Any, self._trainer).sleep()
+
+    def wake_up(self) -> None:
+        """The inverse of ``sleep``."""
+        cast(Any, self._trainer).wake_up()
+
     def save_hf(self, path: str) -> None:
         """Write the weights as a Hugging Face folder."""
         self._trainer.save_hf(path)
@@ -277,10 +286,15 @@ class TrainRank:
         return self._sender(method, weights, *arguments)
 
     def save(self, path: str) -> None:
-        """Write everything that a resume needs."""
-        self._trainer.save(path)
+        """Write everything that a resume needs; under ``--async-save`` it may be whole only when ``is_saved``."""
+        self._is_saved = self._trainer.save(path) or (lambda: True)
         if self._rank == 0:
             self._kl.save(path)
+
+    @dispatch(collect=lambda _, answers: all(answers))
+    def is_saved(self) -> bool:
+        """Whether what ``save`` began is written. Raises CheckpointError if it cannot be."""
+        return self._is_saved()
 
     def load(self, path: str) -> None:
         """The inverse of ``save``."""
@@ -343,18 +357,6 @@ def check_groups(args: Any, unit: Unit, dp_size: int) -> None:
 def no_rows(rollout_id: int) -> TrainBatch:
     """A batch for a replica that gets no rows and works in step with others that do."""
     return TrainBatch(rollout_id=rollout_id, task=f"train_{rollout_id}", row_ids=[], columns={})
-
-
-def batch_of(sequences: Sequence[Sequence[int]], num_tokens: int) -> TrainBatch:
-    """A batch of sequences of token ids, of which the last ``num_tokens`` are the response."""
-    uid, count = GroupUid("publication", 0, 0), len(sequences)
-    columns: dict[str, Any] = {
-        "tokens": [np.asarray(sequence, dtype=np.int32) for sequence in sequences],
-        "response_length": np.full(count, num_tokens, dtype=np.int32),
-        "loss_mask": [np.ones(num_tokens, dtype=np.float32) for _ in range(count)],
-    }
-    row_ids = [RowId(uid, index, 0) for index in range(count)]
-    return TrainBatch(rollout_id=0, task="publication", row_ids=row_ids, columns=columns)
 
 
 def streamed_rows(share: Callable[[], TrainBatch]) -> TrainBatch | None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.errors import DataError, TrainError
-from buffer_rl.types import RowId, TrainBatch
+from buffer_rl.types import GroupUid, RowId, TrainBatch
 
 MAX_ROWS = 8
 MAX_SHOWN = 3
@@ -201,3 +201,15 @@ def _too_far(args: Any, gap: LogProbGap, rows: Sequence[_Row], where: str) -> Tr
         expected=f"at most --max-logprob-diff {args.max_logprob_diff:g} on average",
         hint=f"likely causes, the most likely first:{listed}\n  '--max-logprob-diff none' trains all the same",
     )
+
+
+def batch_of(sequences: Sequence[Sequence[int]], num_tokens: int) -> TrainBatch:
+    """A batch of sequences of token ids, of which the last ``num_tokens`` are the response."""
+    uid, count = GroupUid("publication", 0, 0), len(sequences)
+    columns: dict[str, Any] = {
+        "tokens": [np.asarray(sequence, dtype=np.int32) for sequence in sequences],
+        "response_length": np.full(count, num_tokens, dtype=np.int32),
+        "loss_mask": [np.ones(num_tokens, dtype=np.float32) for _ in range(count)],
+    }
+    row_ids = [RowId(uid, index, 0) for index in range(count)]
+    return TrainBatch(rollout_id=0, task="publication", row_ids=row_ids, columns=columns)

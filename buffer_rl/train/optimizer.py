@@ -128,6 +128,11 @@ class Optimizer:
         self.step_count += 1
         return {"grad_norm": grad_norm, "lr": lr}
 
+    def follow_parameters(self) -> None:
+        """Move Adam's moments to the devices of their parameters."""
+        for parameter, state in self._adam.state.items():
+            state.update({key: value.to(parameter.device) for key, value in state.items()})
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Adam's moments and step of each parameter, as ``{field}.{parameter name}``; empty before the first step."""
         return {

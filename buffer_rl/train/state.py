@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,51 @@ FORMAT = 1
 
 
 def save_state(
-    path: str, model: torch.nn.Module, optimizer: Optimizer, weights: Mapping[str, torch.Tensor], rank: int
-) -> None:
-    """Write this rank's part. ``weights``: the tensors of ``model``, each storage once."""
+    path: str,
+    model: torch.nn.Module,
+    optimizer: Optimizer,
+    weights: Mapping[str, torch.Tensor],
+    rank: int,
+    *,
+    background: bool = False,
+) -> Callable[[], bool] | None:
+    """Write this rank's part. ``weights``: the tensors of ``model``, each storage once.
+
+    background: tensors are written from a copy on a thread; the result says whether that has ended, and raises what it
+    met as CheckpointError."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    if rank == 0:
-        save_file(_on_cpu(weights), folder / "weights.safetensors")
-        save_file(_on_cpu(optimizer.state_tensors()), folder / "optimizer.safetensors")
-        meta = {"format": FORMAT, "step": optimizer.step_count, "model": type(model).__name__}
-        (folder / "trainer.json").write_text(json.dumps(meta))
     save_random(folder, rank)
+    if rank != 0:
+        return None
+    meta = {"format": FORMAT, "step": optimizer.step_count, "model": type(model).__name__}
+    (folder / "trainer.json").write_text(json.dumps(meta))
+    files = {"weights": _on_cpu(weights, background), "optimizer": _on_cpu(optimizer.state_tensors(), background)}
+
+    def write() -> None:
+        for name, tensors in files.items():
+            save_file(tensors, folder / f"{name}.safetensors")
+
+    if background:
+        return _ended(write, str(folder))
+    write()
+    return None
+
+
+def _ended(write: Callable[[], None], where: str) -> Callable[[], bool]:
+    """Start ``write`` on a thread. Whether it has ended; raises CheckpointError if it failed."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    written = executor.submit(write)
+    executor.shutdown(wait=False)
+
+    def ended() -> bool:
+        if not written.done():
+            return False
+        if (error := written.exception()) is not None:
+            raise CheckpointError(f"the checkpoint cannot be written: {error}", where=where) from error
+        return True
+
+    return ended
 
 
 def save_random(folder: Path, rank: int) -> None:
@@ -89,8 +124,8 @@ def load_state(
     set_random()
 
 
-def _on_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+def _on_cpu(tensors: Mapping[str, torch.Tensor], copy: bool) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
 
 
 def _random_state() -> dict[str, Any]:

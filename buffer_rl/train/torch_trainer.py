@@ -7,10 +7,11 @@ end the whole group; a gradient that is not finite is seen by all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from buffer_rl.contracts import Objective
@@ -114,13 +115,15 @@ class TorchTrainer:
         if self._rank == 0:
             self._models.save_hf(self._actor, self._tokenizer, path)
 
-    def save(self, path: str) -> None:
-        """Write this rank's part of a checkpoint into the folder ``path`` (see ``buffer_rl.train.state``).
+    def save(self, path: str) -> Callable[[], bool] | None:
+        """Write this rank's part of a checkpoint into the folder ``path`` (see ``buffer_rl.train.state``); under
+        ``--async-save`` on a thread.
 
         Raises TrainError between ``accumulate`` and ``optimizer_step``: gradients are not saved."""
         if self._optimizer.has_gradients:
             raise TrainError("there are gradients of an unfinished step", hint="save after optimizer_step")
-        save_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
+        weights, background = unique_state(self._actor), self._args.async_save
+        return save_state(path, self._actor, self._optimizer, weights, self._rank, background=background)
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. Raises CheckpointError if something is missing, damaged or does not fit."""
@@ -130,6 +133,24 @@ class TorchTrainer:
         """The reference model takes the weights in the Hugging Face folder ``path``."""
         self._frozen.pop("ref", None)  # so that there are never two of them
         self._frozen["ref"] = self._load_frozen("ref", path)
+
+    def sleep(self) -> None:
+        """Move models and the optimizer's state to the host's memory; on a CPU they are there. Raises TrainError in an
+        unfinished step."""
+        if self._optimizer.has_gradients:
+            raise TrainError("there are gradients of an unfinished step", hint="sleep after optimizer_step")
+        self._move(torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        """The inverse of ``sleep``."""
+        self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        for model in (self._actor, *self._frozen.values()):
+            torch.nn.Module.to(model, device)
+        self._optimizer.follow_parameters()
 
     def _model(self, name: str) -> PreTrainedModel:
         if name == "actor":

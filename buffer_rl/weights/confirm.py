@@ -38,8 +38,9 @@ class LogProbCheck:
 
     @classmethod
     def from_args(cls, args: Any, train: ActorGroup) -> LogProbCheck | None:
-        """With the actor's ranks ``train``; None under ``--max-logprob-diff none``."""
-        if args.max_logprob_diff is None:
+        """With the actor's ranks ``train``; None under ``--max-logprob-diff none``, and under ``--offload-rollout``:
+        engines sample once they have their cache again, and the trainer may sleep then."""
+        if args.max_logprob_diff is None or args.offload_rollout:
             return None
 
         def log_probs(sequences: Sequence[Sequence[int]], num_tokens: int) -> Any:

@@ -1,7 +1,8 @@
 """Causal attention of a micro-batch's rows for ``--transformer-impl local``, packed one after another or padded.
 
-Megatron's own local attention takes no packed rows. Suffix legend: ``_t`` is ``[num_tokens]``, all rows one after
-another.
+Megatron's own local attention takes no packed rows. A context-parallel rank has some chunks of each row
+(``buffer_rl_megatron.context``), and gathers the keys and values of all before it attends. Suffix legend: ``_t`` is
+``[num_tokens]``, all rows one after another.
 """
 
 from __future__ import annotations
@@ -14,38 +15,50 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from torch.nn.attention.bias import causal_lower_right
 
 from buffer_rl.errors import ConfigError, TrainError
+from buffer_rl_megatron.context import Share, chunks_of, gather_states, in_order
 
 
 @dataclass
 class PackedRows(PackedSeqParams):  # type: ignore[misc]
     """Megatron's description of packed rows, and how ``CausalAttention`` lays them out: in blocks of similar lengths.
 
-    blocks: of each block its rows, its longest row, and of each place ``[num_rows * longest]`` int64 its packed token.
-    output_t: int64, of each token its place in the outputs of all blocks, one after another.
+    blocks: of each block its rows, and the places of its queries ``[num_rows * num_queries]`` and keys
+        ``[num_rows * num_keys]`` int64: among the tokens of this rank, and among those of all context-parallel ranks.
+        The last query of a row is at its last key.
+    output_t: int64, of each token of this rank its place in the outputs of all blocks, one after another.
     """
 
-    blocks: tuple[tuple[int, int, torch.Tensor], ...] = ()
+    blocks: tuple[tuple[int, torch.Tensor, torch.Tensor], ...] = ()
     output_t: torch.Tensor | None = None
 
 
-def packed_rows(lengths: np.ndarray, device: torch.device) -> PackedRows:
-    """lengths: tokens of each row, ``[num_rows]``, at least one each."""
+def packed_rows(share: Share, device: torch.device) -> PackedRows:
+    """The rows of ``share``, of at least one token each."""
+    lengths = share.lengths
     starts = np.cumsum(lengths) - lengths
+    own_t = share.place_t % share.own.size
     blocks, offset = [], 0
-    output_t = np.zeros(int(lengths.sum()), dtype=np.int64)
+    output_t = np.zeros(share.own.size, dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
-    while order.size:  # at most a third of a block is padding
-        fits = 3 * lengths[order] >= 2 * lengths[order[0]]
+    chunks = chunks_of(share.size, share.rank)
+    while order.size:  # at most a third of a block is padding, and nothing of one that is split
+        fits = (3 * lengths[order] >= 2 * lengths[order[0]]) if share.size == 1 else lengths[order] == lengths[order[0]]
         rows, order = order[fits], order[~fits]
-        width = int(lengths[rows[0]])
-        step = np.arange(width)
+        step = np.arange(int(lengths[rows[0]]))
         real = step < lengths[rows][:, None]
         tokens = np.where(real, starts[rows][:, None] + step, 0)
-        output_t[tokens[real]] = (offset + np.arange(tokens.size).reshape(tokens.shape))[real]
-        blocks.append((len(rows), width, torch.from_numpy(tokens.reshape(-1)).to(device)))
-        offset += tokens.size
+        width = len(step) // (len(chunks) * share.size)
+        for chunk in chunks:
+            begin, end = chunk * width, (chunk + 1) * width
+            queries, is_query = own_t[tokens[:, begin:end]], real[:, begin:end]
+            output_t[queries[is_query]] = (offset + np.arange(queries.size).reshape(queries.shape))[is_query]
+            places = (queries, share.place_t[tokens[:, :end]])
+            query_places, key_places = (torch.from_numpy(each.reshape(-1)).to(device) for each in places)
+            blocks.append((len(rows), query_places, key_places))
+            offset += queries.size
     ends = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
     longest = int(lengths.max())
     return PackedRows(
@@ -63,7 +76,9 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
     """Takes the place of Megatron's ``DotProductAttention``: each token attends to its row up to itself. Raises
     ConfigError for dropout and windows, TrainError for a mask or a bias, which it does not apply."""
 
-    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(
+        self, config: Any, *_: Any, softmax_scale: float | None = None, pg_collection: Any = None, **__: Any
+    ) -> None:
         super().__init__(config=config)
         if config.attention_dropout or getattr(config, "window_size", None):
             raise ConfigError(
@@ -71,6 +86,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
                 where="--transformer-impl local",
                 expected="no dropout, and all earlier tokens",
             )
+        self._context = None if pg_collection is None else pg_collection.cp
         self._scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
@@ -89,23 +105,37 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
             raise TrainError(
                 "attention got a mask, which would be ignored", expected="causal rows, packed or padded on the right"
             )
+        rank, size = (self._context.rank(), self._context.size()) if self._context is not None else (0, 1)
+        if size > 1:  # in one message
+            states = gather_states(torch.cat([key, value], -1), self._context)
+            key, value = states[..., : key.shape[-1]], states[..., key.shape[-1] :]
         if packed_seq_params is None:
-            context = self._causal(*(states.permute(1, 2, 0, 3) for states in (query, key, value)))
-            return context.permute(2, 0, 1, 3).flatten(2)
+            chunks, outputs = chunks_of(size, rank), []
+            key, value = in_order(key, size), in_order(value, size)
+            for own, chunk in zip(query.chunk(len(chunks)), chunks, strict=True):
+                end = (chunk + 1) * len(own)
+                rows = (states.permute(1, 2, 0, 3) for states in (own, key[:end], value[:end]))
+                outputs.append(self._causal(*rows).permute(2, 0, 1, 3).flatten(2))
+            return torch.cat(outputs)
         if not isinstance(packed_seq_params, PackedRows) or packed_seq_params.output_t is None:
-            raise TrainError("packed rows come without their blocks", expected="packed_rows(lengths, device)")
+            raise TrainError("packed rows come without their blocks", expected="packed_rows(share, device)")
         outputs = []
-        for num_rows, width, tokens in packed_seq_params.blocks:
-            blocks = (
-                states.index_select(0, tokens).view(num_rows, width, *states.shape[1:]).transpose(1, 2)
-                for states in (query, key, value)
+        for num_rows, queries, keys in packed_seq_params.blocks:
+            rows = (
+                states.index_select(0, tokens).view(num_rows, -1, *states.shape[1:]).transpose(1, 2)
+                for states, tokens in ((query, queries), (key, keys), (value, keys))
             )
-            outputs.append(self._causal(*blocks).transpose(1, 2).flatten(0, 1))
+            outputs.append(self._causal(*rows).transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, packed_seq_params.output_t).flatten(1)
 
     def _causal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """``[num_rows, num_heads, length, head_dim]``; keys and values of fewer heads are shared."""
+        """``[num_rows, num_heads, length, head_dim]``; keys and values of fewer heads are shared. Where there are fewer
+        queries than keys, they are the last ones."""
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        how: dict[str, Any] = {"is_causal": True}
+        if num_queries < num_keys:
+            how = {"attn_mask": causal_lower_right(num_queries, num_keys)}
         shared = query.shape[1] != key.shape[1]
         return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self._scale, enable_gqa=shared
+            query, key, value, scale=self._scale, enable_gqa=shared, **how
         )

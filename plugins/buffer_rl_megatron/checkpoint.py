@@ -7,7 +7,6 @@ seals it under a manifest. Nothing but tensors and plain values is read: ``torch
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +35,6 @@ _LAYOUT = {
 """What the checkpoint says of itself, by Megatron's names: the optimizer's state is that of whole parameters."""
 _VERSION = 3.0  # of Megatron-LM's state
 _EXTRA = "buffer_rl"
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,28 +44,6 @@ class Loaded:
     step: int
     has_optimizer: bool
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-class PendingSave:
-    """A checkpoint that processes of their own write, from a copy of the state at the time of ``start_save``."""
-
-    def __init__(self, queue: AsyncCallsQueue, folder: Path, name: str) -> None:
-        self._queue, self._folder, self._name = queue, folder, name
-
-    def finish(self, timeout_s: float) -> None:
-        """Wait until the checkpoint is whole. Collective. Raises CheckpointError if it fails or takes longer."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            while not self._queue.maybe_finalize_async_calls(blocking=False):
-                if time.monotonic() > deadline:
-                    self._queue.close(abort=True)
-                    raise CheckpointError(f"it was not written within {timeout_s:g} s", where=str(self._folder))
-                time.sleep(_POLL_S)
-        except CheckpointError:
-            raise
-        except (Exception, CheckpointException) as error:  # fault boundary: the writers report what they met
-            raise CheckpointError(f"the checkpoint cannot be written: {error}", where=str(self._folder)) from error
-        _write_tracker(self._folder, self._name)
 
 
 def save(
@@ -85,7 +61,8 @@ def save(
     values that ``load`` returns.
     """
     target, name, state = _prepared(chunks, optimizer, scheduler, folder, step, extra)
-    dist_checkpointing.save(state, str(target), content_metadata=dict(_LAYOUT))
+    with _writing(target):
+        dist_checkpointing.save(state, str(target), content_metadata=dict(_LAYOUT))
     _write_tracker(target.parent, name)
 
 
@@ -97,13 +74,33 @@ def start_save(
     *,
     step: int,
     extra: Mapping[str, Any] | None = None,
-) -> PendingSave:
-    """``save``, in processes that are forked from the ranks: training goes on. It is whole once ``finish`` returned."""
+) -> Callable[[], bool]:
+    """``save``, from a copy of the state, in processes that are forked from the ranks: training goes on.
+
+    The result, which every rank calls between its passes, says whether the checkpoint is whole. It raises
+    CheckpointError if it cannot be written."""
     target, name, state = _prepared(chunks, optimizer, scheduler, folder, step, extra)
     queue = AsyncCallsQueue()
-    request = dist_checkpointing.save(state, str(target), async_sharded_save=True, content_metadata=dict(_LAYOUT))
-    queue.schedule_async_request(request)
-    return PendingSave(queue, target.parent, name)
+    with _writing(target):
+        request = dist_checkpointing.save(state, str(target), async_sharded_save=True, content_metadata=dict(_LAYOUT))
+        queue.schedule_async_request(request)
+
+    def is_whole() -> bool:
+        with _writing(target):
+            if not queue.maybe_finalize_async_calls(blocking=False):
+                return False
+        _write_tracker(target.parent, name)
+        return True
+
+    return is_whole
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # fault boundary; writers report whatever they met
+        raise CheckpointError(f"the checkpoint cannot be written: {error}", where=str(target)) from error
 
 
 def load(chunks: Sequence[torch.nn.Module], optimizer: Any | None, scheduler: Any | None, folder: str) -> Loaded:

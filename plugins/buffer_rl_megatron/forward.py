@@ -1,15 +1,23 @@
 """Micro-batches through the model of one replica, which is spread over pipeline stages and tensor ranks.
 
-Every rank of the replica runs the same micro-batches through Megatron's schedule; the ranks of the last stage get what
-comes out. Replicas whose forward passes have collectives in common, and virtual pipeline stages, need certain numbers
-of micro-batches: a pass without rows, which contributes nothing, makes up for each that is not there.
+Every rank of the replica runs the same micro-batches through Megatron's schedule, a context-parallel rank with its
+tokens of each row; the ranks of the last stage get what comes out for all response tokens. Replicas whose forward
+passes have collectives in common, and virtual pipeline stages, need certain numbers of micro-batches: a pass without
+rows, which contributes nothing, makes up for each that is not there.
 
-Suffix legend: ``_n`` is ``[num_response_tokens]``; ``_bt`` is ``[num_rows, max_response]``; ``_sbh`` is
-``[length, num_rows, hidden]``, with packed rows as one row.
+The gradient is counted once: each context-parallel rank computes the loss of all response tokens, and differentiates
+it by the outputs of its own tokens alone. The gradient of a rank's keys and values is summed over the ranks in the
+backward pass of attention, and that of parameters over replicas and context-parallel ranks by Megatron's
+``DistributedDataParallel``, which divides it by nothing (``calculate_per_token_loss``).
+
+Suffix legend: ``_n`` is ``[num_response_tokens]``; ``_o`` is ``[num_outputs]``, the response tokens that this rank has
+an output for: all without context parallelism; ``_bt`` is ``[num_rows, max_response]``; ``_sbh`` is
+``[length, num_rows, hidden]``, of this rank's tokens, with packed rows as one row.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +30,17 @@ import torch.distributed as dist
 from mbridge.core.util import unwrap_model
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 
 from buffer_rl.scope import Unit
 from buffer_rl.train.collate import MicroBatch, collate, row_blocks
 from buffer_rl.types import TrainBatch
 from buffer_rl_megatron import compat
 from buffer_rl_megatron.attention import packed_rows
+from buffer_rl_megatron.context import Share, share_of
 from buffer_rl_megatron.layers import ValueHead
 from buffer_rl_megatron.options import balances_experts
 from buffer_rl_megatron.vocabulary import log_probs_and_entropies
@@ -37,8 +49,9 @@ from buffer_rl_megatron.vocabulary import log_probs_and_entropies
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Micro:
     """One pass through the model. number: of the micro-batch. indices, rows: of the batch; no rows in a pass that only
-    keeps step. inputs: what the model is called with. is_padding: bool, of its shape. predictor_n: int64, of each
-    response token the place of the token before it in ``_sbh``, length times rows."""
+    keeps step. inputs: what the model is called with. is_padding: bool, of the shape of its ``input_ids``. own_o:
+    int64, which response tokens this rank has an output for. predictor_o: int64, the place of the token before each of
+    them in ``_sbh``, length times rows. target_o, kept: as in ``MicroBatch``, of these."""
 
     number: int
     indices: list[int]
@@ -46,13 +59,17 @@ class Micro:
     batch: MicroBatch
     inputs: dict[str, Any]
     is_padding: torch.Tensor
-    predictor_n: torch.Tensor
+    own_o: torch.Tensor
+    predictor_o: torch.Tensor
+    target_o: torch.Tensor
+    kept: tuple[torch.Tensor, ...]
 
 
 def micro_batches(args: Any, batch: TrainBatch, unit: Unit, device: torch.device, *, in_step: bool) -> list[Micro]:
     """The passes that this rank makes for ``batch``, as many as the other replicas' where they work ``in_step``."""
-    packed = args.qkv_format == "thd"
-    blocks = row_blocks(args, batch, unit, packed=packed, shares_prompts=False) if len(batch) else []
+    packed, size = args.qkv_format == "thd", args.context_parallel_size
+    own = args.model_copy(update={"max_tokens_per_gpu": size * args.max_tokens_per_gpu})
+    blocks = row_blocks(own, batch, unit, packed=packed, shares_prompts=False) if len(batch) else []
     count = len(blocks)
     if in_step:
         most = torch.tensor(count, device=device)
@@ -62,9 +79,8 @@ def micro_batches(args: Any, batch: TrainBatch, unit: Unit, device: torch.device
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         count = -(-count // stages) * stages
     blocks += [[] for _ in range(count - len(blocks))]
-    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     make = _packed if packed else _padded
-    micros = [make(number, block, batch.select(block), device, multiple) for number, block in enumerate(blocks)]
+    micros = [make(args, number, block, batch.select(block), device) for number, block in enumerate(blocks)]
     if balances_experts(args):
         for micro in micros:
             if micro.indices:  # else there would be no token at all
@@ -72,53 +88,82 @@ def micro_batches(args: Any, batch: TrainBatch, unit: Unit, device: torch.device
     return micros
 
 
-def _packed(number: int, indices: list[int], rows: TrainBatch, device: torch.device, multiple: int) -> Micro:
-    """Rows one after another, and a row of padding where sequence parallelism needs another length."""
+def _multiples(args: Any) -> tuple[int, int]:
+    """What the length of a row, and that of all rows together, are multiples of."""
+    size = args.context_parallel_size
+    row = 2 * size if size > 1 else 1
+    return row, math.lcm(row, size * args.tensor_model_parallel_size if args.sequence_parallel else 1)
+
+
+def _packed(args: Any, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
+    """Rows one after another, each padded for its chunks, and a row of padding where sequence parallelism needs another
+    length."""
     batch = collate(rows, device) if indices else _nothing(device)
-    lengths = np.asarray(rows.lengths if indices else [multiple], dtype=np.int64)
-    tokens = np.concatenate(rows.columns["tokens"]).astype(np.int64) if indices else np.zeros(multiple, dtype=np.int64)
-    if padding := -len(tokens) % multiple:
-        lengths, tokens = np.append(lengths, padding), np.append(tokens, np.zeros(padding, dtype=np.int64))
-    width = batch.tokens_bl.shape[1]
-    starts = torch.from_numpy(np.cumsum(lengths) - lengths).to(device)
-    predictor_n = starts[batch.predictor_n // width] + batch.predictor_n % width
-    steps = np.concatenate([np.arange(length) for length in lengths])
+    of_row, of_all = _multiples(args)
+    real = np.asarray(rows.lengths if indices else [1], dtype=np.int64)
+    lengths = -(-real // of_row) * of_row
+    if padding := -int(lengths.sum()) % of_all:
+        real, lengths = np.append(real, 0), np.append(lengths, padding)
+    share = share_of(lengths, args.context_parallel_size, parallel_state.get_context_parallel_rank())
+    starts = np.cumsum(lengths) - lengths
+    steps = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    is_padding = steps >= np.repeat(real, lengths)
+    tokens = np.zeros(len(steps), dtype=np.int64)
+    tokens[~is_padding] = np.concatenate(rows.columns["tokens"]) if indices else 0
     inputs = {
-        "input_ids": torch.from_numpy(tokens)[None].to(device),
-        "position_ids": torch.from_numpy(steps)[None].to(device),
+        "input_ids": torch.from_numpy(tokens[share.own])[None].to(device),
+        "position_ids": torch.from_numpy(steps[share.own])[None].to(device),
         "attention_mask": None,
-        "packed_seq_params": packed_rows(lengths, device),
+        "packed_seq_params": packed_rows(share, device),
     }
-    is_padding = torch.arange(len(tokens), device=device)[None] >= sum(rows.lengths)
+    width = batch.tokens_bl.shape[1]
+    token_n = torch.from_numpy(starts).to(device)[batch.predictor_n // width] + batch.predictor_n % width
     return Micro(
         number=number,
         indices=indices,
         rows=rows,
         batch=batch,
         inputs=inputs,
-        is_padding=is_padding,
-        predictor_n=predictor_n,
+        is_padding=torch.from_numpy(is_padding[share.own])[None].to(device),
+        **_own_predictors(share, token_n, batch),
     )
 
 
-def _padded(number: int, indices: list[int], rows: TrainBatch, device: torch.device, multiple: int) -> Micro:
+def _padded(args: Any, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
     """Rows padded on the right, where no token of the row sees it."""
     batch = collate(rows, device) if indices else _nothing(device)
     num_rows, width = batch.tokens_bl.shape
-    tokens_bl = torch.nn.functional.pad(batch.tokens_bl, (0, -width % multiple))
-    steps = torch.arange(tokens_bl.shape[1], device=device).expand(num_rows, -1)
-    inputs = {"input_ids": tokens_bl, "position_ids": steps, "attention_mask": None}
-    predictor_n = batch.predictor_n % width * num_rows + batch.predictor_n // width
-    lengths_b = torch.tensor(rows.lengths if indices else [0], device=device)
+    padding = -width % _multiples(args)[1]
+    size, rank = args.context_parallel_size, parallel_state.get_context_parallel_rank()
+    share = share_of(np.array([width + padding]), size, rank)
+    steps = torch.from_numpy(share.own).to(device)
+    tokens_bl = torch.nn.functional.pad(batch.tokens_bl, (0, padding))[:, steps]
+    positions = steps.expand(num_rows, -1)
+    own = _own_predictors(share, batch.predictor_n % width, batch)
+    own["predictor_o"] = own["predictor_o"] * num_rows + batch.predictor_n[own["own_o"]] // width
     return Micro(
         number=number,
         indices=indices,
         rows=rows,
         batch=batch,
-        inputs=inputs,
-        is_padding=steps >= lengths_b[:, None],
-        predictor_n=predictor_n,
+        inputs={"input_ids": tokens_bl, "position_ids": positions, "attention_mask": None},
+        is_padding=positions >= torch.tensor(rows.lengths if indices else [0], device=device)[:, None],
+        **own,
     )
+
+
+def _own_predictors(share: Share, token_n: torch.Tensor, batch: MicroBatch) -> dict[str, Any]:
+    """The response tokens of a ``Micro`` whose predictors the rank has. token_n: int64, the place in the rows of the
+    token before each."""
+    place_n = torch.from_numpy(share.place_t).to(token_n.device)[token_n]
+    is_own_n = place_n // share.own.size == share.rank
+    kept: tuple[torch.Tensor, ...] = ()
+    if batch.kept:
+        counts_n, ids = batch.kept
+        kept = (counts_n[is_own_n], ids[is_own_n.repeat_interleave(counts_n)])
+    own_o = is_own_n.nonzero().flatten()
+    places = {"own_o": own_o, "predictor_o": place_n[own_o] % share.own.size}
+    return {**places, "target_o": batch.target_n[own_o], "kept": kept}
 
 
 def _nothing(device: torch.device) -> MicroBatch:
@@ -139,12 +184,14 @@ def run_schedule(
     compute: Callable[[Micro, torch.Tensor], Any],
     *,
     backward: bool,
+    before_backward: Callable[[Micro], None] | None = None,
 ) -> dict[int, Any]:
     """Run the micro-batches through Megatron's schedule. Returns by their numbers what ``compute`` gave on the last
     pipeline stage, and nothing on the others.
 
-    compute: of a micro-batch that has rows and the model's output at its response tokens: what is returned, and with
-    ``backward`` ``(loss, what is returned)``, of which the loss is not divided by anything."""
+    compute: of a micro-batch that has rows and the model's output for ``own_o``: what is returned, and with
+    ``backward`` ``(loss, what is returned)``, of which the loss is not divided by anything. before_backward: called on
+    each stage when a micro-batch's backward pass begins there."""
     found: dict[int, Any] = {}
 
     def reduce(micro: Micro, output: torch.Tensor, non_loss_data: bool = False) -> Any:
@@ -161,9 +208,11 @@ def run_schedule(
     def forward_step(iterator: Iterator[Micro], model: torch.nn.Module) -> tuple[Any, Any]:
         micro = next(iterator)
         with at_responses(model, micro):
-            output = model(**micro.inputs)
+            output = model(**_inputs_of(model, micro))
+        if before_backward is not None and output.requires_grad:
+            output.register_hook(lambda _: before_backward(micro))
         if isinstance(getattr(unwrap_model(model), "output_layer", None), ValueHead):
-            output = output.transpose(0, 1).flatten(0, 1).index_select(0, micro.predictor_n)
+            output = output.transpose(0, 1).flatten(0, 1).index_select(0, micro.predictor_o)
         return output, partial(reduce, micro)
 
     several = len(chunks) > 1
@@ -182,10 +231,20 @@ def run_schedule(
     return found
 
 
+def _inputs_of(model: torch.nn.Module, micro: Micro) -> dict[str, Any]:
+    """Under sequence parallelism a tensor rank has its part of the tokens; of the padding, Megatron (0.16.1) takes that
+    part on the first stage alone."""
+    chunk, mask = unwrap_model(model), micro.inputs.get("padding_mask")
+    if mask is None or chunk.pre_process or not chunk.config.sequence_parallel:
+        return micro.inputs
+    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    return {**micro.inputs, "padding_mask": mask.chunk(size, 1)[rank]}
+
+
 @contextmanager
 def at_responses(model: torch.nn.Module, micro: Micro) -> Iterator[None]:
-    """Have the output layer see the tokens before response tokens alone; logits are then ``[1, num_response_tokens,
-    vocabulary of this rank]``."""
+    """Have the output layer see the tokens before response tokens alone; logits are then
+    ``[1, num_outputs, vocabulary of this rank]``."""
     layer = getattr(unwrap_model(model), "output_layer", None)
     if layer is None or isinstance(layer, ValueHead):
         yield
@@ -195,7 +254,7 @@ def at_responses(model: torch.nn.Module, micro: Micro) -> Iterator[None]:
         hidden_sbh = inputs[0]
         if layer.gathers_before:
             hidden_sbh = gather_from_sequence_parallel_region(hidden_sbh, tensor_parallel_output_grad=True)
-        return (hidden_sbh.flatten(0, 1).index_select(0, micro.predictor_n)[:, None], *inputs[1:])
+        return (hidden_sbh.flatten(0, 1).index_select(0, micro.predictor_o)[:, None], *inputs[1:])
 
     handle = layer.register_forward_pre_hook(select)
     try:
@@ -219,19 +278,22 @@ def gather_before_selecting(chunks: Sequence[torch.nn.Module]) -> None:
 def response_log_probs(
     micro: Micro, logits: torch.Tensor, temperature: float, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(log_probs_bt, entropy_bt)`` float32 in nats, 0 on padding, equal on all tensor ranks."""
-    log_probs_n, entropy_n = log_probs_and_entropies(
+    """``(log_probs_bt, entropy_bt)`` float32 in nats, 0 on padding, equal on all tensor and context ranks."""
+    log_probs_o, entropy_o = log_probs_and_entropies(
         logits.flatten(0, 1),
-        micro.batch.target_n,
+        micro.target_o,
         temperature=temperature,
         group=parallel_state.get_tensor_model_parallel_group(),
         with_entropy=with_entropy,
-        kept=micro.batch.kept,
+        kept=micro.kept,
     )
-    return padded(log_probs_n, micro), padded(entropy_n, micro)
+    return padded(log_probs_o, micro), padded(entropy_o, micro)
 
 
-def padded(values_n: torch.Tensor, micro: Micro) -> torch.Tensor:
-    """Response tokens as ``[num_rows, max_response]``, 0 on padding."""
-    padded_bt = values_n.new_zeros(micro.batch.response_bt.shape)
+def padded(values_o: torch.Tensor, micro: Micro) -> torch.Tensor:
+    """Outputs of all context-parallel ranks, ``[num_rows, max_response]``, 0 on padding; the gradient is that of this
+    rank's alone."""
+    values_n = values_o.new_zeros(micro.batch.target_n.shape).index_copy(0, micro.own_o, values_o)
+    values_n = reduce_from_tensor_model_parallel_region(values_n, parallel_state.get_context_parallel_group())
+    padded_bt = values_o.new_zeros(micro.batch.response_bt.shape)
     return padded_bt.masked_scatter(micro.batch.response_bt, values_n)

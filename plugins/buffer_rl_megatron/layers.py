@@ -30,7 +30,7 @@ def local_block_spec(config: Any, vp_stage: int | None, core_attention: Any | No
     """Specification of the decoder's layers on this pipeline stage, of Megatron's own modules.
 
     config: the model's ``TransformerConfig``. core_attention: a module class or specification in place of
-    ``DotProductAttention``, which takes neither packed sequences nor context parallelism.
+    ``DotProductAttention``, which takes neither packed rows nor context parallelism.
     """
     block = copy.deepcopy(
         get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)

@@ -5,17 +5,32 @@ Without torch and Megatron: every run reads this module.
 
 from __future__ import annotations
 
+import inspect
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from buffer_rl.config import Section, flag_of, option
 from buffer_rl.errors import ConfigError
 from buffer_rl.hookspecs import hookimpl
+from buffer_rl.kinds import kind_named
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.calls import plugin_error
+from buffer_rl.resolution.signature import signature_of
 from buffer_rl.train.layout import Layout, layout_of
 from buffer_rl_megatron.model_shape import check_shape, read_configuration
 
 BACKENDS = ("megatron", "buffer_rl_megatron.backend:build")
 """What ``--train-backend`` is where these options count."""
+HOOKS = {
+    "custom_megatron_init_path": ("args",),
+    "custom_megatron_before_log_prob_hook_path": ("args", "model", "store_prefix"),
+    "custom_megatron_before_train_step_hook_path": (
+        *("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
+    ),
+}
+"""Options that name functions, and what each rank calls these with."""
+PROVIDER_ARGUMENTS = ("vp_stage", "args", "config", "build")
+"""What a model provider is called with besides the part of the model, where it takes it."""
 
 
 class MegatronOptions(Section):
@@ -31,8 +46,8 @@ class MegatronOptions(Section):
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "layers of each such part, in place of their number", ge=1
     )
-    context_parallel_size: int = option(1, "ranks that each sequence is split over; 1 is what there is yet", ge=1)
-    expert_model_parallel_size: int = option(1, "ranks, of the data-parallel ones, that experts are spread over", ge=1)
+    context_parallel_size: int = option(1, "ranks that each row is split over", ge=1)
+    expert_model_parallel_size: int = option(1, "ranks of a pipeline stage that experts are spread over", ge=1)
     expert_tensor_parallel_size: int | None = option(
         None, "ranks that each expert's matrices are split over; as other matrices where absent", ge=1
     )
@@ -111,8 +126,10 @@ def balances_experts(args: Any) -> bool:
 
 
 def is_in_step(args: Any) -> bool:
-    """Whether a forward pass has a collective over replicas: of experts, or of parameters that are still gathered."""
-    return bool(args.expert_model_parallel_size > 1 or args.overlap_param_gather)
+    """Whether a forward pass has a collective over replicas: of experts, of how busy these are in all replicas, or of
+    parameters that are still gathered."""
+    counts_tokens = args.moe_router_load_balancing_type == "global_aux_loss" and balances_experts(args)
+    return bool(args.expert_model_parallel_size > 1 or args.overlap_param_gather or counts_tokens)
 
 
 def virtual_stages(args: Any, num_layers: int) -> int | None:
@@ -160,19 +177,16 @@ def check(args: Any) -> None:
     has_te = find_spec("transformer_engine") is not None
     if args.transformer_impl == "transformer_engine" and not has_te:
         _refuse("TransformerEngine is not installed", "--transformer-impl", hint="--transformer-impl local")
-    if args.context_parallel_size > 1:
-        _refuse(
-            "the rows of a batch are not split over context-parallel ranks yet, whose attention is TransformerEngine's",
-            "--context-parallel-size",
-            expected="1",
-        )
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         _refuse("there is one tensor-parallel rank", "--sequence-parallel", expected="two or more")
-    if ranks.dp_size * ranks.cp_size % args.expert_model_parallel_size:
+    expert_tp = args.expert_tensor_parallel_size or ranks.tp_size
+    of_stage = ranks.dp_size * ranks.cp_size * ranks.tp_size
+    if of_stage % (args.expert_model_parallel_size * expert_tp):
         _refuse(
-            f"experts cannot be spread over {args.expert_model_parallel_size} of {ranks.dp_size} data-parallel ranks",
-            "--expert-model-parallel-size",
-            expected=f"a divisor of {ranks.dp_size * ranks.cp_size}",
+            f"experts cannot be spread over {args.expert_model_parallel_size} x {expert_tp} of the {of_stage} ranks "
+            f"of a pipeline stage (data {ranks.dp_size} x context {ranks.cp_size} x tensor {ranks.tp_size})",
+            "--expert-model-parallel-size and --expert-tensor-parallel-size",
+            expected=f"sizes whose product divides {of_stage}",
         )
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         _refuse(
@@ -188,12 +202,6 @@ def check(args: Any) -> None:
         )
     if args.moe_grouped_gemm and not has_te:
         _refuse("the grouped kernel is TransformerEngine's", "--moe-grouped-gemm", hint="leave it out")
-    if balances_experts(args) and args.pipeline_model_parallel_size > 1:
-        _refuse(
-            "earlier pipeline stages do not know the weight of a micro-batch, which a loss that balances experts takes",
-            "--moe-router-load-balancing-type and --pipeline-model-parallel-size",
-            expected="none, one stage, or --moe-aux-loss-coeff 0",
-        )
     if (args.recompute_method or args.recompute_num_layers) and args.recompute_granularity != "full":
         _refuse("only whole layers are chosen this way", "--recompute-method", hint="--recompute-granularity full")
     if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
@@ -202,10 +210,32 @@ def check(args: Any) -> None:
             "--recompute-granularity",
             hint="--recompute-method uniform --recompute-num-layers 1",
         )
+    registry = PluginRegistry.from_flags(args.plugin)
+    for name, parameters in HOOKS.items():
+        if path := getattr(args, name):
+            try:
+                inspect.signature(registry.load(path)).bind(*parameters)
+            except TypeError as error:
+                _refuse(f"{path} cannot be called: {error}", flag_of(name), f"({', '.join(parameters)})")
+    if args.custom_model_provider_path is not None:
+        resolve_provider(args.custom_model_provider_path, registry)
     if args.hf_checkpoint is not None:
         configuration = read_configuration(args.hf_checkpoint)
         check_shape(args, configuration)
         _check_splits(args, configuration)
+
+
+def resolve_provider(path: str, registry: PluginRegistry) -> tuple[Any, set[str]]:
+    """The function of ``--custom-model-provider-path``, and the names of ``PROVIDER_ARGUMENTS`` that it takes. Raises
+    PluginError for a function that takes no parts of a model."""
+    kind = "model_provider"
+    function = registry.resolve(kind, path)
+    parameters = inspect.signature(function).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    if not takes_all and not {"pre_process", "post_process"} <= parameters.keys():
+        what = "it builds a whole model, and each rank has a part"
+        raise plugin_error(kind_named(kind), path, what, actual=signature_of(function))
+    return function, {name for name in PROVIDER_ARGUMENTS if takes_all or name in parameters}
 
 
 def _check_splits(args: Any, configuration: dict[str, Any]) -> None:

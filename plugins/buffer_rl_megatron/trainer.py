@@ -7,7 +7,6 @@ ranks. Megatron keeps its process groups in the process, so a process has one tr
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,10 +21,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from buffer_rl.contracts import Objective
 from buffer_rl.errors import ConfigError, TrainError
-from buffer_rl.kinds import kind_named
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, plugin_error, returned
-from buffer_rl.resolution.signature import signature_of
+from buffer_rl.resolution.calls import call, returned
 from buffer_rl.roles import CRITIC, MODEL_OF_ROLE
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import split_rows
@@ -35,6 +32,7 @@ from buffer_rl.train.state import read_random, save_random
 from buffer_rl.types import TrainBatch
 from buffer_rl_megatron import checkpoint, compat, options
 from buffer_rl_megatron.attention import CausalAttention
+from buffer_rl_megatron.balance import Balance
 from buffer_rl_megatron.bridge import Bridge, Provider, load_bridge
 from buffer_rl_megatron.forward import (
     Micro,
@@ -61,15 +59,12 @@ class MegatronTrainer:
         self._device = _pick_device(args)
         registry = PluginRegistry.from_flags(args.plugin)
         self._provider = _provider(args, registry)
-        self._hooks = {name: registry.load(path) for name in HOOKS if (path := getattr(args, name))}
+        self._hooks = {name: registry.load(path) for name in options.HOOKS if (path := getattr(args, name))}
         folder, flag = initial_folder(args, CRITIC if objective.critic else "actor")
         _initialize(args, rank, world_size, self._device, folder)
         if hook := self._hooks.get("custom_megatron_init_path"):
             hook(args)
         self._bridge, chunks = self._built(folder, flag, value_head=objective.critic)
-        self._balance_weight = 0.0
-        if options.balances_experts(args):
-            self._bridge.config.grad_scale_func = self._scaled
         self._chunks = data_parallel(args, self._bridge.config, chunks)
         self._optimizer = Optimizer(args, self._chunks)
         frozen = [] if objective.critic else frozen_models_of_trainer(args)
@@ -104,17 +99,17 @@ class MegatronTrainer:
             else:
                 outputs = response_log_probs(micro, output, self._objective.temperature, with_entropy=True)
                 loss, sums = self._objective(*outputs, micro.rows)
-            # Megatron multiplies a loss of its own, a mean over the micro-batch, by its tokens without padding; those
-            # of all tensor ranks, as 0.16.1 sums the counts that it takes for the rank's in place.
-            self._balance_weight = float(sums.divisor) / sum(micro.rows.lengths)
+            if balance is not None:
+                balance.note(micro, sums)
             return loss, sums
 
         micros = self._micros(batch)
         if not micros:
             return Sums()
-        self._balance_weight = 0.0  # of a pass without rows, which come after the others
+        balance = Balance(micros, self._objective) if options.balances_experts(self._args) else None
         with self._optimizer.accumulating():
-            found = run_schedule(self._chunks, micros, compute, backward=True)
+            before = None if balance is None else balance.weigh
+            found = run_schedule(self._chunks, micros, compute, backward=True, before_backward=before)
         return Sums.of(found[number] for number in sorted(found))
 
     def zero_grad(self) -> None:
@@ -143,14 +138,16 @@ class MegatronTrainer:
         with compat.cpu_devices():
             write_folder(self._weights(), self._args.hf_checkpoint, path, writes=self.topology.is_source)
 
-    def save(self, path: str) -> None:
+    def save(self, path: str) -> Callable[[], bool] | None:
         """Write weights, optimizer and random state into the folder ``path``, for any later layout (see
-        ``buffer_rl_megatron.checkpoint``). Raises TrainError between ``accumulate`` and ``optimizer_step``."""
+        ``buffer_rl_megatron.checkpoint``); under ``--async-save`` in processes of their own. Raises TrainError between
+        ``accumulate`` and ``optimizer_step``."""
         if self._optimizer.has_gradients:
             raise TrainError("there are gradients of an unfinished step", hint="save after optimizer_step")
-        with compat.cpu_devices():
-            checkpoint.save(self._chunks, self._optimizer.megatron, None, path, step=self._optimizer.step_count)
         save_random(Path(path), self._rank)
+        save = checkpoint.start_save if self._args.async_save else checkpoint.save
+        with compat.cpu_devices():
+            return save(self._chunks, self._optimizer.megatron, None, path, step=self._optimizer.step_count)
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. A folder that Megatron-LM or slime saved to leaves the random state as it is.
@@ -187,11 +184,6 @@ class MegatronTrainer:
                 for chunk in chunks:
                     chunk.to(self._device)
         self._optimizer.reload()
-
-    def _scaled(self, scaled: torch.Tensor) -> torch.Tensor:
-        """The losses that balance experts, a vector of one 1, and the objective's, which has no dimension, as Megatron
-        scales them on one pipeline stage."""
-        return scaled * self._balance_weight if scaled.ndim else scaled
 
     def _micros(self, batch: TrainBatch) -> list[Micro]:
         return micro_batches(self._args, batch, self._objective.unit, self._device, in_step=self.topology.in_step)
@@ -258,29 +250,17 @@ class MegatronTrainer:
             hook(self._args, *self._place_in_rollout, self._chunks, self._optimizer.megatron, None)
 
 
-HOOKS = (
-    "custom_megatron_init_path",
-    "custom_megatron_before_log_prob_hook_path",
-    "custom_megatron_before_train_step_hook_path",
-)
-
-
 def _provider(args: Any, registry: PluginRegistry) -> Provider | None:
     """``--custom-model-provider-path``, called with the names that slime calls it with; ``args``, ``config`` and
-    ``build`` are passed where it takes them. Raises PluginError for a function that takes no parts of a model."""
+    ``build`` are passed where it takes them."""
     kind, name = "model_provider", args.custom_model_provider_path
     if name is None:
         return None
-    function = registry.resolve(kind, name)
-    parameters = inspect.signature(function).parameters
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    if not takes_all and not {"pre_process", "post_process"} <= parameters.keys():
-        what = "it builds a whole model, and each rank has a part"
-        raise plugin_error(kind_named(kind), name, what, actual=signature_of(function))
+    function, taken = options.resolve_provider(name, registry)
 
     def provide(first: bool, last: bool, vp_stage: int | None, config: Any, build: Callable[[], Any]) -> Any:
         more = {"vp_stage": vp_stage, "args": args, "config": config, "build": build}
-        more = {key: value for key, value in more.items() if takes_all or key in parameters}
+        more = {key: value for key, value in more.items() if key in taken}
         model = call(kind, name, partial(function, pre_process=first, post_process=last, **more))
         if not isinstance(model, GPTModel):
             raise returned(kind, name, model, "a megatron.core.models.gpt.GPTModel, as build() makes it")

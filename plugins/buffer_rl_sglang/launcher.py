@@ -114,6 +114,8 @@ def _arguments(args: Any, index: int, port: int) -> list[str]:
         # machine's.
         found += ["--device", "cpu", "--sleep-on-idle", "--grammar-backend", "none"]
         found += ["--max-total-tokens", str(max(args.engine_max_running_requests * 4096, (length or 0) + MARGIN))]
+    elif args.offload_rollout:  # it is of CUDA, and a server on a CPU does not start with it
+        found.append("--enable-memory-saver")
     return [*found, *server_arguments(args)]
 
 

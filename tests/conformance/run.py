@@ -16,7 +16,6 @@ import asyncio
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from buffer_rl.engine.process import reserved_port
 from conformance import cases_control, cases_generate, cases_openai
 from conformance.page import Result, disagreement, page
 from conformance.reference import CONTEXT, Reference
@@ -101,10 +101,11 @@ def serving(command: Sequence[str], url: str, log: str) -> Iterator[None]:
         process.wait()
 
 
-def free_url() -> str:
-    """The URL of a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+@contextmanager
+def free_url() -> Iterator[str]:
+    """The URL of a port that is kept for a server, which listens on it in the block."""
+    with reserved_port("127.0.0.1") as held:
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 def embedded_command(model: str, url: str, *, imitate: bool) -> list[str]:
@@ -130,14 +131,18 @@ def main() -> int:
         cases = [case for case in all_cases(reference) if args.only in f"{case.topic}: {case.name}"]
         results: dict[str, list[Result]] = {}
         for name, imitate in (("embedded", False), ("as SGLang", True)):
-            url, log = free_url(), str(Path(scratch, f"{imitate}.log"))
-            with serving(embedded_command(reference.folder("0"), url, imitate=imitate), url, log):
+            log = str(Path(scratch, f"{imitate}.log"))
+            with (
+                free_url() as url,
+                serving(embedded_command(reference.folder("0"), url, imitate=imitate), url, log),
+            ):
                 results[name] = asyncio.run(run_all(cases, url, reference, is_sglang=imitate))
         if args.server:
-            url, log = free_url(), str(Path(tempfile.gettempdir(), "conformance_server.log"))
-            own = args.server.format(model=reference.folder("0"), port=url.rpartition(":")[2], log=log)
-            with serving(shlex.split(own), url, log):
-                results["SGLang"] = asyncio.run(run_all(cases, url, reference, is_sglang=True))
+            log = str(Path(tempfile.gettempdir(), "conformance_server.log"))
+            with free_url() as url:
+                own = args.server.format(model=reference.folder("0"), port=url.rpartition(":")[2], log=log)
+                with serving(shlex.split(own), url, log):
+                    results["SGLang"] = asyncio.run(run_all(cases, url, reference, is_sglang=True))
         elif args.url:
             results["SGLang"] = asyncio.run(run_all(cases, args.url, reference, key=args.api_key, is_sglang=True))
         return report(cases, results, write=args.write)

@@ -24,8 +24,8 @@ def test_there_are_a_hundred_requests_and_no_case_twice(reference):
     "imitate", [pytest.param(False, id="embedded", marks=pytest.mark.slow), pytest.param(True, id="as SGLang")]
 )
 def test_every_case_is_answered_as_it_says(reference, tmp_path, imitate):
-    cases, url = all_cases(reference), free_url()
-    with serving(embedded_command(reference.folder("0"), url, imitate=imitate), url, str(tmp_path / "log")):
+    cases, log = all_cases(reference), str(tmp_path / "log")
+    with free_url() as url, serving(embedded_command(reference.folder("0"), url, imitate=imitate), url, log):
         results = asyncio.run(run_all(cases, url, reference, is_sglang=imitate))
     wrong = [f"{case.topic}: {case.name}: {own.wrong}" for case, own in zip(cases, results, strict=True) if own.wrong]
     assert not wrong, "\n".join(wrong)

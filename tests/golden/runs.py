@@ -91,6 +91,7 @@ RUNS: Mapping[str, Golden] = {
         options={"weight_sync_mode": "buffer_rl.weights.distributed:DistributedTransport", "rollout_num_engines": 2},
         equals="lockstep",
     ),
+    "offloaded": Golden(options={"offload_train": True, "offload_rollout": True}, equals="lockstep"),
     "resumed": Golden(killed="driver", equals="lockstep"),
     "buffer_killed": Golden(killed="buffer", equals="lockstep"),
     "tensor_parallel_killed": Golden(options={**TENSOR_PARALLEL, **STREAMED}, killed="buffer", varies=True),

@@ -27,6 +27,7 @@ NEEDS_TE = pytest.mark.skipif(not HAS_TE, reason="TransformerEngine is not insta
 NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two CUDA devices")
 TE = ("--transformer-impl", "transformer_engine")
 TWO = ("--num-train-ranks", "2")
+# TransformerEngine's kernels for context parallelism take halves alone.
 LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "local": ("qwen3", ()),
     "te": ("qwen3", TE),
@@ -34,6 +35,9 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "te TP2": ("qwen3", (*TE, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "local PP2": ("qwen3", (*TWO, "--pipeline-model-parallel-size", "2")),
     "local DP2": ("qwen3", (*TWO, "--overlap-grad-reduce", "--overlap-param-gather")),
+    "local CP2": ("qwen3", (*TWO, "--context-parallel-size", "2")),
+    "te CP2": ("qwen3", (*TE, *TWO, "--context-parallel-size", "2", "--bf16")),
+    "te CP2, padded": ("qwen3", (*TE, *TWO, "--context-parallel-size", "2", "--bf16", "--qkv-format", "bshd")),
     "te EP2": ("qwen3_moe", (*TE, *TWO, "--expert-model-parallel-size", "2", "--moe-grouped-gemm")),
 }
 CASES = [
@@ -69,7 +73,7 @@ def test_engine_and_trainer_agree_in_each_step(layout: str, tmp_path: Path) -> N
     name = "train/train_rollout_logprob_abs_diff"
     differences = [line[name] for line in lines if name in line]
     assert len(differences) == 5
-    assert max(differences) < 1e-3
+    assert max(differences) < (0.05 if "--bf16" in own else 1e-3)
 
 
 def test_a_sleeping_trainer_gives_its_memory_back_and_goes_on_as_it_was(tmp_path: Path) -> None:

@@ -32,6 +32,33 @@ def mixed_rows(_args: Any) -> None:
     CausalAttention._causal = seeing_all  # type: ignore[method-assign]
 
 
+def own_keys(_args: Any) -> None:
+    """Attention has its own keys in place of those of the other ranks."""
+    import buffer_rl_megatron.attention as attention
+
+    attention.gather_states = lambda states, group: states.repeat(group.size(), *(1,) * (states.ndim - 1))
+
+
+def own_gradient_of_keys(_args: Any) -> None:
+    """The gradient of keys and values is that of this rank's queries alone."""
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    import buffer_rl_megatron.attention as attention
+
+    attention.gather_states = lambda states, group: gather_from_sequence_parallel_region(states, False, group)
+
+
+def chunks_in_order(_args: Any) -> None:
+    """Each rank has two chunks of a row that follow one another, which is not what Megatron's positions are for."""
+    import buffer_rl_megatron.attention as attention
+    import buffer_rl_megatron.context as context
+
+    def following(size: int, rank: int) -> tuple[int, ...]:
+        return (2 * rank, 2 * rank + 1)
+
+    context.chunks_of = attention.chunks_of = following
+
+
 def half_vocabulary(_args: Any) -> None:
     """Each rank's softmax is over its own part of the vocabulary."""
     import buffer_rl_megatron.vocabulary as vocabulary

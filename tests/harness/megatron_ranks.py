@@ -37,6 +37,7 @@ class Layout:
     vpp: int | None = None
     ep: int = 1
     sp: bool = False
+    cp: int = 1
 
 
 class RankError(Exception):
@@ -136,6 +137,7 @@ def groups(layout: Layout) -> Iterator[None]:
         layout.tp,
         layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1 if layout.ep > 1 else None,
     )

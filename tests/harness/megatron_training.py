@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,11 +117,24 @@ def training(
         yield Training(bridge, chunks, optimizer, scheduler)
 
 
-def saved(layout: Layout, folder: str, target: str, how: str = "save", overlap: bool = False) -> dict[str, Any]:
+@contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """Files that this process, and those that it forks within the block, write cannot grow beyond ``size`` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def saved(
+    layout: Layout, folder: str, target: str, how: str = "save", overlap: bool = False, file_bytes: int = 0
+) -> dict[str, Any]:
     """Two steps, a checkpoint in ``target``, two more steps: the weights at both times, and the optimizer's state.
 
     how: "save"; "start" writes it while the two steps go on; "release" the weights alone; "dp_reshardable" as
-    Megatron-LM does where it is not asked for another format."""
+    Megatron-LM does where it is not asked for another format. file_bytes: what "start" may write into a file."""
     from unittest.mock import patch
 
     from buffer_rl_megatron import checkpoint
@@ -129,7 +144,8 @@ def saved(layout: Layout, folder: str, target: str, how: str = "save", overlap: 
         run.steps(0, 2)
         weights, moments = run.weights(), run.moments()
         if how == "start":
-            pending = checkpoint.start_save(run.chunks, run.optimizer, run.scheduler, target, step=2)
+            with file_limit(file_bytes) if file_bytes else nullcontext():
+                pending = checkpoint.start_save(run.chunks, run.optimizer, run.scheduler, target, step=2)
         elif how in ("save", "dp_reshardable"):
             checkpoint.save(run.chunks, run.optimizer, run.scheduler, target, step=2, extra={"epoch": 3})
         else:
@@ -137,7 +153,10 @@ def saved(layout: Layout, folder: str, target: str, how: str = "save", overlap: 
         run.steps(2, 2)
         if how == "start":
             assert not Path(target, checkpoint.TRACKER).exists()
-            pending.finish(60.0)
+            deadline = time.monotonic() + 60.0
+            while not pending():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
         return {"weights": weights, "moments": moments, "after": run.weights()}
 
 

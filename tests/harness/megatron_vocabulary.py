@@ -1,11 +1,14 @@
-"""What ranks do with split logits and with packed rows for the tests; each function is called on all ranks."""
+"""What ranks do with split logits and with split rows for the tests; each function is called on all ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+
+from harness.megatron_ranks import Layout, groups
 
 
 def split_outputs(
@@ -22,3 +25,30 @@ def split_outputs(
     )
     (log_probs * weights[0] + entropy * weights[1]).sum().backward()
     return {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "gradient": own.grad}
+
+
+def split_attention(
+    lengths: np.ndarray, states: list[torch.Tensor], weights: torch.Tensor, packed: bool
+) -> list[tuple[np.ndarray, torch.Tensor]]:
+    """Attention of this context-parallel rank's queries, and the gradients of its queries, keys and values for the sum
+    of all ranks' outputs times ``weights``; each with the places in the rows of the tokens that it is of.
+
+    states: of all tokens of the rows ``[num_tokens, ...]`` if they are packed, else ``[length, num_rows, ...]``."""
+    from types import SimpleNamespace
+
+    from megatron.core import parallel_state
+
+    from buffer_rl_megatron.attention import CausalAttention, packed_rows
+    from buffer_rl_megatron.context import share_of
+
+    with groups(Layout(cp=dist.get_world_size())):
+        group = parallel_state.get_context_parallel_group()
+        config = SimpleNamespace(attention_dropout=0.0, window_size=None, kv_channels=states[0].shape[-1])
+        attention = CausalAttention(config, pg_collection=SimpleNamespace(cp=group))
+        share = share_of(lengths, group.size(), group.rank())
+        own = [each[share.own].clone().requires_grad_() for each in states]
+        rows = packed_rows(share, torch.device("cpu")) if packed else None
+        output = attention(*own, None, packed_seq_params=rows)
+        (output * weights[share.own]).sum().backward()
+        found = [output.detach(), *(each.grad for each in own)]
+        return [(share.own, each) for each in found if each is not None]

@@ -23,15 +23,29 @@ from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
 from harness.processes import descendants
+from integration.forked_workers import forked_engines
 
 WORDS = ("ab", "ba", "abc", "bca", "cab", "acb", "bb", "cc")
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def fork_socket(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the process listens that workers and engines are forked from."""
+    return str(tmp_path_factory.mktemp("workers") / "socket")
+
+
+@pytest.fixture(autouse=True)
+def forked_engines_in_tests_of_the_cluster(
+    request: pytest.FixtureRequest, fork_socket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "ray_cluster" in request.fixturenames:
+        monkeypatch.setattr(subprocess, "Popen", forked_engines(fork_socket))
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(fork_socket: str) -> Iterator[None]:
     """Ray as a run starts it; its workers are forked from one process that has imported what they need."""
-    folder = tmp_path_factory.mktemp("workers")
-    program, socket = str(Path(__file__).with_name("forked_workers.py")), str(folder / "socket")
+    folder, program, socket = Path(fork_socket).parent, str(Path(__file__).with_name("forked_workers.py")), fork_socket
     job = {"runtime_env": {"py_executable": shlex.join([sys.executable, "-I", "-S", program, "ask", socket])}}
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.checkpoint import write_checkpoint
 from buffer_rl.errors import BufferRLError, ConfigError, WorkerError
+from harness.checkpoints import write_checkpoint
 from harness.processes import Process, descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -122,7 +122,7 @@ def test_a_folder_that_another_run_uses_is_refused_before_anything_starts(
     saving = make_options(save=str(saves))
     with folder_lock(saves), pytest.raises(ConfigError, match=r"--save: another run is at work"):
         train(saving)
-    write_checkpoint(saves, 1, lambda folder: None, {})
+    write_checkpoint(saves, 1)
     with pytest.raises(ConfigError, match="a checkpoint of step 1, and this run begins at step 0"):
         train(saving)
     assert not (Path(args.run_dir) / "metrics.jsonl").exists()

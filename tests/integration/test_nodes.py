@@ -101,7 +101,6 @@ with ray_session(args.ray_address), placed(args, True, lambda line: None) as pla
     args = host.at_this_node(args)
     with EngineFleet(args, args.run_dir, host.placed_launcher(placement, say), say) as fleet:
         fleet.wait_ready()
-        host.ROOM_NOTICE_S = 4.0
         say(json.dumps([fleet.router_url, *fleet.engine_urls]))
         while not ended.wait(0.1):
             fleet.check()

@@ -142,10 +142,12 @@ def test_equal_seeds_give_equal_metrics_and_parameters(train: Run, make_options:
 def test_a_resumed_run_ends_with_the_metrics_and_parameters_of_an_uninterrupted_one(
     train: Run, make_options: MakeOptions, whole_run: Any, tmp_path: Path
 ) -> None:
+    """Its checkpoints are written while it goes on."""
     saved = str(tmp_path / "checkpoints")
-    head = make_options(run_dir=str(tmp_path / "parts"), deterministic=True, num_rollout=2, save=saved, **SCHEDULE)
+    saves = {"save": saved, "save_interval": 1, "async_save": True}
+    head = make_options(run_dir=str(tmp_path / "parts"), deterministic=True, num_rollout=2, **saves, **SCHEDULE)
     train(head)
-    assert [path.name for path in Path(saved).glob("*step*")] == ["step_000002"]
+    assert sorted(path.name for path in Path(saved).glob("*step*")) == ["step_000001", "step_000002"]
     tail = make_options(run_dir=str(tmp_path / "parts"), deterministic=True, num_rollout=4, load=saved, **SCHEDULE)
     assert train(tail).steps == 4
     assert equal_weights(Path(whole_run.run_dir) / "hf", Path(tail.run_dir) / "hf")

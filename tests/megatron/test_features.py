@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from buffer_rl.buffer.readers import balanced_partition
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import response_log_probs
@@ -19,11 +20,12 @@ from buffer_rl.train.torch_trainer import TorchTrainer
 from harness.megatron_ranks import RankError, RankPool
 from harness.megatron_rows import SEEDS, make_args, make_rows
 from harness.megatron_steps import Case, Found, beyond, differences, run_case
-from harness.trainers import step
+from harness.trainers import make_trainer, step
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CONTEXT = {"context_parallel_size": 2, "num_train_ranks": 2, "max_tokens_per_gpu": 32}
 SEQUENCE = {TP: 2, "sequence_parallel": True, "num_train_ranks": 2}
 EXPERTS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5, "deterministic": True}
 
@@ -35,7 +37,16 @@ def rows(num_rows: int = 12) -> list[Any]:
     return [make_rows(num_rows, seed) for seed in SEEDS]
 
 
-@pytest.mark.parametrize("changes", [{}, SEQUENCE, {PP: 2, "num_train_ranks": 2}], ids=["one rank", "TP2", "PP2"])
+VALUE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "TP2": SEQUENCE,
+    "PP2": {PP: 2, "num_train_ranks": 2},
+    "CP2": {**CONTEXT, "qkv_format": "bshd"},
+    "CP2, TP2": {**CONTEXT, **SEQUENCE, "num_train_ranks": 4},
+}
+
+
+@pytest.mark.parametrize("changes", VALUE_LAYOUTS.values(), ids=VALUE_LAYOUTS)
 def test_a_value_model_is_that_of_transformers(changes: dict[str, Any], ranks: RankPool, model_of: ModelOf) -> None:
     args = make_args(model_of("untied"), advantage_estimator="ppo", use_critic=True)
 
@@ -64,8 +75,35 @@ def test_a_value_model_is_that_of_transformers(changes: dict[str, Any], ranks: R
     assert max(float(np.abs(values).max(initial=0)) for values in found.outputs.values()) > 1e-3
 
 
+def with_kept_tokens(batch: Any) -> Any:
+    """Half of the response tokens were drawn from two to four tokens, the others from the whole vocabulary."""
+    generator = np.random.default_rng(batch.rollout_id)
+    counts, kept = [], []
+    for tokens, length in zip(batch.columns["tokens"], batch.columns["response_length"], strict=True):
+        sets = [
+            {int(token), *generator.integers(3, 30, 3).tolist()} if generator.random() < 0.5 else set()
+            for token in tokens[len(tokens) - length :]
+        ]
+        counts.append(np.array([len(each) for each in sets], dtype=np.int32))
+        kept.append(np.array([token for each in sets for token in sorted(each)], dtype=np.int32))
+    batch.columns |= {"kept_counts": counts, "kept_tokens": kept}
+    return batch
+
+
+def test_kept_tokens_are_those_of_each_ranks_response_tokens(ranks: RankPool, model_of: ModelOf) -> None:
+    args = make_args(model_of("qwen3"))
+    trainer = make_trainer(args)
+    first = with_kept_tokens(make_rows(12, SEEDS[0]))
+    expected = Found(outputs=dict(zip(first.row_ids, trainer.log_probs("actor", first), strict=True)))
+    expected.steps = [step(trainer, with_kept_tokens(batch)) for batch in rows()]
+    expected.weights = {name: tensor.clone() for bucket in trainer.export() for name, tensor in bucket.items()}
+    for changes in (SEQUENCE, CONTEXT):
+        case = Case(args=args.model_copy(update=changes), batches=[with_kept_tokens(batch) for batch in rows()])
+        assert beyond(run_case(ranks, case), expected) == {}
+
+
 def test_parts_of_a_step_add_up(ranks: RankPool, model_of: ModelOf, by_transformers: ByTransformers) -> None:
-    for changes in ({"num_train_ranks": 2, PP: 2}, {"num_train_ranks": 2, "overlap_grad_reduce": True}):
+    for changes in ({"num_train_ranks": 2, PP: 2}, {"num_train_ranks": 2, "overlap_grad_reduce": True}, CONTEXT):
         case = Case(args=make_args(model_of("qwen3"), **changes), batches=rows(), parts=3)
         assert beyond(run_case(ranks, case), by_transformers("qwen3")) == {}
 
@@ -101,8 +139,11 @@ def test_a_loss_that_balances_experts_is_weighed_alike_on_any_layout(ranks: Rank
     alone = run_case(ranks, Case(args=make_args(model, **EXPERTS), batches=rows()))
     without = run_case(ranks, Case(args=make_args(model, deterministic=True), batches=rows()))
     assert differences(without, alone)["grad_norm"] > 1e-3
-    split = run_case(ranks, Case(args=make_args(model, **EXPERTS, **SEQUENCE), batches=rows()))
-    assert beyond(split, alone) == {}
+    stages = {PP: 2, "num_train_ranks": 2}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    for layout in (SEQUENCE, CONTEXT, stages, {**stages, **full}, {**SEQUENCE, **stages, "num_train_ranks": 4}):
+        split = run_case(ranks, Case(args=make_args(model, **EXPERTS, **layout), batches=rows()))
+        assert beyond(split, alone) == {}
     replicas = [
         run_case(
             ranks,
@@ -111,6 +152,42 @@ def test_a_loss_that_balances_experts_is_weighed_alike_on_any_layout(ranks: Rank
         for size in (1, 2)
     ]
     assert beyond(*replicas) == {}
+
+
+def test_replicas_with_other_numbers_of_micro_batches_count_the_tokens_of_experts_together(
+    ranks: RankPool, model_of: ModelOf
+) -> None:
+    """A forward pass has a sum over replicas, so one with fewer micro-batches makes passes without rows."""
+    whole = make_rows(7, 0)
+    groups = [{row // 2 for row in share} for share in balanced_partition(whole.lengths, 2)]
+    assert [len(each) for each in groups] == [2, 3]  # under --deterministic a micro-batch has one
+    args = make_args(model_of("qwen3_moe"), num_train_ranks=2, **EXPERTS)
+    kinds = [args.model_copy(update={"moe_router_load_balancing_type": kind}) for kind in ("none", "global_aux_loss")]
+    plain, balanced = (run_case(ranks, Case(args=kind, batches=[whole])) for kind in kinds)
+    assert differences(balanced, plain)["grad_norm"] > 1e-3
+
+
+WEIGHTED = """
+from buffer_rl.contracts import TokenLoss
+
+
+def by_rewards(args, inputs):
+    weights = inputs.loss_mask * (1 + inputs["reward"].abs())[:, None]
+    return TokenLoss(-inputs.advantages * inputs.log_probs, weights=weights)
+
+"""
+
+
+def test_earlier_stages_balance_experts_by_weights_that_the_rows_decide(
+    ranks: RankPool, model_of: ModelOf, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(WEIGHTED)
+    args = make_args(model_of("qwen3_moe"), custom_loss_function_path=f"{tmp_path / 'own.py'}:by_rewards", **EXPERTS)
+    found = [
+        run_case(ranks, Case(args=args.model_copy(update=changes), batches=rows()))
+        for changes in ({}, {PP: 2, "num_train_ranks": 2})
+    ]
+    assert beyond(*found) == {}
 
 
 def test_the_weight_of_a_loss_that_balances_experts_is_the_divisor(ranks: RankPool, model_of: ModelOf) -> None:

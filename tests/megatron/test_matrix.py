@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]
 
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
+CP = {"context_parallel_size": 2, "max_tokens_per_gpu": 32}
+"""Of a micro-batch's tokens each of the ranks has half."""
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -45,6 +47,22 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "PP2, VPP2": (2, "qwen3", {PP: 2, "virtual_pipeline_model_parallel_size": 2}),
     "EP2": (2, "qwen3_moe", {"expert_model_parallel_size": 2}),
     "TP2, sequence parallel, experts": (2, "qwen3_moe", {TP: 2, "sequence_parallel": True}),
+    "TP2, sequence parallel, EP2": (
+        2,
+        "qwen3_moe",
+        {TP: 2, "sequence_parallel": True, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    ),
+    "CP2, TP2, EP4": (
+        4,
+        "qwen3_moe",
+        {
+            **CP,
+            TP: 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
     "TP2, PP2": (4, "qwen3", {TP: 2, PP: 2}),
     "TP2, PP2, sequence parallel, VPP2": (
         4,
@@ -52,12 +70,31 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         {TP: 2, PP: 2, "sequence_parallel": True, "virtual_pipeline_model_parallel_size": 2},
     ),
     "TP2, DP2, overlapped": (4, "qwen3", {TP: 2, **OVERLAP}),
+    "CP2": (2, "qwen3", CP),
+    "CP2, padded": (2, "qwen3", {**CP, "qkv_format": "bshd"}),
+    "CP2, recomputed": (2, "qwen3", {**CP, **FULL}),
+    "CP2, Llama": (2, "llama", CP),
+    "CP2, TP2, sequence parallel": (4, "qwen3", {**CP, TP: 2, "sequence_parallel": True}),
+    "CP2, TP2, sequence parallel, padded": (
+        4,
+        "untied",
+        {**CP, TP: 2, "sequence_parallel": True, "qkv_format": "bshd"},
+    ),
+    "CP2, PP2, VPP2": (4, "untied", {**CP, PP: 2, "virtual_pipeline_model_parallel_size": 2}),
+    "CP2, PP2, padded": (4, "qwen3", {**CP, PP: 2, "qkv_format": "bshd"}),
+    "CP2, DP2, overlapped": (4, "qwen3", {**CP, **OVERLAP}),
+    "CP2, EP2": (2, "qwen3_moe", {**CP, "expert_model_parallel_size": 2}),
+    "CP2, DP2, EP4": (4, "qwen3_moe", {**CP, "expert_model_parallel_size": 4}),
+    "CP4": (4, "qwen3", {"context_parallel_size": 4, "max_tokens_per_gpu": 16}),
 }
 FAULTS: dict[str, tuple[str, str]] = {
     "unsummed_norms": ("TP2, sequence parallel", "grad_norm"),
     "stale_export": ("DP2, overlapped", "weights"),
     "mixed_rows": ("one rank, packed", "outputs"),
     "half_vocabulary": ("TP2", "outputs"),
+    "own_keys": ("CP2", "outputs"),
+    "own_gradient_of_keys": ("CP2", "grad_norm"),
+    "chunks_in_order": ("CP2", "outputs"),
 }
 """Of each fault a case with it, and a difference that must be far beyond its limit."""
 

@@ -30,10 +30,13 @@ pytestmark = [pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(600)]
 
 STEPS, GROUPS = 10, 6
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CONTEXT = {"context_parallel_size": 2, "max_tokens_per_gpu": 20}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2": (2, {TP: 2, "sequence_parallel": True}),
     "PP2": (2, {PP: 2}),
     "TP2 x DP2": (4, {TP: 2, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "CP2": (2, CONTEXT),
+    "CP2 x DP2": (4, {**CONTEXT, "overlap_grad_reduce": True, "overlap_param_gather": True}),
 }
 SCHEDULES: dict[str, dict[str, Any]] = {
     "lockstep": {},
@@ -198,12 +201,13 @@ def checksums(args: Any, rollout_id: int) -> tuple[set[str], str]:
     return set(served.values()), megatron_published.checksum_of(trained, args.hf_checkpoint, folder)
 
 
-@pytest.mark.parametrize("mode", ["disk", "tensor", "distributed"])
+@pytest.mark.parametrize(("mode", "context"), [("disk", 1), ("tensor", 1), ("distributed", 1), ("distributed", 2)])
 def test_engines_serve_the_weights_that_the_optimizer_has(
-    train: Callable[[Any], Any], options: Callable[..., Any], tmp_path: Path, mode: str
+    train: Callable[[Any], Any], options: Callable[..., Any], tmp_path: Path, mode: str, context: int
 ) -> None:
-    """Weights come in buckets of a few thousand bytes."""
+    """Weights come in buckets of a few thousand bytes. Two context-parallel ranks are in place of two replicas."""
     ways = {"weight_sync_mode": mode, "update_weight_buffer_size": 4096, "check_weight_update_equal": True}
+    ways["context_parallel_size"] = context
     args = options(tmp_path, **GATHERED_LATE, **ways, max_logprob_diff=1e-4)
     assert train(args).steps == 3
     found = [checksums(args, rollout_id) for rollout_id in range(3)]
@@ -215,6 +219,28 @@ def test_engines_serve_the_weights_that_the_optimizer_has(
     assert max(gaps) < 1e-5
 
 
+def test_ranks_and_engines_that_take_turns_with_their_memory_end_as_those_that_keep_it(
+    train: Callable[[Any], Any], options: Callable[..., Any], task: Path, tmp_path: Path
+) -> None:
+    """The policy has a reference model, and two tensor ranks; two evaluations, and a checkpoint of each step."""
+    found = []
+    for name, own in (("kept", {}), ("offloaded", {"offload_train": True, "offload_rollout": True})):
+        args = options(
+            tmp_path / name,
+            **{TP: 2, "num_train_ranks": 2, "deterministic": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
+            **{"eval_prompt_data": [f"held={task / 'train.jsonl'}@[0:4]"], "eval_interval": 3},
+            **{"save": str(tmp_path / f"{name}_saves"), "save_interval": 1, "weight_sync_mode": "tensor"},
+            **own,
+        )
+        assert train(args).steps == 3
+        lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+        assert sum("perf/offload_time" in line for line in lines) == (3 if own else 0)
+        found.append((weights_of(args), [line for line in lines if line["kind"] != "perf"]))
+    (kept, metrics), (offloaded, others) = found
+    assert largest_difference(offloaded, kept) == 0.0
+    assert others == metrics
+
+
 def test_stale_weights_are_seen(train: Callable[[Any], Any], options: Callable[..., Any], tmp_path: Path) -> None:
     fault = f"{Path(megatron_faults.__file__)}:stale_export"
     args = options(tmp_path, **GATHERED_LATE, custom_megatron_init_path=fault, max_logprob_diff=None, num_rollout=2)
@@ -224,16 +250,24 @@ def test_stale_weights_are_seen(train: Callable[[Any], Any], options: Callable[.
     assert stepped not in second
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({TP: 2, "num_train_ranks": 2}, {PP: 2, "num_train_ranks": 2}), ({**CONTEXT, "num_train_ranks": 2}, {})],
+    ids=["TP2 to PP2", "CP2 to one rank"],
+)
 def test_a_saved_run_goes_on_in_another_layout(
     train: Callable[[Any], Any],
     recorded: Callable[..., Any],
     one_rank: Callable[[str], dict[str, torch.Tensor]],
     tmp_path: Path,
+    before: dict[str, Any],
+    after: dict[str, Any],
 ) -> None:
-    saves = {"save": str(tmp_path / "saves"), "save_interval": 4}
-    first = recorded(tmp_path / "first", num_rollout=4, **{TP: 2, "num_train_ranks": 2}, **saves)
+    """From a checkpoint that was written while the run went on."""
+    saves = {"save": str(tmp_path / "saves"), "save_interval": 2, "async_save": True}
+    first = recorded(tmp_path / "first", num_rollout=4, **before, **saves)
     assert train(first).steps == 4
-    second = recorded(tmp_path / "second", **{PP: 2, "num_train_ranks": 2}, load=str(tmp_path / "saves"))
+    second = recorded(tmp_path / "second", **after, load=str(tmp_path / "saves/step_000002"))
     assert train(second).steps == STEPS
     assert largest_difference(weights_of(second), one_rank("megatron")) <= 1e-4
 
@@ -331,6 +365,32 @@ def test_a_killed_rank_ends_the_run_with_its_name(
         custom_megatron_before_train_step_hook_path=hook,
     )
     with pytest.raises(BufferRLError, match="actor"):
+        train(args)
+
+
+WEIGHTED = """
+from buffer_rl.contracts import TokenLoss
+
+
+def by_log_probs(args, inputs):
+    return TokenLoss(-inputs.advantages * inputs.log_probs, weights=inputs.loss_mask * inputs.log_probs.exp())
+"""
+
+
+def test_weights_of_a_loss_that_earlier_stages_cannot_know_end_the_run(
+    train: Callable[[Any], Any], recorded: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Where these stages have layers whose experts are balanced."""
+    (tmp_path / "own.py").write_text(WEIGHTED)
+    args = recorded(
+        tmp_path / "run",
+        **{PP: 2, "num_train_ranks": 2, "max_global_restarts": 0},
+        hf_checkpoint=make_tiny_model(tmp_path / "model", "qwen3_moe", characters="abc="),
+        custom_loss_function_path=f"{tmp_path / 'own.py'}:by_log_probs",
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.1,
+    )
+    with pytest.raises(BufferRLError, match="the weights of the loss depend on log-probabilities"):
         train(args)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.checkpoint import newest_step, open_checkpoint, write_checkpoint
+from buffer_rl.checkpoint import newest_step, open_checkpoint
 from buffer_rl.errors import CheckpointError, DeadlineError
+from harness.checkpoints import write_checkpoint
 
 
 def fill(folder: Path) -> None:

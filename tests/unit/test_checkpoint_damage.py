@@ -15,16 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.checkpoint import manifest_content, open_checkpoint, parse_manifest, write_checkpoint
+from buffer_rl.checkpoint import manifest_content, open_checkpoint, parse_manifest
 from buffer_rl.cli import main
 from buffer_rl.errors import CheckpointError
+from harness.checkpoints import write_checkpoint
 
 FILES = {"trainer/weights.bin": bytes(range(256)) * 40, "trainer/trainer.json": b'{"step": 7}', "buffer.json": b"{}"}
+
+HERE = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # for the tests' own modules
 
 KILLS = """
 import json, os, signal, sys
 from pathlib import Path
-from buffer_rl.checkpoint import open_checkpoint, write_checkpoint
+from buffer_rl.checkpoint import open_checkpoint
+from harness.checkpoints import write_checkpoint
 from buffer_rl.errors import CheckpointError
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.chmod", "os.remove", "os.rmdir", "tempfile.mkdtemp", "shutil.rmtree")
@@ -92,7 +96,12 @@ GOOD_BEFORE: dict[str, object] = {
 @pytest.mark.parametrize("scenario", GOOD_BEFORE)
 def test_a_writer_that_is_killed_anywhere_leaves_the_last_good_checkpoint(scenario: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(tmp_path), scenario], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", KILLS, str(tmp_path), scenario],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=HERE,
     )
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
@@ -216,7 +225,7 @@ def test_an_entry_that_a_manifest_lost_is_noticed(saves: Path) -> None:
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from buffer_rl.checkpoint import write_checkpoint
+from harness.checkpoints import write_checkpoint
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 
@@ -237,6 +246,7 @@ def test_a_full_disk_is_an_error_and_the_earlier_checkpoint_stays(limit: int, tm
         text=True,
         timeout=60,
         check=False,
+        env=HERE,
     )
     assert done.returncode != 0
     assert "CheckpointError" in done.stderr

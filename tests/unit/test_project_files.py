@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from run import halves
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -88,6 +91,20 @@ def test_the_ci_script_runs_the_tests_of_the_readme():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert "make test" in script.read_text()
+
+
+@pytest.mark.parametrize("with_slow", [False, True])
+def test_every_file_of_tests_is_run_by_one_of_the_two_processes(with_slow):
+    tests = ROOT / "tests"
+    files = {
+        path for path in tests.rglob("test_*.py") if path.relative_to(tests).parts[0] not in ("megatron", "sglang")
+    }
+    found = Counter()
+    for half in halves(with_slow):
+        left_out = [ROOT / arg.partition("=")[2] for arg in half if arg.startswith("--ignore=")]
+        for folder in (ROOT / arg for arg in half if not arg.startswith("-")):
+            found.update(p for p in folder.rglob("test_*.py") if not any(p.is_relative_to(out) for out in left_out))
+    assert found == Counter(files)
 
 
 def test_every_core_dependency_is_explained_and_every_dependency_is_pinned():

@@ -121,6 +121,11 @@ class SlotCache:
     def __len__(self) -> int:
         return sum(len(pool.rows) for pool in self._pools.values())
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all pools, with and without live rows."""
+        return sum(pool.keys.nbytes + pool.values.nbytes for pool in self._pools.values())
+
     def pools(self) -> Iterator[SlotPool]:
         """Pools with live rows, smallest capacity first; this is the order of rows in a batch."""
         for capacity in sorted(self._pools):
@@ -192,6 +197,11 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all prefixes."""
+        return sum(p.keys.nbytes + p.values.nbytes + p.logits.nbytes for p in self._entries.values())
 
     def get(self, key: tuple[int, ...]) -> Prefix | None:
         """The prefix of ``key``, marked as recently used."""

@@ -58,9 +58,13 @@ class FallbackDecoder:
         """Take the weights of ``module``, a model of the same sizes."""
         self.module = module
 
+    def drop_weights(self) -> None:
+        """Free the weights, until the next ``load``."""
+        self.module = None
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the forward pass reads, under the module's names."""
-        yield from self.module.state_dict().items()
+        yield from self.module.state_dict().items() if self.module is not None else ()
 
     @staticmethod
     @torch.inference_mode()

@@ -120,6 +120,10 @@ class FastDecoder:
         head = self._fold([weights.get("lm_head.weight", weights[name]), padding], weights["model.norm.weight"])
         self.embed, self.layers, self.head = embed, layers, head
 
+    def drop_weights(self) -> None:
+        """Free the weights, until the next ``load`` or ``load_weights``."""
+        self.embed, self.layers, self.head = torch.empty(0), [], torch.empty(0)
+
     def _own(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self.shape.device, self.shape.dtype)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -21,6 +21,7 @@ from buffer_rl.engine.embedded.openai_routes import OpenAIRoutes
 from buffer_rl.engine.embedded.protocol import BadRequestError, weight_version
 from buffer_rl.engine.embedded.service import EngineService
 from buffer_rl.engine.process import auth_headers
+from buffer_rl.engine.replica import CACHE, WEIGHTS
 from buffer_rl.errors import EngineError
 
 PROBE_TIMEOUT_S = 20.0
@@ -56,6 +57,8 @@ def build_app(service: EngineService) -> Starlette:
         (("/abort_request",), handlers.abort_request, ["POST"]),
         (("/pause_generation",), handlers.pause_generation, ["POST"]),
         (("/continue_generation",), handlers.continue_generation, ["POST"]),
+        (("/release_memory_occupation",), handlers.release_memory_occupation, ["GET", "POST"]),
+        (("/resume_memory_occupation",), handlers.resume_memory_occupation, ["GET", "POST"]),
         (("/update_weights_from_disk",), handlers.update_weights_from_disk, ["POST"]),
         (("/begin_weight_update",), handlers.begin_weight_update, ["POST"]),
         (("/update_weights_from_tensor",), handlers.update_weights_from_tensor, ["POST"]),
@@ -155,6 +158,20 @@ class _Handlers:
         async def run() -> Response:
             await self.service.resume()
             return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+        return await _answering_errors(run)
+
+    async def release_memory_occupation(self, request: HttpRequest) -> Response:
+        async def run() -> Response:
+            await self.service.release_memory(_tags(await _object(request)))
+            return json_response(None)
+
+        return await _answering_errors(run)
+
+    async def resume_memory_occupation(self, request: HttpRequest) -> Response:
+        async def run() -> Response:
+            await self.service.resume_memory(_tags(await _object(request)))
+            return json_response(None)
 
         return await _answering_errors(run)
 
@@ -267,6 +284,14 @@ async def _object(request: HttpRequest) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
     return body
+
+
+def _tags(body: Mapping[str, Any]) -> Sequence[str]:
+    """The kinds of memory that a body names, all where it names none."""
+    known, tags = (*WEIGHTS, *CACHE), body.get("tags")
+    if tags and not (isinstance(tags, list) and set(tags) <= set(known)):
+        raise BadRequestError(f"'tags' must be a list of some of {', '.join(known)}")
+    return tags or known
 
 
 OPEN_PATHS = frozenset({"/health", "/ready"})

@@ -94,6 +94,7 @@ class Scheduler:
 
     stop_string: called for requests with stop strings after each token; returns the one that was found.
     version: the name of the weights that tokens are drawn from now; set it with ``weights_changed``.
+    lacks: what was released and is not back yet; until it is, requests wait.
     return_kept: see ``draw``.
     """
 
@@ -114,6 +115,7 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.version = version
         self.paused = False
+        self.lacks: set[str] = set()
         self.draining = False  # an unpaused weight update waits for the running requests; nothing new is admitted
         self.cache = SlotCache(decoder.shape)
         self.prefixes = PrefixCache(prefix_cache_tokens)
@@ -139,9 +141,16 @@ class Scheduler:
         return not self._waiting and not self._running
 
     @property
+    def cache_bytes(self) -> int:
+        """Of keys and values: of running requests, and of prefixes."""
+        return self.cache.num_bytes + self.prefixes.num_bytes
+
+    @property
     def has_work(self) -> bool:
         """``step`` would do something."""
-        return not self.paused and (bool(self._running) or (bool(self._waiting) and not self.draining))
+        return (
+            not self.paused and not self.lacks and (bool(self._running) or (bool(self._waiting) and not self.draining))
+        )
 
     # ------------------------------------------------------------------ commands, between steps
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
+
+import torch
 
 from buffer_rl.engine.embedded.answers import answers, meta_info
 from buffer_rl.engine.embedded.engine_thread import EngineThread
@@ -16,10 +18,13 @@ from buffer_rl.engine.embedded.scheduler import Request, Scheduler
 from buffer_rl.engine.embedded.sglang_update import PartialWeights, SessionUpdate
 from buffer_rl.engine.embedded.streams import Piece, Stream
 from buffer_rl.engine.embedded.weight_groups import WeightGroups
+from buffer_rl.engine.replica import WEIGHTS
 from buffer_rl.engine.text import TextCodec
 from buffer_rl.errors import EngineError
 
 PAUSE_MODES = ("abort", "in_place", "retract")
+NEW_WEIGHTS = "new weights"
+"""What an engine lacks between the resumption of their memory and an update."""
 
 
 class EngineService:
@@ -197,6 +202,34 @@ class EngineService:
         """Forget prefixes; False while requests are waiting or running."""
         return bool(await self._thread.call(self.scheduler.flush))
 
+    async def release_memory(self, tags: Collection[str]) -> None:
+        """Free the memory of the kinds ``tags``; requests wait from now on. Weights are lost, and come back with the
+        next update. Raises EngineError, with nothing changed, while requests hold cache."""
+
+        def run() -> None:
+            if not self.scheduler.flush():
+                raise EngineError("requests hold the memory", hint="pause with mode 'retract' or 'abort' first")
+            self.scheduler.lacks |= set(tags)
+            if WEIGHTS[0] in tags:
+                self.model.decoder.drop_weights()
+            gc.collect()
+            if self.model.decoder.shape.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+        await self._thread.call(run)
+
+    async def resume_memory(self, tags: Collection[str]) -> None:
+        """The inverse of ``release_memory``. Raises EngineError for what was not released."""
+
+        def run() -> None:
+            if there := set(tags) - self.scheduler.lacks:
+                raise EngineError(f"not released: {', '.join(sorted(there))}", hint="/release_memory_occupation first")
+            self.scheduler.lacks -= set(tags)
+            if WEIGHTS[0] in tags:
+                self.scheduler.lacks.add(NEW_WEIGHTS)
+
+        await self._thread.call(run)
+
     async def update_weights(self, path: str, version: str | None, *, flush_cache: bool, abort_all: bool) -> int:
         """Take the weights in ``path`` and call them ``version``; returns how many requests were held meanwhile.
 
@@ -250,11 +283,14 @@ class EngineService:
                 "cannot flush the cache: requests are paused in place",
                 hint="pause with mode 'retract', or update with flush_cache false",
             )
+        if WEIGHTS[0] in self.scheduler.lacks:
+            raise EngineError("the memory of the weights was released", hint="/resume_memory_occupation first")
         try:
             replace()
         except EngineError as error:
             _forget_frames(error)
             raise
+        self.scheduler.lacks.discard(NEW_WEIGHTS)
         self.scheduler.weights_changed(self.scheduler.version if version is None else version)
         gc.collect()
 
@@ -314,6 +350,8 @@ class EngineService:
             "max_running_requests": self.scheduler.max_running_requests,
             "weight_version": self.scheduler.version,
             "paused": self.scheduler.paused,
+            "lacks": sorted(self.scheduler.lacks),
+            "cache_bytes": self.scheduler.cache_bytes,
             "num_running_requests": self.scheduler.num_running,
             "num_waiting_requests": self.scheduler.num_waiting,
             "compute_cpu_s": self._thread.compute_cpu_s,

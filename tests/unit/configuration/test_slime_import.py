@@ -221,12 +221,25 @@ def test_a_default_of_megatron_that_a_run_cannot_have_is_said() -> None:
     assert [(line.flag, line.verdict) for line in absent] == [("(no --attention-dropout)", C)]
 
 
+def test_colocated_sides_take_turns_with_their_memory_unless_a_flag_says_otherwise() -> None:
+    def offloaded(*words: str) -> dict[str, Any]:
+        found = translated(*words)
+        options = [line.options for line in [*found.lines, *found.added]]
+        return {name: raw for own in options for name, raw in own.items() if name.startswith("offload")}
+
+    assert offloaded() == {}
+    both = {"offload_train": "true", "offload_rollout": "true"}
+    assert offloaded("--colocate") == offloaded("--offload") == offloaded("--colocate", "--offload") == both
+    assert offloaded("--colocate", "--no-offload-train") == {**both, "offload_train": "false"}
+    assert offloaded("--offload-rollout") == {"offload_rollout": "true"}
+
+
 def test_the_file_says_what_the_flags_say(tmp_path: Path) -> None:
     found = translated(
         "--hf-checkpoint", f"{unset('BASE')}/m", "--num-rollout", computed("STEPS"), "--lr", "1e-6", "--use-kl-loss",
         "--rollout-stop", "a b", "#x", "--apply-chat-template-kwargs", '{"enable_thinking": false}',
         "--eval-prompt-data", "aime", f"{unset('BASE')}/a.jsonl", "--sglang-cuda-graph-bs", "1", "2",
-        "--prompt-data", "C: d", "--reward-key", "${literal}", "--offload-train", "--rollout-num-gpus", "4",
+        "--prompt-data", "C: d", "--reward-key", "${literal}", "--optimizer-cpu-offload", "--rollout-num-gpus", "4",
     )  # fmt: skip
     file = tmp_path / "train.yaml"
     file.write_text(yaml_text(found, target(), title="t", run_dir="runs/x"))
@@ -238,7 +251,7 @@ def test_the_file_says_what_the_flags_say(tmp_path: Path) -> None:
     assert (args.run_dir, args.loss_agg_mode) == ("runs/x", "seq-mean-token-mean")
     text = file.read_text()
     assert '# num_rollout: "${STEPS}"  # only a run of the script knows STEPS' in text
-    assert "#   --offload-train: nothing is moved to the CPU's memory" in text
+    assert "#   --optimizer-cpu-offload: nothing is moved to the CPU's memory" in text
     assert found.unknown_values() == ["STEPS"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,25 +11,34 @@ import pytest
 
 from buffer_rl.checkpoint import open_checkpoint
 from buffer_rl.config import compose
+from buffer_rl.driver import local_roles
 from buffer_rl.driver.local_roles import RunCheckpoints
-from buffer_rl.errors import BufferRLError, DeadlineError, TrainError
+from buffer_rl.errors import BufferRLError, CheckpointError, DeadlineError, TrainError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.weights.roles import FolderUpdates
 
 
 class Ranks:
-    """A trainer group that writes a file for each call."""
+    """A trainer group that writes a file for each call. late: what it answers when it is asked whether it has written,
+    one after another."""
 
-    def __init__(self, failure: BufferRLError | None = None) -> None:
+    def __init__(self, failure: BufferRLError | None = None, late: Sequence[bool | BufferRLError] = ()) -> None:
         self._failure = failure
+        self._late = list(late)
         self.limits: list[float] = []
 
-    def call(self, method: str, path: str, *, timeout_s: float) -> None:
+    def call(self, method: str, path: str = "", *, timeout_s: float) -> bool | None:
         self.limits.append(timeout_s)
+        if method == "is_saved":
+            answer = self._late.pop(0)
+            if isinstance(answer, BufferRLError):
+                raise answer
+            return answer
         if method == "save_hf" and self._failure is not None:
             raise self._failure
         Path(path).mkdir(exist_ok=True)
         Path(path, method).write_text(method)
+        return None
 
 
 class SavingBuffer:
@@ -36,14 +46,20 @@ class SavingBuffer:
         Path(folder, "buffer.json").write_text("{}")
 
 
-def checkpoints(folder: Path, ranks: Ranks) -> RunCheckpoints:
-    args: Any = compose(CORE_SECTIONS)(save=str(folder), save_timeout_s=17.0, lr=0.5)
-    return RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), trained={"train": cast(Any, ranks)})
+def checkpoints(folder: Path, *ranks: Ranks, **options: Any) -> RunCheckpoints:
+    args: Any = compose(CORE_SECTIONS)(save=str(folder), save_timeout_s=17.0, lr=0.5, **options)
+    trained = cast(Any, dict(zip(("train", "critic"), ranks, strict=False)))
+    return RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), trained=trained)
+
+
+def save(writer: RunCheckpoints, step: int) -> None:
+    writer.save(step)
+    writer.seal()
 
 
 def test_a_checkpoint_holds_the_ranks_the_model_the_buffer_and_the_options(tmp_path: Path) -> None:
     ranks = Ranks()
-    checkpoints(tmp_path, ranks).save(12)
+    save(checkpoints(tmp_path, ranks), 12)
     opened = open_checkpoint(tmp_path)
     assert opened.step == 12
     assert opened.facts["options"]["lr"] == 0.5
@@ -53,10 +69,7 @@ def test_a_checkpoint_holds_the_ranks_the_model_the_buffer_and_the_options(tmp_p
 
 
 def test_each_trained_role_has_a_folder_and_the_actor_gives_the_model(tmp_path: Path) -> None:
-    args: Any = compose(CORE_SECTIONS)(save=str(tmp_path), save_timeout_s=17.0)
-    actor, critic = Ranks(), Ranks(TrainError("a critic has no model to give"))
-    trained = cast(Any, {"train": actor, "critic": critic})
-    RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), trained=trained).save(1)
+    save(checkpoints(tmp_path, Ranks(), Ranks(TrainError("a critic has no model to give"))), 1)
     opened = open_checkpoint(tmp_path)
     names = sorted(str(path.relative_to(opened.folder)) for path in opened.folder.rglob("*") if path.is_file())
     assert names == ["buffer.json", "critic/save", "hf/save_hf", "manifest.json", "trainer/save"]
@@ -69,7 +82,7 @@ def test_a_reference_that_was_updated_has_a_folder(tmp_path: Path) -> None:
     reference = FolderUpdates(os.mkdir, lambda path, version: Path(path, "weights").touch() is None, folder)
     reference.update(3)
     trained = cast(Any, {"train": Ranks()})
-    RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), trained=trained, reference=reference).save(4)
+    save(RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), trained=trained, reference=reference), 4)
     assert (open_checkpoint(tmp_path / "saves").folder / "ref" / "weights").is_file()
 
 
@@ -86,3 +99,28 @@ def test_what_a_rank_raises_is_raised_as_it_is_and_nothing_is_left(tmp_path: Pat
         checkpoints(tmp_path, Ranks(failure)).save(1)
     assert caught.value is failure
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_asynchronous_checkpoint_is_there_once_all_ranks_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_roles, "SAVE_POLL_S", 0.0)
+    actor, critic = Ranks(late=[False, False, True]), Ranks(late=[False, True])
+    writer = checkpoints(tmp_path, actor, critic, async_save=True)
+    writer.save(3)
+    assert [path.name[:13] for path in tmp_path.iterdir()] == [".step_000003."]  # no run takes it for a checkpoint
+    assert (len(actor.limits), len(critic.limits)) == (2, 1)
+    writer.seal()
+    assert open_checkpoint(tmp_path).step == 3
+    assert (len(actor.limits), len(critic.limits)) == (5, 3)
+    assert actor.limits == sorted(actor.limits, reverse=True)  # one deadline for all
+
+
+def test_a_rank_that_cannot_write_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+    full = CheckpointError("the checkpoint cannot be written: no space", where="train 1")
+    writer = checkpoints(tmp_path, Ranks(late=[True, full]), async_save=True)
+    save(writer, 3)
+    writer.save(5)
+    with pytest.raises(CheckpointError, match="no space"):
+        writer.seal()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]

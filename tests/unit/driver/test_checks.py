@@ -49,6 +49,9 @@ def check(**changes: Any) -> None:
         {},
         {"num_rollout": None, "num_epoch": 1},
         {"num_rollout": 0},
+        {"offload_train": True, "offload_rollout": True},
+        {"offload_train": True, "rollout_external_engine_addrs": ["b:1"]},
+        {"offload_train": True, "offload_rollout": True, **TRAIN_ONLY},
         {"prompt_data": None, "data_source_path": "mine:Source"},
         {"prompt_data_weights": [1.0, 2.0], "data_source_path": "mine:Source"},
         {"custom_rm_path": "my_reward:score"},
@@ -136,6 +139,19 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         (
             {**STREAM, "rollout_all_samples_process_path": "mine:process"},
             ["--stream-gradients and --rollout-all-samples-process-path: this function sees the whole rollout"],
+        ),
+        (
+            {"offload_train": True, "schedule": "pipelined"},
+            ["--offload-train and --schedule pipelined: roles work while engines generate", "--schedule lockstep, or"],
+        ),
+        ({"offload_rollout": True, "schedule": "pipelined"}, ["--offload-rollout and --schedule pipelined"]),
+        (
+            {"offload_rollout": True, "router_url": "http://a", "engine_urls": ["http://b"]},
+            ["--offload-rollout and --router-url: the run does not start these engines", "--offload-train alone goes"],
+        ),
+        (
+            {"offload_rollout": True, "rollout_external_engine_addrs": ["b:1"]},
+            ["--offload-rollout and --rollout-external-engine-addrs"],
         ),
         ({"rollout_top_k": 0}, ["--rollout-top-k: top_k is 0", "-1 for all tokens", "hint: write -1"]),
         ({"replay_kept_tokens": True}, ["--replay-kept-tokens: no tokens are cut off", "--rollout-top-p"]),

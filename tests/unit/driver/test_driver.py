@@ -19,6 +19,7 @@ from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.schedule import Mode, RolePlan, RunPlan, Schedule, parse_early_stop
 from buffer_rl.errors import (
     BufferRLError,
+    CheckpointError,
     DeadlineError,
     PayloadLostError,
     RolloutError,
@@ -92,10 +93,14 @@ class Saves:
     def __init__(self, state: BufferState) -> None:
         self._state = state
         self.saved: dict[int, dict[str, Any]] = {}
+        self.sealed: list[int] = []
 
     def save(self, step: int) -> None:
         assert step not in self.saved
         self.saved[step] = saved_state(self._state)
+
+    def seal(self) -> None:
+        self.sealed.append(max(self.saved))
 
 
 # The Buffer takes its time, as it does with processes: what died before it answered is then seen once more.
@@ -610,6 +615,47 @@ def test_a_checkpoint_that_takes_too_long_is_told_with_the_option_that_gives_it_
     world.runtime = VirtualRuntime(world.roles, lambda role, method, args: 1e9 if role == "save" else 1.0)
     with pytest.raises(DeadlineError, match=r"(?s)save\.save: no answer within .*--save-timeout-s"):
         Driver(replace(PLAN, save_interval=1), world.runtime, world.recorder).run()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_next_step_goes_on_while_an_asynchronous_checkpoint_is_written(tmp_path: Path, asynchronous: bool) -> None:
+    world = World(tmp_path)
+    seal_s = 20.0  # a step takes 18, and saves follow the steps 1 to 3
+    world.runtime = VirtualRuntime(
+        world.roles, lambda role, method, args: seal_s if method == "seal" else cost(role, method, args)
+    )
+    plan = replace(PLAN, evaluate=False, save_interval=1, async_save=asynchronous)
+    Driver(plan, world.runtime, world.recorder).run()
+    spans = world.runtime.spans
+    saves, seals, trains = ([s for s in spans if s.method == method] for method in ("save", "seal", "train"))
+    assert [span.args for span in saves] == [(1,), (2,), (3,)]
+    assert len(seals) == 3
+    for seal, save in zip(seals, saves[1:], strict=False):
+        assert seal.end <= save.start  # one checkpoint after another
+    assert seals[-1].end <= world.runtime.now()  # the run waits for the last
+    assert [seal.end <= train.start for seal, train in zip(seals, trains[1:], strict=False)] == [not asynchronous] * 2
+    if asynchronous:  # 18 s of each seal pass in a step, and 2 before the next save
+        assert [metrics["perf/save_time"] for metrics in world.recorder.metrics] == [0.0, 2.0, 2.0]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_the_step_that_goes_on(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.saves.seal = Failing(CheckpointError("no space", where="train 1")).seal  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="no space"):
+        world.driver(replace(PLAN, evaluate=False, save_interval=1, async_save=True)).run()
+    assert list(world.saves.saved) == [1]
+
+
+def test_an_error_of_a_later_step_waits_for_the_checkpoint_that_is_written(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    times = {"seal": 25.0, "publish": 1.0}
+    world.runtime = VirtualRuntime(
+        {**world.roles, "publish": Failing(WorkerDiedError("it died", where="publish"))},
+        lambda role, method, args: times.get(method, 0.0),
+    )
+    with pytest.raises(WorkerDiedError, match="it died"):
+        Driver(replace(PLAN, save_interval=1, async_save=True), world.runtime, world.recorder).run()
+    assert world.runtime.now() == 25.0  # since the save at 0
 
 
 @pytest.mark.parametrize("plan", [PLAN, PIPELINED], ids=["lockstep", "pipelined"])

@@ -109,7 +109,9 @@ def test_a_checkpoint_holds_them_and_no_secrets(folder: Path, root: str) -> None
     args = options(save=root, run_dir=str(folder / "run"), rm_url="https://u:hunter2@h/score")
     facts = provenance_of(args, PluginRegistry()).facts()
     peer: Any = Silent()
-    RunCheckpoints(args, buffer=peer, trained={"train": peer}, provenance=facts).save(3)
+    writer = RunCheckpoints(args, buffer=peer, trained={"train": peer}, provenance=facts)
+    writer.save(3)
+    writer.seal()
     with opened_checkpoint(root) as checkpoint:
         assert checkpoint.facts["plugins"] == facts["plugins"]
         assert checkpoint.facts["code_sha256"] == facts["code_sha256"]

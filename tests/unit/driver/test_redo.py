@@ -350,6 +350,9 @@ def test_one_ahead_a_rollout_waits_for_the_publication_not_for_the_step(tmp_path
         def save(self, step: int) -> None:
             world.driver._admit()  # trained, and not published yet
 
+        def seal(self) -> None:
+            pass
+
     plan = replace(ONE_AHEAD, saves=True, save_interval=1)
     world = AheadWorld(tmp_path, [], roles={"save": Saves()}, plan=plan)
     world.driver.run()

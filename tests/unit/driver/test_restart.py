@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
+from buffer_rl.checkpoint import Checkpoint, open_checkpoint
 from buffer_rl.config import compose
 from buffer_rl.driver.restart import Processes, run_with_restarts
 from buffer_rl.driver.schedule import RunResult
@@ -24,6 +24,7 @@ from buffer_rl.errors import (
 )
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.roles import DEDICATED, ROLES, Restart
+from harness.checkpoints import write_checkpoint
 
 
 class Observer:
@@ -53,7 +54,7 @@ class Attempts:
             return RunResult(steps=9)
         steps, error = self.plan.pop(0)
         for step in steps:
-            write_checkpoint(self.saves, step, lambda folder: None, {})
+            write_checkpoint(self.saves, step)
         raise error
 
 
@@ -93,14 +94,14 @@ def test_each_death_starts_the_run_again_from_its_newest_checkpoint(options: Any
 def test_before_its_first_checkpoint_a_run_goes_back_to_the_one_that_it_was_started_from(
     options: Any, tmp_path: Path
 ) -> None:
-    loaded = open_checkpoint(write_checkpoint(tmp_path / "saves", 3, lambda folder: None, {}))
+    loaded = open_checkpoint(write_checkpoint(tmp_path / "saves", 3))
     attempts = Attempts(tmp_path, ([], death()), ([5], death()))
     assert run(options(), attempts, loaded).steps == [3, 5]
     assert attempts.starts == [3, 3, 5]
 
 
 def test_a_run_that_writes_no_checkpoint_takes_none_that_is_in_the_folder(options: Any, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "saves", 7, lambda folder: None, {})
+    write_checkpoint(tmp_path / "saves", 7)
     attempts = Attempts(tmp_path, ([], death()))
     run(options(num_rollout=0), attempts)  # an evaluation: the checkpoint is another run's
     assert attempts.starts == [None, None]
@@ -143,7 +144,7 @@ def test_everything_else_ends_the_run_at_once(options: Any, tmp_path: Path, erro
 
 def test_a_damaged_checkpoint_ends_the_run_and_the_death_is_its_context(options: Any, tmp_path: Path) -> None:
     def lose(start: Checkpoint | None, processes: Processes) -> RunResult:
-        folder = write_checkpoint(tmp_path / "saves", 2, lambda folder: None, {})
+        folder = write_checkpoint(tmp_path / "saves", 2)
         (folder / "manifest.json").write_text("{")
         raise death()
 

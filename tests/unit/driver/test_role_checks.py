@@ -123,6 +123,9 @@ def test_a_trainer_that_holds_the_reference_must_be_able_to_load_it_again(mine: 
         check(**kl, **in_step)
     with pytest.raises(ConfigError, match=r"--ref-update-interval: there is no reference model"):
         check(ref_update_interval=2)
+    check(offload_train=True)
+    with pytest.raises(ConfigError, match=r"--offload-train and --train-backend: .*cannot give its memory.*sleep"):
+        check(offload_train=True, **in_step)
     check(advantage_estimator="ppo")
     with pytest.raises(ConfigError, match=r"--advantage-estimator and --train-backend: .*has no value model"):
         check(advantage_estimator="ppo", **in_step)

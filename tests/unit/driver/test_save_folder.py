@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from buffer_rl.checkpoint import upload_checkpoint, write_checkpoint
 from buffer_rl.config import compose, dump_args
 from buffer_rl.driver.process import OF_MEGATRON, check_lineage, folder_lock, save_lock, with_start
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options import CORE_SECTIONS
+from harness.checkpoints import write_checkpoint
 
 
 def options(folder: Path, **changes: Any) -> Any:
@@ -81,7 +81,7 @@ def test_urls_are_looked_into_and_what_has_no_manifest_there_is_no_checkpoint(tm
     args = options(tmp_path, save="memory://key:secret@lineage/saves")
     check_lineage(args, 0)  # no folder yet
     for step in (2, 5):
-        upload_checkpoint(args.save, step, fill, {}, scratch=tmp_path)
+        write_checkpoint(args.save, step, fill, scratch=tmp_path)
     with pytest.raises(ConfigError, match="step 5") as caught:
         check_lineage(args, 2)
     assert "secret" not in str(caught.value)

@@ -21,14 +21,11 @@ from buffer_rl.testing.sglang_rules import SglangRules
 from buffer_rl.types import Status, VersionSpan
 from harness.processes import holds_within
 
+CLOSED_URL = "http://127.0.0.1:9"  # the port of the discard service, which the system gives to no process
+
 
 def client_of(engine, **more):
     return EngineClient(engine.url, [engine.url], **more)
-
-
-def closed_url():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 async def test_an_answer_arrives_whole():
@@ -193,13 +190,13 @@ async def test_how_rows_draw_is_what_holds_for_all_engines(engines, expected):
     rules = {"o": None, "n": SglangRules(), "s": SglangRules(deterministic=True)}
     with contextlib.ExitStack() as stack:
         urls = [stack.enter_context(FakeEngine(sglang=rules[kind])).url for kind in engines]
-        async with EngineClient("", [*urls, closed_url()]) as client:
+        async with EngineClient("", [*urls, CLOSED_URL]) as client:
             assert await asyncio.gather(client.row_seeds(), client.row_seeds()) == [expected] * 2
 
 
 async def test_how_rows_draw_is_asked_again_where_no_engine_answered():
     with FakeEngine() as engine:
-        urls = [closed_url()]
+        urls = [CLOSED_URL]
         async with EngineClient("", urls) as client:
             with pytest.raises(EngineError, match="no engine answers"):
                 await client.row_seeds()
@@ -269,7 +266,7 @@ async def test_control_reaches_every_engine_and_failures_name_each_url():
 
 
 def test_one_dead_engine_among_living_ones_is_named():
-    dead = closed_url()
+    dead = CLOSED_URL
     with FakeEngine() as engine:
         control = EngineControlClient([engine.url, dead])
         with control, pytest.raises(EngineError) as caught:
@@ -280,7 +277,7 @@ def test_one_dead_engine_among_living_ones_is_named():
 
 async def test_an_abort_passes_over_an_engine_out_of_reach_and_reaches_the_others():
     with FakeEngine() as engine:
-        async with EngineClient("", [closed_url(), engine.url]) as client:
+        async with EngineClient("", [CLOSED_URL, engine.url]) as client:
             await client.abort(["a", "b"])
             await client.abort()
     assert engine.log.aborted == [{"rid": "a"}, {"rid": "b"}, {"abort_all": True}]
@@ -321,7 +318,7 @@ async def test_a_router_that_lists_no_workers_is_an_error():
 
 
 def test_engines_that_have_died_do_not_fail_a_call_that_another_one_answers():
-    dead = closed_url()
+    dead = CLOSED_URL
     with FakeEngine(version=3) as engine:
         with EngineControlClient([engine.url, dead], is_gone=lambda url, error: url == dead) as control:
             assert control.versions() == {engine.url: "3"}

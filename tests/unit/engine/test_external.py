@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -18,10 +17,11 @@ from buffer_rl.cluster.counts import with_counts
 from buffer_rl.config import compose
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.engine.control import EngineControlClient
+from buffer_rl.engine.embedded.launcher import EmbeddedEngine
 from buffer_rl.engine.embedded.launcher import launch as launch_embedded
 from buffer_rl.engine.external import ExternalEngine, launch, urls_of
 from buffer_rl.engine.fleet import EngineFleet
-from buffer_rl.engine.process import ChildProcess, with_engine_key
+from buffer_rl.engine.process import ChildProcess, base_url, reserved_port, with_engine_key
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.fake_engine import FakeEngine
@@ -85,12 +85,11 @@ def test_requests_go_through_the_runs_router_and_the_run_ends_no_engine(
             engine.stop()
 
 
-def start_at(args: Any, url: str, log_path: Path) -> ChildProcess:
-    """An embedded engine at an address where there was one before."""
-    address = urlsplit(url)
-    where = ["--model-path", args.hf_checkpoint, "--host", str(address.hostname), "--port", str(address.port)]
+def start_at(args: Any, port: int, log_path: Path) -> EmbeddedEngine:
+    """An embedded engine at a port that is kept for it and its successor."""
+    where = ["--model-path", args.hf_checkpoint, "--port", str(port)]
     command = [sys.executable, "-m", "buffer_rl.engine.embedded.server", *where, "--deterministic"]
-    return ChildProcess("another server", command, str(log_path))
+    return EmbeddedEngine(base_url("127.0.0.1", port), ChildProcess("a server", command, str(log_path)))
 
 
 @pytest.mark.slow
@@ -99,18 +98,19 @@ def test_one_that_is_away_for_a_while_is_off_the_routers_list_and_comes_back_wit
     engine_args: Callable[..., Any], model_folder: Callable[..., str], tmp_path: Path, way: str
 ) -> None:
     args, notices = engine_args(), []
-    outside = [launch_embedded(args, index, str(tmp_path / f"{index}.log")) for index in range(2)]
-    away, stays = outside
-    external = engine_args(
-        rollout_engine="external",
-        rollout_external_engine_addrs=[engine.url for engine in outside],
-        rollout_num_engines=2,
-        rollout_health_check_timeout=5.0,
-    )
     with ExitStack() as stack:
-        for engine in outside:
+        port = stack.enter_context(reserved_port("127.0.0.1")).getsockname()[1]
+        away = start_at(args, port, tmp_path / "0.log")
+        stays = launch_embedded(args, 1, str(tmp_path / "1.log"))
+        for engine in (away, stays):
             stack.callback(engine.stop)
             engine.wait_ready(60)
+        external = engine_args(
+            rollout_engine="external",
+            rollout_external_engine_addrs=[away.url, stays.url],
+            rollout_num_engines=2,
+            rollout_health_check_timeout=5.0,
+        )
         fleet = stack.enter_context(EngineFleet(external, str(tmp_path / "run"), launch, notices.append))
         fleet.wait_ready()
         control = fleet.control(600.0)
@@ -143,7 +143,7 @@ def test_one_that_is_away_for_a_while_is_off_the_routers_list_and_comes_back_wit
         if way == "stopped":
             os.kill(away.process.pid, signal.SIGCONT)
         else:
-            stack.callback(start_at(args, away.url, tmp_path / "again.log").stop)
+            stack.callback(start_at(args, port, tmp_path / "again.log").stop)
         assert holds_within(90, lambda: listed() == {away.url, stays.url})
         assert holds_within(60, lambda: notices[1:] == ["engine 0 is back, with the weights of version 8"])
         both = stack.enter_context(EngineControlClient([away.url, stays.url]))

@@ -197,7 +197,7 @@ time.sleep(600)
         assert parent.stdout is not None
         engine, router = map(int, parent.stdout.readline().split())
         assert group_members(engine)
-        assert len(group_members(router)) == 2  # the router and its watcher
+        wait_until(lambda: len(group_members(router)) == 2, "the router and its watcher")
     finally:
         parent.kill()
         parent.wait()

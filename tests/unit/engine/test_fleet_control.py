@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,8 @@ from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
+
+CLOSED_URL = "http://127.0.0.1:9"  # the port of the discard service, which the system gives to no process
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +45,6 @@ class Scripted:
 
     def stop(self) -> None:
         return
-
-
-def closed_url() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def replica(index: int, url: str, state: EngineState = EngineState.SERVING, **more) -> Replica:
@@ -113,7 +109,7 @@ def test_an_engine_that_dies_in_the_middle_does_not_fail_the_publication_for_the
 
 def test_an_engine_that_lives_and_does_not_answer_fails_the_publication():
     with FakeEngine() as engine:
-        url = closed_url()
+        url = CLOSED_URL
         control, registry = control_of(replica(0, engine.url), replica(1, url))
         with pytest.raises(EngineError, match="ClientConnector") as caught:
             control.pause()
@@ -126,7 +122,7 @@ def test_an_engine_that_lives_and_does_not_answer_fails_the_publication():
 
 
 def test_an_attempt_whose_engines_all_died_shows_the_last_ones_end():
-    control, _ = control_of(replica(0, closed_url(), dead=lambda: True), replica(1, closed_url(), dead=lambda: True))
+    control, _ = control_of(replica(0, CLOSED_URL, dead=lambda: True), replica(1, CLOSED_URL, dead=lambda: True))
     with pytest.raises(EngineError, match=r"the engine was killed") as caught:
         control.pause()
     assert caught.value.where == "engine.log"

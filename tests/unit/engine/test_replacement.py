@@ -241,7 +241,7 @@ def test_a_suspect_engine_gets_no_new_requests_while_another_one_serves_and_come
     args = engine_args(rollout_num_engines=2, rollout_health_check_timeout=60.0)
     with EngineFleet(args, str(tmp_path), launch) as fleet, watched(fleet) as raised:
         fleet.wait_ready()
-        fleet._heartbeat._interval_s, fleet._heartbeat._probe_s = 0.1, 0.5
+        fleet._heartbeat._interval_s, fleet._heartbeat._probe_s = 0.1, 2.0
         victim = fleet.engines[1]
         os.kill(victim.process.pid, signal.SIGSTOP)
         assert holds_within(60, lambda: victim.url not in fleet.router.workers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,15 +17,29 @@ from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.engine.router import Router, router_arguments
 from buffer_rl.errors import ConfigError
 from buffer_rl.testing.fake_engine import FakeEngine
+from harness.processes import holds_within
 
 NUM_ENGINES = 3
-AT_ONCE_S = 1.0  # that answers take where requests must meet: all have come long before the first is answered
+
+
+class Held(FakeEngine):
+    """Answers while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = threading.Event()
+        self.is_open.set()
+
+    async def _aborted(self, row: dict[str, Any]) -> bool:
+        while not self.is_open.is_set():  # noqa: ASYNC110 (set by another thread)
+            await asyncio.sleep(0.01)
+        return False
 
 
 class Routed:
     """A router and its engines. Each call of ``ask`` tells which engine it reached."""
 
-    def __init__(self, client: EngineClient, engines: list[FakeEngine]) -> None:
+    def __init__(self, client: EngineClient, engines: list[Held]) -> None:
         self._client, self._engines, self._asked = client, engines, 0
 
     async def ask(self, prompt: int, key: str | None, num_rows: int = 1) -> int:
@@ -39,12 +54,20 @@ class Routed:
         return reached
 
     async def at_once(self, *asked: tuple[int, str | None]) -> list[int]:
+        """All have come before the first is answered."""
         for engine in self._engines:
-            engine.latency = lambda body: AT_ONCE_S
-        reached = await asyncio.gather(*(self.ask(*each) for each in asked))
-        for engine in self._engines:
-            engine.latency = None
-        return reached
+            engine.is_open.clear()
+        before = self._num_requests()
+        answers = asyncio.gather(*(self.ask(*each) for each in asked))
+        try:
+            assert await asyncio.to_thread(holds_within, 30, lambda: self._num_requests() == before + len(asked))
+        finally:
+            for engine in self._engines:
+                engine.is_open.set()
+        return await answers
+
+    def _num_requests(self) -> int:
+        return sum(len(engine.log.requests) for engine in self._engines)
 
 
 @pytest.fixture
@@ -52,7 +75,7 @@ def routed(tmp_path: Path) -> Callable[..., Any]:
     @asynccontextmanager
     async def start(policy: str, **arguments: Any) -> AsyncIterator[Routed]:
         with ExitStack() as stack:
-            engines = [stack.enter_context(FakeEngine()) for _ in range(NUM_ENGINES)]
+            engines = [stack.enter_context(Held()) for _ in range(NUM_ENGINES)]
             router = Router(str(tmp_path / "log"), request_timeout_s=30, policy=policy, arguments=arguments)
             stack.callback(router.stop)
             await asyncio.to_thread(router.wait_ready, 30)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffer_rl.config import compose
+from buffer_rl.engine.process import reserved_port
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.types import TrainBatch
@@ -33,9 +33,8 @@ IN_STEP = f"{BACKENDS / 'in_step.py'}:InStepTrainer"
 
 def run_ranks(world_size: int, job_file: Path) -> list[list[dict[str, Any]]]:
     """What each rank found for each item of the job."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    held = reserved_port("127.0.0.1")
+    port = str(held.getsockname()[1])
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     script = str(Path(__file__).with_name("one_backend_rank.py"))
     outs = [job_file.with_name(f"out_{world_size}_{rank}") for rank in range(world_size)]
@@ -48,6 +47,7 @@ def run_ranks(world_size: int, job_file: Path) -> list[list[dict[str, Any]]]:
             _, stderr = process.communicate(timeout=DEADLINE_S)
             assert process.returncode == 0, stderr
     finally:
+        held.close()
         for process in ranks:
             process.kill()
     return [pickle.loads(out.read_bytes()) for out in outs]

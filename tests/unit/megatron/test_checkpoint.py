@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.checkpoint import open_checkpoint, write_checkpoint
+from buffer_rl.checkpoint import open_checkpoint
 from buffer_rl.testing.tiny import make_tiny_model
 from harness import megatron_training
+from harness.checkpoints import write_checkpoint
 from harness.megatron_ranks import HAS_MEGATRON, REASON, Layout, RankError, RankPool
 
 pytestmark = [
@@ -83,6 +84,14 @@ def test_a_checkpoint_under_a_manifest_holds_the_state_at_its_time(
         assert difference(answer["weights"], saved["weights"]) == 0.0
         assert all(np.array_equal(one, other) for one, other in zip(answer["moments"], saved["moments"], strict=True))
         assert difference(answer["after"], saved["after"]) == 0.0
+
+
+@pytest.mark.parametrize("room", [50, 8192], ids=["no room for what rank 0 writes", "no room for tensors"])
+def test_a_full_disk_is_an_error_on_the_ranks(ranks: RankPool, model: str, tmp_path: Path, room: int) -> None:
+    with pytest.raises(RankError, match=r"CheckpointError: .*the checkpoint cannot be written"):
+        ranks.run(2, megatron_training.saved, Layout(), model, str(tmp_path / "full"), "start", False, room)
+    assert not list((tmp_path / "full").rglob("metadata.json"))
+    assert not (tmp_path / "full" / "latest_checkpointed_iteration.txt").exists()
 
 
 def test_overlapped_gathering_leaves_no_stale_weight_in_exports_and_checkpoints(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl_megatron.model_shape import check_shape, read_configuration
 from buffer_rl_megatron.options import buffer_rl_configure, layout, virtual_stages
@@ -37,7 +37,7 @@ def test_data_parallelism_is_what_is_left_of_the_ranks(model: str) -> None:
     ("changes", "where", "said"),
     [
         ({TP: 2, PP: 2, "num_train_ranks": 6}, "--num-train-ranks", "a multiple of 4"),
-        ({"context_parallel_size": 2, "num_train_ranks": 2}, "--context-parallel-size", "not split"),
+        ({"context_parallel_size": 2, "num_train_ranks": 3}, "--num-train-ranks", "a multiple of 2"),
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl", "not installed"),
         ({"moe_grouped_gemm": True}, "--moe-grouped-gemm", "TransformerEngine's"),
         ({"sequence_parallel": True}, "--sequence-parallel", "one tensor-parallel rank"),
@@ -49,11 +49,6 @@ def test_data_parallelism_is_what_is_left_of_the_ranks(model: str) -> None:
         ({"expert_model_parallel_size": 2, "num_train_ranks": 2}, "--expert-model-parallel-size", "no experts"),
         ({"virtual_pipeline_model_parallel_size": 2}, "--virtual-pipeline-model-parallel-size", "one pipeline stage"),
         ({"num_layers": 28}, "--num-layers", "it says 28, and the model has 4"),
-        (
-            {PP: 2, "num_train_ranks": 2, "moe_router_load_balancing_type": "aux_loss"},
-            "--moe-router-load-balancing-type",
-            "one stage",
-        ),
         ({"model_converter_path": "my_model:Names"}, "--model-converter-path", "docs/add_a_model.md"),
     ],
 )
@@ -65,11 +60,31 @@ def test_options_that_do_not_fit_are_refused(model: str, changes: dict[str, Any]
 
 
 @pytest.mark.skipif(not HAS_MEGATRON, reason=REASON)
+@pytest.mark.parametrize(
+    ("option", "function", "said"),
+    [
+        ("custom_megatron_init_path", "absent", "no 'absent'"),
+        ("custom_megatron_before_train_step_hook_path", "NUMBER", "--custom-megatron-before-train-step-hook-path"),
+        ("custom_megatron_before_log_prob_hook_path", "whole", "expected: (args, model, store_prefix)"),
+        ("custom_model_provider_path", "whole", "each rank has a part"),
+    ],
+)
+def test_functions_that_ranks_cannot_call_are_refused(
+    model: str, tmp_path: Path, option: str, function: str, said: str
+) -> None:
+    (tmp_path / "mine.py").write_text("NUMBER = 3\ndef whole(args):\n    pass\n")
+    with pytest.raises((ConfigError, PluginError)) as refused:
+        buffer_rl_configure(make_args(model, **{option: f"{tmp_path / 'mine.py'}:{function}"}))
+    assert said in str(refused.value)
+
+
+@pytest.mark.skipif(not HAS_MEGATRON, reason=REASON)
 def test_options_that_fit_are_taken(model: str, experts: str) -> None:
     buffer_rl_configure(make_args(model, **{TP: 2, PP: 2, "num_train_ranks": 8, "sequence_parallel": True}))
     buffer_rl_configure(make_args(experts, expert_model_parallel_size=2, num_train_ranks=2))
-    none = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.0}
-    buffer_rl_configure(make_args(experts, **{PP: 2, "num_train_ranks": 2}, **none))
+    buffer_rl_configure(make_args(experts, expert_model_parallel_size=2, num_train_ranks=2, context_parallel_size=2))
+    balanced = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
+    buffer_rl_configure(make_args(experts, **{PP: 2, "num_train_ranks": 2}, **balanced))
     with pytest.raises(ConfigError, match="--sequence-parallel"):
         buffer_rl_configure(make_args(experts, **{TP: 2, "num_train_ranks": 2}))
 

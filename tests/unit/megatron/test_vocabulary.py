@@ -60,12 +60,13 @@ def attention(**changes: Any) -> Any:
 
 def test_packed_rows_attend_to_their_own_earlier_tokens() -> None:
     from buffer_rl_megatron.attention import packed_rows
+    from buffer_rl_megatron.context import share_of
 
     lengths = np.array([7, 48, 20, 1, 33])
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(lengths.sum(), 4, 8, generator=generator)
     key, value = (torch.randn(lengths.sum(), 2, 8, generator=generator) for _ in range(2))
-    found = attention()(query, key, value, None, packed_seq_params=packed_rows(lengths, torch.device("cpu")))
+    found = attention()(query, key, value, None, packed_seq_params=packed_rows(share_of(lengths), torch.device("cpu")))
     start = 0
     for length in lengths:
         own = slice(start, start + length)

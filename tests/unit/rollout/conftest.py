@@ -26,12 +26,15 @@ from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
 from buffer_rl.train.reward_model import RewardModel
 from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket, VersionSpan
 
-USER_CODE = Path(__file__).with_name("user_code.py")
+FOLDER = Path(__file__).parent
+CALLS_GENERATE = (FOLDER / "user_generate.py").read_text(encoding="utf-8")
 
 
 def user(name: str) -> str:
-    """The reference of a function in ``user_code.py``."""
-    return f"{USER_CODE}:{name}"
+    """The reference of a function in ``user_code.py``, or in ``user_generate.py``: reward processes, of which there are
+    hundreds, need not import what calls the built-in generate function."""
+    file = "user_generate.py" if f"def {name}(" in CALLS_GENERATE else "user_code.py"
+    return f"{FOLDER / file}:{name}"
 
 
 def make_args(**options: Any) -> Any:

@@ -160,12 +160,12 @@ async def test_a_reward_that_always_fails_ends_the_rollout_with_the_first_failur
     assert buffer.finished == []
 
 
-@pytest.mark.parametrize(("behaviour", "kind"), [("hang", "timeout"), ("die", "crash")])
+@pytest.mark.parametrize(("behaviour", "kind", "timeout_s"), [("hang", "timeout", 0.5), ("die", "crash", 60.0)])
 async def test_a_reward_that_always_loses_its_process_ends_the_rollout_after_two_groups(
-    kit: Any, behaviour: str, kind: str
+    kit: Any, behaviour: str, kind: str, timeout_s: float
 ) -> None:
     buffer = make_buffer(kit, [behaviour] * 20, wanted=6, num_samples=1)
-    async with kit.opened(kit.ScriptedEngine(), custom_rm_path=kit.user(RULE), rm_timeout_s=0.5) as context:
+    async with kit.opened(kit.ScriptedEngine(), custom_rm_path=kit.user(RULE), rm_timeout_s=timeout_s) as context:
         with pytest.raises(RolloutError, match=rf"rewards of 2 groups could not be computed.*\({kind}\)"):
             await roll(context, buffer)
 

@@ -43,10 +43,12 @@ def row_of(body: dict[str, Any]) -> int:
 
 
 class Run:
-    """A lockstep run of ``STEPS`` steps of ``GROUPS`` groups, of which row, sample and tokens are kept."""
+    """A lockstep run of ``STEPS`` steps of ``GROUPS`` groups, of which row, sample and tokens are kept. fault: what its
+    engine does; where it hangs, deadlines pass, and else none does."""
 
-    def __init__(self, kit: Any, folder: Path, **options: Any) -> None:
+    def __init__(self, kit: Any, folder: Path, fault: Fault | None = None, **options: Any) -> None:
         folder.mkdir(exist_ok=True)
+        self.timeout_s = 1.0 if fault is Fault.HANG else 60.0
         data = folder / "rows.jsonl"
         data.write_text("".join(json.dumps({"prompt": f"p{i}", "label": "1"}) + "\n" for i in range(ROWS)))
         self.kit = kit
@@ -68,7 +70,7 @@ class Run:
         self.metrics: Counter[str] = Counter()
 
     async def go(self, engine: FakeEngine) -> None:
-        with EngineControlClient([engine.url], timeout_s=0.4) as control:
+        with EngineControlClient([engine.url], timeout_s=self.timeout_s) as control:
             place = SimpleNamespace(hf_checkpoint=self.args.run_dir)
             trainer = local_senders(DiskTransport, place, lambda: iter(()))
             publisher = Publisher(DiskTransport(self.args), trainer, control)
@@ -81,7 +83,8 @@ class Run:
     async def step(self, rollout_id: int, engine: FakeEngine) -> None:
         ticket = self.state.generate(rollout_id)
         buffer = local_client(self.state, ticket, GroupConverter(self.args))
-        client = EngineClient(engine.url, [engine.url], timeout_s=0.5, control_timeout_s=0.2, max_retries=0)
+        deadlines = {"timeout_s": self.timeout_s, "control_timeout_s": self.timeout_s}
+        client = EngineClient(engine.url, [engine.url], max_retries=0, **deadlines)
         try:
             options = {**self.options, "router_url": engine.url}
             async with self.kit.opened(client, **options) as context:
@@ -132,7 +135,7 @@ async def test_a_request_that_is_lost_costs_an_attempt_and_changes_nothing(
         met.append(number)
         return fault
 
-    run = Run(kit, tmp_path)
+    run = Run(kit, tmp_path, fault)
     with FakeEngine(seeded, fault=once, point=point) as engine:
         await run.go(engine)
     assert met
@@ -145,9 +148,13 @@ async def test_a_request_that_is_lost_costs_an_attempt_and_changes_nothing(
 async def test_an_engine_that_fails_while_a_reward_is_computed_loses_what_it_had_in_hand(
     kit: Any, tmp_path: Path, undisturbed: Any, fault: Fault
 ) -> None:
-    run = Run(kit, tmp_path, custom_rm_path=kit.user("strikes_the_engine"))
-    late = {"latency": lambda body: 0.1 if row_of(body) % GROUPS else 0.0}
-    with FakeEngine(seeded, strike_fault=fault, **late) as engine:
+    run = Run(kit, tmp_path, fault, custom_rm_path=kit.user("strikes_the_engine"))
+
+    def late(body: dict[str, Any]) -> float:
+        """Until the engine fails, half of the requests are in its hand."""
+        return 0.0 if engine.strike_fault is None or row_of(body) % GROUPS == 0 else 60.0
+
+    with FakeEngine(seeded, strike_fault=fault, latency=late) as engine:
         await run.go(engine)
         assert engine.strike_fault is None
     assert run.trained == undisturbed
@@ -168,7 +175,7 @@ async def test_an_engine_that_fails_in_a_publication_samples_no_token_that_is_tr
         met.append(asked)
         return fault
 
-    run = Run(kit, tmp_path)
+    run = Run(kit, tmp_path, fault)
     with FakeEngine(seeded, control_fault=once) as engine:
         await run.go(engine)
     assert met

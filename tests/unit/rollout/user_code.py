@@ -9,11 +9,8 @@ import os
 import time
 from typing import Any
 
-import aiohttp
 import numpy as np
 
-from buffer_rl.rollout.generate import generate
-from buffer_rl.rollout.turns import add_observation, generate_turn
 from buffer_rl.scope import scoped
 from buffer_rl.types import FilterDecision, Sample, SampleGroup, Status
 
@@ -241,29 +238,6 @@ def raising_all_samples(args: Any, groups: list[SampleGroup]) -> None:
     raise OSError("disk full")
 
 
-async def turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Calls the built-in function, and notes what it was given."""
-    sample.metadata["given"] = sample.response_length
-    return await generate(args, sample, sampling_params)
-
-
-async def continuing_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    return await turns(args, sample, sampling_params)
-
-
-continuing_turns.continues_partial = True  # type: ignore[attr-defined]
-
-
-async def two_turns_with_a_tool(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    for turn in range(2):
-        if turn:
-            add_observation(sample, "7")
-        await generate_turn(args, sample, sampling_params | {"max_new_tokens": 20})
-        if sample.status is Status.ABORTED:
-            break
-    return sample
-
-
 async def deaf_to_aborts(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Without the engine: the first rows never end."""
     if sample.uid is not None and sample.uid.row < 2:
@@ -293,34 +267,13 @@ def keep_positive(args: Any, group: SampleGroup) -> bool:
 
 async def strikes_the_engine(args: Any, sample: Sample) -> float:
     """While it works, the engine fails (see ``FakeEngine.strike_fault``)."""
+    import aiohttp  # here, for most rewards are without it, and each is imported by processes of its own
+
     with contextlib.suppress(aiohttp.ClientError):
         async with aiohttp.ClientSession() as session, session.get(f"{args.router_url}/strike"):
             pass
     await asyncio.sleep(0)
     return 1.0
-
-
-async def best_of_three(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Asks three times at once; the responses are noted, the longest is kept."""
-    copies = [copy.copy(sample) for _ in range(3)]
-    answers = await asyncio.gather(*[generate(args, each, sampling_params) for each in copies])
-    best = max(answers, key=lambda each: each.response_length)
-    best.metadata["answers"] = [each.tokens[-each.response_length :] for each in answers]
-    return best
-
-
-async def one_after_another(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """Two parts with numbers of their own, at once, of two turns each; then a third response in the same object."""
-    parts = [copy.copy(sample) for _ in range(2)]
-    for number, part in enumerate(parts):
-        part.part = number
-    await asyncio.gather(*[two_turns_with_a_tool(args, part, sampling_params) for part in parts])
-    await generate(args, parts[0], sampling_params)
-    return parts
-
-
-async def with_a_seed(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    return await generate(args, sample, sampling_params | {"sampling_seed": 77})
 
 
 async def parts_by_label(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
@@ -334,40 +287,13 @@ async def parts_by_label(args: Any, sample: Sample, sampling_params: dict[str, A
     return parts
 
 
-async def gives_up_second_samples(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """The label of the second sample is the reward it leaves, or ``none``; ``lost`` is not given up."""
-    sample = await generate(args, sample, sampling_params)
-    if sample.sample_index == 1:
-        sample.tokens, sample.response, sample.response_length, sample.rollout_log_probs = [], "", 0, None
-        sample.weight_versions = []
-        sample.status, sample.remove_sample = Status.ABORTED, sample.label != "lost"
-        sample.reward = None if sample.label in ("none", "lost") else float(sample.label)
-    return sample
-
-
 async def keeps_differing(args: Any, group: SampleGroup) -> bool:
     return len({sample.get_reward_value(args) for sample in group}) > 1
-
-
-async def status_from_label(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    sample = await generate(args, sample, sampling_params)
-    sample.status = sample.label
-    return sample
 
 
 async def reward_that_sets_a_status(args: Any, sample: Sample) -> float:
     sample.status = sample.label
     return 1.0
-
-
-async def notes_evaluation(args: Any, sample: Sample, sampling_params: Any, evaluation: bool = False) -> Sample:
-    sample.metadata["evaluation"] = evaluation
-    return await generate(args, sample, sampling_params)
-
-
-async def passes_keywords_on(args: Any, sample: Sample, sampling_params: Any, **kwargs: Any) -> Sample:
-    sample.metadata["evaluation"] = "not received"
-    return await generate(args, sample, sampling_params, **kwargs)
 
 
 async def length_async(args: Any, sample: Sample) -> float:
@@ -409,29 +335,3 @@ def minus_baseline(args: Any, batch: Any) -> None:
 
 def last_token_with_baseline(args, samples):
     return {**last_token_only(args, samples), "baseline_reward": [0.5 for _ in samples]}
-
-
-async def one_at_a_time(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """In turns of the event loop of their own."""
-    for _ in range(5 * sample.sample_index):
-        await asyncio.sleep(0)
-    return await generate(args, sample, sampling_params)
-
-
-async def as_built_in(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    return await generate(args, sample, sampling_params)
-
-
-async def fifth_is_warmer(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    warmer = {"temperature": 2.0} if sample.sample_index == 5 else {}
-    return await generate(args, sample, sampling_params | warmer)
-
-
-async def in_sessions(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    sample.session_id = f"session {sample.sample_index}"
-    return await asks_twice(args, sample, sampling_params)
-
-
-async def asks_twice(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    await generate(args, sample, sampling_params)
-    return await generate(args, sample, sampling_params)

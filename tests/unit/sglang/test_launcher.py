@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import EngineError
-from buffer_rl_sglang.launcher import SglangServer, launch
+from buffer_rl_sglang.launcher import SglangServer, _arguments, launch
 from harness.processes import descendants, holds_within, is_running
 
 pytestmark = pytest.mark.slow
@@ -59,6 +59,15 @@ def test_the_server_gets_the_options_of_the_run_and_its_own(start: Callable[...,
     assert "secret" not in command
     assert "-secret" not in found["environ"].values()  # what its own children inherit
     assert found["environ"]["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+
+
+def test_on_a_gpu_its_memory_can_be_released_and_on_a_cpu_it_would_not_start_so(options: Callable[..., Any]) -> None:
+    def saves(**changes: Any) -> bool:
+        return "--enable-memory-saver" in _arguments(options(**changes), 0, 1)
+
+    assert saves(offload_rollout=True)
+    assert not saves(offload_rollout=True, engine_device="cpu")
+    assert not saves(offload_train=True)
 
 
 def test_without_a_limit_of_its_own_it_is_the_models(start: Callable[..., SglangServer]) -> None:

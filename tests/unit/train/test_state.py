@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from buffer_rl.errors import CheckpointError
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.state import load_state, save_state
+from harness.processes import holds_within
 
 
 def _trained(size: int = 3) -> tuple[torch.nn.Module, Optimizer]:
@@ -50,6 +52,31 @@ def test_weights_moments_step_and_random_state_come_back(tmp_path: Path) -> None
         assert torch.equal(model.state_dict()[name], tensor)
     for name, tensor in saved_optimizer.state_tensors().items():
         assert torch.equal(optimizer.state_tensors()[name], tensor)
+
+
+def test_what_is_written_in_the_background_is_the_state_of_the_call(tmp_path: Path) -> None:
+    model, optimizer = _trained()
+    now = {**model.state_dict(), **optimizer.state_tensors()}
+    before = {name: tensor.clone() for name, tensor in now.items()}
+    is_saved = save_state(str(tmp_path), model, optimizer, model.state_dict(), 0, background=True)
+    with torch.no_grad():
+        for tensor in now.values():  # training goes on
+            tensor.add_(1.0)
+    assert is_saved is not None
+    assert holds_within(30.0, is_saved)
+    written = load_file(tmp_path / "weights.safetensors") | load_file(tmp_path / "optimizer.safetensors")
+    assert written.keys() == before.keys()
+    for name, tensor in before.items():
+        assert torch.equal(written[name], tensor)
+
+
+def test_a_background_write_that_fails_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    model, optimizer = _trained()
+    (tmp_path / "optimizer.safetensors").mkdir()
+    is_saved = save_state(str(tmp_path), model, optimizer, model.state_dict(), 0, background=True)
+    assert is_saved is not None
+    with pytest.raises(CheckpointError, match=f"(?s){tmp_path}.*cannot be written"):
+        holds_within(30.0, is_saved)
 
 
 @pytest.mark.parametrize("name", ["trainer.json", "weights.safetensors", "optimizer.safetensors", "random_0.json"])

@@ -269,6 +269,29 @@ def test_an_unfinished_step_is_not_saved(make_args: MakeArgs, make_batch: MakeBa
         trainer.save(str(tmp_path))
 
 
+def test_a_trainer_that_slept_goes_on_as_it_was(make_args: MakeArgs, make_batch: MakeBatch) -> None:
+    args = make_args(deterministic=True, use_kl_loss=True, kl_loss_coef=0.1)
+    found = []
+    for sleeps in (False, True):
+        trainer = make_trainer(args)
+        for seed in (0, 1, 2):
+            with_ref = make_batch(seed=seed)
+            with_ref.columns["ref_log_probs"] = trainer.log_probs("ref", with_ref)
+            step(trainer, with_ref)
+            if sleeps:
+                trainer.sleep()
+                trainer.wake_up()
+        found.append(_weights(trainer))
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+def test_a_trainer_does_not_sleep_in_an_unfinished_step(make_args: MakeArgs, make_batch: MakeBatch) -> None:
+    trainer = make_trainer(make_args())
+    accumulate(trainer, make_batch())
+    with pytest.raises(TrainError, match="unfinished step"):
+        trainer.sleep()
+
+
 def test_policy_losses_need_advantages(make_args: MakeArgs, make_batch: MakeBatch) -> None:
     with pytest.raises(TrainError, match="no advantages"):
         make_trainer(make_args()).accumulate(make_batch())

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from buffer_rl.config import Options
+from buffer_rl.engine.process import reserved_port
 from buffer_rl.train.steps import StepReport
 from buffer_rl.types import TrainBatch
 from harness.trainers import make_trainer
@@ -32,10 +32,8 @@ def _run(
     world_size: int, job_file: Path, folder: Path
 ) -> list[tuple[StepReport, dict[str, torch.Tensor], float | None]]:
     """Of each rank: its report, its weights, and the KL coefficient of the next rollout."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    held = reserved_port("127.0.0.1")
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1]), "OMP_NUM_THREADS": "1"}
     variables["PYTHONPATH"] = os.pathsep.join(sys.path)
     script = Path(__file__).parent / "one_rank.py"
     outs = [folder / f"{world_size}_{rank}.pt" for rank in range(world_size)]
@@ -53,6 +51,7 @@ def _run(
             _, stderr = process.communicate(timeout=DEADLINE_S)
             assert process.returncode == 0, stderr
     finally:
+        held.close()
         for process in processes:
             process.kill()
     return [pickle.loads(out.read_bytes()) for out in outs]

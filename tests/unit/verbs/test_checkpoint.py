@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.checkpoint import upload_checkpoint, write_checkpoint
 from buffer_rl.cli import main
+from harness.checkpoints import write_checkpoint
 
 
 def fill(folder: Path) -> None:
@@ -94,7 +94,7 @@ def test_checkpoints_in_a_store_and_copies_from_one_are_checked(
     url = f"file://{store}"
     write_checkpoint(url, 1, fill, {})
     assert verified(capsys, url) == (0, [f"{store / 'step_000001'}: whole"], "")
-    upload_checkpoint("memory://verify", 5, fill, {}, scratch=tmp_path)
+    write_checkpoint("memory://verify", 5, fill, scratch=tmp_path)
     assert verified(capsys, "memory://verify") == (0, ["memory://verify: the checkpoint after 5 steps is whole"], "")
     import fsspec
 

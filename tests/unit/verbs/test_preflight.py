@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.checkpoint import write_checkpoint
 from buffer_rl.config import compose
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options import CORE_SECTIONS
@@ -22,6 +21,7 @@ from buffer_rl.verbs.preflight import (
     check_row_lengths,
     make_folders,
 )
+from harness.checkpoints import write_checkpoint
 
 HEADER = json.dumps({"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})
 WEIGHTS = struct.pack("<Q", len(HEADER)) + HEADER.encode() + bytes(8)
@@ -49,7 +49,7 @@ def test_a_whole_model_folder_is_accepted_and_nothing_is_made(model: Path) -> No
 
 def test_checkpoints_of_another_run_are_refused_and_gone_on_from(model: Path) -> None:
     for step in (2, 3):
-        write_checkpoint(model.parent / "saves", step, lambda _: None, {})
+        write_checkpoint(model.parent / "saves", step)
     saves = str(model.parent / "saves")
     wanted = {"save": saves, "num_rollout": 10}
     check_folders(options(model, **wanted, load=saves))
@@ -221,7 +221,7 @@ def source(source_hash: str, use: str = "train") -> dict[str, Any]:
 
 def saved(folder: Path, *data: dict[str, Any], **changed: Any) -> str:
     facts = {"options": {"rollout_seed": 42, "rollout_shuffle": True, **changed}, "data": list(data)}
-    write_checkpoint(folder, 1, lambda _: None, facts)
+    write_checkpoint(folder, 1, facts=facts)
     return str(folder)
 
 
@@ -264,5 +264,5 @@ def test_an_evaluation_of_a_checkpoint_needs_no_training_data(model: Path) -> No
 
 
 def test_a_checkpoint_that_says_nothing_of_its_data_is_left_to_the_buffer(model: Path) -> None:
-    write_checkpoint(model.parent / "saves", 1, lambda _: None, {})
+    write_checkpoint(model.parent / "saves", 1)
     check_checkpoint(options(model, load=str(model.parent / "saves")), [source("aaa")])

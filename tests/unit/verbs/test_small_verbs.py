@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.checkpoint import write_checkpoint
 from buffer_rl.cli import main
 from buffer_rl.errors import EngineError
 from buffer_rl.verbs.completion import completion_script
 from buffer_rl.verbs.generate import _while_engines_last
 from buffer_rl.verbs.table import VERBS
+from harness.checkpoints import write_checkpoint
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "abcd", "label": "xy", "metadata": {"level": 1}},

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.checkpoint import write_checkpoint
 from buffer_rl.cli import main
+from harness.checkpoints import write_checkpoint
 
 REWARD = "def score(args, sample):\n    return 1.0\n"
 
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_starts(
 def test_a_save_folder_of_another_run_is_told_before_anything_starts(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_checkpoint(folder / "saves", 2, lambda _: None, {})
+    write_checkpoint(folder / "saves", 2)
     argv = ["--custom-rm-path", "my_reward:score", "--save", "saves"]
     message = refusal(capsys, *argv)
     for word in ("--save saves: ", "step 2", "begins at step 0", "--load saves"):

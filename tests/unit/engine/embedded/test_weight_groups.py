@@ -30,6 +30,7 @@ from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.embedded.launcher import EmbeddedEngine, launch
 from buffer_rl.engine.embedded.loader import LoadedModel, LoadOptions, StagedUpdate
 from buffer_rl.engine.embedded.weight_groups import WeightGroups
+from buffer_rl.engine.process import reserved_port
 from buffer_rl.errors import EngineError
 from buffer_rl.testing.tiny import ARCHITECTURES
 from buffer_rl.train.model import hf_state, load_model, weight_buckets
@@ -50,10 +51,10 @@ def new(model_folder: Callable[..., str]) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A port of this machine at which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def free_port() -> Iterator[int]:
+    """A port of this machine at which nothing listens unless the test does."""
+    with reserved_port("127.0.0.1") as held:
+        yield held.getsockname()[1]
 
 
 def post(engine: EmbeddedEngine, path: str, **body: Any) -> tuple[int, dict[str, Any]]:

@@ -1,0 +1,113 @@
+"""Who has the devices' memory in a run whose trainer and engines share it: ``--offload-train``, ``--offload-rollout``.
+
+One turn follows another. In the trainer's it is awake, and the engines have released all of theirs. For a publication
+they take back the memory of the weights, without those weights: SGLang keeps none, so that each such publication is one
+of whole weights, of an old version too where a rollout is produced again. Then the trainer sleeps, and the engines take
+back the rest. No turn needs the memory of a trainer that trains and of a cache at the same time.
+
+A run begins with the trainer's turn: engines release once they answer, before the trainer builds its models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from enum import StrEnum
+from typing import Any
+
+from buffer_rl.config import flag_of
+from buffer_rl.driver.schedule import RunPlan, Schedule
+from buffer_rl.engine.replica import CACHE, WEIGHTS
+from buffer_rl.errors import ConfigError
+
+
+def check_offload(args: Any) -> None:
+    """Raises ConfigError where trainer and engines need their memory at the same time, or the run has no say in that of
+    the engines."""
+    given = [flag_of(name) for name in ("offload_train", "offload_rollout") if getattr(args, name)]
+    if given and Schedule.named(args.schedule).streams:
+        raise ConfigError(
+            "roles work while engines generate, so that both need their memory at the same time",
+            where=f"{given[0]} and --schedule {args.schedule}",
+            hint=f"--schedule lockstep, or take {given[0]} out",
+        )
+    others = ("router_url", "rollout_external_engine_addrs")
+    if args.offload_rollout and (found := [flag_of(name) for name in others if getattr(args, name)]):
+        raise ConfigError(
+            "the run does not start these engines, and others may use them",
+            where=f"--offload-rollout and {found[0]}",
+            expected="engines that the run starts, on the devices of its trainer",
+            hint="take --offload-rollout out; --offload-train alone goes with any engines",
+        )
+
+
+class Turn(StrEnum):
+    """Who has the memory."""
+
+    TRAINER = "trainer"
+    PUBLICATION = "publication"
+    ENGINES = "engines"
+
+
+class MemoryTurns:
+    """The turns of a run; without either option nothing is called.
+
+    timed: counts a block's seconds under a name. on_trained: calls a method of all trained roles. call: the same of
+    another role. publish: the newest version, after a call of ``publication``. All of them wait.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        timed: Callable[[str], AbstractContextManager[None]],
+        on_trained: Callable[[str], object],
+        call: Callable[..., object],
+        publish: Callable[[], object],
+    ) -> None:
+        self._plan = plan
+        self._timed, self._on_trained, self._call, self._publish = timed, on_trained, call, publish
+        self._turn = Turn.TRAINER
+
+    @property
+    def engines_lack_weights(self) -> bool:
+        """Whether a version that was published is not there any more."""
+        return self._plan.offload_rollout and self._turn is Turn.TRAINER
+
+    @property
+    def trainer_is_awake(self) -> bool:
+        """Whether trained roles take calls."""
+        return not self._plan.offload_train or self._turn is not Turn.ENGINES
+
+    def trainer(self) -> None:
+        """Before a call that needs the trainer. Weights that were just published stay where they are."""
+        if self._turn is Turn.ENGINES:
+            self._of_engines("release_memory")
+            self._of_trainer("wake_up")
+            self._turn = Turn.TRAINER
+
+    def publication(self) -> None:
+        """Before a publication."""
+        self.trainer()
+        if self._turn is Turn.TRAINER:
+            self._of_engines("resume_memory", WEIGHTS)
+        self._turn = Turn.PUBLICATION
+
+    def engines(self, *, evaluation: bool) -> None:
+        """Before a rollout or an evaluation: publishes once more where the engines have lost the weights."""
+        if self._turn is Turn.ENGINES or not (evaluation or self._plan.publish_each_step):
+            return  # rollouts that never ask an engine leave the memory where it is
+        if self.engines_lack_weights:
+            self._publish()
+        self._of_trainer("sleep")
+        self._of_engines("resume_memory", CACHE)
+        self._turn = Turn.ENGINES
+
+    def _of_trainer(self, method: str) -> None:
+        if self._plan.offload_train:
+            with self._timed("offload"):
+                self._on_trained(method)
+
+    def _of_engines(self, method: str, *args: object) -> None:
+        if self._plan.offload_rollout:
+            with self._timed("offload"):
+                self._call("engines", method, *args, timeout_s=self._plan.publish_timeout_s)
