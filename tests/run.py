@@ -10,6 +10,7 @@ first is shown as it comes, then that of the other one. The status is 0 only if 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ FAST = "not slow and not sglang and not megatron"
 ALL = "not campaign and not sglang and not megatron"
 NO_TESTS = 5  # pytest's status where nothing is selected
 POLL_S = 0.2
+ENDS_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = ["-m", ALL if with_slow else FAST, *(arg for arg in args if arg != "--all")]
     if any(not arg.startswith("-") and (ROOT / arg.partition("::")[0]).exists() for arg in args):
         return subprocess.run(_command(args), cwd=ROOT, check=False).returncode
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tests-") as folder:
         logs = [Path(folder, f"{number}.log") for number in range(2)]
@@ -45,8 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             for process in running:
                 if process.poll() is None:
-                    process.terminate()
-                    process.wait(60)
+                    process.send_signal(signal.SIGINT)  # pytest ends what the tests started
+            for process in running:
+                try:
+                    process.wait(ENDS_S)
+                except subprocess.TimeoutExpired:  # in the background of a shell it ignores SIGINT
+                    process.kill()
         statuses = [process.returncode for process in running]
     print(f"both halves took {time.monotonic() - started:.0f} s; statuses {statuses}", flush=True)
     if all(status == NO_TESTS for status in statuses):
