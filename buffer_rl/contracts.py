@@ -288,6 +288,7 @@ class Trainer(Protocol):
 
     Every rank gets the same calls in the same order. What a rank that is not the head of its replica returns is not
     used, but for ``log_probs`` on ranks that call the objective: it goes into their rows.
+
     For ``--ref-update-interval`` it also has ``load_ref(path)``, unless ``--num-ref-workers`` have the reference: the
     model "ref" takes the weights in the Hugging Face folder ``path``, which ``save_hf`` wrote.
     For ``--offload-train`` it also has ``sleep()``, which frees the device's memory and keeps the state elsewhere, and

@@ -55,8 +55,9 @@ def check_options(args: Any) -> None:
     router_arguments(args.router_args)
     if args.early_stop is not None:
         _check_early_stop(args)
-    if args.save_interval is not None and args.save is None:
-        raise ConfigError("--save-interval has no folder to save to", where="--save", hint="add --save PATH")
+    for flag, given in (("--save-interval", args.save_interval is not None), ("--async-save", args.async_save)):
+        if given and args.save is None:
+            raise ConfigError(f"{flag} has no folder to save to", where="--save", hint="add --save PATH")
 
 
 def _check_required(args: Any) -> None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.driver.offload import MemoryTurns
 from buffer_rl.driver.schedule import RunPlan, RunResult
-from buffer_rl.driver.tasks import RoleCalls, Runtime, StepTimes, Task, is_worker_death
+from buffer_rl.driver.tasks import RoleCalls, Runtime, StepTimes, Task, is_worker_death, role_of
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
 from buffer_rl.observe.timeline import clock_origin
 from buffer_rl.roles import FIELD_OF_MODEL
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 SAVE_AFTER_ERROR_S = 30.0
-"""How long a run that ends with an error waits for a checkpoint that is being written."""
+"""How long a run that ends with an error waits for ranks that write a checkpoint."""
 
 
 class Driver:
@@ -82,14 +82,13 @@ class Driver:
             self._evaluate()
         try:
             while self._result.steps < plan.num_rollouts and not self._result.stopped_early:
+                self._times.begin()
                 self._admit()
                 self._step(self._result.steps)
-        except BufferRLError:
-            if self._saving is not None:  # what it saved is not lost by an error of a later step
-                with suppress(BufferRLError):
-                    self._runtime.wait_any([self._saving], SAVE_AFTER_ERROR_S)
+            self._end_save()
+        except BufferRLError as error:
+            self._leave_save(error)
             raise
-        self._end_save()
         self._memory.trainer()
         return self._result
 
@@ -112,7 +111,6 @@ class Driver:
             self._roles.start(rollout_id, trainer_too=True)
 
     def _step(self, rollout_id: int) -> None:
-        self._times.begin()
         metrics = self._prepared(rollout_id)
         step = rollout_id + 1
         metrics |= self._train_and_commit(rollout_id, step)
@@ -323,12 +321,20 @@ class Driver:
         """Wait for the call that saves, if there is one."""
         if self._saving is None:
             return
-        task, self._saving = self._saving, None
         try:
-            self._wait(task, self._plan.save_timeout_s)
+            self._wait(self._saving, self._plan.save_timeout_s)
         except DeadlineError as error:
             error.hint = error.hint or "raise --save-timeout-s if it is only slow; it covers the upload too"
             raise
+        self._saving = None
+
+    def _leave_save(self, error: BufferRLError) -> None:
+        """The ranks write what they have of a checkpoint before the run ends with ``error``, which may come of a later
+        step; hashes and an upload need no rank."""
+        if self._saving is None or role_of(error) == "save":
+            return
+        with suppress(BufferRLError):
+            self._runtime.wait_any([self._saving], SAVE_AFTER_ERROR_S, watches=False)
 
     def _buffer(self, operation: Callable[[Any, *Ts], R], *args: *Ts) -> R:
         """The answer of an operation of the Buffer. It comes soon, so other calls that fail are seen after it."""

@@ -167,8 +167,11 @@ class _Run:
         if self.fleet is not None:
             self.fleet.wait_ready()
             self.engines = self.fleet.control(args.update_weights_timeout_s) if self.trained else None
-        if self.engines is not None and args.offload_rollout:
-            self.engines.release_memory()  # the trainer builds its models next
+        self.engine_calls: Target | None = None
+        if (engines := self.engines) is not None:
+            self.engine_calls = stack.local("engines", engines, end_s=lambda: PUBLISH_END_S, then=engines.close)
+            if args.offload_rollout:
+                engines.release_memory()  # the trainer builds its models next
         self.reference = self._reference_updates()
         self._wait_ready()
 
@@ -213,14 +216,14 @@ class _Run:
         feeds: list[Callable[[], None]] = []
         publisher = self._publisher()
         if publisher is not None:
-            targets["publish"] = publishing = local("publish", publisher, end_s=PUBLISH_END_S)
+            targets["publish"] = publishing = local("publish", publisher, end_s=lambda: PUBLISH_END_S)
             self.stack.callback(lambda: wait(publishing.start("close").futures, timeout=PUBLISH_END_S))
             if self.fleet is not None:
                 start, limit = partial(publishing.start, "publish"), self._publish_timeout_s
                 busy = self._trainer_is_busy or args.offload_train
                 feeds.append(EngineFeed(self.fleet, start, limit, self.observer.notice, trainer_is_busy=busy))
-        if self.engines is not None:  # after the publisher, which uses it
-            targets["engines"] = local("engines", self.engines, end_s=PUBLISH_END_S, then=self.engines.close)
+        if self.engine_calls is not None:
+            targets["engines"] = self.engine_calls
         if self.reference is not None:
             targets["reference"] = local("reference", self.reference)
         plan = self._plan()
@@ -229,7 +232,7 @@ class _Run:
             checkpoints = RunCheckpoints(
                 args, buffer=self.buffer, trained=self.trained, reference=self.reference, provenance=facts
             )
-            targets["save"] = local("save", checkpoints, end_s=CLOSE_TIMEOUT_S)
+            targets["save"] = local("save", checkpoints, end_s=lambda: max(CLOSE_TIMEOUT_S, checkpoints.time_left()))
         if args.save_debug_rollout_data:
             recorder = RolloutRecorder(args.save_debug_rollout_data, self.buffer)
             targets["record"] = local("record", recorder)

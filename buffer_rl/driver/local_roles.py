@@ -19,6 +19,7 @@ from buffer_rl.errors import BufferRLError, DataError, DeadlineError, WorkerDied
 from buffer_rl.redaction import mask_secrets
 from buffer_rl.roles import ACTOR
 from buffer_rl.train.roles import REFERENCE_FOLDER, checkpoint_folder
+from buffer_rl.train.stream import longest_wait
 from buffer_rl.types import Ticket, sample_means
 
 if TYPE_CHECKING:
@@ -83,21 +84,29 @@ class RunCheckpoints:
                 self._fill(folder)
             yield
             with _naming(folder):
-                for group in self._trained.values() if self._args.async_save else ():
-                    while not group.call("is_saved", timeout_s=self._left()):
-                        time.sleep(SAVE_POLL_S)
+                for group in self._trained.values():
+                    self._wait_for(group)
+
+    def _wait_for(self, group: ActorGroup) -> None:
+        """Return once the ranks of ``group`` have written; they answer between their calls."""
+        busy_s = max(self._args.train_timeout_s, longest_wait(self._args))
+        while not group.call("is_saved", timeout_s=self.time_left() + busy_s):
+            if not self.time_left():
+                what = f"the ranks did not write their part within {self._args.save_timeout_s:g} s"
+                raise DeadlineError(what, where=f"{group.role}.is_saved", hint="raise --save-timeout-s")
+            time.sleep(SAVE_POLL_S)
 
     def _fill(self, folder: Path) -> None:
         for role, group in self._trained.items():
             ranks = (folder / checkpoint_folder(role)).absolute()
             ranks.mkdir()
-            group.call("save", str(ranks), timeout_s=self._left())
-        self._trained[ACTOR].call("save_hf", str((folder / "hf").absolute()), timeout_s=self._left())
+            group.call("save", str(ranks), timeout_s=self.time_left())
+        self._trained[ACTOR].call("save_hf", str((folder / "hf").absolute()), timeout_s=self.time_left())
         if self._reference is not None:
             self._reference.save(folder / REFERENCE_FOLDER)
         self._buffer.save(str(folder.absolute()))
 
-    def _left(self) -> float:
+    def time_left(self) -> float:
         """Seconds of ``--save-timeout-s`` that are left for the checkpoint that is being written."""
         return max(0.0, self._deadline - time.monotonic())
 

@@ -21,7 +21,7 @@ from buffer_rl.cluster.actor_group import ActorGroup, is_dead
 from buffer_rl.driver.process import later_checkpoint
 from buffer_rl.driver.runtime import LocalTarget
 from buffer_rl.driver.tasks import role_of
-from buffer_rl.errors import CheckpointError, WorkerDiedError
+from buffer_rl.errors import BufferRLError, CheckpointError, WorkerDiedError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -40,7 +40,7 @@ class Processes(ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self._groups: list[ActorGroup] = []
-        self._targets: list[tuple[str, LocalTarget, float, Callable[[], None] | None]] = []
+        self._targets: list[tuple[str, LocalTarget, Callable[[], float], Callable[[], None] | None]] = []
 
     def stops(self, group: ActorGroup, close_method: str = "", timeout_s: float = 0.0) -> ActorGroup:
         """Stop ``group`` (see ``ActorGroup.stop``), and return it now."""
@@ -49,10 +49,16 @@ class Processes(ExitStack):
         return group
 
     def local(
-        self, role: str, obj: object, *, end_s: float = 0.0, then: Callable[[], None] | None = None
+        self,
+        role: str,
+        obj: object,
+        *,
+        end_s: Callable[[], float] = lambda: 0.0,
+        then: Callable[[], None] | None = None,
     ) -> LocalTarget:
         """Calls on ``obj`` of this process. end_s: how long a call that is under way may take to end, once the
-        processes that it waits for are gone. then: called if it did."""
+        processes that it waits for are gone; ``END_TIMEOUT_S`` at most where the run is interrupted. then: called if
+        it did."""
         target = LocalTarget(role, obj)
         self.callback(target.stop)
         self._targets.append((role, target, end_s, then))
@@ -64,8 +70,10 @@ class Processes(ExitStack):
         try:
             return bool(super().__exit__(kind, error, trace))
         finally:
-            for _, target, end_s, then in self._targets:
-                if end_s and target.join(end_s) and then is not None:
+            interrupted = kind is not None and not issubclass(kind, BufferRLError)
+            for _, target, end_s, then in reversed(self._targets):  # those that others use come first
+                limit = min(end_s(), END_TIMEOUT_S) if interrupted else end_s()
+                if limit and target.join(limit) and then is not None:
                     then()
 
     def remaining(self) -> list[str]:

@@ -90,19 +90,20 @@ class RayRuntime:
     def submit(self, role: str, method: str, *args: Any) -> Call:
         return self._targets[role].start(method, *args)
 
-    def wait_any(self, tasks: Sequence[Task], timeout_s: float) -> Task:
+    def wait_any(self, tasks: Sequence[Task], timeout_s: float, *, watches: bool = True) -> Task:
         deadline = self.now() + timeout_s
         mine = [cast(Call, task) for task in tasks]
         while True:
             if ended := next((task for task in mine if task.ended()), None):
                 return ended
-            self._watch(mine[0].role)
+            if watches:
+                self._watch(mine[0].role)
             left = deadline - self.now()
             if left <= 0:
                 waited_for = ", ".join(f"{task.role}.{task.method}" for task in mine)
                 raise DeadlineError(f"no answer within {timeout_s:g} s", where=waited_for)
             pending = [future for task in mine for future in task.futures if not future.done()]
-            until_watch = max(0.0, self._watch_at - self.now())
+            until_watch = max(0.0, self._watch_at - self.now()) if watches else left
             wait(pending, timeout=min(until_watch, left), return_when=FIRST_COMPLETED)
 
     def result(self, task: Task) -> Any:

@@ -36,8 +36,9 @@ class Runtime(Protocol):
         """Start a call and return at once."""
         ...
 
-    def wait_any(self, tasks: Sequence[Task], timeout_s: float) -> Task:
-        """The first of ``tasks`` to end. Raises DeadlineError, naming role and method, after ``timeout_s``."""
+    def wait_any(self, tasks: Sequence[Task], timeout_s: float, *, watches: bool = True) -> Task:
+        """The first of ``tasks`` to end. Raises DeadlineError, naming role and method, after ``timeout_s``. watches:
+        whether what is watched beside calls ends the wait too, with its error."""
         ...
 
     def result(self, task: Task) -> Any:

@@ -50,17 +50,16 @@ class Published:
 @dataclass(slots=True, kw_only=True)
 class EngineRegistry:
     """The engines of a fleet. published: None while they serve the weights that they started with. over: why there is
-    no engine, and none will come. has_memory: cleared while the engines have released theirs; none is started then."""
+    no engine, and none will come. has_memory: whether devices have memory for engines that start; none is started
+    without. num_starting: of replacements, until they have joined or failed."""
 
     replicas: list[Replica] = field(default_factory=list)
     published: Published | None = None
     over: EngineError | None = None
     publication: threading.Lock = field(default_factory=threading.Lock)
-    has_memory: threading.Event = field(default_factory=threading.Event)
+    has_memory: bool = True
+    num_starting: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.has_memory.set()
 
     def __contains__(self, replica: Replica) -> bool:
         return replica in self.all()
@@ -90,11 +89,37 @@ class EngineRegistry:
         """The replicas in one of ``states``, by index."""
         return [replica for replica in self.all() if replica.state in states]
 
+    def begin_start(self) -> bool:
+        """Whether a replacement may be started; it is counted then until ``end_start``."""
+        with self._lock:
+            self.num_starting += self.has_memory
+            return self.has_memory
+
+    def end_start(self) -> None:
+        """A replacement has joined the fleet, or failed to."""
+        with self._lock:
+            self.num_starting -= 1
+
+    def hold_starts(self, timeout_s: float) -> None:
+        """Have no replacement started until ``has_memory`` is set again, and wait for those that are being started.
+        Raises DeadlineError."""
+        with self._lock:
+            self.has_memory = False
+        deadline = time.monotonic() + timeout_s
+        while self.num_starting:
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"an engine that is being started took longer than {timeout_s:g} s",
+                    where="--offload-rollout",
+                    hint="its log says what it does; --engine-start-timeout-s and --update-weights-timeout-s bound it",
+                )
+            time.sleep(POLL_INTERVAL_S)
+
     def starved_version(self) -> int | None:
         """The version that an engine waits for while no other one serves and none is published; None if it is not so.
         A rollout would wait for it, and the next publication for the rollout."""
         serves, starved = self.in_state(*SERVES), self.in_state(EngineState.WAITING)
-        if serves or not starved or self.publication.locked() or self.published is None:
+        if serves or not starved or self.publication.locked() or self.published is None or not self.has_memory:
             return None
         return int(self.published.version)
 
@@ -156,6 +181,7 @@ class FleetControl(EngineControlClient):
         deadline = time.monotonic() + self._start_timeout_s
         while not self.targets():
             self._leave()  # a replacement may need the lock before it answers
+            self._registry.has_memory = True  # although the trainer is awake: nothing goes on without an engine
             if self._registry.over is not None:
                 raise self._registry.over
             if time.monotonic() > deadline:
@@ -213,11 +239,11 @@ class FleetControl(EngineControlClient):
         self.end_publication()
 
     def release_memory(self) -> None:
-        """Have the engines free their memory, whatever runs there retracted. One that fails it is dropped, where others
-        do not; none is started before ``resume_memory``."""
+        """Have the engines free their memory, whatever runs there retracted; waits for those that are being started.
+        One that fails it is dropped, where others do not; none is started before ``resume_memory`` of the cache."""
+        self._registry.hold_starts(self._start_timeout_s + self.timeout_s)
         with self._turn():
             self._hold()
-            self._registry.has_memory.clear()  # an engine that joins later releases by itself
             self.pause()
             self.flush()
             super().release_memory()
@@ -229,7 +255,7 @@ class FleetControl(EngineControlClient):
         it go on. Fails as ``release_memory``."""
         with self._turn():
             self._hold()
-            self._registry.has_memory.set()
+            self._registry.has_memory = CACHE[0] in tags  # before that, the trainer is awake
             self._in_publication = back = [replica for replica in self._replicas() if replica.released]
             if not self.targets():
                 return

@@ -21,7 +21,7 @@ from buffer_rl.contracts import EngineProcess
 from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.process import STOP_TIMEOUT_S
 from buffer_rl.engine.registry import EngineRegistry, no_engine_left
-from buffer_rl.engine.replica import CACHE, SERVES, WEIGHTS, EngineEvent, EngineState, Replica
+from buffer_rl.engine.replica import SERVES, EngineEvent, EngineState, Replica
 from buffer_rl.engine.router import Router
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
 
@@ -160,8 +160,17 @@ class Supervisor:
             lost.engine.stop()  # what is left of its process group
         except Exception as error:  # fault boundary: launchers are plugins
             self._say(f"engine {lost.index} could not be ended: {type(error).__name__}: {error}")
-        if restart is None or not self._may_start():
+        if restart is None:
             return
+        while not self._registry.begin_start():
+            if self._end.wait(INTERVAL_S):
+                return
+        try:
+            self._start(lost, restart)
+        finally:
+            self._registry.end_start()
+
+    def _start(self, lost: Replica, restart: int) -> None:
         if (replica := self._started(lost.index, restart, lost.on_change)) is None:
             return
         try:
@@ -172,13 +181,6 @@ class Supervisor:
             replica.end(error)
         except Exception as error:  # fault boundary: launchers are plugins
             replica.end(EngineError(f"{type(error).__name__}: {error}", where=f"engine {replica.index}"))
-
-    def _may_start(self) -> bool:
-        """Wait until the engines have the memory of the devices; False at the end."""
-        while not self._registry.has_memory.wait(INTERVAL_S):
-            if self._end.is_set():
-                return False
-        return True
 
     def _started(self, index: int, restart: int, on_change: Any) -> Replica | None:
         """A replacement, in the registry; None if all restarts were used for launches that failed, or at the end."""
@@ -210,14 +212,6 @@ class Supervisor:
             raise DeadlineError(f"a publication took longer than {limit:g} s", where=f"engine {replica.index}")
         try:
             published, key = self._registry.published, self._args.engine_api_key
-            if not self._registry.has_memory.is_set():  # it was being started when the others released theirs
-                with EngineControlClient([replica.url], timeout_s=limit / 2, api_key=key) as control:
-                    control.pause()
-                    control.flush()
-                    control.release_memory()
-                replica.released = (*WEIGHTS, *CACHE)
-                replica.note(EngineEvent.NEEDS_WEIGHTS)
-                return
             if published is not None:
                 if published.folder is None or not Path(published.folder).is_dir():
                     replica.note(EngineEvent.NEEDS_WEIGHTS)

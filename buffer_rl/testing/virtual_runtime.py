@@ -60,7 +60,7 @@ class VirtualRuntime:
             return VirtualTask(role=role, method=method, ends_at=end, error=error)
         return VirtualTask(role=role, method=method, ends_at=end, answer=answer)
 
-    def wait_any(self, tasks: Sequence[Task], timeout_s: float) -> Task:
+    def wait_any(self, tasks: Sequence[Task], timeout_s: float, *, watches: bool = True) -> Task:
         """The task that ends first; virtual time moves on to its end."""
         first = min((cast(VirtualTask, task) for task in tasks), key=lambda task: task.ends_at)
         if first.ends_at > self._now + timeout_s:

@@ -25,7 +25,7 @@ from buffer_rl.cluster.placement import Placement
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Topology, Trainer
 from buffer_rl.engine.process import settle_garbage_collector
-from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
+from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, PluginError, TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct, returned
@@ -287,7 +287,7 @@ class TrainRank:
 
     def save(self, path: str) -> None:
         """Write everything that a resume needs; under ``--async-save`` it may be whole only when ``is_saved``."""
-        self._is_saved = self._trainer.save(path) or (lambda: True)
+        self._is_saved = checked_save(self._trainer.save(path), self._args.train_backend)
         if self._rank == 0:
             self._kl.save(path)
 
@@ -338,6 +338,17 @@ def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: in
             hint="an advantage estimator without a critic, such as grpo",
         )
     return cast(Trainer, built)
+
+
+def checked_save(answer: object, backend: str) -> Callable[[], bool]:
+    """What ``Trainer.save`` returned, as a function that says whether all is written. Raises PluginError."""
+    if answer is None:
+        return lambda: True
+    if not callable(answer):
+        what = f"save of the trainer returned {type(answer).__name__}"
+        expected = "None, or a function that says whether all is written"
+        raise PluginError(what, where=f"--train-backend {backend}", expected=expected)
+    return answer
 
 
 def check_groups(args: Any, unit: Unit, dp_size: int) -> None:

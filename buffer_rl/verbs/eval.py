@@ -48,6 +48,7 @@ def run(namespace: argparse.Namespace) -> int:
     set_flag(namespace, "num_rollout", "0")
     for name in _TAKEN_BACK:
         set_flag(namespace, name, "none")
+    set_flag(namespace, "async_save", "false")
     if "run_dir" not in flags:
         set_flag(namespace, "run_dir", str(Path(args.run_dir) / "eval"))
     if not args.prompt_data and args.data_source_path is None:  # the Buffer wants some, though none is asked for

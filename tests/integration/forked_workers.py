@@ -25,7 +25,6 @@ from typing import Any
 START_S = 60.0
 STREAMS = (0, 1, 2)
 MOST_FDS = 16
-FREE_FD = 100  # above those that a forked process is given
 ENGINE = "buffer_rl.engine.embedded.server"
 CLONE = {"x86_64": 56, "aarch64": 220}  # the number of the system call, by machine
 CLONE_PARENT = 0x8000
@@ -151,7 +150,8 @@ def _fork_for_parent() -> int:
 def _give_numbers(fds: Sequence[int], numbers: Sequence[int]) -> None:
     import fcntl
 
-    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, FREE_FD) for fd in fds]  # none is in the way of another one's number
+    free = max(numbers) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, free) for fd in fds]  # none is in the way of another one's number
     for fd in fds:
         os.close(fd)
     for fd, number in zip(moved, numbers, strict=True):

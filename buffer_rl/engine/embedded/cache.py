@@ -123,8 +123,8 @@ class SlotCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all pools, with and without live rows."""
-        return sum(pool.keys.nbytes + pool.values.nbytes for pool in self._pools.values())
+        """Memory of all pools, with and without live rows; any thread may ask."""
+        return sum(pool.keys.nbytes + pool.values.nbytes for pool in list(self._pools.values()))
 
     def pools(self) -> Iterator[SlotPool]:
         """Pools with live rows, smallest capacity first; this is the order of rows in a batch."""
@@ -200,8 +200,8 @@ class PrefixCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all prefixes."""
-        return sum(p.keys.nbytes + p.values.nbytes + p.logits.nbytes for p in self._entries.values())
+        """Memory of all prefixes; any thread may ask."""
+        return sum(p.keys.nbytes + p.values.nbytes + p.logits.nbytes for p in list(self._entries.values()))
 
     def get(self, key: tuple[int, ...]) -> Prefix | None:
         """The prefix of ``key``, marked as recently used."""

@@ -23,6 +23,7 @@ class Ranks:
     one after another."""
 
     def __init__(self, failure: BufferRLError | None = None, late: Sequence[bool | BufferRLError] = ()) -> None:
+        self.role = "train"
         self._failure = failure
         self._late = list(late)
         self.limits: list[float] = []
@@ -30,7 +31,7 @@ class Ranks:
     def call(self, method: str, path: str = "", *, timeout_s: float) -> bool | None:
         self.limits.append(timeout_s)
         if method == "is_saved":
-            answer = self._late.pop(0)
+            answer = self._late.pop(0) if self._late else True
             if isinstance(answer, BufferRLError):
                 raise answer
             return answer
@@ -113,7 +114,22 @@ def test_an_asynchronous_checkpoint_is_there_once_all_ranks_have_written(
     writer.seal()
     assert open_checkpoint(tmp_path).step == 3
     assert (len(actor.limits), len(critic.limits)) == (5, 3)
-    assert actor.limits == sorted(actor.limits, reverse=True)  # one deadline for all
+    assert actor.limits[:2] == sorted(actor.limits[:2], reverse=True)  # one deadline for all
+    assert min(actor.limits[2:]) > 1200.0  # a rank answers when its own work is done, which has a deadline of its own
+
+
+def test_ranks_that_do_not_end_are_waited_for_with_the_deadline_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_roles, "SAVE_POLL_S", 0.0)
+    ranks = Ranks(late=[False] * 3)
+    writer = checkpoints(tmp_path, ranks, async_save=True)
+    writer.save(3)
+    left = iter([9.0, 4.0, 4.0, 0.0, 0.0])
+    monkeypatch.setattr(writer, "time_left", lambda: next(left))
+    with pytest.raises(DeadlineError, match=r"(?s)did not write their part within 17 s.*--save-timeout-s"):
+        writer.seal()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_that_cannot_write_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ({"early_stop": "dev>=1"}, ["is of no evaluation set"]),
         ({"eval_interval": None}, ["--early-stop", "--eval-interval"]),
         ({"save": None}, ["--save-interval", "--save PATH"]),
+        ({"save": None, "save_interval": None, "async_save": True}, ["--async-save", "--save PATH"]),
         ({"rollout_batch_size": 4, "over_sampling_batch_size": 3}, ["3 groups in flight", "at least 4"]),
         ({"mask_offpolicy_in_partial_rollout": True}, ["no older tokens to mask", "add --partial-rollout"]),
         ({"num_ref_workers": 1}, ["--num-ref-workers: no reference log-probabilities", "add --use-kl-loss"]),

@@ -17,10 +17,12 @@ from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.schedule import Mode, RolePlan, RunPlan, Schedule, parse_early_stop
+from buffer_rl.driver.tasks import Task
 from buffer_rl.errors import (
     BufferRLError,
     CheckpointError,
     DeadlineError,
+    EngineError,
     PayloadLostError,
     RolloutError,
     TrainError,
@@ -656,6 +658,22 @@ def test_an_error_of_a_later_step_waits_for_the_checkpoint_that_is_written(tmp_p
     with pytest.raises(WorkerDiedError, match="it died"):
         Driver(replace(PLAN, save_interval=1, async_save=True), world.runtime, world.recorder).run()
     assert world.runtime.now() == 25.0  # since the save at 0
+
+
+def test_a_checkpoint_is_waited_for_although_what_is_watched_stays_broken(tmp_path: Path) -> None:
+    class Watching(VirtualRuntime):
+        """Its engines are gone once a checkpoint is sealed."""
+
+        def wait_any(self, tasks: Sequence[Task], timeout_s: float, *, watches: bool = True) -> Task:
+            if watches and any(span.method == "seal" for span in self.spans):
+                raise EngineError("no engine is left")
+            return super().wait_any(tasks, timeout_s)
+
+    world = World(tmp_path)
+    runtime = Watching(world.roles, lambda role, method, args: 25.0 if method == "seal" else 0.0)
+    with pytest.raises(EngineError, match="no engine is left"):
+        Driver(replace(PLAN, save_interval=1, async_save=True), runtime, world.recorder).run()
+    assert runtime.now() == 25.0
 
 
 @pytest.mark.parametrize("plan", [PLAN, PIPELINED], ids=["lockstep", "pipelined"])

@@ -96,8 +96,8 @@ def test_the_file_of_a_run_holds_them_and_no_secrets(folder: Path) -> None:
 class Silent:
     """A trainer group and a Buffer that write nothing."""
 
-    def call(self, method: str, path: str, *, timeout_s: float) -> None:
-        return None
+    def call(self, method: str, path: str = "", *, timeout_s: float) -> bool:
+        return True
 
     def save(self, folder: str) -> None:
         (Path(folder) / "buffer.json").write_text("{}")

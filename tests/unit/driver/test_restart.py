@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,11 +185,51 @@ def test_calls_under_way_end_after_what_they_wait_for_and_then_what_they_use_is_
     slow, order = Slow(), []
     with Processes() as processes:
         processes.callback(lambda: (order.append("process"), slow.gate.set()))
-        target = processes.local("publish", slow, end_s=60, then=lambda: order.append("closed"))
+        target = processes.local("publish", slow, end_s=lambda: 60.0, then=lambda: order.append("closed"))
         call = target.start("write")
     assert call.ended()
     assert order == ["process", "closed"]
     assert processes.remaining() == []
+
+
+@pytest.mark.parametrize(("error", "ended"), [(death(), True), (SystemExit(143), False)])
+def test_a_call_that_needs_no_process_is_waited_for_unless_the_run_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, ended: bool
+) -> None:
+    monkeypatch.setattr("buffer_rl.driver.restart.END_TIMEOUT_S", 0.01)
+    slow, calls, timer = Slow(), [], threading.Timer(0.5, lambda: slow.gate.set())
+
+    def attempt() -> None:
+        with Processes() as processes:
+            calls.append(processes.local("save", slow, end_s=lambda: 60.0).start("write"))
+            timer.start()
+            raise error
+
+    try:
+        with pytest.raises(type(error)):
+            attempt()
+        assert calls[0].ended() is ended
+    finally:
+        timer.cancel()
+        slow.gate.set()
+
+
+def test_what_others_use_ends_after_them() -> None:
+    order: list[str] = []
+
+    class Ending(Slow):
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def write(self) -> None:
+            order.append(self._name)
+
+    with Processes() as processes:
+        for role in ("engines", "publish"):
+            ended = partial(order.append, f"{role} ended")
+            target = processes.local(role, Ending(role), end_s=lambda: 60.0, then=ended)
+            target.start("write").futures[0].result(60)
+    assert order == ["engines", "publish", "publish ended", "engines ended"]
 
 
 def test_the_trained_roles_take_the_whole_run_with_them_and_others_are_replaced() -> None:

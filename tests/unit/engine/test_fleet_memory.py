@@ -3,6 +3,7 @@ to be asked for what they do not have."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engine.registry import EngineRegistry, FleetControl
+from buffer_rl.engine.registry import EngineRegistry, FleetControl, Published
 from buffer_rl.engine.replica import CACHE, WEIGHTS, EngineState, Replica
 from buffer_rl.engine.supervisor import Supervisor
-from buffer_rl.errors import EngineError
+from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.weights.disk import DiskTransport
@@ -96,16 +97,17 @@ def test_engines_are_paused_and_flushed_before_they_release_and_go_on_once_they_
         for engine in (first, second):
             assert engine.asked == ["/pause_generation", "/flush_cache", RELEASE]
             assert engine.released == set(ALL)
-        assert not registry.has_memory.is_set()
+        assert not registry.has_memory
         assert not registry.publication.locked()
         control.resume_memory(WEIGHTS)
-        assert registry.has_memory.is_set()
+        assert not registry.has_memory
         publish(control, tmp_path, 4)
         for engine in (first, second):
             assert engine.version == 4
             assert "/continue_generation" not in engine.asked  # a request would be run without a cache
         assert [replica.state for replica in registry.all()] == [EngineState.SERVING] * 2
         control.resume_memory(CACHE)
+        assert registry.has_memory
         for engine in (first, second):
             assert engine.asked[-2:] == [RESUME, "/continue_generation"]
             assert engine.log.memory == [("release", ALL), ("resume", WEIGHTS), ("resume", CACHE)]
@@ -152,19 +154,23 @@ def test_the_death_of_all_engines_is_left_to_the_fleet_which_starts_others_after
         control, registry = fleet(Process(engine.url, dies=lambda: bool(dead)))
     dead.append(True)
     control.release_memory()
-    assert not registry.has_memory.is_set()
+    assert not registry.has_memory
     control.resume_memory(WEIGHTS)
-    assert registry.has_memory.is_set()
+    assert not registry.has_memory
     registry.over = EngineError("no engine is left")
+    with pytest.raises(EngineError):
+        control.wait_for_engine()
+    assert registry.has_memory  # a publication needs one, although the trainer is awake
     with pytest.raises(EngineError):
         control.release_memory()
 
 
-def test_a_replacement_is_started_when_the_engines_have_their_memory_and_releases_what_it_took_before_that(
+def test_engines_release_once_a_replacement_has_joined_and_none_is_started_before_they_have_their_cache(
     fleet: Fleet,
 ) -> None:
     launched: list[str] = []
-    dead: list[bool] = []
+    dead: list[str] = []
+    released = threading.Event()
     args = SimpleNamespace(
         engine_max_restarts=2,
         engine_start_timeout_s=9.0,
@@ -178,34 +184,57 @@ def test_a_replacement_is_started_when_the_engines_have_their_memory_and_release
         def remove(self, url: str) -> None: ...
 
     with Noting() as first, Noting() as second:
-        control, registry = fleet(Process(first.url, dies=lambda: bool(dead)))
+        control, registry = fleet(Process(first.url, dies=lambda: first.url in dead))
+
+        def release() -> None:
+            control.release_memory()
+            released.set()
 
         class Loading(Process):
-            """The memory goes to the trainer while it loads."""
+            """The trainer asks for the memory while it loads."""
 
             def wait_ready(self, timeout_s: float) -> None:
-                control.release_memory()
+                releasing.start()
+                assert holds_within(10, lambda: not registry.has_memory)
+                assert not released.wait(0.2)
 
         def launch(index: int, log: str) -> Any:
             launched.append(log)
-            return Loading(second.url)
+            return (Loading if len(launched) == 1 else Process)(second.url, dies=lambda: dead[-1] == second.url)
 
+        releasing = threading.Thread(target=release, daemon=True)
         router: Any = Router()
         supervisor = Supervisor(args, registry, router, launch, lambda line: None)
-        control.release_memory()
-        dead.append(True)
         supervisor.start()
         try:
+            dead.append(first.url)
+            assert released.wait(10)
+            assert second.asked == ["/pause_generation", "/flush_cache", RELEASE]
+            assert [(each.state, each.released) for each in registry.all()] == [(EngineState.SERVING, ALL)]
+            registry.published = Published(version="4", folder=None)
+            dead.append(second.url)
             assert holds_within(10, lambda: registry.all() == [])
-            assert not holds_within(1, lambda: launched != [])
             control.resume_memory(WEIGHTS)
+            assert not holds_within(1, lambda: len(launched) > 1)
+            dead.append("none")
+            control.resume_memory(CACHE)
             assert holds_within(10, lambda: [each.state for each in registry.all()] == [EngineState.WAITING])
+            assert registry.starved_version() == 4
+            registry.has_memory = False  # it is of the turn that has ended
+            assert registry.starved_version() is None
         finally:
             supervisor.stop()
             supervisor.join()
-        assert launched == ["engine_0_restart_1.log"]
-        assert second.released == set(ALL)
-        assert registry.all()[0].released == ALL
-        control.resume_memory(WEIGHTS)
-        control.resume_memory(CACHE)
-        assert second.released == set()
+    assert launched == ["engine_0_restart_1.log", "engine_0_restart_2.log"]
+    assert second.asked[-1] == RELEASE
+
+
+def test_an_engine_that_never_starts_is_waited_for_with_a_deadline(fleet: Fleet) -> None:
+    with Noting() as engine:
+        control, registry = fleet(Process(engine.url))
+        assert registry.begin_start()
+        with pytest.raises(DeadlineError, match=r"being started took longer than 0\.1 s"):
+            registry.hold_starts(0.1)
+        registry.end_start()
+        control.release_memory()
+        assert not registry.begin_start()

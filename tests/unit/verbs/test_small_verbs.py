@@ -131,6 +131,7 @@ def test_eval_is_train_for_no_step(
     (tmp_path / "dev.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     (tmp_path / "run.yaml").write_text(
         "hf_checkpoint: model\nnum_epoch: 3\neval_interval: 5\nearly_stop: eval/dev >= 0.5\nsave: s\nsave_interval: 2\n"
+        "async_save: true\n"
         "eval_prompt_data: [dev=dev.jsonl]\nrm_type: exact_match\nrun_dir: runs/one\nlogger: []\n"
     )
     assert main(["eval", "--config", "run.yaml", "--dry-run", "--json"]) == 0
@@ -139,6 +140,7 @@ def test_eval_is_train_for_no_step(
     assert values["num_rollout"] == 0
     assert values["run_dir"] == "runs/one/eval"
     assert [values[name] for name in ("num_epoch", "early_stop", "save", "eval_interval")] == [None] * 4
+    assert values["async_save"] is False
 
 
 @pytest.fixture(scope="module")
