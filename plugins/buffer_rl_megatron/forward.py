@@ -34,8 +34,13 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from buffer_rl.contracts import Objective
+from buffer_rl.errors import TrainError
 from buffer_rl.scope import Unit
+from buffer_rl.token_loss import Sums
 from buffer_rl.train.collate import MicroBatch, collate, row_blocks
 from buffer_rl.types import TrainBatch
 from buffer_rl_megatron import compat
@@ -199,10 +204,11 @@ def run_schedule(
             if micro.indices:
                 found[micro.number] = compute(micro, output)
             return None
-        loss = 0.0 * output.sum()  # a pass without response tokens has a backward pass, too
+        loss = torch.zeros((), device=output.device)
         if micro.indices:
-            own, found[micro.number] = compute(micro, output)
-            loss = loss + own
+            loss, found[micro.number] = compute(micro, output)
+        if not loss.requires_grad:  # a pass without response tokens has a backward pass, too
+            loss = loss + 0.0 * output.sum()
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
     def forward_step(iterator: Iterator[Micro], model: torch.nn.Module) -> tuple[Any, Any]:
@@ -232,13 +238,18 @@ def run_schedule(
 
 
 def _inputs_of(model: torch.nn.Module, micro: Micro) -> dict[str, Any]:
-    """Under sequence parallelism a tensor rank has its part of the tokens; of the padding, Megatron (0.16.1) takes that
+    """Half-precision logits stay what they are: ``log_probs_and_entropies`` computes in float32, some at a time.
+
+    Under sequence parallelism a tensor rank has its part of the tokens; of the padding, Megatron (0.16.1) takes that
     part on the first stage alone."""
-    chunk, mask = unwrap_model(model), micro.inputs.get("padding_mask")
-    if mask is None or chunk.pre_process or not chunk.config.sequence_parallel:
-        return micro.inputs
-    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    return {**micro.inputs, "padding_mask": mask.chunk(size, 1)[rank]}
+    inputs = dict(micro.inputs)
+    if isinstance(model, Float16Module) or isinstance(getattr(model, "module", None), Float16Module):
+        inputs["fp32_output"] = False
+    chunk, mask = unwrap_model(model), inputs.get("padding_mask")
+    if mask is not None and not chunk.pre_process and chunk.config.sequence_parallel:
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        inputs["padding_mask"] = mask.chunk(size, 1)[parallel_state.get_tensor_model_parallel_rank()]
+    return inputs
 
 
 @contextmanager
@@ -297,3 +308,52 @@ def padded(values_o: torch.Tensor, micro: Micro) -> torch.Tensor:
     values_n = reduce_from_tensor_model_parallel_region(values_n, parallel_state.get_context_parallel_group())
     padded_bt = values_o.new_zeros(micro.batch.response_bt.shape)
     return padded_bt.masked_scatter(micro.batch.response_bt, values_n)
+
+
+class Balance:
+    """The weights, in the passes of ``micros``, of the loss that balances experts, which Megatron adds to a gradient by
+    itself. Collective: all pipeline stages make it together.
+
+    It is a mean over a micro-batch, and is weighed by the micro-batch's share of the divisor, as the objective's loss
+    is. Earlier pipeline stages, whose rows lack what the objective reads, are told the share before the passes: it is
+    that of log-probabilities of 0, so that the weights of a loss must not depend on them there.
+    """
+
+    def __init__(self, micros: Sequence[Micro], objective: Objective) -> None:
+        self._divisors: dict[int, float] = {}
+        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+            return
+        device = micros[0].batch.response_bt.device
+        divisors = torch.zeros(len(micros), dtype=torch.float64, device=device)
+        if parallel_state.is_pipeline_last_stage():
+            for place, micro in enumerate(micros):
+                if micro.indices:
+                    divisors[place] = _divisor_of(micro, objective)
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(divisors, last, group=parallel_state.get_pipeline_model_parallel_group())
+        self._divisors = {micro.number: each for micro, each in zip(micros, divisors.tolist(), strict=True)}
+
+    def note(self, micro: Micro, sums: Sums) -> None:
+        """Take the divisor that the objective gave for the outputs. Raises TrainError if the stages have another."""
+        divisor = float(sums.divisor)
+        if not math.isclose(self._divisors.setdefault(micro.number, divisor), divisor, rel_tol=1e-6, abs_tol=1e-12):
+            raise TrainError(
+                "the weights of the loss depend on log-probabilities, which earlier pipeline stages do not have",
+                where="--moe-router-load-balancing-type and --pipeline-model-parallel-size",
+                expected=f"a divisor of {self._divisors[micro.number]:g} for the micro-batch, not {divisor:g}",
+                hint="take one pipeline stage, --moe-router-load-balancing-type none, or a loss with other weights",
+            )
+
+    def weigh(self, micro: Micro) -> None:
+        """Have the backward pass of the micro-batch, which begins, take its weight."""
+        # Megatron multiplies its mean over the micro-batch by the tokens without padding; those of all tensor and
+        # context ranks, as 0.16.1 sums the counts that it takes for the rank's in place.
+        weight = self._divisors[micro.number] / sum(micro.rows.lengths) if micro.indices else 0.0
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([weight], device=micro.batch.response_bt.device))
+
+
+def _divisor_of(micro: Micro, objective: Objective) -> torch.Tensor:
+    none_bt = torch.zeros(micro.batch.response_bt.shape, device=micro.batch.response_bt.device)
+    outputs = (None, None, micro.rows, none_bt) if objective.critic else (none_bt, none_bt, micro.rows)
+    divisor: torch.Tensor = objective(*outputs)[1].divisor
+    return divisor

@@ -27,8 +27,8 @@ def write_folder(
 ) -> None:
     """Write the weights into the folder ``target``, with configuration and tokenizer of the folder ``origin``.
 
-    At most ``shard_bytes`` of the weights are in memory at a time. writes: whether this rank does; the others iterate
-    over the weights, as those that gather them need all ranks.
+    At most ``shard_bytes`` of the weights are in host memory at a time, and one tensor on the device. writes: whether
+    this rank does; the others iterate over the weights, as those that gather them need all ranks.
     """
     if not writes:
         for _ in weights:
@@ -41,8 +41,8 @@ def write_folder(
             shutil.copyfile(file, folder / file.name)
     files: list[tuple[Path, list[str]]] = []
     total = 0
-    for bucket in weight_buckets(weights, shard_bytes):
-        tensors = {name: tensor.cpu() for name, tensor in bucket.items()}
+    on_host = ((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
+    for tensors in weight_buckets(on_host, shard_bytes, copy=False):
         part = folder / f"part-{len(files)}"  # how many there will be is not known yet
         save_file(tensors, part, metadata={"format": "pt"})
         files.append((part, list(tensors)))

@@ -1,11 +1,12 @@
-"""The arguments of slime's scripts that describe the model: accepted, and compared with its configuration.
+"""What the model's configuration must be like, and the arguments of slime's scripts that describe it.
 
-The Hugging Face folder says all of it, so none of them is needed; one that says something else is a mistake, such as
-the arguments of another model.
+The Hugging Face folder says all of it, so none of these arguments is needed; one that says something else is a mistake,
+such as the arguments of another model.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,11 @@ from typing import Any, ClassVar, Literal
 
 from buffer_rl.config import Section, flag_of, option
 from buffer_rl.errors import ConfigError
+
+ENTRY_POINTS = "buffer_rl_megatron.model"
+OWN = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Architectures whose numbers the tests compare with those of transformers. mbridge knows more."""
+ROTARY = ("default", "linear", "llama3")
 
 
 def _said(help: str) -> Any:
@@ -112,6 +118,35 @@ def read_configuration(folder: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"it is not readable: {error}", where=str(file)) from error
     return dict(found) if isinstance(found, dict) else {}
+
+
+def check_mapped(model_type: str) -> None:
+    """Raises ConfigError for an architecture without a mapping to Megatron."""
+    others = {entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    if model_type not in (*OWN, *others):
+        raise ConfigError(
+            f"there is no Megatron mapping of the architecture {model_type}",
+            where="config.json",
+            expected=", ".join([*OWN, *sorted(others)]),
+            hint="docs/add_a_model.md says how to write one",
+        )
+
+
+def check_supported(configuration: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what no mapping has."""
+
+    def refuse(what: str, expected: str) -> None:
+        raise ConfigError(what, where=f"config.json of {configuration.get('model_type')}", expected=expected)
+
+    rope = configuration.get("rope_parameters") or configuration.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROTARY:
+        refuse(f"rotary embeddings of the type {kind}", ", ".join(ROTARY))
+    if configuration.get("use_sliding_window") or "sliding_attention" in (configuration.get("layer_types") or ()):
+        refuse("layers with sliding window attention", "full attention in all layers")
+    activation = configuration.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        refuse(f"the activation {activation}", "silu")
 
 
 def check_shape(args: Any, configuration: Mapping[str, Any]) -> None:

@@ -20,10 +20,8 @@ from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.train.model import checked_folder
 from buffer_rl_megatron.layers import local_block_spec
+from buffer_rl_megatron.model_shape import ENTRY_POINTS, check_mapped, check_supported
 
-ENTRY_POINTS = "buffer_rl_megatron.model"
-OWN = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Architectures whose numbers the tests compare with those of transformers. mbridge knows more."""
 LOCAL = {
     "persist_layer_norm": False,
     "gradient_accumulation_fusion": False,
@@ -63,7 +61,7 @@ def mapping_for(
     """mbridge's bridge of the architecture, whose configuration, layers and names are those of this package. The
     arguments are those of ``load_bridge``. Raises ConfigError for what the architecture or Megatron cannot do."""
     base = PluginRegistry().load(model_class) if model_class else mapping_class(hf_config.model_type)
-    _refuse_unsupported(hf_config)
+    check_supported(hf_config.to_dict())
     fields = {"use_cpu_initialization": not torch.cuda.is_available(), **_corrections(hf_config)}
     if transformer_impl == "local":
         fields |= LOCAL
@@ -101,14 +99,7 @@ def mapping_class(model_type: str) -> Any:
             return entry.load()
         except Exception as error:  # fault boundary: code of a third party
             raise PluginError(f"it cannot be imported: {type(error).__name__}: {error}", where=entry.value) from error
-    if model_type not in OWN:
-        others = sorted({entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)})
-        raise ConfigError(
-            f"there is no Megatron mapping of the architecture {model_type}",
-            where="config.json",
-            expected=", ".join([*OWN, *others]),
-            hint="docs/add_a_model.md says how to write one",
-        )
+    check_mapped(model_type)
     return _MODEL_REGISTRY[model_type]
 
 
@@ -152,20 +143,6 @@ def _corrections(hf_config: Any) -> dict[str, Any]:
     if hf_config.model_type == "qwen3_moe":
         return {"moe_router_pre_softmax": not hf_config.norm_topk_prob}
     return {}
-
-
-def _refuse_unsupported(hf_config: Any) -> None:
-    def refuse(what: str, expected: str) -> None:
-        raise ConfigError(what, where=f"config.json of {hf_config.model_type}", expected=expected)
-
-    rope = getattr(hf_config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3"):
-        refuse(f"rotary embeddings of the type {kind}", "default, linear or llama3")
-    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
-        refuse("layers with sliding window attention", "full attention in all layers")
-    if hf_config.hidden_act not in ("silu", "swish"):
-        refuse(f"the activation {hf_config.hidden_act}", "silu")
 
 
 def _refuse_uneven(mapping: Any, hf_config: Any) -> None:

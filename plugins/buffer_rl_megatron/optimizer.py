@@ -91,7 +91,8 @@ class Optimizer:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Gradients of backward passes within the block are added to those of the step; replicas do not meet."""
+        """Gradients of backward passes within the block, if there are any, are added to those of the step, which has
+        begun then; replicas do not meet."""
         self.has_gradients = True
         with ExitStack() as stack:
             for chunk in self._chunks:

@@ -17,7 +17,7 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import plugin_error
 from buffer_rl.resolution.signature import signature_of
 from buffer_rl.train.layout import Layout, layout_of
-from buffer_rl_megatron.model_shape import check_shape, read_configuration
+from buffer_rl_megatron.model_shape import check_mapped, check_shape, check_supported, read_configuration
 
 BACKENDS = ("megatron", "buffer_rl_megatron.backend:build")
 """What ``--train-backend`` is where these options count."""
@@ -29,6 +29,8 @@ HOOKS = {
     ),
 }
 """Options that name functions, and what each rank calls these with."""
+RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+"""Parts of a layer that ``--recompute-modules`` may name."""
 PROVIDER_ARGUMENTS = ("vp_stage", "args", "config", "build")
 """What a model provider is called with besides the part of the model, where it takes it."""
 
@@ -81,7 +83,9 @@ class MegatronOptions(Section):
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = option(
         "none", "how experts are balanced; with a loss the policy's gradient is not that of its objective alone"
     )
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = option("alltoall", "how tokens travel to experts")
+    moe_token_dispatcher_type: Literal["alltoall"] = option(
+        "alltoall", "how tokens travel to experts; rows of any length need this one"
+    )
     moe_grouped_gemm: bool = option(False, "one kernel for all experts of a rank; needs TransformerEngine")
     custom_megatron_init_path: str | None = option(
         None, "MODULE:FUNCTION(args), called once a rank when the process groups are made"
@@ -175,11 +179,19 @@ def check(args: Any) -> None:
         )
     ranks = layout(args)
     has_te = find_spec("transformer_engine") is not None
+    if args.transformer_impl == "transformer_engine" and not args.bf16:
+        _refuse("its attention of packed rows takes halves alone", "--transformer-impl", hint="add --bf16")
     if args.transformer_impl == "transformer_engine" and not has_te:
         _refuse("TransformerEngine is not installed", "--transformer-impl", hint="--transformer-impl local")
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         _refuse("there is one tensor-parallel rank", "--sequence-parallel", expected="two or more")
     expert_tp = args.expert_tensor_parallel_size or ranks.tp_size
+    if expert_tp > ranks.tp_size:
+        _refuse(
+            f"experts are split over more ranks ({expert_tp}) than other layers ({ranks.tp_size})",
+            "--expert-tensor-parallel-size",
+            expected="at most --tensor-model-parallel-size",
+        )
     of_stage = ranks.dp_size * ranks.cp_size * ranks.tp_size
     if of_stage % (args.expert_model_parallel_size * expert_tp):
         _refuse(
@@ -210,6 +222,14 @@ def check(args: Any) -> None:
             "--recompute-granularity",
             hint="--recompute-method uniform --recompute-num-layers 1",
         )
+    if args.recompute_modules:
+        _check_recomputed(args)
+    if balances_experts(args) and args.moe_router_load_balancing_type == "seq_aux_loss":
+        _refuse(
+            "rows of different lengths would have wrong weights in a loss of each sequence",
+            "--moe-router-load-balancing-type",
+            hint="aux_loss, or --moe-aux-loss-coeff 0",
+        )
     registry = PluginRegistry.from_flags(args.plugin)
     for name, parameters in HOOKS.items():
         if path := getattr(args, name):
@@ -219,10 +239,21 @@ def check(args: Any) -> None:
                 _refuse(f"{path} cannot be called: {error}", flag_of(name), f"({', '.join(parameters)})")
     if args.custom_model_provider_path is not None:
         resolve_provider(args.custom_model_provider_path, registry)
-    if args.hf_checkpoint is not None:
-        configuration = read_configuration(args.hf_checkpoint)
+    if args.hf_checkpoint is not None and (configuration := read_configuration(args.hf_checkpoint)):
+        check_mapped(str(configuration.get("model_type")))
+        check_supported(configuration)
         check_shape(args, configuration)
         _check_splits(args, configuration)
+
+
+def _check_recomputed(args: Any) -> None:
+    where = "--recompute-modules"
+    if args.recompute_granularity != "selective":
+        _refuse("parts of layers are chosen this way", where, hint="add --recompute-granularity selective")
+    if unknown := sorted(set(args.recompute_modules) - set(RECOMPUTED)):
+        _refuse(f"{', '.join(unknown)}: there is no such part", where, expected=", ".join(RECOMPUTED))
+    if "moe_act" in args.recompute_modules and not args.moe_grouped_gemm:
+        _refuse("moe_act is a part of the grouped kernel", where, hint="add --moe-grouped-gemm")
 
 
 def resolve_provider(path: str, registry: PluginRegistry) -> tuple[Any, set[str]]:
@@ -244,11 +275,13 @@ def _check_splits(args: Any, configuration: dict[str, Any]) -> None:
     if heads and heads % tp:
         _refuse(f"{heads} attention heads are split over {tp} ranks", "--tensor-model-parallel-size", "a divisor")
     groups = configuration.get("num_key_value_heads") or heads
-    if groups and groups % tp and tp % groups:
+    if groups and groups % tp:
         _refuse(f"{groups} query groups are split over {tp} ranks", "--tensor-model-parallel-size", "a divisor")
     experts = configuration.get("num_experts") or configuration.get("num_local_experts")
     if ep > 1 and not experts:
         _refuse("the model has no experts", "--expert-model-parallel-size", "1")
+    if balances_experts(args) and not experts:
+        _refuse("the model has no experts", "--moe-router-load-balancing-type", "none")
     if experts and experts % ep:
         _refuse(f"{experts} experts are spread over {ep} ranks", "--expert-model-parallel-size", "a divisor")
     if experts and tp > 1 and not args.sequence_parallel:

@@ -32,9 +32,9 @@ from buffer_rl.train.state import read_random, save_random
 from buffer_rl.types import TrainBatch
 from buffer_rl_megatron import checkpoint, compat, options
 from buffer_rl_megatron.attention import CausalAttention
-from buffer_rl_megatron.balance import Balance
 from buffer_rl_megatron.bridge import Bridge, Provider, load_bridge
 from buffer_rl_megatron.forward import (
+    Balance,
     Micro,
     gather_before_selecting,
     micro_batches,
@@ -103,11 +103,12 @@ class MegatronTrainer:
                 balance.note(micro, sums)
             return loss, sums
 
-        micros = self._micros(batch)
-        if not micros:
-            return Sums()
-        balance = Balance(micros, self._objective) if options.balances_experts(self._args) else None
+        micros, balance = self._micros(batch), None
         with self._optimizer.accumulating():
+            if not micros:
+                return Sums()
+            if options.balances_experts(self._args):
+                balance = Balance(micros, self._objective)
             before = None if balance is None else balance.weigh
             found = run_schedule(self._chunks, micros, compute, backward=True, before_backward=before)
         return Sums.of(found[number] for number in sorted(found))

@@ -25,9 +25,8 @@ pytestmark = [
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 NEEDS_TE = pytest.mark.skipif(not HAS_TE, reason="TransformerEngine is not installed")
 NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two CUDA devices")
-TE = ("--transformer-impl", "transformer_engine")
+TE = ("--transformer-impl", "transformer_engine", "--bf16")
 TWO = ("--num-train-ranks", "2")
-# TransformerEngine's kernels for context parallelism take halves alone.
 LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "local": ("qwen3", ()),
     "te": ("qwen3", TE),
@@ -36,8 +35,8 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "local PP2": ("qwen3", (*TWO, "--pipeline-model-parallel-size", "2")),
     "local DP2": ("qwen3", (*TWO, "--overlap-grad-reduce", "--overlap-param-gather")),
     "local CP2": ("qwen3", (*TWO, "--context-parallel-size", "2")),
-    "te CP2": ("qwen3", (*TE, *TWO, "--context-parallel-size", "2", "--bf16")),
-    "te CP2, padded": ("qwen3", (*TE, *TWO, "--context-parallel-size", "2", "--bf16", "--qkv-format", "bshd")),
+    "te CP2": ("qwen3", (*TE, *TWO, "--context-parallel-size", "2")),
+    "te CP2, padded": ("qwen3", (*TE, *TWO, "--context-parallel-size", "2", "--qkv-format", "bshd")),
     "te EP2": ("qwen3_moe", (*TE, *TWO, "--expert-model-parallel-size", "2", "--moe-grouped-gemm")),
 }
 CASES = [

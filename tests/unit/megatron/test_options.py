@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from buffer_rl_megatron.options import buffer_rl_configure, layout, virtual_stag
 from harness.megatron_ranks import HAS_MEGATRON, REASON
 from harness.megatron_rows import make_args
 
+SELECTIVE = {"recompute_granularity": "selective"}
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 
 
@@ -38,14 +40,22 @@ def test_data_parallelism_is_what_is_left_of_the_ranks(model: str) -> None:
     [
         ({TP: 2, PP: 2, "num_train_ranks": 6}, "--num-train-ranks", "a multiple of 4"),
         ({"context_parallel_size": 2, "num_train_ranks": 3}, "--num-train-ranks", "a multiple of 2"),
-        ({"transformer_impl": "transformer_engine"}, "--transformer-impl", "not installed"),
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl", "--bf16"),
+        ({"transformer_impl": "transformer_engine", "bf16": True}, "--transformer-impl", "not installed"),
         ({"moe_grouped_gemm": True}, "--moe-grouped-gemm", "TransformerEngine's"),
         ({"sequence_parallel": True}, "--sequence-parallel", "one tensor-parallel rank"),
         ({"overlap_param_gather": True}, "--overlap-param-gather", "--overlap-grad-reduce"),
         ({"recompute_granularity": "full"}, "--recompute-granularity", "--recompute-num-layers"),
         ({"recompute_num_layers": 1}, "--recompute-method", "--recompute-granularity full"),
+        ({"recompute_modules": ["mlp"]}, "--recompute-modules", "--recompute-granularity selective"),
+        ({**SELECTIVE, "recompute_modules": ["mlp", "rope"]}, "--recompute-modules", "core_attn, layernorm"),
+        ({**SELECTIVE, "recompute_modules": ["moe_act"]}, "--recompute-modules", "--moe-grouped-gemm"),
         ({PP: 3, "num_train_ranks": 3}, "--pipeline-model-parallel-size", "4 layers"),
         ({TP: 8, "num_train_ranks": 8}, "--tensor-model-parallel-size", "4 attention heads"),
+        ({TP: 4, "num_train_ranks": 4}, "--tensor-model-parallel-size", "2 query groups"),
+        ({"expert_tensor_parallel_size": 2, "num_train_ranks": 2}, "--expert-tensor-parallel-size", "other layers (1)"),
+        ({"moe_router_load_balancing_type": "aux_loss"}, "--moe-router-load-balancing-type", "no experts"),
+        ({"moe_router_load_balancing_type": "seq_aux_loss"}, "--moe-router-load-balancing-type", "aux_loss, or"),
         ({"expert_model_parallel_size": 2, "num_train_ranks": 2}, "--expert-model-parallel-size", "no experts"),
         ({"virtual_pipeline_model_parallel_size": 2}, "--virtual-pipeline-model-parallel-size", "one pipeline stage"),
         ({"num_layers": 28}, "--num-layers", "it says 28, and the model has 4"),
@@ -83,10 +93,33 @@ def test_options_that_fit_are_taken(model: str, experts: str) -> None:
     buffer_rl_configure(make_args(model, **{TP: 2, PP: 2, "num_train_ranks": 8, "sequence_parallel": True}))
     buffer_rl_configure(make_args(experts, expert_model_parallel_size=2, num_train_ranks=2))
     buffer_rl_configure(make_args(experts, expert_model_parallel_size=2, num_train_ranks=2, context_parallel_size=2))
-    balanced = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
+    balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
     buffer_rl_configure(make_args(experts, **{PP: 2, "num_train_ranks": 2}, **balanced))
+    scripts = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.0}
+    buffer_rl_configure(make_args(experts, **scripts, **SELECTIVE, recompute_modules=["moe", "core_attn"]))
     with pytest.raises(ConfigError, match="--sequence-parallel"):
         buffer_rl_configure(make_args(experts, **{TP: 2, "num_train_ranks": 2}))
+
+
+@pytest.mark.skipif(not HAS_MEGATRON, reason=REASON)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "gpt_neox"}, "no Megatron mapping of the architecture gpt_neox"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rotary embeddings of the type yarn"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rotary embeddings of the type dynamic"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"use_sliding_window": True}, "sliding window"),
+        ({"hidden_act": "gelu"}, "the activation gelu"),
+    ],
+)
+def test_models_that_megatron_does_not_have_are_refused(
+    model: str, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    configuration = {**read_configuration(model), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(configuration))
+    with pytest.raises(ConfigError, match=said):
+        buffer_rl_configure(make_args(str(tmp_path)))
 
 
 def test_options_of_megatron_in_a_run_without_it_are_refused(model: str) -> None:
