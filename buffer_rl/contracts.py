@@ -6,7 +6,7 @@ authors.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from buffer_rl.scope import Unit
@@ -293,6 +293,8 @@ class Trainer(Protocol):
     model "ref" takes the weights in the Hugging Face folder ``path``, which ``save_hf`` wrote.
     For ``--offload-train`` it also has ``sleep()``, which frees the device's memory and keeps the state elsewhere, and
     ``wake_up()``, its inverse. ``sleep`` is called between two steps, and no other method before ``wake_up``.
+    Where ``save`` returns under ``args.async_save`` while files are written from a copy, it has ``is_saved()``, which
+    says whether that has ended and raises CheckpointError: all ranks are asked between their other calls, asleep too.
 
     Unless the class, or the function that makes it, has ``reads_old_log_probs = False``, rows have that column. The
     objective needs it with several optimizer steps a rollout alone, and has it then.
@@ -329,10 +331,8 @@ class Trainer(Protocol):
     def save_hf(self, path: str) -> None:
         """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads, tokenizer included."""
 
-    def save(self, path: str) -> Callable[[], bool] | None:
-        """Write this rank's weights, optimizer, schedule and random state into the folder ``path``. Under
-        ``args.async_save`` it may return while they are written from a copy: a function is returned then, which every
-        rank calls between its other methods, and which says whether that has ended; it raises CheckpointError."""
+    def save(self, path: str) -> None:
+        """Write this rank's weights, optimizer, schedule and random state into the folder ``path``."""
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. Raises CheckpointError if something is missing or does not fit."""

@@ -31,7 +31,6 @@ ALLOWED: Mapping[str, str] = {
     "__getattr__": "Python asks a module for a name that is not there",
     "fetch": "the driver calls it by its name",
     "estimate": "the driver calls it by its name",
-    "is_saved": "the driver calls it by its name",
     "finish_stream": "the driver calls it by its name",
     "send_weights": "the driver calls it by its name",
     "receive_weights": "the publisher calls it by its name",

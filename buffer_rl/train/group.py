@@ -25,7 +25,7 @@ from buffer_rl.cluster.placement import Placement
 from buffer_rl.config import load_args
 from buffer_rl.contracts import Topology, Trainer
 from buffer_rl.engine.process import settle_garbage_collector
-from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, PluginError, TrainError
+from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct, returned
@@ -88,7 +88,6 @@ class TrainRank:
         self._streamed = 0
         self._sums = Sums()
         self._calls_objective = True
-        self._is_saved: Callable[[], bool] = lambda: True
         folder = Path(log_path).parent.parent / NON_FINITE_FOLDER / ("" if role == ACTOR else role)
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
         self._sender: RankSender | None = None
@@ -287,14 +286,14 @@ class TrainRank:
 
     def save(self, path: str) -> None:
         """Write everything that a resume needs; under ``--async-save`` it may be whole only when ``is_saved``."""
-        self._is_saved = checked_save(self._trainer.save(path), self._args.train_backend)
+        self._trainer.save(path)
         if self._rank == 0:
             self._kl.save(path)
 
     @dispatch(collect=lambda _, answers: all(answers))
     def is_saved(self) -> bool:
         """Whether what ``save`` began is written. Raises CheckpointError if it cannot be."""
-        return self._is_saved()
+        return bool(getattr(self._trainer, "is_saved", lambda: True)())
 
     def load(self, path: str) -> None:
         """The inverse of ``save``."""
@@ -338,17 +337,6 @@ def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: in
             hint="an advantage estimator without a critic, such as grpo",
         )
     return cast(Trainer, built)
-
-
-def checked_save(answer: object, backend: str) -> Callable[[], bool]:
-    """What ``Trainer.save`` returned, as a function that says whether all is written. Raises PluginError."""
-    if answer is None:
-        return lambda: True
-    if not callable(answer):
-        what = f"save of the trainer returned {type(answer).__name__}"
-        expected = "None, or a function that says whether all is written"
-        raise PluginError(what, where=f"--train-backend {backend}", expected=expected)
-    return answer
 
 
 def check_groups(args: Any, unit: Unit, dp_size: int) -> None:

@@ -34,16 +34,16 @@ def save_state(
     rank: int,
     *,
     background: bool = False,
-) -> Callable[[], bool] | None:
-    """Write this rank's part. ``weights``: the tensors of ``model``, each storage once.
+) -> Callable[[], bool]:
+    """Write this rank's part. ``weights``: the tensors of ``model``, each storage once. The result says whether all is
+    written, and raises CheckpointError if it cannot be.
 
-    background: tensors are written from a copy on a thread; the result says whether that has ended, and raises what it
-    met as CheckpointError."""
+    background: tensors are written from a copy on a thread."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     save_random(folder, rank)
     if rank != 0:
-        return None
+        return lambda: True
     meta = {"format": FORMAT, "step": optimizer.step_count, "model": type(model).__name__}
     (folder / "trainer.json").write_text(json.dumps(meta))
     files = {"weights": _on_cpu(weights, background), "optimizer": _on_cpu(optimizer.state_tensors(), background)}
@@ -55,7 +55,7 @@ def save_state(
     if background:
         return _ended(write, str(folder))
     write()
-    return None
+    return lambda: True
 
 
 def _ended(write: Callable[[], None], where: str) -> Callable[[], bool]:

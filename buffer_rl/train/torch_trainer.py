@@ -49,6 +49,7 @@ class TorchTrainer:
         self.topology = topology_of(rank, world_size)
         self._args = args
         self._rank = rank
+        self._written: Callable[[], bool] = lambda: True
         self._objective = objective
         registry = PluginRegistry.from_flags(args.plugin)
         self._device = pick_device(args.train_device)
@@ -115,7 +116,7 @@ class TorchTrainer:
         if self._rank == 0:
             self._models.save_hf(self._actor, self._tokenizer, path)
 
-    def save(self, path: str) -> Callable[[], bool] | None:
+    def save(self, path: str) -> None:
         """Write this rank's part of a checkpoint into the folder ``path`` (see ``buffer_rl.train.state``); under
         ``--async-save`` on a thread.
 
@@ -123,7 +124,11 @@ class TorchTrainer:
         if self._optimizer.has_gradients:
             raise TrainError("there are gradients of an unfinished step", hint="save after optimizer_step")
         weights, background = unique_state(self._actor), self._args.async_save
-        return save_state(path, self._actor, self._optimizer, weights, self._rank, background=background)
+        self._written = save_state(path, self._actor, self._optimizer, weights, self._rank, background=background)
+
+    def is_saved(self) -> bool:
+        """Whether what ``save`` began is written. Raises CheckpointError if it cannot be."""
+        return self._written()
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. Raises CheckpointError if something is missing, damaged or does not fit."""

@@ -70,6 +70,7 @@ class MegatronTrainer:
         frozen = [] if objective.critic else frozen_models_of_trainer(args)
         self._frozen = {name: self._load_frozen(*initial_folder(args, name)) for name in frozen}
         self._place_in_rollout = (-1, 0)
+        self._written: Callable[[], bool] = lambda: True
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
         """Log-probabilities of the response tokens under ``model``: "actor", "ref" or "teacher". Per row
@@ -139,7 +140,7 @@ class MegatronTrainer:
         with compat.cpu_devices():
             write_folder(self._weights(), self._args.hf_checkpoint, path, writes=self.topology.is_source)
 
-    def save(self, path: str) -> Callable[[], bool] | None:
+    def save(self, path: str) -> None:
         """Write weights, optimizer and random state into the folder ``path``, for any later layout (see
         ``buffer_rl_megatron.checkpoint``); under ``--async-save`` in processes of their own. Raises TrainError between
         ``accumulate`` and ``optimizer_step``."""
@@ -148,7 +149,12 @@ class MegatronTrainer:
         save_random(Path(path), self._rank)
         save = checkpoint.start_save if self._args.async_save else checkpoint.save
         with compat.cpu_devices():
-            return save(self._chunks, self._optimizer.megatron, None, path, step=self._optimizer.step_count)
+            written = save(self._chunks, self._optimizer.megatron, None, path, step=self._optimizer.step_count)
+        self._written = written or (lambda: True)
+
+    def is_saved(self) -> bool:
+        """Whether what ``save`` began is written; collective. Raises CheckpointError if it cannot be."""
+        return self._written()
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. A folder that Megatron-LM or slime saved to leaves the random state as it is.

@@ -162,6 +162,7 @@ def test_a_rank_that_is_killed_in_its_optimizer_step_changes_no_bit(
         ("publish_4", {"save_interval": 2}),
         ("buffer_3", {"save_interval": 2, "buffer_max_restarts": 0}),
         ("publish_1", {"weight_sync_mode": "tensor"}),
+        ("publish_2", {"save_interval": 1, "async_save": True}),
     ],
     ids=[
         "two_ranks",
@@ -171,6 +172,7 @@ def test_a_rank_that_is_killed_in_its_optimizer_step_changes_no_bit(
         "after_save",
         "buffer",
         "in_publish_by_tensor",
+        "while_a_checkpoint_is_written",
     ],
 )
 def test_a_rank_may_be_killed_at_any_moment_of_a_step(

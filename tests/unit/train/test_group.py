@@ -8,11 +8,11 @@ import pytest
 
 from buffer_rl.config import compose
 from buffer_rl.contracts import Topology
-from buffer_rl.errors import BufferRestartedError, BufferStateError, ConfigError, PluginError, TrainError
+from buffer_rl.errors import BufferRestartedError, BufferStateError, ConfigError, TrainError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.scope import Unit
 from buffer_rl.token_loss import Reduction, Sums, Total
-from buffer_rl.train.group import check_groups, checked_save, named_metrics, streamed_rows
+from buffer_rl.train.group import check_groups, named_metrics, streamed_rows
 from buffer_rl.train.ranks import check_topologies
 from buffer_rl.train.steps import StepReport
 from buffer_rl.types import TrainBatch
@@ -62,13 +62,6 @@ def test_a_loss_that_compares_a_prompts_rows_needs_a_group_for_each_replica_and_
     check_groups(args, Unit.ROW, 4)
     with pytest.raises(ConfigError, match=r"'my:dpo' needs whole groups, and 4 replicas have 3 (.|\n)*loss_unit"):
         check_groups(args, Unit.GROUP, 4)
-
-
-def test_what_a_trainers_save_returns_says_whether_all_is_written() -> None:
-    assert checked_save(None, "torch")()
-    assert not checked_save(lambda: False, "torch")()
-    with pytest.raises(PluginError, match=r"(?s)save of the trainer returned str.*--train-backend my:Trainer"):
-        checked_save("saves/step_000001", "my:Trainer")
 
 
 def test_ranks_form_replicas_with_one_head_each() -> None:
