@@ -195,6 +195,7 @@ def test_payloads_of_a_storage_process_that_died_are_a_named_error_and_are_produ
             ray.get(producer.finish.remote(ticket, eighth), timeout=60)
 
 
+@pytest.mark.slow
 def test_a_blocking_report_from_the_event_loop_goes_to_the_store_too(
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
@@ -236,6 +237,7 @@ def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the
             wait_until_stored(4 * (number + 1), "the payloads of the first call alone")
 
 
+@pytest.mark.slow
 def test_a_buffer_that_does_not_answer_is_named_also_where_a_storage_process_asks_it(
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
@@ -320,6 +322,7 @@ def test_a_replica_whose_part_of_a_deal_is_empty_gets_a_batch_without_rows_and_l
         assert seen == [[rows, rows], [[], []]]
 
 
+@pytest.mark.slow
 def test_a_reader_that_waits_for_a_pool_that_is_cleared_is_told_at_once(
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:

@@ -84,6 +84,7 @@ def test_training_on_the_recorded_rollouts_alone_gives_the_same_parameters_and_m
     assert logs == {"train_0.log"}  # no engine, no router, no rollout worker
 
 
+@pytest.mark.slow
 def test_passes_and_the_steps_of_a_batch_size_multiply(train: Run, make_options: MakeOptions, recorded: Any) -> None:
     args = make_options(
         load_debug_rollout_data=recorded.save_debug_rollout_data,
@@ -124,6 +125,7 @@ def by_place(args, inputs):
 """
 
 
+@pytest.mark.slow
 def test_an_estimator_of_the_whole_rollout_gives_two_ranks_and_two_steps_what_it_gives_one(
     train: Run, options_in: MakeOptions, recorded: Any, tmp_path: Path
 ) -> None:

@@ -42,11 +42,13 @@ def test_random_kills_duplicate_and_lose_nothing(folder: Path) -> None:
     assert report.groups >= report.commits > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_ledger_is_found_out(folder: Path, name: str) -> None:
     assert kill_everywhere(folder, MUTANTS[name], batched=True, every=EVERY[name], stop=True).violations
 
 
+@pytest.mark.slow
 def test_random_kills_find_out_leases_that_are_not_returned(folder: Path) -> None:
     assert kill_at_random(folder, 20, ledger=MUTANTS["kept-leases"]).violations
 

@@ -89,6 +89,7 @@ def routed(tmp_path: Path) -> Callable[..., Any]:
 KEYS = [f"session {number}" for number in range(12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["manual", "consistent_hashing"])
 async def test_equal_keys_reach_one_engine_whatever_the_prompts_are(routed: Any, policy: str) -> None:
     async with routed(policy) as router:
@@ -103,6 +104,7 @@ async def test_equal_keys_reach_one_engine_whatever_the_prompts_are(routed: Any,
         assert len(set(without)) == 1
 
 
+@pytest.mark.slow
 async def test_round_robin_takes_the_engines_in_turns_whatever_the_keys_are(routed: Any) -> None:
     async with routed("round_robin") as router:
         reached = [await router.ask(1, "same") for _ in range(6)]

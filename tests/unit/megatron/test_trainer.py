@@ -39,8 +39,16 @@ def by_transformers(model: str) -> Found:
             id="DP2",
             marks=pytest.mark.slow,
         ),
-        pytest.param({"num_train_ranks": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}, id="TP2"),
-        pytest.param({"num_train_ranks": 2, "context_parallel_size": 2, "max_tokens_per_gpu": 32}, id="CP2"),
+        pytest.param(
+            {"num_train_ranks": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            id="TP2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"num_train_ranks": 2, "context_parallel_size": 2, "max_tokens_per_gpu": 32},
+            id="CP2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"num_train_ranks": 2, "pipeline_model_parallel_size": 2}, id="PP2", marks=pytest.mark.slow),
     ],
 )

@@ -78,7 +78,10 @@ async def test_an_exception_shows_the_users_traceback(kit: Any) -> None:
     assert "reward_process.py" not in failure.error.what
 
 
-@pytest.mark.parametrize(("behaviour", "kind"), [("hang", FailureKind.TIMEOUT), ("die", FailureKind.CRASH)])
+@pytest.mark.parametrize(
+    ("behaviour", "kind"),
+    [pytest.param("hang", FailureKind.TIMEOUT, marks=pytest.mark.slow), ("die", FailureKind.CRASH)],
+)
 async def test_after_two_lost_processes_the_rest_of_a_group_is_given_up(
     kit: Any, behaviour: str, kind: FailureKind
 ) -> None:
@@ -324,7 +327,7 @@ async def test_a_group_reward_scores_all_samples_together(kit: Any, function: st
     ("behaviour", "kind", "message"),
     [
         ("raise", FailureKind.EXCEPTION, "no such answer"),
-        ("hang", FailureKind.TIMEOUT, "--rm-timeout-s 2"),
+        pytest.param("hang", FailureKind.TIMEOUT, "--rm-timeout-s 2", marks=pytest.mark.slow),
         ("nan", FailureKind.INVALID, "not finite"),
         ("short", FailureKind.INVALID, "a list of 3 numbers"),
     ],
