@@ -147,7 +147,7 @@ class MegatronTrainer:
         save_random(Path(path), self._rank)
         save = checkpoint.start_save if self._args.async_save else checkpoint.save
         with compat.cpu_devices():
-            return save(self._chunks, self._optimizer.megatron, None, path, step=self._optimizer.step_count)
+            return save(self._chunks, self._optimizer.megatron, path, step=self._optimizer.step_count)
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. A folder that Megatron-LM or slime saved to leaves the random state as it is.
@@ -156,9 +156,9 @@ class MegatronTrainer:
         has_random = any(Path(path).glob("random_*.json"))
         set_random = read_random(Path(path), self._rank) if has_random else None
         with compat.cpu_devices():
-            loaded = checkpoint.load(self._chunks, self._optimizer.megatron, None, path)
+            step = checkpoint.load(self._chunks, self._optimizer.megatron, path)
         self._optimizer.zero_grad()
-        self._optimizer.step_count = loaded.step
+        self._optimizer.step_count = step
         if set_random is not None:
             set_random()
 
