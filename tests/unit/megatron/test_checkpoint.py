@@ -15,6 +15,7 @@ from buffer_rl.checkpoint import open_checkpoint
 from buffer_rl.testing.tiny import make_tiny_model
 from harness import megatron_training
 from harness.checkpoints import write_checkpoint
+from harness.megatron_continued import check_that_it_goes_on
 from harness.megatron_ranks import HAS_MEGATRON, REASON, Layout, RankError, RankPool, Ranks
 from harness.megatron_training import WRITERS, Kind
 from harness.processes import Process, descendants, holds_within
@@ -156,6 +157,10 @@ def test_settings_of_adam_are_those_of_the_run(ranks: RankPool, model: str, tp2:
     assert answer["eps"] == {1e-3}
     assert difference(answer["weights"], tp2[1]["weights"]) == 0.0
     assert difference(answer["after"], tp2[1]["after"]) > 100 * BOUND
+
+
+def test_a_checkpoint_in_float32_goes_on_in_bfloat16(model: str, tmp_path: Path) -> None:
+    check_that_it_goes_on(model, tmp_path, {})
 
 
 def test_a_rank_that_is_killed_takes_its_writers_along(model: str, tmp_path: Path) -> None:
