@@ -18,6 +18,7 @@ options         the list of all option classes
 errors          the errors
 checkpoint      checkpoints: whole or absent
 remote          paths that fsspec reaches, and checkpoints there
+parent          a process that ends with the one that started it
 redaction       what may be written down of options and addresses
 model_config    what a model's configuration says of its longest sequence
 cli             the command ``buffer-rl``

@@ -10,12 +10,10 @@ the parent knows which sample was at work, and keeps the answers before it, with
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import io
 import os
 import pickle
-import signal
 import socket
 import struct
 import sys
@@ -29,6 +27,7 @@ import orjson
 from buffer_rl.config import load_args
 from buffer_rl.contract_check import check_group_rewards, check_reward
 from buffer_rl.errors import BufferRLError
+from buffer_rl.parent import die_with_parent
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import traceback_tail
 from buffer_rl.rollout.failures import FailureKind, kind_of
@@ -37,7 +36,6 @@ from buffer_rl.user_args import user_args
 
 HEADER = struct.Struct(">I")
 DONE = HEADER.pack(0)
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class RewardTarget:
 
 def main(socket_fd: int, answers_fd: int) -> None:
     """Serve the socket until the parent closes it."""
-    _die_with_parent()
+    die_with_parent()  # even while user code hangs
     for stream in (sys.stdout, sys.stderr):  # what user code prints is read while it runs, and after it was killed
         cast("io.TextIOWrapper", stream).reconfigure(line_buffering=True)
     with socket.socket(fileno=socket_fd) as channel:
@@ -143,12 +141,3 @@ def _receive_exactly(channel: socket.socket, length: int) -> bytes:
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
     body = orjson.dumps(message)
     channel.sendall(HEADER.pack(len(body)) + body)
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends, even while user code hangs.
-
-    Linux means the parent's thread that started it: the one of the event loop that the pool belongs to.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -11,9 +11,9 @@ convert      ``buffer-rl convert``
 context      which tokens of a row a context-parallel rank has
 attention    causal attention of packed rows for ``--transformer-impl local``
 vocabulary   log-probabilities and entropies of a vocabulary that is split over ranks
-balance      the weight of the loss that balances experts
 forward      micro-batches through a model's pipeline, and what comes out of it for response tokens
 checkpoint   weights and optimizer state in torch_dist folders, for any later layout
+optimizer_state  what Megatron's optimizers get wrong of their state in checkpoints, put right
 optimizer    gradients over replicas, clipping, Megatron's optimizer and the learning rate
 trainer      the trainer backend
 backend      what ``--train-backend megatron`` names

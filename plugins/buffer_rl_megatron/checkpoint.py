@@ -7,9 +7,12 @@ seals it under a manifest. Nothing but tensors and plain values is read: ``torch
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -17,82 +20,106 @@ import torch
 import torch.distributed as dist
 from mbridge.core.util import unwrap_model
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.serialization import load_content_metadata
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint.api import CheckpointException
 
 from buffer_rl.errors import CheckpointError
+from buffer_rl.parent import die_with_parent
 from buffer_rl_megatron.bridge import gather_parameters
+from buffer_rl_megatron.optimizer_state import refuse_other_parts, restore, sharded_state
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 _LAYOUT = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "distrib_optim_fully_reshardable_mem_efficient": True,  # a rank of each group of replicas gathers, not all of them
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
 """What the checkpoint says of itself, by Megatron's names: the optimizer's state is that of whole parameters."""
 _VERSION = 3.0  # of Megatron-LM's state
-_EXTRA = "buffer_rl"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """What was in a checkpoint. step: optimizer steps. extra: what ``save`` was given."""
-
-    step: int
-    has_optimizer: bool
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-def save(
-    chunks: Sequence[torch.nn.Module],
-    optimizer: Any | None,
-    scheduler: Any | None,
-    folder: str,
-    *,
-    step: int,
-    extra: Mapping[str, Any] | None = None,
-) -> None:
+def save(chunks: Sequence[torch.nn.Module], optimizer: Any | None, folder: str, *, step: int) -> None:
     """Write ``folder/iter_NNNNNNN``; without an optimizer ``folder/release``, the weights alone. Every rank calls it.
 
-    chunks: the model's, wrapped or not. optimizer, scheduler: Megatron's. step: optimizer steps so far. extra: plain
-    values that ``load`` returns.
+    chunks: the model's, wrapped or not. optimizer: Megatron's. step: optimizer steps so far. Raises CheckpointError if
+    it cannot be written.
     """
-    target, name, state = _prepared(chunks, optimizer, scheduler, folder, step, extra)
-    with _writing(target):
-        dist_checkpointing.save(state, str(target), content_metadata=dict(_LAYOUT))
-    _write_tracker(target.parent, name)
+    _start(chunks, optimizer, folder, step)(True)
 
 
 def start_save(
-    chunks: Sequence[torch.nn.Module],
-    optimizer: Any | None,
-    scheduler: Any | None,
-    folder: str,
-    *,
-    step: int,
-    extra: Mapping[str, Any] | None = None,
+    chunks: Sequence[torch.nn.Module], optimizer: Any | None, folder: str, *, step: int
 ) -> Callable[[], bool]:
-    """``save``, from a copy of the state, in processes that are forked from the ranks: training goes on.
+    """``save``, from a copy of the state, beside training.
 
     The result, which every rank calls between its passes, says whether the checkpoint is whole. It raises
     CheckpointError if it cannot be written."""
-    target, name, state = _prepared(chunks, optimizer, scheduler, folder, step, extra)
-    queue = AsyncCallsQueue()
-    with _writing(target):
-        request = dist_checkpointing.save(state, str(target), async_sharded_save=True, content_metadata=dict(_LAYOUT))
-        queue.schedule_async_request(request)
+    return partial(_start(chunks, optimizer, folder, step), False)
 
-    def is_whole() -> bool:
+
+def _start(chunks: Sequence[torch.nn.Module], optimizer: Any | None, folder: str, step: int) -> Callable[[bool], bool]:
+    """Have processes that are forked from the ranks write. The result says whether the checkpoint is whole; if its
+    argument is true, it waits for that."""
+    name = RELEASE if optimizer is None else str(step)
+    target = Path(folder, RELEASE if optimizer is None else iteration_name(step))
+    queue = AsyncCallsQueue()
+    gather_parameters(chunks)
+    with _writing(target):
+        state = _state(chunks, optimizer, _LAYOUT, loading=False)
+        if dist.get_rank() == 0:
+            target.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        _start_collector()
+        request = dist_checkpointing.save(
+            {"checkpoint_version": _VERSION, "iteration": step, **state},
+            str(target),
+            async_sharded_save=True,
+            content_metadata=dict(_LAYOUT),
+        )
+        queue.schedule_async_request(_bound_to_this_rank(request))
+
+    def is_whole(wait: bool) -> bool:
         with _writing(target):
-            if not queue.maybe_finalize_async_calls(blocking=False):
+            if not queue.maybe_finalize_async_calls(blocking=wait):
                 return False
-        _write_tracker(target.parent, name)
+            _write_tracker(target.parent, name)
         return True
 
     return is_whole
+
+
+def _bound_to_this_rank(request: Any) -> Any:
+    """The request with a copy of the state that is kept until it is done (the host's memory that a device copies to is
+    shared with the writer, and would be used again), and with writers that end with this rank."""
+    if request.async_fn is None:  # this rank has nothing to write
+        return request
+    rank, _, results = request.async_fn_args
+    return request._replace(
+        async_fn=partial(_write, os.getpid(), request.async_fn),
+        async_fn_args=(rank, request.preload_fn(), results),
+        preload_fn=None,
+    )
+
+
+def _write(rank_pid: int, write: Callable[..., None], *args: Any) -> None:
+    """In the process that is forked from a rank. A killed rank would else leave it and its children behind, and with
+    them memory of the device."""
+    die_with_parent(rank_pid)
+    os.register_at_fork(after_in_child=partial(die_with_parent, os.getpid()))
+    write(*args)
+
+
+def _start_collector() -> None:
+    """The process that collects what writers report. Megatron's own would outlive a killed rank."""
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        manager.start(die_with_parent, (os.getpid(),))
+        filesystem_async._results_queue = manager.Queue()
 
 
 @contextmanager
@@ -103,9 +130,10 @@ def _writing(target: Path) -> Iterator[None]:
         raise CheckpointError(f"the checkpoint cannot be written: {error}", where=str(target)) from error
 
 
-def load(chunks: Sequence[torch.nn.Module], optimizer: Any | None, scheduler: Any | None, folder: str) -> Loaded:
-    """Fill model, optimizer and schedule from the newest checkpoint in ``folder``, whatever layout wrote it. Every rank
-    calls it. Where the checkpoint has weights alone, or ``optimizer`` is None, so does this.
+def load(chunks: Sequence[torch.nn.Module], optimizer: Any | None, folder: str) -> int:
+    """Fill model and optimizer from the newest checkpoint in ``folder``, whatever layout wrote it, and return the
+    optimizer steps before it. Every rank calls it. Where the checkpoint has weights alone, or ``optimizer`` is None, so
+    does this.
 
     Raises CheckpointError if something is missing or damaged, or belongs to another model.
     """
@@ -116,20 +144,13 @@ def load(chunks: Sequence[torch.nn.Module], optimizer: Any | None, scheduler: An
         stored = dist_checkpointing.load_tensors_metadata(str(source))
         has_optimizer = optimizer is not None and any(key.startswith("optimizer.") for key in stored)
         if has_optimizer:
-            _refuse_other_optimizers(optimizer, common, str(source))
-        state = _state(
-            chunks, optimizer if has_optimizer else None, scheduler if has_optimizer else None, layout, loading=True
-        )
+            refuse_other_parts(optimizer, common, str(source))
+        state = _state(chunks, optimizer if has_optimizer else None, layout, loading=True)
         found = dist_checkpointing.load(state, str(source))
         for key, chunk in _named(chunks).items():
             unwrap_model(chunk).load_state_dict(found[key])
         if has_optimizer:
-            assert optimizer is not None
-            with _corrected(optimizer), torch.no_grad():
-                optimizer.load_state_dict(found["optimizer"])
-            _separate_steps(optimizer)
-            if scheduler is not None and "opt_param_scheduler" in found:
-                scheduler.load_state_dict(found["opt_param_scheduler"])
+            restore(optimizer, found["optimizer"])
         elif optimizer is not None:
             optimizer.reload_model_params()
     except CheckpointError:
@@ -140,7 +161,7 @@ def load(chunks: Sequence[torch.nn.Module], optimizer: Any | None, scheduler: An
             where=str(source),
             hint="the model must be the one that was saved; --hf-checkpoint names it",
         ) from error
-    return Loaded(step=int(common.get("iteration", 0)), has_optimizer=has_optimizer, extra=common.get(_EXTRA, {}))
+    return int(common.get("iteration", 0))
 
 
 def newest(folder: str) -> Path:
@@ -165,145 +186,24 @@ def iteration_name(step: int) -> str:
     return f"iter_{step:07d}"
 
 
-def _prepared(
-    chunks: Sequence[torch.nn.Module],
-    optimizer: Any | None,
-    scheduler: Any | None,
-    folder: str,
-    step: int,
-    extra: Mapping[str, Any] | None,
-) -> tuple[Path, str, dict[str, Any]]:
-    name = RELEASE if optimizer is None else str(step)
-    target = Path(folder, RELEASE if optimizer is None else iteration_name(step))
-    gather_parameters(chunks)
-    state = {
-        "checkpoint_version": _VERSION,
-        "iteration": step,
-        _EXTRA: dict(extra or {}),
-        **_state(chunks, optimizer, scheduler, _LAYOUT, loading=False),
-    }
-    if dist.get_rank() == 0:
-        target.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    return target, name, state
-
-
 def _state(
-    chunks: Sequence[torch.nn.Module],
-    optimizer: Any | None,
-    scheduler: Any | None,
-    layout: Mapping[str, Any],
-    *,
-    loading: bool,
+    chunks: Sequence[torch.nn.Module], optimizer: Any | None, layout: Mapping[str, Any], *, loading: bool
 ) -> dict[str, Any]:
     metadata = {**layout, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state: dict[str, Any] = {
         key: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for key, chunk in _named(chunks).items()
     }
     if optimizer is not None:
-        _allocate(optimizer)
-        with _corrected(optimizer):
-            state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
-        if scheduler is not None:
-            state["opt_param_scheduler"] = scheduler.state_dict()
+        state["optimizer"] = sharded_state(optimizer, state, metadata, loading=loading)
+    if loading:
+        for model in (state[key] for key in _named(chunks)):
+            # TransformerEngine's, for 8-bit floats: pickled, and not there where other layers were saved.
+            model.update({key: LocalNonpersistentObject(None) for key in model if key.endswith("_extra_state")})
     return state
 
 
 def _named(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
-
-
-def _refuse_other_optimizers(optimizer: Any, common: Mapping[str, Any], where: str) -> None:
-    """With expert parallelism Megatron gives the experts an optimizer of their own; its state fits no other."""
-    parts = len(getattr(optimizer, "chained_optimizers", [optimizer]))
-    stored = sum(isinstance(key, int) for key in common.get("optimizer", {})) or 1
-    if parts != stored:
-        names = {1: "one optimizer", 2: "one optimizer for experts and one for the rest"}
-        raise CheckpointError(
-            f"it has the state of {names.get(stored, stored)}",
-            where=where,
-            expected=f"{names.get(parts, parts)}, as the run has",
-            hint="keep --expert-model-parallel-size at 1 or above 1, as it was, or begin with the weights alone",
-        )
-
-
-def _with_torch_adam(optimizer: Any) -> list[Any]:
-    """The parts whose optimizer is torch's Adam or AdamW, which keeps a step for each parameter. Megatron (0.16.1) is
-    made for those of Apex and TransformerEngine, which keep one."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if isinstance(getattr(part, "optimizer", None), torch.optim.Adam)]
-
-
-def _allocate(optimizer: Any) -> None:
-    """Make the state of step 0 where there is none, as Megatron asks for the step before the first one."""
-    for part in _with_torch_adam(optimizer):
-        inner = part.optimizer
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    inner.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-
-
-def _separate_steps(optimizer: Any) -> None:
-    """Have each parameter count its own steps: Megatron gives all of them one tensor, which would count for each."""
-    for part in _with_torch_adam(optimizer):
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-
-@contextmanager
-def _corrected(optimizer: Any) -> Iterator[None]:
-    """Within the block, two faults of Megatron's distributed optimizer (0.16.1) are mended.
-
-    Saving, it cuts a parameter's state out of tensors without padding at the place that the parameter has in the padded
-    buffer. Of a buffer with several buckets (tied embeddings have one of their own with pipeline parallelism), those
-    behind the first are saved shifted; Megatron warns of it in its log. Loading, it asks the checkpoint for the step of
-    torch's Adam, which is among the parameter groups."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    distributed = [part for part in parts if hasattr(part, "get_parameter_state_dp_zero")]
-    stepping = [part for part in _with_torch_adam(optimizer) if part in distributed]
-    for part in distributed:
-        part.get_parameter_state_dp_zero = _in_place_of_padding(part, part.get_parameter_state_dp_zero)
-    for part in stepping:
-        part._set_main_param_and_optimizer_states = _with_own_step(part, part._set_main_param_and_optimizer_states)
-    try:
-        yield
-    finally:
-        for part in distributed:
-            del part.get_parameter_state_dp_zero
-        for part in stepping:
-            del part._set_main_param_and_optimizer_states
-
-
-def _in_place_of_padding(part: Any, gather: Callable[..., Any]) -> Callable[..., Any]:
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        state = gather(*args, **kwargs)
-        for index, buffer in enumerate(part.buffers) if state is not None else ():
-            for tensors in state[index].values():
-                for key in [key for key, value in tensors.items() if isinstance(value, torch.Tensor)]:
-                    tensors[key] = _padded(tensors[key], buffer)
-        return state
-
-    return gathered
-
-
-def _padded(dense: torch.Tensor, buffer: Any) -> torch.Tensor:
-    """The buckets of ``dense``, which are one behind the other, where they are in the buffer."""
-    padded, done = dense.new_zeros(buffer.numel), 0
-    for bucket in buffer.buckets:
-        size = bucket.numel_unpadded
-        padded[bucket.offset : bucket.offset + size] = dense[done : done + size]
-        done += size
-    return padded
-
-
-def _with_own_step(part: Any, take: Callable[..., None]) -> Callable[..., None]:
-    own = part._get_main_param_and_optimizer_states
-    return lambda parameter, tensors: take(parameter, {**tensors, "step": own(parameter)["step"]})
 
 
 def _write_tracker(folder: Path, name: str) -> None:

@@ -80,9 +80,9 @@ def run(namespace: argparse.Namespace) -> int:
         chunks = bridge.build(device=torch.device("cpu"))
         if source is None:
             bridge.load(chunks, namespace.hf_checkpoint)
-            save(chunks, None, None, str(folder), step=0)
+            save(chunks, None, str(folder), step=0)
         else:
-            load(chunks, None, None, str(source))
+            load(chunks, None, str(source))
             write_folder(bridge.export(chunks), namespace.hf_checkpoint, str(folder))
     print(f"{target}: the model of {source or namespace.hf_checkpoint}")
     return 0

@@ -19,6 +19,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from buffer_rl.errors import TrainError
 from buffer_rl.train.optimizer import learning_rate, non_finite_gradient
 from buffer_rl_megatron import compat
+from buffer_rl_megatron.optimizer_state import has_torch_adam, parts_of
 
 
 def data_parallel(args: Any, config: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:
@@ -71,6 +72,7 @@ class Optimizer:
             raise TrainError("there are gradients of an unfinished step", hint="sleep after optimizer_step")
         if self._moves_weights:
             self.megatron.offload_to_cpu()
+            self._move_loose_weights(torch.device("cpu"))
         for buffer in self._buffers():
             buffer.offload_to_cpu(move_params=self._moves_weights, move_grads=True)
 
@@ -79,7 +81,19 @@ class Optimizer:
         for buffer in self._buffers():
             buffer.reload_from_cpu(move_params=self._moves_weights, move_grads=True)
         if self._moves_weights:
+            self._move_loose_weights(_device())
+            inner = [part.optimizer for part in parts_of(self.megatron) if has_torch_adam(part)]
+            steps = [(state, state["step"]) for each in inner for state in each.state.values()]
             self.megatron.restore_from_cpu()
+            for state, step in steps:
+                state["step"] = step  # in host memory, where torch reads it without waiting for the device
+
+    def _move_loose_weights(self, device: torch.device) -> None:
+        """Without the distributed optimizer the buffers have gradients alone."""
+        if not self._args.use_distributed_optimizer:
+            for chunk in self._chunks:
+                for parameter in chunk.parameters():
+                    parameter.data = parameter.data.to(device)
 
     @property
     def _moves_weights(self) -> bool:

@@ -147,10 +147,12 @@ class MegatronTrainer:
         if self._optimizer.has_gradients:
             raise TrainError("there are gradients of an unfinished step", hint="save after optimizer_step")
         save_random(Path(path), self._rank)
-        save = checkpoint.start_save if self._args.async_save else checkpoint.save
+        what, step = (self._chunks, self._optimizer.megatron, path), self._optimizer.step_count
         with compat.cpu_devices():
-            written = save(self._chunks, self._optimizer.megatron, None, path, step=self._optimizer.step_count)
-        self._written = written or (lambda: True)
+            if self._args.async_save:
+                self._written = checkpoint.start_save(*what, step=step)
+            else:
+                checkpoint.save(*what, step=step)
 
     def is_saved(self) -> bool:
         """Whether what ``save`` began is written; collective. Raises CheckpointError if it cannot be."""
@@ -163,9 +165,9 @@ class MegatronTrainer:
         has_random = any(Path(path).glob("random_*.json"))
         set_random = read_random(Path(path), self._rank) if has_random else None
         with compat.cpu_devices():
-            loaded = checkpoint.load(self._chunks, self._optimizer.megatron, None, path)
+            step = checkpoint.load(self._chunks, self._optimizer.megatron, path)
         self._optimizer.zero_grad()
-        self._optimizer.step_count = loaded.step
+        self._optimizer.step_count = step
         if set_random is not None:
             set_random()
 

@@ -7,14 +7,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from buffer_rl.testing.tiny import make_tiny_model
+from harness.megatron_continued import check_that_it_goes_on, check_that_sleep_changes_nothing, in_own_process
 from harness.megatron_ranks import HAS_MEGATRON, REASON
-from harness.megatron_rows import make_args, make_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,31 +74,13 @@ def test_engine_and_trainer_agree_in_each_step(layout: str, tmp_path: Path) -> N
     assert max(differences) < (0.05 if "--bf16" in own else 1e-3)
 
 
-def test_a_sleeping_trainer_gives_its_memory_back_and_goes_on_as_it_was(tmp_path: Path) -> None:
-    from buffer_rl.plugins import PluginRegistry
-    from buffer_rl.train.objective import Objective
-    from buffer_rl_megatron.trainer import MegatronTrainer
+@NEEDS_TE
+def test_a_checkpoint_of_local_layers_and_torchs_adam_goes_on_with_transformer_engine(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", hidden_size=128, intermediate_size=256)
+    check_that_it_goes_on(model, tmp_path, {"train_device": "cuda", "transformer_impl": "transformer_engine"})
 
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "whole optimizer"])
+def test_a_sleeping_trainer_gives_its_memory_back_and_goes_on_as_it_was(distributed: bool, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
-    args = make_args(model, train_device="cuda", bf16=True)
-    objective = Objective(args, PluginRegistry.from_flags([]))
-    trainer = MegatronTrainer(args, 0, 1, objective)
-
-    def step(seed: int) -> dict[str, Any]:
-        batch = make_rows(12, seed)
-        objective.compute_advantages(batch)
-        return trainer.optimizer_step(1 / trainer.accumulate(batch).divisor)
-
-    def weights() -> dict[str, torch.Tensor]:
-        return {name: tensor.cpu().clone() for bucket in trainer.export() for name, tensor in bucket.items()}
-
-    step(0)
-    before = weights()
-    used = torch.cuda.memory_allocated()
-    trainer.sleep()
-    assert torch.cuda.memory_allocated() < 0.2 * used
-    trainer.wake_up()
-    after = weights()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert step(1)["grad_norm"] > 0
-    assert any(not torch.equal(before[name], tensor) for name, tensor in weights().items())
+    in_own_process(check_that_sleep_changes_nothing, model, distributed)

@@ -98,7 +98,7 @@ class Ranks:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            process.join(END_TIMEOUT_S)  # one that is killed leaves the writer of its checkpoints behind
+            process.join(END_TIMEOUT_S)
             if process.is_alive():
                 process.kill()
                 process.join(10)

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import resource
 import time
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from harness.fused_adam import as_installed
 from harness.megatron_models import options
 from harness.megatron_ranks import Layout, groups
 
 ROWS, LENGTH = 4, 16
+WRITERS = 2
+"""Processes in which a rank writes a checkpoint: Megatron's default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Of a training. overlap: of gathering parameters. distributed: Megatron's distributed optimizer. fused: its inner
+    one is ``FusedAdam``. extra_state: each norm has one, as TransformerEngine's have. eps: Adam's."""
+
+    overlap: bool = False
+    distributed: bool = True
+    fused: bool = False
+    extra_state: bool = False
+    eps: float = 1e-8
 
 
 @dataclass
@@ -79,9 +98,9 @@ class Training:
 
 @contextmanager
 def training(
-    layout: Layout, folder: str, changes: dict[str, Any] | None = None, overlap: bool = False
+    layout: Layout, folder: str, changes: dict[str, Any] | None = None, kind: Kind = Kind()
 ) -> Iterator[Training]:
-    """The model of the Hugging Face folder, ready for its first step. overlap: of gathering parameters."""
+    """The model of the Hugging Face folder, ready for its first step."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -92,22 +111,25 @@ def training(
 
     from buffer_rl_megatron.bridge import load_bridge
 
-    with groups(layout):
+    with groups(layout), ExitStack() as stack:
         bridge = load_bridge(folder, **options(layout, changes), overrides={"calculate_per_token_loss": True})
         models = bridge.build()
         bridge.load(models, folder)
+        if kind.extra_state:
+            add_extra_states(models)
         config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=overlap,
-            overlap_param_gather=overlap,
+            use_distributed_optimizer=kind.distributed,
+            overlap_grad_reduce=kind.overlap,
+            overlap_param_gather=kind.overlap,
             grad_reduce_in_fp32=True,
         )
         chunks = [DistributedDataParallel(bridge.config, config, model) for model in models]
         half = bridge.config.params_dtype is torch.bfloat16
         optimizer_config = OptimizerConfig(
-            optimizer="adam", lr=1e-2, min_lr=0.0, weight_decay=0.01, clip_grad=1.0, bf16=half,
-            params_dtype=bridge.config.params_dtype, use_distributed_optimizer=True,
+            optimizer="adam", lr=1e-2, min_lr=0.0, weight_decay=0.01, clip_grad=1.0, bf16=half, adam_eps=kind.eps,
+            params_dtype=bridge.config.params_dtype, use_distributed_optimizer=kind.distributed,
         )  # fmt: skip
+        stack.enter_context(as_installed() if kind.fused else nullcontext())
         optimizer = get_megatron_optimizer(optimizer_config, chunks)
         scheduler = OptimizerParamScheduler(
             optimizer, init_lr=0.0, max_lr=1e-2, min_lr=0.0, lr_warmup_steps=2, lr_decay_steps=10,
@@ -115,6 +137,25 @@ def training(
         )  # fmt: skip
         bridge.config.finalize_model_grads_func = partial(finalize_model_grads)
         yield Training(bridge, chunks, optimizer, scheduler)
+
+
+class _ExtraState:
+    """What TransformerEngine gives its modules: a state that is pickled, or None where none is known."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.zeros(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: object) -> None:
+        if state is not None:
+            raise AssertionError("it was read")
+
+
+def add_extra_states(models: list[Any]) -> None:
+    """Give each norm of the models an extra state."""
+    for model in models:
+        for name, module in model.named_modules():
+            if name.endswith("norm"):
+                module.__class__ = type("Norm", (_ExtraState, type(module)), {})
 
 
 @contextmanager
@@ -129,28 +170,36 @@ def file_limit(size: int) -> Iterator[None]:
 
 
 def saved(
-    layout: Layout, folder: str, target: str, how: str = "save", overlap: bool = False, file_bytes: int = 0
+    layout: Layout,
+    folder: str,
+    target: str,
+    how: str = "save",
+    kind: Kind = Kind(),
+    file_bytes: int = 0,
+    first: int = 2,
 ) -> dict[str, Any]:
-    """Two steps, a checkpoint in ``target``, two more steps: the weights at both times, and the optimizer's state.
+    """``first`` steps, a checkpoint in ``target``, two more steps: the weights at both times, the optimizer's state.
 
     how: "save"; "start" writes it while the two steps go on; "release" the weights alone; "dp_reshardable" as
-    Megatron-LM does where it is not asked for another format. file_bytes: what "start" may write into a file."""
-    from unittest.mock import patch
-
+    Megatron-LM does where it is not asked for another format; "everywhere" has all replicas gather. file_bytes: what
+    "start" may write into a file."""
     from buffer_rl_megatron import checkpoint
 
-    other = {"distrib_optim_sharding_type": how} if how == "dp_reshardable" else {}
-    with training(layout, folder, overlap=overlap) as run, patch.dict(checkpoint._LAYOUT, other):
-        run.steps(0, 2)
+    others = {
+        "dp_reshardable": {"distrib_optim_sharding_type": how},
+        "everywhere": {"distrib_optim_fully_reshardable_mem_efficient": False},
+    }
+    with training(layout, folder, kind=kind) as run, patch.dict(checkpoint._LAYOUT, others.get(how, {})):
+        run.steps(0, first)
         weights, moments = run.weights(), run.moments()
         if how == "start":
             with file_limit(file_bytes) if file_bytes else nullcontext():
-                pending = checkpoint.start_save(run.chunks, run.optimizer, run.scheduler, target, step=2)
-        elif how in ("save", "dp_reshardable"):
-            checkpoint.save(run.chunks, run.optimizer, run.scheduler, target, step=2, extra={"epoch": 3})
+                pending = checkpoint.start_save(run.chunks, run.optimizer, target, step=first)
+        elif how == "release":
+            checkpoint.save(run.chunks, None, target, step=0)
         else:
-            checkpoint.save(run.chunks, None, None, target, step=0)
-        run.steps(2, 2)
+            checkpoint.save(run.chunks, run.optimizer, target, step=first)
+        run.steps(first, 2)
         if how == "start":
             assert not Path(target, checkpoint.TRACKER).exists()
             deadline = time.monotonic() + 60.0
@@ -160,13 +209,60 @@ def saved(
         return {"weights": weights, "moments": moments, "after": run.weights()}
 
 
-def resumed(layout: Layout, folder: str, source: str) -> dict[str, Any]:
-    """The weights of the checkpoint, what it said, and the weights after two more steps."""
+def resumed(layout: Layout, folder: str, source: str, kind: Kind = Kind()) -> dict[str, Any]:
+    """The weights and step of a checkpoint, the weights after two more steps, epsilon of the parameter groups."""
     from buffer_rl_megatron import checkpoint
 
-    with training(layout, folder) as run:
-        loaded = checkpoint.load(run.chunks, run.optimizer, run.scheduler, source)
+    with training(layout, folder, kind=kind) as run:
+        step = checkpoint.load(run.chunks, run.optimizer, source)
+        run.scheduler.step(step)
         weights, moments = run.weights(), run.moments()
-        run.steps(2, 2)
-        facts = (loaded.step, loaded.has_optimizer, dict(loaded.extra))
-        return {"weights": weights, "moments": moments, "after": run.weights(), "facts": facts}
+        run.steps(step, 2)
+        found = {"weights": weights, "moments": moments, "after": run.weights(), "step": step}
+        return found | {"eps": {group["eps"] for group in run.optimizer.param_groups}}
+
+
+def stuck_in_a_save(layout: Layout, folder: str, target: str) -> int:
+    """Begin a checkpoint whose writers wait for a reader of their files. Returns this rank's process id."""
+    import torch.distributed as dist
+
+    from buffer_rl_megatron import checkpoint
+
+    step = Path(target, checkpoint.iteration_name(0))
+    step.mkdir(parents=True, exist_ok=True)
+    for number in range(WRITERS):
+        os.mkfifo(step / f"__{dist.get_rank()}_{number}.distcp")
+    with training(layout, folder) as run:
+        pending = checkpoint.start_save(run.chunks, run.optimizer, target, step=0)
+        assert not pending()
+        return os.getpid()
+
+
+def copies_during_a_save(layout: Layout, folder: str, target: str) -> tuple[int, int, int]:
+    """How many tensors a checkpoint's writers were given copies of, and how many copies the rank has while they write
+    and afterwards. The CPU's tensors are copied for it, as those of a GPU are."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from buffer_rl_megatron import checkpoint
+
+    copies: list[weakref.ref[torch.Tensor]] = []
+
+    def copied(buckets: list[Any], non_blocking: bool = True) -> list[Any]:
+        made = [
+            (path, key, (other, [(item, tensor.clone()) for item, tensor in tensors]))
+            for path, key, (other, tensors) in buckets
+        ]
+        copies.extend(weakref.ref(tensor) for *_, (_, tensors) in made for _, tensor in tensors)
+        return made
+
+    def count() -> int:
+        gc.collect()
+        return sum(copy() is not None for copy in copies)
+
+    with training(layout, folder) as run:
+        with patch.object(FileSystemWriterAsync, "preload_tensors", staticmethod(copied)):
+            pending = checkpoint.start_save(run.chunks, run.optimizer, target, step=0)
+        during = count()
+        while not pending():
+            time.sleep(0.05)
+        return len(copies), during, count()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ from buffer_rl.checkpoint import open_checkpoint
 from buffer_rl.testing.tiny import make_tiny_model
 from harness import megatron_training
 from harness.checkpoints import write_checkpoint
-from harness.megatron_ranks import HAS_MEGATRON, REASON, Layout, RankError, RankPool
+from harness.megatron_continued import check_that_it_goes_on
+from harness.megatron_ranks import HAS_MEGATRON, REASON, Layout, RankError, RankPool, Ranks
+from harness.megatron_training import WRITERS, Kind
+from harness.processes import Process, descendants, holds_within
 
 pytestmark = [
     pytest.mark.megatron,
@@ -29,6 +34,8 @@ LAYOUTS = {
     "pp2": (2, Layout(pp=2)),
     "pp2 vpp2": (2, Layout(pp=2, vpp=2)),
 }
+OVERLAPPED = Kind(overlap=True)
+FUSED = Kind(fused=True)
 BOUND = 2e-5
 """Largest difference of weights after two steps that sum in another order, at a learning rate of 1e-2."""
 
@@ -58,7 +65,7 @@ def test_a_checkpoint_of_two_tensor_ranks_goes_on_in_any_layout(
     world, sizes = LAYOUTS[layout]
     found = ranks.run(world, megatron_training.resumed, sizes, model, source)
     for answer in found:
-        assert answer["facts"] == (2, True, {"epoch": 3})
+        assert answer["step"] == 2
         assert difference(answer["weights"], uninterrupted["weights"]) == 0.0
         assert difference(answer["after"], uninterrupted["after"]) <= (0.0 if layout == "tp2" else BOUND)
     assert difference(uninterrupted["after"], uninterrupted["weights"]) > 100 * BOUND, (
@@ -89,7 +96,7 @@ def test_a_checkpoint_under_a_manifest_holds_the_state_at_its_time(
 @pytest.mark.parametrize("room", [50, 8192], ids=["no room for what rank 0 writes", "no room for tensors"])
 def test_a_full_disk_is_an_error_on_the_ranks(ranks: RankPool, model: str, tmp_path: Path, room: int) -> None:
     with pytest.raises(RankError, match=r"CheckpointError: .*the checkpoint cannot be written"):
-        ranks.run(2, megatron_training.saved, Layout(), model, str(tmp_path / "full"), "start", False, room)
+        ranks.run(2, megatron_training.saved, Layout(), model, str(tmp_path / "full"), "start", Kind(), room)
     assert not list((tmp_path / "full").rglob("metadata.json"))
     assert not (tmp_path / "full" / "latest_checkpointed_iteration.txt").exists()
 
@@ -98,12 +105,91 @@ def test_overlapped_gathering_leaves_no_stale_weight_in_exports_and_checkpoints(
     ranks: RankPool, model: str, tp2: tuple[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     target = str(tmp_path / "overlapped")
-    found = ranks.run(2, megatron_training.saved, Layout(), model, target, "save", True)
+    found = ranks.run(2, megatron_training.saved, Layout(), model, target, "save", OVERLAPPED)
     for answer in found:
         assert difference(answer["weights"], tp2[1]["weights"]) <= BOUND
         assert difference(answer["after"], tp2[1]["after"]) <= BOUND
     (loaded,) = ranks.run(1, megatron_training.resumed, Layout(), model, target)
     assert difference(loaded["weights"], found[0]["weights"]) == 0.0
+
+
+def test_layers_that_have_a_state_of_their_own_take_the_weights_of_others(
+    ranks: RankPool, model: str, tp2: tuple[str, dict[str, Any]]
+) -> None:
+    source, uninterrupted = tp2
+    for answer in ranks.run(2, megatron_training.resumed, LAYOUTS["tp2"][1], model, source, Kind(extra_state=True)):
+        assert difference(answer["weights"], uninterrupted["weights"]) == 0.0
+        assert difference(answer["after"], uninterrupted["after"]) == 0.0
+
+
+# ranks, layout, whether the optimizer is distributed, how it is saved, steps before
+KINDS = {
+    "distributed": (2, Layout(), True, "save", 2),
+    "distributed, at the start": (2, Layout(), True, "save", 0),
+    "distributed, in Megatron-LM's format": (2, Layout(), True, "dp_reshardable", 2),
+    "whole": (1, Layout(), False, "save", 2),
+    "whole, at the start": (1, Layout(), False, "save", 0),
+    "experts": (2, Layout(ep=2), True, "save", 2),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_either_adam_goes_on_from_the_others_checkpoint(
+    ranks: RankPool, model: str, tmp_path: Path, kind: str, fused: bool
+) -> None:
+    world, layout, distributed, how, first = KINDS[kind]
+    folder = make_tiny_model(tmp_path / "moe", "qwen3_moe") if layout.ep > 1 else model
+    target = str(tmp_path / "saved")
+    source = Kind(fused=fused, distributed=distributed)
+    saved = ranks.run(world, megatron_training.saved, layout, folder, target, how, source, 0, first)
+    for other in (fused, not fused):
+        own = Kind(fused=other, distributed=distributed)
+        found = ranks.run(world, megatron_training.resumed, layout, folder, target, own)
+        for before, answer in zip(saved, found, strict=True):
+            assert answer["step"] == first
+            assert difference(answer["weights"], before["weights"]) == 0.0
+            assert difference(answer["after"], before["after"]) <= (0.0 if other == fused else BOUND)
+
+
+def test_settings_of_adam_are_those_of_the_run(ranks: RankPool, model: str, tp2: tuple[str, dict[str, Any]]) -> None:
+    (answer,) = ranks.run(1, megatron_training.resumed, Layout(), model, tp2[0], Kind(eps=1e-3))
+    assert answer["eps"] == {1e-3}
+    assert difference(answer["weights"], tp2[1]["weights"]) == 0.0
+    assert difference(answer["after"], tp2[1]["after"]) > 100 * BOUND
+
+
+def test_a_checkpoint_in_float32_goes_on_in_bfloat16(model: str, tmp_path: Path) -> None:
+    check_that_it_goes_on(model, tmp_path, {})
+
+
+def test_a_rank_that_is_killed_takes_its_writers_along(model: str, tmp_path: Path) -> None:
+    ranks, found = Ranks(1), []
+    try:
+        (rank,) = ranks.run(megatron_training.stuck_in_a_save, Layout(), model, str(tmp_path))
+        found = descendants(rank)
+        assert len(found) >= 2 + WRITERS  # one that has forked those, and one that collects what they report
+        os.kill(rank, signal.SIGKILL)
+        assert holds_within(10.0, lambda: not any(process.alive() for process in found))
+    finally:
+        for process in filter(Process.alive, found):
+            os.kill(process.pid, signal.SIGKILL)
+        ranks.close()
+
+
+def test_copies_of_the_state_are_kept_until_they_are_written(ranks: RankPool, model: str, tmp_path: Path) -> None:
+    ((made, during, after),) = ranks.run(1, megatron_training.copies_during_a_save, Layout(), model, str(tmp_path))
+    assert (during, after) == (made, 0)
+    assert made > 0
+
+
+def test_a_checkpoint_that_all_replicas_gathered_goes_on(ranks: RankPool, model: str, tmp_path: Path) -> None:
+    found = ranks.run(2, megatron_training.saved, Layout(), model, str(tmp_path), "everywhere")
+    for saved, answer in zip(
+        found, ranks.run(2, megatron_training.resumed, Layout(), model, str(tmp_path)), strict=True
+    ):
+        assert difference(answer["weights"], saved["weights"]) == 0.0
+        assert difference(answer["after"], saved["after"]) == 0.0
 
 
 def test_a_model_with_experts_goes_on_in_its_layout_and_its_weights_in_any(ranks: RankPool, tmp_path: Path) -> None:
@@ -126,7 +212,8 @@ def test_weights_alone_begin_a_new_run(ranks: RankPool, model: str, tmp_path: Pa
     saved = ranks.run(1, megatron_training.saved, Layout(), model, target, "release")[0]
     assert Path(target, "latest_checkpointed_iteration.txt").read_text() == "release"
     (answer,) = ranks.run(1, megatron_training.resumed, Layout(), model, target)
-    assert answer["facts"] == (0, False, {})
+    assert answer["step"] == 0
+    assert not any(tensor.any() for tensor in answer["moments"])
     assert difference(answer["weights"], saved["weights"]) == 0.0
 
 
@@ -137,7 +224,7 @@ def test_a_checkpoint_in_the_format_of_megatron_lm_goes_on_in_its_layout(
     target, (world, sizes) = str(tmp_path / "saved"), LAYOUTS[layout]
     found = ranks.run(world, megatron_training.saved, sizes, model, target, "dp_reshardable")
     for saved, answer in zip(found, ranks.run(world, megatron_training.resumed, sizes, model, target), strict=True):
-        assert answer["facts"] == (2, True, {"epoch": 3})
+        assert answer["step"] == 2
         assert difference(answer["weights"], saved["weights"]) == 0.0
         assert difference(answer["after"], saved["after"]) == 0.0
 

@@ -1,0 +1,159 @@
+"""The state of Megatron's optimizers in checkpoints.
+
+Torch's Adam keeps a step for each parameter. Those of Apex and TransformerEngine, for which Megatron (0.16.1) is made,
+keep one for each parameter group.
+
+``_corrected`` and what is below it mend faults of Megatron's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+from buffer_rl.errors import CheckpointError
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that Megatron's one is made of: with expert parallelism the experts have their own."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def has_torch_adam(part: Any) -> bool:
+    """Whether the part's inner optimizer is torch's Adam or AdamW."""
+    return isinstance(getattr(part, "optimizer", None), torch.optim.Adam)
+
+
+def sharded_state(
+    optimizer: Any, model_state: Mapping[str, Any], metadata: Mapping[str, Any], *, loading: bool
+) -> dict[Any, Any]:
+    """What Megatron saves or loads of the optimizer's state, also before the first step. model_state: the model's, by
+    chunk. metadata: how Megatron lays it out."""
+    _allocate(optimizer)
+    with _corrected(optimizer):
+        state: dict[Any, Any] = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+    for part in _states(optimizer, state):
+        if part.get("param_state", ()) is None:  # another replica has it, and Megatron would warn of the difference
+            part["param_state"] = LocalNonpersistentObject(None)
+    return state
+
+
+def _states(optimizer: Any, state: Mapping[Any, Any]) -> list[Any]:
+    """That of each part."""
+    return [state] if len(parts_of(optimizer)) == 1 else [part for _, part in sorted(state.items())]
+
+
+def _allocate(optimizer: Any) -> None:
+    """Make the state of step 0 where there is none."""
+    for part in parts_of(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+        if has_torch_adam(part):
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
+
+
+def restore(optimizer: Any, stored: Mapping[Any, Any]) -> None:
+    """Give the optimizer its state from a checkpoint, whichever Adam wrote it.
+
+    Betas, epsilon, weight decay and learning rate stay those of the run; Megatron would take them, and what only the
+    other Adam has, from the checkpoint. stored: changed.
+    """
+    parts = parts_of(optimizer)
+    steps = [_set_step(part, state) for part, state in zip(parts, _states(optimizer, stored), strict=True)]
+    own = [
+        [{key: value for key, value in group.items() if key != "step"} for group in part.optimizer.param_groups]
+        for part in parts
+    ]
+    with _corrected(optimizer), torch.no_grad():
+        optimizer.load_state_dict(stored)
+    for part, groups, step in zip(parts, own, steps, strict=True):
+        if has_torch_adam(part):
+            for state in part.optimizer.state.values():
+                state["step"] = state["step"].clone()  # Megatron gives all one tensor, which would count for each
+            part.optimizer.param_groups = groups
+        else:
+            part.optimizer.param_groups = [{**group, "step": step} for group in groups]
+
+
+def _set_step(part: Any, state: Mapping[str, Any]) -> int:
+    """Write the step of a stored state to where Megatron looks for it, given the part's own Adam; returns it."""
+    inner = state.get("optimizer", state)
+    found = [group["step"] for group in inner["param_groups"] if "step" in group]
+    of_parameters = inner.get("state")  # absent with the distributed optimizer
+    if of_parameters is not None and "common_step" in of_parameters:
+        found.append(of_parameters.pop("common_step"))
+    step = max((int(each) for each in found), default=0)
+    if of_parameters is not None and has_torch_adam(part):
+        of_parameters["common_step"] = torch.tensor(float(step))
+    for group in inner["param_groups"]:
+        group["step"] = step
+    return step
+
+
+def refuse_other_parts(optimizer: Any, common: Mapping[str, Any], where: str) -> None:
+    """With expert parallelism Megatron gives the experts an optimizer of their own; its state fits no other. Raises
+    CheckpointError."""
+    parts = len(parts_of(optimizer))
+    stored = sum(isinstance(key, int) for key in common.get("optimizer", {})) or 1
+    if parts != stored:
+        names = {1: "one optimizer", 2: "one optimizer for experts and one for the rest"}
+        raise CheckpointError(
+            f"it has the state of {names.get(stored, stored)}",
+            where=where,
+            expected=f"{names.get(parts, parts)}, as the run has",
+            hint="keep --expert-model-parallel-size at 1 or above 1, as it was, or begin with the weights alone",
+        )
+
+
+@contextmanager
+def _corrected(optimizer: Any) -> Iterator[None]:
+    """Within the block, two faults of Megatron's distributed optimizer are mended.
+
+    Saving, it cuts a parameter's state out of tensors without padding at the place that the parameter has in the padded
+    buffer. Of a buffer with several buckets (tied embeddings have one of their own with pipeline parallelism), those
+    behind the first are saved shifted; Megatron warns of it in its log. Loading, it asks the checkpoint for the step of
+    torch's Adam, which is among the parameter groups."""
+    distributed = [part for part in parts_of(optimizer) if hasattr(part, "get_parameter_state_dp_zero")]
+    stepping = [part for part in distributed if has_torch_adam(part)]
+    for part in distributed:
+        part.get_parameter_state_dp_zero = _in_place_of_padding(part, part.get_parameter_state_dp_zero)
+    for part in stepping:
+        part._set_main_param_and_optimizer_states = _with_own_step(part, part._set_main_param_and_optimizer_states)
+    try:
+        yield
+    finally:
+        for part in distributed:
+            del part.get_parameter_state_dp_zero
+        for part in stepping:
+            del part._set_main_param_and_optimizer_states
+
+
+def _in_place_of_padding(part: Any, gather: Callable[..., Any]) -> Callable[..., Any]:
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        state = gather(*args, **kwargs)
+        for index, buffer in enumerate(part.buffers) if state is not None else ():
+            for tensors in state[index].values():
+                for key in [key for key, value in tensors.items() if isinstance(value, torch.Tensor)]:
+                    tensors[key] = _padded(tensors[key], buffer)
+        return state
+
+    return gathered
+
+
+def _padded(dense: torch.Tensor, buffer: Any) -> torch.Tensor:
+    """The buckets of ``dense``, which are one behind the other, where they are in the buffer."""
+    padded, done = dense.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        size = bucket.numel_unpadded
+        padded[bucket.offset : bucket.offset + size] = dense[done : done + size]
+        done += size
+    return padded
+
+
+def _with_own_step(part: Any, take: Callable[..., None]) -> Callable[..., None]:
+    own = part._get_main_param_and_optimizer_states
+    return lambda parameter, tensors: take(parameter, {**tensors, "step": own(parameter)["step"]})
