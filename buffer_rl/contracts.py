@@ -288,13 +288,12 @@ class Trainer(Protocol):
 
     Every rank gets the same calls in the same order. What a rank that is not the head of its replica returns is not
     used, but for ``log_probs`` on ranks that call the objective: it goes into their rows.
-
     For ``--ref-update-interval`` it also has ``load_ref(path)``, unless ``--num-ref-workers`` have the reference: the
     model "ref" takes the weights in the Hugging Face folder ``path``, which ``save_hf`` wrote.
     For ``--offload-train`` it also has ``sleep()``, which frees the device's memory and keeps the state elsewhere, and
     ``wake_up()``, its inverse. ``sleep`` is called between two steps, and no other method before ``wake_up``.
-    Where ``save`` returns under ``args.async_save`` while files are written from a copy, it has ``is_saved()``, which
-    says whether that has ended and raises CheckpointError: all ranks are asked between their other calls, asleep too.
+    Where ``save`` returns under ``args.async_save`` before all is written, it has ``is_saved()``, which says whether it
+    is, or raises CheckpointError. All ranks are asked, between their other calls, asleep too.
 
     Unless the class, or the function that makes it, has ``reads_old_log_probs = False``, rows have that column. The
     objective needs it with several optimizer steps a rollout alone, and has it then.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 SAVE_AFTER_ERROR_S = 30.0
-"""How long a run that ends with an error waits for ranks that write a checkpoint."""
+"""How long a run that ends with an error waits for ranks that write a checkpoint; the rest of it needs none."""
 
 
 class Driver:
@@ -87,7 +87,9 @@ class Driver:
                 self._step(self._result.steps)
             self._end_save()
         except BufferRLError as error:
-            self._leave_save(error)
+            if self._saving is not None and role_of(error) != "save":  # ranks write what they have of a checkpoint
+                with suppress(BufferRLError):
+                    self._runtime.wait_any([self._saving], SAVE_AFTER_ERROR_S, watches=False)
             raise
         self._memory.trainer()
         return self._result
@@ -327,14 +329,6 @@ class Driver:
             error.hint = error.hint or "raise --save-timeout-s if it is only slow; it covers the upload too"
             raise
         self._saving = None
-
-    def _leave_save(self, error: BufferRLError) -> None:
-        """The ranks write what they have of a checkpoint before the run ends with ``error``, which may come of a later
-        step; hashes and an upload need no rank."""
-        if self._saving is None or role_of(error) == "save":
-            return
-        with suppress(BufferRLError):
-            self._runtime.wait_any([self._saving], SAVE_AFTER_ERROR_S, watches=False)
 
     def _buffer(self, operation: Callable[[Any, *Ts], R], *args: *Ts) -> R:
         """The answer of an operation of the Buffer. It comes soon, so other calls that fail are seen after it."""

@@ -164,16 +164,20 @@ class _Run:
             self.args = args = args.model_copy(update=self.fleet.addresses)
         self.rollout = None if train_only(args) else self._start_rollout(args, dump_args(args), actor, logs)
         self.engines: EngineControlClient | None = None
+        self.engine_calls: dict[str, Target] = {}
         if self.fleet is not None:
-            self.fleet.wait_ready()
-            self.engines = self.fleet.control(args.update_weights_timeout_s) if self.trained else None
-        self.engine_calls: Target | None = None
-        if (engines := self.engines) is not None:
-            self.engine_calls = stack.local("engines", engines, end_s=lambda: PUBLISH_END_S, then=engines.close)
-            if args.offload_rollout:
-                engines.release_memory()  # the trainer builds its models next
+            self._await_engines(self.fleet)
         self.reference = self._reference_updates()
         self._wait_ready()
+
+    def _await_engines(self, fleet: EngineFleet) -> None:
+        fleet.wait_ready()
+        if self.trained:
+            self.engines = fleet.control(self.args.update_weights_timeout_s)
+            calls = self.stack.local("engines", self.engines, end_s=lambda: PUBLISH_END_S, then=self.engines.close)
+            self.engine_calls["engines"] = calls
+            if self.args.offload_rollout:
+                self.engines.release_memory()  # the trainer builds its models next
 
     def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> ActorGroup:
         storage = self._start_storage(args.num_data_storage_units, buffer)
@@ -205,7 +209,7 @@ class _Run:
         """The driver, with its plan, roles and watchers."""
         args = self.args
         local = self.stack.local
-        targets: dict[str, Target] = {"buffer": local("buffer", self.buffer)}
+        targets: dict[str, Target] = {"buffer": local("buffer", self.buffer), **self.engine_calls}
         if self.rollout is not None:
             targets["rollout"] = self.rollout
         else:
@@ -222,8 +226,6 @@ class _Run:
                 start, limit = partial(publishing.start, "publish"), self._publish_timeout_s
                 busy = self._trainer_is_busy or args.offload_train
                 feeds.append(EngineFeed(self.fleet, start, limit, self.observer.notice, trainer_is_busy=busy))
-        if self.engine_calls is not None:
-            targets["engines"] = self.engine_calls
         if self.reference is not None:
             targets["reference"] = local("reference", self.reference)
         plan = self._plan()

@@ -185,6 +185,29 @@ def check(args: Any) -> None:
         _refuse("TransformerEngine is not installed", "--transformer-impl", hint="--transformer-impl local")
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         _refuse("there is one tensor-parallel rank", "--sequence-parallel", expected="two or more")
+    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
+        _refuse(
+            "parameters are gathered by the distributed optimizer, once gradients are reduced asynchronously",
+            "--overlap-param-gather",
+            hint="add --use-distributed-optimizer --overlap-grad-reduce",
+        )
+    if args.model_converter_path is not None:
+        _refuse(
+            "names and layouts of weights are those of the architecture's mapping",
+            "--model-converter-path",
+            hint="leave it out; docs/add_a_model.md says how to write a mapping",
+        )
+    _check_experts(args, ranks, has_te=has_te)
+    _check_recomputed(args)
+    _check_functions(args)
+    if args.hf_checkpoint is not None and (configuration := read_configuration(args.hf_checkpoint)):
+        check_mapped(str(configuration.get("model_type")))
+        check_supported(configuration)
+        check_shape(args, configuration)
+        _check_splits(args, configuration)
+
+
+def _check_experts(args: Any, ranks: Layout, *, has_te: bool) -> None:
     expert_tp = args.expert_tensor_parallel_size or ranks.tp_size
     if expert_tp > ranks.tp_size:
         _refuse(
@@ -200,20 +223,17 @@ def check(args: Any) -> None:
             "--expert-model-parallel-size and --expert-tensor-parallel-size",
             expected=f"sizes whose product divides {of_stage}",
         )
-    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
-        _refuse(
-            "parameters are gathered by the distributed optimizer, once gradients are reduced asynchronously",
-            "--overlap-param-gather",
-            hint="add --use-distributed-optimizer --overlap-grad-reduce",
-        )
-    if args.model_converter_path is not None:
-        _refuse(
-            "names and layouts of weights are those of the architecture's mapping",
-            "--model-converter-path",
-            hint="leave it out; docs/add_a_model.md says how to write a mapping",
-        )
     if args.moe_grouped_gemm and not has_te:
         _refuse("the grouped kernel is TransformerEngine's", "--moe-grouped-gemm", hint="leave it out")
+    if balances_experts(args) and args.moe_router_load_balancing_type == "seq_aux_loss":
+        _refuse(
+            "rows of different lengths would have wrong weights in a loss of each sequence",
+            "--moe-router-load-balancing-type",
+            hint="aux_loss, or --moe-aux-loss-coeff 0",
+        )
+
+
+def _check_recomputed(args: Any) -> None:
     if (args.recompute_method or args.recompute_num_layers) and args.recompute_granularity != "full":
         _refuse("only whole layers are chosen this way", "--recompute-method", hint="--recompute-granularity full")
     if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
@@ -222,14 +242,18 @@ def check(args: Any) -> None:
             "--recompute-granularity",
             hint="--recompute-method uniform --recompute-num-layers 1",
         )
-    if args.recompute_modules:
-        _check_recomputed(args)
-    if balances_experts(args) and args.moe_router_load_balancing_type == "seq_aux_loss":
-        _refuse(
-            "rows of different lengths would have wrong weights in a loss of each sequence",
-            "--moe-router-load-balancing-type",
-            hint="aux_loss, or --moe-aux-loss-coeff 0",
-        )
+    if not args.recompute_modules:
+        return
+    where = "--recompute-modules"
+    if args.recompute_granularity != "selective":
+        _refuse("parts of layers are chosen this way", where, hint="add --recompute-granularity selective")
+    if unknown := sorted(set(args.recompute_modules) - set(RECOMPUTED)):
+        _refuse(f"{', '.join(unknown)}: there is no such part", where, expected=", ".join(RECOMPUTED))
+    if "moe_act" in args.recompute_modules and not args.moe_grouped_gemm:
+        _refuse("moe_act is a part of the grouped kernel", where, hint="add --moe-grouped-gemm")
+
+
+def _check_functions(args: Any) -> None:
     registry = PluginRegistry.from_flags(args.plugin)
     for name, parameters in HOOKS.items():
         if path := getattr(args, name):
@@ -239,21 +263,6 @@ def check(args: Any) -> None:
                 _refuse(f"{path} cannot be called: {error}", flag_of(name), f"({', '.join(parameters)})")
     if args.custom_model_provider_path is not None:
         resolve_provider(args.custom_model_provider_path, registry)
-    if args.hf_checkpoint is not None and (configuration := read_configuration(args.hf_checkpoint)):
-        check_mapped(str(configuration.get("model_type")))
-        check_supported(configuration)
-        check_shape(args, configuration)
-        _check_splits(args, configuration)
-
-
-def _check_recomputed(args: Any) -> None:
-    where = "--recompute-modules"
-    if args.recompute_granularity != "selective":
-        _refuse("parts of layers are chosen this way", where, hint="add --recompute-granularity selective")
-    if unknown := sorted(set(args.recompute_modules) - set(RECOMPUTED)):
-        _refuse(f"{', '.join(unknown)}: there is no such part", where, expected=", ".join(RECOMPUTED))
-    if "moe_act" in args.recompute_modules and not args.moe_grouped_gemm:
-        _refuse("moe_act is a part of the grouped kernel", where, hint="add --moe-grouped-gemm")
 
 
 def resolve_provider(path: str, registry: PluginRegistry) -> tuple[Any, set[str]]:
