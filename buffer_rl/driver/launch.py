@@ -236,8 +236,7 @@ class _Run:
             )
             targets["save"] = local("save", checkpoints, end_s=lambda: max(CLOSE_TIMEOUT_S, checkpoints.time_left()))
         if args.save_debug_rollout_data:
-            recorder = RolloutRecorder(args.save_debug_rollout_data, self.buffer)
-            targets["record"] = local("record", recorder)
+            targets["record"] = local("record", RolloutRecorder(args.save_debug_rollout_data, self.buffer))
         watchers: list[Callable[[], None]] = [self._buffer_watch()]
         watchers += [self.fleet.check] if self.fleet is not None else []
         if self.source is not None:
