@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from buffer_rl.config import did_you_mean
 from buffer_rl.configuration.help import FlagParser, flags_of, normalise_flags, take_items
-from buffer_rl.configuration.unknown_flags import accept_known, refuse_unknown
+from buffer_rl.configuration.unknown_flags import take_unknown
 from buffer_rl.errors import BufferRLError, ConfigError
-from buffer_rl.verbs.table import VERBS, all_verbs, parser_of
+from buffer_rl.verbs.table import VERBS, all_verbs, parser_of, summary_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def _run(arguments: Sequence[str]) -> int:
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     subparsers = parser.add_subparsers(metavar="VERB", title="verbs (buffer-rl VERB --help tells more)")
     verb = arguments[0] if arguments else ""
-    verbs = VERBS if verb in VERBS else all_verbs()
+    verbs = list(VERBS) if verb in VERBS else all_verbs()
     if verb in verbs:
         parser_of(verb)(subparsers, arguments)
     elif verb and not verb.startswith("-"):
@@ -65,12 +65,11 @@ def _run(arguments: Sequence[str]) -> int:
             f"there is no verb {verb!r}", expected=f"one of {', '.join(verbs)}", hint=did_you_mean(verb, verbs)
         )
     else:
-        for name, summary in verbs.items():
-            subparsers.add_parser(name, help=summary)
+        for name in verbs:
+            subparsers.add_parser(name, help=summary_of(name))
     namespace, extra = parser.parse_known_args(arguments)
-    rest, known = accept_known(namespace, take_items(namespace, extra))
-    refuse_unknown(rest, flags_of(parser), prog=f"buffer-rl {verb}".rstrip())
-    for text in known:
+    prog = f"buffer-rl {verb}".rstrip()
+    for text in take_unknown(namespace, take_items(namespace, extra), flags_of(parser), prog=prog):
         print(f"buffer-rl: notice: {text}", file=sys.stderr)
     if namespace.version:
         return _print_version()

@@ -8,6 +8,7 @@ hooks run in the driver's process, once an event and never once a sample; an exc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import pluggy
@@ -16,6 +17,22 @@ PROJECT_NAME = "buffer_rl"
 
 hookspec = pluggy.HookspecMarker(PROJECT_NAME)
 hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlagMeaning:
+    """What a flag that is no option here means in scripts that were written for another program.
+
+    kind, reason: read "``kind``: ``reason``" in messages. accepted: whether a run takes the flag, and does what
+        ``options`` says, which may be nothing. options: names and values of the options that it stands for.
+    page: where to read more.
+    """
+
+    kind: str
+    reason: str
+    accepted: bool = False
+    options: tuple[tuple[str, str], ...] = ()
+    page: str = ""
 
 
 class Hooks(Protocol):
@@ -35,6 +52,12 @@ class Hooks(Protocol):
 
         Called before the command line is parsed. Give every option a prefix of the plugin.
         """
+        ...
+
+    @hookspec
+    def buffer_rl_explain_flag(self, name: str, values: Sequence[str]) -> FlagMeaning | None:
+        """What a flag that no option takes means, or None. Called where a command line has such a flag; the first
+        answer counts. name: without leading dashes, with ``-`` for ``_``. values: what follows it."""
         ...
 
     @hookspec

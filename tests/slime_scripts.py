@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 
 from buffer_rl.cli import main
-from buffer_rl.configuration.slime_flags import Verdict
 from buffer_rl.testing.tiny import make_tiny_model
+from buffer_rl_slime.scripts.flags import Verdict
 
 TITLES = {verdict: f"{verdict[:1].upper()}{verdict[1:]} (" for verdict in Verdict}
 UNKNOWN = "no flag of slime or Megatron"

@@ -1,5 +1,5 @@
-"""Flags that no option takes: those of slime's and Megatron's scripts that mean nothing, or something else, here, and
-mistakes, which are reported all at once."""
+"""Flags that no option takes: those that a plugin knows from another program's scripts, and mistakes, which are
+reported all at once."""
 
 from __future__ import annotations
 
@@ -8,40 +8,64 @@ from collections.abc import Sequence
 
 from buffer_rl.config import did_you_mean, flag_of
 from buffer_rl.configuration.help import given_flags, set_flag
-from buffer_rl.configuration.slime_flags import Verdict, known_flag
 from buffer_rl.errors import ConfigError
+from buffer_rl.hookspecs import FlagMeaning
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.calls import returned
 
-PAGE = "docs/coming_from_slime.md; 'buffer-rl import slime SCRIPT' translates a launch script"
+
+def take_unknown(namespace: argparse.Namespace, extra: Sequence[str], flags: Sequence[str], *, prog: str) -> list[str]:
+    """Take those flags among the arguments ``extra`` that, as a plugin says, may be left out or stand for options,
+    which are set. Returns a notice for each reason. flags: those of the command ``prog``.
+
+    Raises ConfigError for a flag that says something else than the option that it stands for, and for all others
+    together."""
+    if not extra:
+        return []
+    registry = PluginRegistry.from_flags(given_flags(namespace).get("plugin") or ())
+    rest, notices = _accept_known(namespace, extra, registry)
+    _refuse_unknown(rest, flags, registry, prog=prog)
+    return notices
 
 
-def accept_known(namespace: argparse.Namespace, extra: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments ``extra`` without those flags of slime's scripts that may be left out or are other options here
-    (which are set), and a notice for each reason. Only commands with options take them.
+def explain(registry: PluginRegistry, name: str, values: Sequence[str]) -> FlagMeaning | None:
+    """What a flag means to the first plugin that knows it, by its name without dashes and its values. Raises
+    PluginError for an answer that is none."""
+    hook = "buffer_rl_explain_flag"
+    for plugin, meaning in registry.call_hook(hook, name=name, values=values):
+        if not isinstance(meaning, FlagMeaning):
+            raise returned("plugin", plugin, meaning, "FlagMeaning or None", at=hook)
+        return meaning
+    return None
 
-    Raises ConfigError for a flag that says something else than the option that it stands for."""
+
+def _accept_known(
+    namespace: argparse.Namespace, extra: Sequence[str], registry: PluginRegistry
+) -> tuple[list[str], list[str]]:
+    """The arguments that remain, and the notices. Only commands with options take flags of others."""
     if not hasattr(namespace, "sections"):
         return list(extra), []
     rest: list[str] = []
     ignored: dict[str, list[str]] = {}
     notices = []
     for flag, tokens, values in _by_flag(extra):
-        known = known_flag(flag[2:], values) if flag.startswith("--") else None
-        if known is None or known.verdict not in (Verdict.NOT_NEEDED, Verdict.RENAMED):
+        known = explain(registry, flag[2:], values) if flag.startswith("--") else None
+        if known is None or not known.accepted:
             rest += tokens
             continue
         for option, value in known.options:
             if given_flags(namespace).get(option, value) != value:
-                raise ConfigError(f"both are given, and differ: {known.why}", where=f"{flag} and {flag_of(option)}")
+                raise ConfigError(f"both are given, and differ: {known.reason}", where=f"{flag} and {flag_of(option)}")
             set_flag(namespace, option, value)
         if known.options:
-            notices.append(f"{flag}: {known.why}")
+            notices.append(f"{flag}: {known.reason}")
         else:
-            ignored.setdefault(known.why, []).append(flag)
+            ignored.setdefault(known.reason, []).append(flag)
     notices += [f"ignored, as {why}: {' '.join(flags)}" for why, flags in ignored.items()]
     return rest, notices
 
 
-def refuse_unknown(extra: Sequence[str], flags: Sequence[str], *, prog: str) -> None:
+def _refuse_unknown(extra: Sequence[str], flags: Sequence[str], registry: PluginRegistry, *, prog: str) -> None:
     """Raises ConfigError naming every argument that no flag took, with what is known of it or the nearest of
     ``flags``."""
     if not extra:
@@ -50,20 +74,19 @@ def refuse_unknown(extra: Sequence[str], flags: Sequence[str], *, prog: str) -> 
     unknown = [group for group in groups if group[0].startswith("-")]
     if not unknown:
         raise ConfigError(f"unexpected argument {extra[0]!r}", hint=f"see {prog} --help")
-    lines = {flag: _explain(flag, values, flags) for flag, _, values in unknown}
-    ours = any(known_flag(flag.lstrip("-"), values) for flag, _, values in unknown)
+    known = {flag: explain(registry, flag.lstrip("-"), values) for flag, _, values in unknown}
+    lines = {
+        flag: f"{meaning.kind}: {meaning.reason}" if meaning else did_you_mean(flag, flags)
+        for flag, meaning in known.items()
+    }
+    page = next((meaning.page for meaning in known.values() if meaning), "")
     if len(lines) == 1:
         flag, why = next(iter(lines.items()))
-        if ours:
-            raise ConfigError(f"unknown flag {flag}: {why}", hint=PAGE)
+        if known[flag]:
+            raise ConfigError(f"unknown flag {flag}: {why}", hint=page)
         raise ConfigError(f"unknown flag {flag}", hint=why or f"see {prog} --help")
     text = "\n".join(f"  {flag}: {why}" if why else f"  {flag}" for flag, why in lines.items())
-    raise ConfigError(f"{len(lines)} unknown flags\n{text}", hint=PAGE if ours else f"see {prog} --help")
-
-
-def _explain(flag: str, values: Sequence[str], flags: Sequence[str]) -> str:
-    known = known_flag(flag.lstrip("-"), values)
-    return f"{known.verdict}: {known.why}" if known else did_you_mean(flag, flags)
+    raise ConfigError(f"{len(lines)} unknown flags\n{text}", hint=page or f"see {prog} --help")
 
 
 def _by_flag(extra: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:

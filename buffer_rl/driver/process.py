@@ -20,8 +20,6 @@ from buffer_rl.redaction import mask_url
 from buffer_rl.remote import is_remote, local_path
 
 LOCK_NAME = ".lock"
-OF_MEGATRON = "latest_checkpointed_iteration.txt"
-"""A file in each folder that Megatron saves checkpoints to."""
 
 Run = TypeVar("Run", bound=Section)
 
@@ -104,21 +102,14 @@ def later_checkpoint(args: Any, first_step: int) -> int | None:
 
 def with_start(args: Run) -> Run:
     """The options of a run that goes on where it was, ``--load`` and ``--save`` being one folder: without ``--load`` as
-    long as the folder holds no checkpoint, which is the first start. ``args`` itself where it holds one.
-
-    Raises ConfigError if another program's checkpoints are there, CheckpointError if that cannot be found out."""
+       long as the folder holds no checkpoint, which is the first start. ``args`` itself where it holds one.
+    Raises
+       CheckpointError if that cannot be found out."""
     options: Any = args
     if options.load is None or options.save is None or not _is_one_folder(options.load, options.save):
         return args
     if newest_step(options.save):
         return args
-    if not is_remote(local_path(options.save)) and (Path(local_path(options.save)) / OF_MEGATRON).exists():
-        raise ConfigError(
-            f"the checkpoints in the folder are Megatron's: it has {OF_MEGATRON}",
-            where=f"--load {mask_url(options.load)}",
-            expected="a folder that buffer-rl saved to, or none yet",
-            hint="another folder for --load and --save; --trainer-load begins a run of a Megatron trainer with these",
-        )
     return args.model_copy(update={"load": None})
 
 

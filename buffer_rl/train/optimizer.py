@@ -68,7 +68,7 @@ class Optimizer:
     order does not matter.
 
     Weight decay applies to matrices only: biases and norms, which have one dimension, are left out, as in
-    Megatron-LM and nanoGPT.
+    nanoGPT.
     """
 
     def __init__(self, args: Any, model: torch.nn.Module, world_size: int) -> None:

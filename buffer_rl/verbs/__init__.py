@@ -12,7 +12,6 @@ report                 ``report``: the HTML page of a run
 ledger                 ``ledger``: where each group of a run is
 checkpoint             ``checkpoint``: check that checkpoints are whole
 export                 ``export``: the model of a checkpoint
-import                 ``import``: the launch script of another project as options
 completion             ``completion``: a script for the shell
 engine_checks          what the engines of a run can do of what it asks for
 preflight              what a run needs of this machine and of its folders

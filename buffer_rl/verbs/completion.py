@@ -11,7 +11,7 @@ from typing import Any
 import shtab
 
 from buffer_rl.configuration.help import FlagParser
-from buffer_rl.verbs.table import all_verbs, parser_of
+from buffer_rl.verbs.table import all_verbs, parser_of, summary_of
 
 _BASH_FILES = "complete -o bashdefault -o default -F _shtab_buffer_rl buffer-rl"  # files where nothing else fits
 
@@ -37,8 +37,8 @@ def completion_script(shell: str) -> str:
     parser = FlagParser(prog="buffer-rl")
     parser.add_argument("--version", action="store_true")
     subparsers = parser.add_subparsers()
-    for verb, summary in all_verbs().items():  # shtab leaves out verbs and flags that have no help text
-        add_listed = functools.partial(subparsers.add_parser, help=summary)
+    for verb in all_verbs():  # shtab leaves out verbs and flags that have no help text
+        add_listed = functools.partial(subparsers.add_parser, help=summary_of(verb))
         listed: Any = SimpleNamespace(add_parser=add_listed, choices=subparsers.choices)
         parser_of(verb)(listed, [verb])
     _complete_values(parser)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 from buffer_rl.errors import PluginError
@@ -21,34 +22,46 @@ VERBS = {
     "ledger": "where each group of a run is, and whether it adds up",
     "checkpoint": "check that checkpoints are whole",
     "export": "take the model out of a checkpoint",
-    "import": "translate the launch script of another project",
     "completion": "print a completion script for a shell",
 }
 VERB_GROUP = "verb"
-"""Entry points of the group ``buffer_rl.verb`` are verbs of plugins: a module like those of ``buffer_rl.verbs``."""
+"""Entry points of the group ``buffer_rl.verb`` are verbs of plugins: a module like those of ``buffer_rl.verbs``, whose
+``SUMMARY`` says what the verb does."""
 _WIDTH_OF_FILES = 160  # characters of a line where the output goes to a file or a pipe
 
 
-def all_verbs() -> dict[str, str]:
-    """Verb to summary: ``VERBS``, and after them those of installed plugins."""
-    added = [entry for entry in _added() if entry.name not in VERBS]
-    return VERBS | {entry.name: f"of the plugin {entry.value.partition('.')[0]}" for entry in added}
+def all_verbs() -> list[str]:
+    """``VERBS``, and after them those of installed plugins."""
+    return list(dict.fromkeys([*VERBS, *(entry.name for entry in _added())]))
+
+
+def summary_of(verb: str) -> str:
+    """What ``--help`` says of a verb of ``all_verbs``; of a plugin's whose module is broken, what is wrong with it."""
+    if verb in VERBS:
+        return VERBS[verb]
+    try:
+        return str(getattr(_module_of(verb), "SUMMARY", "of an installed plugin"))
+    except PluginError as error:
+        return str(error.what)
 
 
 def parser_of(verb: str) -> Callable[[Any, Sequence[str]], None]:
     """``add_parser`` of a verb of ``all_verbs``. Raises PluginError if a plugin's module has none."""
-    if verb in VERBS:
-        module = f"buffer_rl.verbs.{verb}"
-    else:
-        module = next(entry.value for entry in _added() if entry.name == verb)
-    try:
-        found: Callable[[Any, Sequence[str]], None] = importlib.import_module(module).add_parser
-    except Exception as error:  # fault boundary: code of a third party
-        if verb in VERBS:
-            raise
-        what = f"its module cannot be used: {type(error).__name__}: {error}"
-        raise PluginError(what, where=f"verb {verb} of {module}", expected="add_parser(subparsers, argv)") from error
+    found: Callable[[Any, Sequence[str]], None] = _module_of(verb).add_parser
     return found
+
+
+def _module_of(verb: str) -> ModuleType:
+    if verb in VERBS:
+        return importlib.import_module(f"buffer_rl.verbs.{verb}")
+    name = next(entry.value for entry in _added() if entry.name == verb)
+    try:
+        module = importlib.import_module(name)
+        _ = module.add_parser
+    except Exception as error:  # fault boundary: code of a third party
+        what = f"its module cannot be used: {type(error).__name__}: {error}"
+        raise PluginError(what, where=f"verb {verb} of {name}", expected="add_parser(subparsers, argv)") from error
+    return module
 
 
 def _added() -> list[EntryPointInfo]:

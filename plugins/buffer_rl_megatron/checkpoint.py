@@ -30,8 +30,8 @@ from buffer_rl.errors import CheckpointError
 from buffer_rl.parent import die_with_parent
 from buffer_rl_megatron.bridge import gather_parameters
 from buffer_rl_megatron.optimizer_state import refuse_other_parts, restore, sharded_state
+from buffer_rl_megatron.options import TRACKER
 
-TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 _LAYOUT = {
     "distrib_optim_sharding_type": "fully_reshardable",

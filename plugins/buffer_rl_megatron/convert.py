@@ -15,6 +15,7 @@ from typing import Any
 
 from buffer_rl.errors import ConfigError
 
+SUMMARY = "convert a model to a distributed checkpoint of Megatron's, or back"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from buffer_rl.config import Section, flag_of, option
@@ -14,11 +15,15 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.hookspecs import hookimpl
 from buffer_rl.kinds import kind_named
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.redaction import mask_url
+from buffer_rl.remote import is_remote, local_path
 from buffer_rl.resolution.calls import plugin_error
 from buffer_rl.resolution.signature import signature_of
 from buffer_rl.train.layout import Layout, layout_of
 from buffer_rl_megatron.model_shape import check_mapped, check_shape, check_supported, read_configuration
 
+TRACKER = "latest_checkpointed_iteration.txt"
+"""A file in each folder that Megatron saves checkpoints to: it names the newest one."""
 BACKENDS = ("megatron", "buffer_rl_megatron.backend:build")
 """What ``--train-backend`` is where these options count."""
 HOOKS = {
@@ -299,6 +304,17 @@ def _check_splits(args: Any, configuration: dict[str, Any]) -> None:
         virtual_stages(args, int(layers))
 
 
+def _check_save_folder(args: Any) -> None:
+    folder = local_path(args.save or "")
+    if args.save and not is_remote(folder) and Path(folder, TRACKER).exists():
+        _refuse(
+            f"the checkpoints in the folder are Megatron's: it has {TRACKER}",
+            f"--save {mask_url(args.save)}",
+            expected="a folder that buffer-rl saved to, or none yet",
+            hint="another folder for --save and --load; --trainer-load begins a run of a Megatron trainer with these",
+        )
+
+
 @hookimpl
 def buffer_rl_add_options() -> list[str]:
     """The sections, by reference."""
@@ -308,7 +324,8 @@ def buffer_rl_add_options() -> list[str]:
 @hookimpl
 def buffer_rl_configure(config: Any) -> None:
     """Checks the options of a run with this trainer. Raises ConfigError for those of it in a run without, but for the
-    model's shape, which scripts say whatever trains."""
+    model's shape, which scripts say whatever trains, and in any run for a folder of Megatron's own checkpoints."""
+    _check_save_folder(config)
     if is_megatron(config):
         check(config)
         return

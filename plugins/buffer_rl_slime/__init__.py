@@ -1,5 +1,7 @@
-"""The import names of slime on top of this library, for functions that were written for it (docs/coming_from_slime.md).
+"""The way over from slime (docs/coming_from_slime.md): its import names on top of this library, for functions that were
+written for it, and its launch scripts as options.
 
+scripts   ``buffer-rl import slime``, and what slime's flags mean on a command line of this library
 names     the tree of modules that is imported as ``slime`` or ``miles`` where no package of that name is installed
 http      ``post`` and ``get``, with the run's authorization for the run's own engines
 running   ``run``: a coroutine from a synchronous function

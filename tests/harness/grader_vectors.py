@@ -14,10 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from buffer_rl.configuration.slime_flags import REWARD_NAMES
 from buffer_rl.errors import RewardError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.types import Sample, Status
+from buffer_rl_slime.scripts.flags import REWARD_NAMES
 
 FILE = Path(__file__).parents[1] / "unit" / "rm_hub" / "grader_vectors.jsonl"
 Reward = float | str

@@ -75,6 +75,10 @@ class Notes:
         raise AssertionError("the options are there already")
 
     @hookimpl
+    def buffer_rl_explain_flag(self, name, values):
+        raise AssertionError("every flag is an option")
+
+    @hookimpl
     def buffer_rl_configure(self, config):
         self.file = pathlib.Path(config.run_dir) / "notes"
         self.note("configured for", config.num_rollout)

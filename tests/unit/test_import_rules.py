@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -65,6 +66,12 @@ def test_option_sections_import_the_config_module_only():
         and (names := imported_names((ROOT / path).read_text()) - OPTIONS_MAY_IMPORT)
     }
     assert offenders == {}
+
+
+def test_the_core_names_no_backend_that_a_plugin_brings():
+    """What the core has to know of one is a contract or a hook."""
+    named = [str(path) for path in modules() if re.search("megatron|mbridge", (ROOT / path).read_text(), re.IGNORECASE)]
+    assert named == []
 
 
 def test_package_inits_hold_a_docstring_and_at_most_the_version():

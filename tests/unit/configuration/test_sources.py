@@ -11,7 +11,7 @@ import pytest
 from buffer_rl.config import Options, Section, compose, option
 from buffer_rl.configuration.help import FlagParser, add_options, flags_of, given_flags, normalise_flags
 from buffer_rl.configuration.sources import resolve
-from buffer_rl.configuration.unknown_flags import refuse_unknown
+from buffer_rl.configuration.unknown_flags import take_unknown
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 
@@ -40,7 +40,7 @@ def parse(argv: Sequence[str], *, sections: Sequence[str | type[Section]], envir
     options_class = compose(sections)
     add_options(parser, sections)
     namespace, extra = parser.parse_known_args(normalise_flags(argv))
-    refuse_unknown(extra, flags_of(parser), prog="buffer-rl")
+    take_unknown(namespace, extra, flags_of(parser), prog="buffer-rl")
     flags = given_flags(namespace)
     return resolve(options_class, flags=flags, environ=environ, config_path=namespace.config).args
 

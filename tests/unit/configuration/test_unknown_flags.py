@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from buffer_rl.configuration.help import FlagParser, add_options, flags_of, given_flags, take_items
-from buffer_rl.configuration.unknown_flags import accept_known, refuse_unknown
+from buffer_rl.configuration.unknown_flags import take_unknown
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 
@@ -18,9 +18,8 @@ def parse(*argv: str, options: bool = True) -> tuple[argparse.Namespace, list[st
         add_options(parser, CORE_SECTIONS)
         parser.set_defaults(sections=CORE_SECTIONS)
     namespace, extra = parser.parse_known_args(argv)
-    rest, notices = accept_known(namespace, take_items(namespace, extra))
-    refuse_unknown(rest, flags_of(parser), prog="buffer-rl train")
-    return namespace, notices
+    unknown = take_items(namespace, extra)
+    return namespace, take_unknown(namespace, unknown, flags_of(parser), prog="buffer-rl train")
 
 
 def refusal(*argv: str, options: bool = True) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from buffer_rl.config import compose
 from buffer_rl.configuration.help import FlagParser, add_options, given_flags, take_items
-from buffer_rl.configuration.slime_flags import REMARKS, REWARD_NAMES, Verdict, known_flag
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl_sglang.options import SglangOptions
+from buffer_rl_slime.scripts.flags import REMARKS, REWARD_NAMES, Verdict, known_flag
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "coming_from_slime.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from buffer_rl.config import compose, dump_args
-from buffer_rl.driver.process import OF_MEGATRON, check_lineage, folder_lock, save_lock, with_start
+from buffer_rl.driver.process import check_lineage, folder_lock, save_lock, with_start
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options import CORE_SECTIONS
 from harness.checkpoints import write_checkpoint
@@ -172,11 +172,3 @@ def test_a_run_that_loads_what_it_saves_starts_where_there_is_nothing_yet(saves:
     other = options(tmp_path, save=new, load=str(tmp_path / "absent"))
     assert with_start(other).load == str(tmp_path / "absent")
     assert with_start(options(tmp_path, save=None, load=new)).load == new
-
-
-def test_checkpoints_of_megatron_are_not_started_over(tmp_path: Path) -> None:
-    folder = tmp_path / "slime"
-    folder.mkdir()
-    (folder / OF_MEGATRON).write_text("20")
-    with pytest.raises(ConfigError, match="Megatron's"):
-        with_start(options(tmp_path, save=str(folder), load=str(folder)))

@@ -129,6 +129,15 @@ def test_options_of_megatron_in_a_run_without_it_are_refused(model: str) -> None
         buffer_rl_configure(make_args(model, train_backend="torch", **{TP: 2}))
 
 
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+def test_no_run_saves_among_checkpoints_of_megatron_itself(model: str, tmp_path: Path, backend: str) -> None:
+    """A script that starts or resumes names one folder for both, which would look like one without checkpoints."""
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    for save in (str(tmp_path), f"file://{tmp_path}"):
+        with pytest.raises(ConfigError, match="the checkpoints in the folder are Megatron's"):
+            buffer_rl_configure(make_args(model, train_backend=backend, save=save))
+
+
 def test_virtual_stages_by_their_number_or_by_their_layers(model: str) -> None:
     args = make_args(model, **{PP: 2})
     assert virtual_stages(args, 8) is None

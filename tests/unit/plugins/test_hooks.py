@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.config import compose
+from buffer_rl.configuration.unknown_flags import explain
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.errors import PluginError
 from buffer_rl.hookspecs import Hooks, hookimpl
@@ -42,7 +43,7 @@ def hook_names() -> list[str]:
 
 
 def test_every_hook_and_every_kind_has_a_docstring() -> None:
-    assert len(hook_names()) == 6
+    assert len(hook_names()) == 7
     for name in hook_names():
         function = getattr(Hooks, name)
         assert function.__doc__, name
@@ -166,6 +167,8 @@ def run_hook(hook: str, registry: PluginRegistry, tmp_path: Path) -> None:
         registry.resolve("reward", "eight")
     elif hook == "buffer_rl_add_options":
         sections_of(["./wrong_plug.py:plug"])
+    elif hook == "buffer_rl_explain_flag":
+        explain(registry, "steps", ["3"])
     elif hook == "buffer_rl_configure":
         launch_training(args, registry)
     else:
@@ -208,6 +211,14 @@ def test_a_hook_that_raises_is_named_with_its_plugin(place: Any, hook: str, tmp_
     assert "KeyError: 'my bug'" in message
     if hook != "buffer_rl_provide":
         assert "wrong_plug.py" in message.partition("Traceback")[2]
+
+
+def test_what_explains_no_flag_is_named_with_its_plugin(place: Any) -> None:
+    body = "def buffer_rl_explain_flag(name, values):\n    return 'it is --num-rollout'\n"
+    place.write("wrong_plug.py", f"from buffer_rl.hookspecs import hookimpl\n@hookimpl\n{body}")
+    with pytest.raises(PluginError, match="it returned 'it is --num-rollout'") as caught:
+        explain(PluginRegistry.from_flags(["wrong_plug"]), "steps", ["3"])
+    assert "expected: FlagMeaning or None" in str(caught.value)
 
 
 @pytest.mark.parametrize("answer", ["'plug:Options'", "[int]", "3"])

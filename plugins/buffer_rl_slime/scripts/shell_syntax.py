@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from buffer_rl.configuration.shell_words import Assignment, Operator, Token, Word
 from buffer_rl.errors import ConfigError
+from buffer_rl_slime.scripts.shell_words import Assignment, Operator, Token, Word
 
 _SEPARATORS = ("\n", ";", "&", ")", ";;")
 _CHAINS = ("&&", "||", "|", "|&")

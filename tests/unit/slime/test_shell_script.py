@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.configuration.shell_script import Script, read_script
-from buffer_rl.configuration.shell_values import as_run, holds, is_computed, removed, shown
 from buffer_rl.errors import ConfigError
+from buffer_rl_slime.scripts.shell_script import Script, read_script
+from buffer_rl_slime.scripts.shell_values import as_run, holds, is_computed, removed, shown
 
 PRINTS = 'python3() { shift; printf "%s\\n" "$@"; }\n'
 AS_BASH = {

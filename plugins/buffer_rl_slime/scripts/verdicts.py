@@ -9,9 +9,8 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from buffer_rl.config import Options, did_you_mean, flag_of, item_of_mapping
-from buffer_rl.configuration.shell_expansion import Argument
-from buffer_rl.configuration.shell_values import as_run, marks_of
-from buffer_rl.configuration.slime_flags import (
+from buffer_rl.configuration.values import Raw
+from buffer_rl_slime.scripts.flags import (
     GRADERS,
     REFERENCES,
     REMARKS,
@@ -20,7 +19,8 @@ from buffer_rl.configuration.slime_flags import (
     is_of_shape,
     known_flag,
 )
-from buffer_rl.configuration.values import Raw
+from buffer_rl_slime.scripts.shell_expansion import Argument
+from buffer_rl_slime.scripts.shell_values import as_run, marks_of
 
 SFT = "sft_loss"
 GPUS_OF_A_NODE = "8"

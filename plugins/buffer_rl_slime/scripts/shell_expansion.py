@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from buffer_rl.configuration.shell_syntax import Block, Chain, Command, parse
-from buffer_rl.configuration.shell_values import (
+from buffer_rl.errors import ConfigError
+from buffer_rl_slime.scripts.shell_syntax import Block, Chain, Command, parse
+from buffer_rl_slime.scripts.shell_values import (
     arithmetic,
     as_run,
     computed,
@@ -19,8 +20,7 @@ from buffer_rl.configuration.shell_values import (
     removed,
     unset,
 )
-from buffer_rl.configuration.shell_words import Assignment, Operator, Part, Token, Word, operand, split_script
-from buffer_rl.errors import ConfigError
+from buffer_rl_slime.scripts.shell_words import Assignment, Operator, Part, Token, Word, operand, split_script
 
 DEEPEST = 8
 """Of scripts that source each other, and of commands in commands."""

@@ -12,21 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.config import Section, compose, flag_of, option
-from buffer_rl.configuration import slime_flags
 from buffer_rl.configuration.help import default_text
-from buffer_rl.configuration.shell_expansion import Argument
-from buffer_rl.configuration.shell_script import Launch
-from buffer_rl.configuration.shell_values import computed, unset
-from buffer_rl.configuration.slime_file import _scalar, yaml_text
-from buffer_rl.configuration.slime_flags import Verdict, known_flag
-from buffer_rl.configuration.slime_import import Line, Translation, translate
-from buffer_rl.configuration.slime_verdicts import Target
 from buffer_rl.configuration.sources import resolve
 from buffer_rl.configuration.yaml_file import read_yaml
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl_sglang.options import OWN, SglangOptions
+from buffer_rl_slime.scripts import flags as slime_flags
+from buffer_rl_slime.scripts.flags import Verdict, known_flag
+from buffer_rl_slime.scripts.shell_expansion import Argument
+from buffer_rl_slime.scripts.shell_script import Launch
+from buffer_rl_slime.scripts.shell_values import computed, unset
+from buffer_rl_slime.scripts.translation import Line, Translation, _scalar, translate, yaml_text
+from buffer_rl_slime.scripts.verdicts import Target
 
 S, R, N, C, T = Verdict.SAME, Verdict.RENAMED, Verdict.NOT_NEEDED, Verdict.CHANGES, Verdict.NOT_YET
 OPTIONS = compose([*CORE_SECTIONS, SglangOptions])

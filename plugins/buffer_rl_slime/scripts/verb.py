@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.config import compose, load_section
-from buffer_rl.configuration.shell_script import Launch, Script, read_script
-from buffer_rl.configuration.slime_file import yaml_text
-from buffer_rl.configuration.slime_flags import Verdict
-from buffer_rl.configuration.slime_import import Line, Translation, translate
-from buffer_rl.configuration.slime_verdicts import Target
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.redaction import MASK, is_secret
 from buffer_rl.verbs.table import print_table
 from buffer_rl.verbs.train import plugins_named, sections_of
+from buffer_rl_slime.scripts.flags import Verdict
+from buffer_rl_slime.scripts.shell_script import Launch, Script, read_script
+from buffer_rl_slime.scripts.translation import Line, Translation, translate, yaml_text
+from buffer_rl_slime.scripts.verdicts import Target
 
+SUMMARY = "translate the launch script of another project"
 _DESCRIPTION = """\
 Translate a launch script of slime (bash). The script is read, with what it sources, and never run.
 

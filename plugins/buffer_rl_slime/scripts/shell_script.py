@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from buffer_rl.configuration.shell_expansion import DEEPEST, Argument, Scope
-from buffer_rl.configuration.shell_syntax import Block, Branches, Chain, Command, Negated, Node, Sometimes, parse
-from buffer_rl.configuration.shell_values import computed, holds, marks_of, shown
-from buffer_rl.configuration.shell_words import Assignment, Operator, Word, split_script
 from buffer_rl.errors import ConfigError
+from buffer_rl_slime.scripts.shell_expansion import DEEPEST, Argument, Scope
+from buffer_rl_slime.scripts.shell_syntax import Block, Branches, Chain, Command, Negated, Node, Sometimes, parse
+from buffer_rl_slime.scripts.shell_values import computed, holds, marks_of, shown
+from buffer_rl_slime.scripts.shell_words import Assignment, Operator, Word, split_script
 
 MOST_BYTES = 1 << 20
 MOST_FOLLOWED = 200

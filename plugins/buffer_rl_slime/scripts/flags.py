@@ -1,7 +1,7 @@
 """The flags of slime's launch scripts, Megatron's among them, that are no options here: what each means for a run.
 
 Flags that are options of the same name are not here, but for those in ``REMARKS``, with which a run is not the same:
-the options say so themselves. ``slime_import`` knows the flags whose verdict depends on other flags.
+the options say so themselves. ``verdicts`` knows the flags whose verdict depends on other flags.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from buffer_rl.hookspecs import FlagMeaning, hookimpl
+
+PAGE = "docs/coming_from_slime.md; 'buffer-rl import slime SCRIPT' translates a launch script"
 
 
 class Verdict(StrEnum):
@@ -382,3 +386,13 @@ def _equal(value: str, other: str) -> bool:
         return float(value) == float(other)
     except ValueError:
         return value.lower() == other
+
+
+@hookimpl
+def buffer_rl_explain_flag(name: str, values: Sequence[str]) -> FlagMeaning | None:
+    """So that a command line of slime is taken, or refused with what each of its flags means."""
+    known = known_flag(name, values)
+    if known is None:
+        return None
+    accepted = known.verdict in (Verdict.NOT_NEEDED, Verdict.RENAMED)
+    return FlagMeaning(kind=known.verdict, reason=known.why, accepted=accepted, options=known.options, page=PAGE)
