@@ -136,6 +136,10 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         if num_queries < num_keys:
             how = {"attn_mask": causal_lower_right(num_queries, num_keys)}
         shared = query.shape[1] != key.shape[1]
+        if shared and query.is_cuda and query.dtype == torch.float32:
+            # Of the kernels that keep no scores only those for halves take shared heads (torch 2.13).
+            copies = query.shape[1] // key.shape[1]
+            key, value, shared = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1), False
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, scale=self._scale, enable_gqa=shared, **how
         )

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.train.model import checked_folder
+from buffer_rl_megatron.compat import current_device
 from buffer_rl_megatron.layers import ValueHead, mask_padded_vocabulary
 from buffer_rl_megatron.models import mapping_for, read_config, set_rotary_frequencies, shared_name
 
@@ -102,10 +103,7 @@ class Bridge:
         goes; CUDA's current one where there is one. Chunks of a half precision compute in it and return float32.
         provider: makes each chunk, and may use what is made without it.
         """
-        if device is None:
-            device = (
-                torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-            )
+        device = current_device() if device is None else device
         stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         chunks: list[torch.nn.Module] = []
         for vp_stage in range(stages) if stages else (None,):
@@ -136,6 +134,7 @@ class Bridge:
         set_rotary_frequencies(model, self.hf_config)
         if last and value_head:
             model.output_layer = ValueHead(self.config)
+            model.share_embeddings_and_output_weights = False  # where a provider made it with tied ones
         elif last:
             rank, size = parallel_state.get_tensor_model_parallel_rank(), self._mapping.mpu.tp_size
             rows = self.padded_vocab_size // size
@@ -234,7 +233,7 @@ class Bridge:
     def _gathered(self, shard: _Shard, mine: torch.Tensor | None) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameter in Megatron's layout, from all tensor ranks of the stage that has it; each expert's."""
         mpu = self._mapping.mpu
-        piece = torch.empty(shard.shape, dtype=shard.dtype, device=_device()) if mine is None else mine.detach()
+        piece = torch.empty(shard.shape, dtype=shard.dtype, device=current_device()) if mine is None else mine.detach()
         if mpu.pp_size > 1:
             piece = piece.contiguous()
             dist.broadcast(piece, dist.get_global_rank(mpu.pp_group, shard.stage), group=mpu.pp_group)
@@ -343,7 +342,3 @@ def _all_gather(tensor: torch.Tensor, size: int, group: Any) -> list[torch.Tenso
     gathered = [torch.empty_like(tensor) for _ in range(size)]
     dist.all_gather(gathered, tensor, group=group)
     return gathered
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -2,19 +2,24 @@
 
 The folder is laid out as Megatron-LM and slime do: ``iter_0000010/`` (or ``release/``: weights alone) beside a file
 with the iteration's name. Making the folder durable and visible at once is the caller's part: ``write_checkpoint``
-seals it under a manifest. Nothing but tensors and plain values is read: ``torch.load`` refuses other pickled objects.
+seals it under a manifest. Nothing but tensors and plain values is read, whatever pickles the folder has.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from enum import Enum
 from functools import partial
 from multiprocessing.managers import SyncManager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +29,9 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.serialization import load_content_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.serialization import _get_layout
 
 from buffer_rl.errors import CheckpointError
 from buffer_rl.parent import die_with_parent
@@ -41,6 +48,12 @@ _LAYOUT = {
 }
 """What the checkpoint says of itself, by Megatron's names: the optimizer's state is that of whole parameters."""
 _VERSION = 3.0  # of Megatron-LM's state
+_PLAIN_ALONE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_INDEX_MODULES = {
+    *("torch", "torch.serialization"),
+    *(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "metadata", "planner")),
+}
+_OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 def save(chunks: Sequence[torch.nn.Module], optimizer: Any | None, folder: str, *, step: int) -> None:
@@ -139,20 +152,8 @@ def load(chunks: Sequence[torch.nn.Module], optimizer: Any | None, folder: str) 
     """
     source = newest(folder)
     try:
-        common = dist_checkpointing.load_common_state_dict(str(source))
-        layout = load_content_metadata(preloaded_state_dict=common) or dict(_LAYOUT)
-        stored = dist_checkpointing.load_tensors_metadata(str(source))
-        has_optimizer = optimizer is not None and any(key.startswith("optimizer.") for key in stored)
-        if has_optimizer:
-            refuse_other_parts(optimizer, common, str(source))
-        state = _state(chunks, optimizer if has_optimizer else None, layout, loading=True)
-        found = dist_checkpointing.load(state, str(source))
-        for key, chunk in _named(chunks).items():
-            unwrap_model(chunk).load_state_dict(found[key])
-        if has_optimizer:
-            restore(optimizer, found["optimizer"])
-        elif optimizer is not None:
-            optimizer.reload_model_params()
+        with _plain_values_alone():
+            return _load(chunks, optimizer, source)
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:  # fault boundary; torch's CheckpointException is no Exception
@@ -161,7 +162,51 @@ def load(chunks: Sequence[torch.nn.Module], optimizer: Any | None, folder: str) 
             where=str(source),
             hint="the model must be the one that was saved; --hf-checkpoint names it",
         ) from error
+
+
+def _load(chunks: Sequence[torch.nn.Module], optimizer: Any | None, source: Path) -> int:
+    common = dist_checkpointing.load_common_state_dict(str(source))
+    layout = load_content_metadata(preloaded_state_dict=common) or dict(_LAYOUT)
+    stored = dist_checkpointing.load_tensors_metadata(str(source))
+    has_optimizer = optimizer is not None and any(_OF_OPTIMIZER.match(key) for key in stored)
+    if has_optimizer:
+        refuse_other_parts(optimizer, common, layout, str(source))
+    state = _state(chunks, optimizer if has_optimizer else None, layout, loading=True)
+    found = dist_checkpointing.load(state, str(source))
+    for key, chunk in _named(chunks).items():
+        unwrap_model(chunk).load_state_dict(found[key])
+    if has_optimizer:
+        restore(optimizer, found["optimizer"])
+    elif optimizer is not None:
+        optimizer.reload_model_params()
     return int(common.get("iteration", 0))
+
+
+@contextmanager
+def _plain_values_alone() -> Iterator[None]:
+    """Within the block nothing but tensors, plain values and torch's own records of them are read from a checkpoint:
+    Megatron and torch would run what any pickle in it says."""
+    before = os.environ.get(_PLAIN_ALONE)
+    os.environ[_PLAIN_ALONE] = "1"
+    cast(Any, filesystem).pickle = SimpleNamespace(load=lambda file: _Index(file).load())
+    try:
+        yield
+    finally:
+        cast(Any, filesystem).pickle = pickle
+        del os.environ[_PLAIN_ALONE]
+        os.environ.update({} if before is None else {_PLAIN_ALONE: before})
+
+
+class _Index(pickle.Unpickler):
+    """Reads ``.metadata``, which says where the tensors are. Raises UnpicklingError for what is no part of it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _INDEX_MODULES:
+            found = super().find_class(module, name)
+            is_record = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
+            if is_record or found in (torch.Size, _get_layout) or isinstance(found, torch.dtype):
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's index")
 
 
 def newest(folder: str) -> Path:
@@ -171,7 +216,11 @@ def newest(folder: str) -> Path:
         return path
     tracker = path / TRACKER
     if not tracker.is_file():
-        raise CheckpointError("this is no torch_dist checkpoint", where=str(path), expected=f"{TRACKER} in it")
+        within = sorted(path.glob(f"trainer/{TRACKER}")) or sorted(path.glob(f"step_*/trainer/{TRACKER}"))
+        hint = f"--load {within[-1].parent}" if within else ""
+        raise CheckpointError(
+            "this is no torch_dist checkpoint", where=str(path), expected=f"{TRACKER} in it", hint=hint
+        )
     name = tracker.read_text(encoding="utf-8").strip()
     if name != RELEASE and not name.isdigit():
         raise CheckpointError(f"it says {name!r}", where=str(tracker), expected="a number or release")
@@ -198,7 +247,7 @@ def _state(
     if loading:
         for model in (state[key] for key in _named(chunks)):
             # TransformerEngine's, for 8-bit floats: pickled, and not there where other layers were saved.
-            model.update({key: LocalNonpersistentObject(None) for key in model if key.endswith("_extra_state")})
+            model.update({key: LocalNonpersistentObject(None) for key in model if "_extra_state" in key})
     return state
 
 

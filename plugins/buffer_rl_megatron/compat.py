@@ -1,7 +1,7 @@
 """Megatron-core on the CPU: what it takes for granted of CUDA, made to mean the CPU where torch sees no CUDA device.
 
 ``install`` replaces functions once a process; ``cpu_devices`` is entered by each thread that builds or trains a model.
-Where CUDA is available both do nothing.
+Where CUDA is available both do nothing, but for names that Megatron uses and without TransformerEngine does not define.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERSIONS = ((0, 16, 1), (0, 17))
 class Patch:
     """A function that assumes CUDA, as ``module:attribute``, its replacement on the CPU, and what calls it.
 
-    missing: megatron-core uses the name without defining it, so there is nothing to replace."""
+    missing: without TransformerEngine megatron-core uses the name and does not define it, with CUDA too."""
 
     where: str
     replacement: Any
@@ -38,6 +38,8 @@ class Patch:
         """Replace it. Raises ConfigError if it is not there."""
         module_name, _, attribute = self.where.partition(":")
         module = importlib.import_module(module_name)
+        if self.missing and hasattr(module, attribute):
+            return
         if not self.missing and not hasattr(module, attribute):
             raise ConfigError(f"{self.where} is not there to be replaced", where="megatron-core on the CPU")
         setattr(module, attribute, self.replacement)
@@ -142,10 +144,10 @@ def install(patches: Iterable[Patch] = PATCHES) -> None:
     """Apply the patches where torch sees no CUDA device; a second call changes nothing. Raises ConfigError for a
     version of megatron-core that they were not made for, with or without CUDA."""
     installed_version()
-    if torch.cuda.is_available():
-        return
+    on_cpu = not torch.cuda.is_available()
     for patch in patches:
-        patch.apply()
+        if on_cpu or patch.missing:
+            patch.apply()
 
 
 class _CpuDevices(TorchFunctionMode):
@@ -165,7 +167,7 @@ class _CpuDevices(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], "cpu", *args[2:])
         result = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(result, str):
+        if func is torch.Tensor.type and isinstance(result, str) and not result.startswith("torch.cuda."):
             return result.replace("torch.", "torch.cuda.", 1)
         return result
 
@@ -173,6 +175,11 @@ class _CpuDevices(TorchFunctionMode):
 def cpu_devices() -> AbstractContextManager[Any]:
     """Has "cuda" mean the CPU for torch calls of this thread within the block; nothing where CUDA is available."""
     return nullcontext() if torch.cuda.is_available() else _CpuDevices()
+
+
+def current_device() -> torch.device:
+    """Where models are: CUDA's current device, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _is_cuda(device: Any) -> bool:

@@ -286,6 +286,19 @@ def gather_before_selecting(chunks: Sequence[torch.nn.Module]) -> None:
                 layer.disable_grad_reduce = True
 
 
+def keep_gradients_of_recomputed_layers(chunks: Sequence[torch.nn.Module]) -> None:
+    """Megatron's recomputed layers have a gradient only if their input has one, which that of the first layer has not
+    where a provider froze the embeddings."""
+
+    def require(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()
+
+    for chunk in map(unwrap_model, chunks):
+        if chunk.pre_process:
+            chunk.embedding.register_forward_hook(require)
+
+
 def response_log_probs(
     micro: Micro, logits: torch.Tensor, temperature: float, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,8 +55,8 @@ def local_block_spec(config: Any, vp_stage: int | None, core_attention: Any | No
 class ValueHead(torch.nn.Linear):
     """One number a token, in place of the output layer: the value of the tokens so far. It starts with zeros.
 
-    Every tensor rank has all of it. Returns values ``[sequence, batch, 1]`` and no bias, as Megatron's output layer
-    does with logits."""
+    Every tensor rank has all of it. Returns values ``[sequence, batch, 1]`` in float32, and no bias, as Megatron's
+    output layer does with logits."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
@@ -67,7 +67,7 @@ class ValueHead(torch.nn.Linear):
     def forward(  # type: ignore[override]
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        values = super().forward(input_)
+        values = torch.nn.functional.linear(input_.float(), self.weight.float())
         if self._sequence_parallel:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None

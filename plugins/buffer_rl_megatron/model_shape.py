@@ -72,9 +72,14 @@ def _head_width(configuration: Mapping[str, Any]) -> Any:
     return configuration["hidden_size"] // configuration["num_attention_heads"]
 
 
-def _rotary_base(configuration: Mapping[str, Any]) -> Any:
+def _rotary(configuration: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """A number of the rotary embedding: transformers 5 keeps them together."""
     given = configuration.get("rope_parameters") or configuration.get("rope_scaling") or {}
-    return given.get("rope_theta", configuration.get("rope_theta"))
+    return given.get(name, configuration.get(name, default))
+
+
+def _rotary_base(configuration: Mapping[str, Any]) -> Any:
+    return _rotary(configuration, "rope_theta")
 
 
 def _groups(configuration: Mapping[str, Any]) -> Any:
@@ -95,7 +100,7 @@ OF_CONFIGURATION: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "position_embedding_type": lambda c: "rope" if _rotary_base(c) else "learned_absolute",
     "use_rotary_position_embeddings": lambda c: bool(_rotary_base(c)),
     "rotary_base": _rotary_base,
-    "rotary_percent": lambda c: c.get("partial_rotary_factor", 1.0),
+    "rotary_percent": lambda c: _rotary(c, "partial_rotary_factor", 1.0),
     "vocab_size": lambda c: c["vocab_size"],
     "swiglu": lambda c: c.get("hidden_act") == "silu",
     "disable_bias_linear": lambda c: not c.get("mlp_bias", False),

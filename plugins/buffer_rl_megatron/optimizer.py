@@ -3,6 +3,7 @@ gathered late."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from buffer_rl.errors import TrainError
 from buffer_rl.train.optimizer import learning_rate, non_finite_gradient
@@ -72,7 +74,7 @@ class Optimizer:
             raise TrainError("there are gradients of an unfinished step", hint="sleep after optimizer_step")
         if self._moves_weights:
             self.megatron.offload_to_cpu()
-            self._move_loose_weights(torch.device("cpu"))
+            self._move_other_weights(torch.device("cpu"))
         for buffer in self._buffers():
             buffer.offload_to_cpu(move_params=self._moves_weights, move_grads=True)
 
@@ -81,24 +83,24 @@ class Optimizer:
         for buffer in self._buffers():
             buffer.reload_from_cpu(move_params=self._moves_weights, move_grads=True)
         if self._moves_weights:
-            self._move_loose_weights(_device())
+            self._move_other_weights(compat.current_device())
             inner = [part.optimizer for part in parts_of(self.megatron) if has_torch_adam(part)]
             steps = [(state, state["step"]) for each in inner for state in each.state.values()]
             self.megatron.restore_from_cpu()
             for state, step in steps:
                 state["step"] = step  # in host memory, where torch reads it without waiting for the device
 
-    def _move_loose_weights(self, device: torch.device) -> None:
-        """Without the distributed optimizer the buffers have gradients alone."""
-        if not self._args.use_distributed_optimizer:
-            for chunk in self._chunks:
-                for parameter in chunk.parameters():
+    def _move_other_weights(self, device: torch.device) -> None:
+        """Those that are in no buffer: frozen ones, and all without the distributed optimizer."""
+        for chunk in self._chunks:
+            for parameter in chunk.parameters():
+                if not (parameter.requires_grad and self._args.use_distributed_optimizer):
                     parameter.data = parameter.data.to(device)
 
     @property
     def _moves_weights(self) -> bool:
         """In float32 the optimizer works on the weights themselves, which moving would part."""
-        return _device().type == "cuda" and bool(self._args.bf16)
+        return compat.current_device().type == "cuda" and bool(self._args.bf16)
 
     def _buffers(self) -> list[Any]:
         return [buffer for chunk in self._chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
@@ -133,21 +135,20 @@ class Optimizer:
             for chunk in self._chunks:
                 chunk.scale_gradients(scale)
             self.megatron.prepare_grads()
-            norm = torch.tensor(float(self.megatron.get_grad_norm()), dtype=torch.float64, device=_device())
-            dist.all_reduce(norm, op=dist.ReduceOp.MAX)  # a rank without a part of the model may not see it
-            grad_norm = float(norm)
-            if not torch.isfinite(norm):
+            grad_norm = float(self.megatron.get_grad_norm())
+            is_bad = torch.tensor(int(not math.isfinite(grad_norm)), device=compat.current_device())
+            dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
+            if is_bad:
                 self.zero_grad()
                 raise non_finite_gradient(grad_norm, self.step_count)
             lr = learning_rate(self._args, self.step_count)
             for group in self.megatron.param_groups:
                 group["lr"] = lr * group.get("lr_mult", 1.0)
                 group["weight_decay"] = self._args.weight_decay * group.get("wd_mult", 1.0)
-            self.megatron.step()
+            for part in parts_of(self.megatron) if self._args.clip_grad > 0 else ():
+                if parameters := part.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, self._args.clip_grad, grad_norm)
+            self.megatron.step_with_ready_grads()
             self.zero_grad()
         self.step_count += 1
         return {"grad_norm": grad_norm, "lr": lr}
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

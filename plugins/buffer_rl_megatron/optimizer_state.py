@@ -56,55 +56,58 @@ def _allocate(optimizer: Any) -> None:
                 state.setdefault("step", torch.tensor(0.0))
 
 
-def restore(optimizer: Any, stored: Mapping[Any, Any]) -> None:
-    """Give the optimizer its state from a checkpoint, whichever Adam wrote it.
+def restore(optimizer: Any, stored: dict[Any, Any]) -> None:
+    """Give the optimizer its state from a checkpoint, whichever Adam wrote it, and whether or not experts had an
+    optimizer of their own, which they have with expert parallelism.
 
-    Betas, epsilon, weight decay and learning rate stay those of the run; Megatron would take them, and what only the
-    other Adam has, from the checkpoint. stored: changed.
+    Betas, epsilon, weight decay and learning rate stay those of the run: of these, Megatron would take what the
+    checkpoint says. stored: the tensors that ``sharded_state`` asked for, and what the checkpoint says beside them;
+    changed.
     """
+    commons = [each for each in (stored, *stored.values()) if isinstance(each, Mapping)]
+    step = max((_step_of(common) for common in commons), default=0)
+    kind = next((each["param_state_sharding_type"] for each in commons if "param_state_sharding_type" in each), None)
     parts = parts_of(optimizer)
-    steps = [_set_step(part, state) for part, state in zip(parts, _states(optimizer, stored), strict=True)]
-    own = [
-        [{key: value for key, value in group.items() if key != "step"} for group in part.optimizer.param_groups]
-        for part in parts
-    ]
+    states = [stored] if len(parts) == 1 else [stored.get(number, {}) for number in range(len(parts))]
+    for part, state in zip(parts, states, strict=True):
+        own = part.state_dict()
+        inner, groups = (state.setdefault("optimizer", {}), own["optimizer"]) if "optimizer" in own else (state, own)
+        inner["param_groups"] = [{**group, "step": step} for group in groups["param_groups"]]
+        if "state" in inner:  # absent with the distributed optimizer
+            inner["state"] = {key: value for key, value in inner["state"].items() if key != "common_step"}
+            if has_torch_adam(part):
+                inner["state"]["common_step"] = torch.tensor(float(step))
+        if "param_state" in state:
+            state["param_state_sharding_type"] = kind
     with _corrected(optimizer), torch.no_grad():
-        optimizer.load_state_dict(stored)
-    for part, groups, step in zip(parts, own, steps, strict=True):
-        if has_torch_adam(part):
-            for state in part.optimizer.state.values():
-                state["step"] = state["step"].clone()  # Megatron gives all one tensor, which would count for each
-            part.optimizer.param_groups = groups
-        else:
-            part.optimizer.param_groups = [{**group, "step": step} for group in groups]
+        optimizer.load_state_dict(stored if len(parts) == 1 else dict(enumerate(states)))
+    for part in filter(has_torch_adam, parts):
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()  # Megatron gives all one tensor, which would count for each
+        for group in part.optimizer.param_groups:
+            del group["step"]
 
 
-def _set_step(part: Any, state: Mapping[str, Any]) -> int:
-    """Write the step of a stored state to where Megatron looks for it, given the part's own Adam; returns it."""
-    inner = state.get("optimizer", state)
-    found = [group["step"] for group in inner["param_groups"] if "step" in group]
-    of_parameters = inner.get("state")  # absent with the distributed optimizer
-    if of_parameters is not None and "common_step" in of_parameters:
-        found.append(of_parameters.pop("common_step"))
-    step = max((int(each) for each in found), default=0)
-    if of_parameters is not None and has_torch_adam(part):
-        of_parameters["common_step"] = torch.tensor(float(step))
-    for group in inner["param_groups"]:
-        group["step"] = step
-    return step
+def _step_of(common: Mapping[Any, Any]) -> int:
+    """The steps that what a checkpoint says of an optimizer counts; 0 where it says nothing."""
+    inner = common.get("optimizer", common)
+    found = [group["step"] for group in inner.get("param_groups", ()) if "step" in group]
+    found += [each for each in (inner.get("state", {}).get("common_step"),) if each is not None]
+    return max((int(each) for each in found), default=0)
 
 
-def refuse_other_parts(optimizer: Any, common: Mapping[str, Any], where: str) -> None:
-    """With expert parallelism Megatron gives the experts an optimizer of their own; its state fits no other. Raises
+def refuse_other_parts(optimizer: Any, common: Mapping[str, Any], layout: Mapping[str, Any], where: str) -> None:
+    """Megatron's other formats have the state of each optimizer by itself, so that of experts fits only experts. Raises
     CheckpointError."""
     parts = len(parts_of(optimizer))
     stored = sum(isinstance(key, int) for key in common.get("optimizer", {})) or 1
-    if parts != stored:
+    kind = layout.get("distrib_optim_sharding_type")
+    if parts != stored and kind != "fully_reshardable":
         names = {1: "one optimizer", 2: "one optimizer for experts and one for the rest"}
         raise CheckpointError(
-            f"it has the state of {names.get(stored, stored)}",
+            f"it has the state of {names.get(stored, stored)}, in the format {kind}",
             where=where,
-            expected=f"{names.get(parts, parts)}, as the run has",
+            expected=f"{names.get(parts, parts)}, as the run has, or the format fully_reshardable",
             hint="keep --expert-model-parallel-size at 1 or above 1, as it was, or begin with the weights alone",
         )
 

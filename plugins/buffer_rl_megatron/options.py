@@ -58,7 +58,9 @@ class MegatronOptions(Section):
     expert_tensor_parallel_size: int | None = option(
         None, "ranks that each expert's matrices are split over; as other matrices where absent", ge=1
     )
-    sequence_parallel: bool = option(False, "split norms and dropout along the sequence over tensor-parallel ranks")
+    sequence_parallel: bool = option(
+        False, "split norms along the sequence over tensor-parallel ranks; without effect where there is one"
+    )
     transformer_impl: Literal["local", "transformer_engine"] = option(
         "local", "layers of Megatron itself, or those of TransformerEngine, which needs a GPU"
     )
@@ -91,7 +93,10 @@ class MegatronOptions(Section):
     moe_token_dispatcher_type: Literal["alltoall"] = option(
         "alltoall", "how tokens travel to experts; rows of any length need this one"
     )
-    moe_grouped_gemm: bool = option(False, "one kernel for all experts of a rank; needs TransformerEngine")
+    moe_router_dtype: Literal["fp32", "fp64"] | None = option(
+        None, "number format in which a router scores experts; that of the weights where absent"
+    )
+    moe_grouped_gemm: bool = option(False, "one kernel for all experts of a rank; needs TransformerEngine's layers")
     custom_megatron_init_path: str | None = option(
         None, "MODULE:FUNCTION(args), called once a rank when the process groups are made"
     )
@@ -188,8 +193,6 @@ def check(args: Any) -> None:
         _refuse("its attention of packed rows takes halves alone", "--transformer-impl", hint="add --bf16")
     if args.transformer_impl == "transformer_engine" and not has_te:
         _refuse("TransformerEngine is not installed", "--transformer-impl", hint="--transformer-impl local")
-    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        _refuse("there is one tensor-parallel rank", "--sequence-parallel", expected="two or more")
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         _refuse(
             "parameters are gathered by the distributed optimizer, once gradients are reduced asynchronously",
@@ -202,8 +205,8 @@ def check(args: Any) -> None:
             "--model-converter-path",
             hint="leave it out; docs/add_a_model.md says how to write a mapping",
         )
-    _check_experts(args, ranks, has_te=has_te)
-    _check_recomputed(args)
+    _check_experts(args, ranks)
+    _check_recomputed(args, has_te=has_te)
     _check_functions(args)
     if args.hf_checkpoint is not None and (configuration := read_configuration(args.hf_checkpoint)):
         check_mapped(str(configuration.get("model_type")))
@@ -212,13 +215,20 @@ def check(args: Any) -> None:
         _check_splits(args, configuration)
 
 
-def _check_experts(args: Any, ranks: Layout, *, has_te: bool) -> None:
+def _check_experts(args: Any, ranks: Layout) -> None:
     expert_tp = args.expert_tensor_parallel_size or ranks.tp_size
     if expert_tp > ranks.tp_size:
         _refuse(
             f"experts are split over more ranks ({expert_tp}) than other layers ({ranks.tp_size})",
             "--expert-tensor-parallel-size",
             expected="at most --tensor-model-parallel-size",
+        )
+    if expert_tp < ranks.tp_size and args.expert_model_parallel_size == 1:
+        _refuse(
+            "Megatron sums the gradients of experts that several tensor ranks have only where experts are spread",
+            "--expert-tensor-parallel-size",
+            expected=str(ranks.tp_size),
+            hint="or --expert-model-parallel-size 2 or more",
         )
     of_stage = ranks.dp_size * ranks.cp_size * ranks.tp_size
     if of_stage % (args.expert_model_parallel_size * expert_tp):
@@ -228,8 +238,12 @@ def _check_experts(args: Any, ranks: Layout, *, has_te: bool) -> None:
             "--expert-model-parallel-size and --expert-tensor-parallel-size",
             expected=f"sizes whose product divides {of_stage}",
         )
-    if args.moe_grouped_gemm and not has_te:
-        _refuse("the grouped kernel is TransformerEngine's", "--moe-grouped-gemm", hint="leave it out")
+    if args.moe_grouped_gemm and args.transformer_impl != "transformer_engine":
+        _refuse(
+            "the grouped kernel is TransformerEngine's",
+            "--moe-grouped-gemm",
+            hint="add --transformer-impl transformer_engine, or leave it out",
+        )
     if balances_experts(args) and args.moe_router_load_balancing_type == "seq_aux_loss":
         _refuse(
             "rows of different lengths would have wrong weights in a loss of each sequence",
@@ -238,7 +252,7 @@ def _check_experts(args: Any, ranks: Layout, *, has_te: bool) -> None:
         )
 
 
-def _check_recomputed(args: Any) -> None:
+def _check_recomputed(args: Any, *, has_te: bool) -> None:
     if (args.recompute_method or args.recompute_num_layers) and args.recompute_granularity != "full":
         _refuse("only whole layers are chosen this way", "--recompute-method", hint="--recompute-granularity full")
     if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
@@ -254,6 +268,8 @@ def _check_recomputed(args: Any) -> None:
         _refuse("parts of layers are chosen this way", where, hint="add --recompute-granularity selective")
     if unknown := sorted(set(args.recompute_modules) - set(RECOMPUTED)):
         _refuse(f"{', '.join(unknown)}: there is no such part", where, expected=", ".join(RECOMPUTED))
+    if "layernorm" in args.recompute_modules and not has_te:
+        _refuse("Megatron recomputes norms with a function of TransformerEngine's", where, hint="leave layernorm out")
     if "moe_act" in args.recompute_modules and not args.moe_grouped_gemm:
         _refuse("moe_act is a part of the grouped kernel", where, hint="add --moe-grouped-gemm")
 

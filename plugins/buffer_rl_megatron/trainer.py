@@ -37,6 +37,7 @@ from buffer_rl_megatron.forward import (
     Balance,
     Micro,
     gather_before_selecting,
+    keep_gradients_of_recomputed_layers,
     micro_batches,
     padded,
     response_log_probs,
@@ -65,6 +66,8 @@ class MegatronTrainer:
         if hook := self._hooks.get("custom_megatron_init_path"):
             hook(args)
         self._bridge, chunks = self._built(folder, flag, value_head=objective.critic)
+        if args.recompute_granularity is not None:
+            keep_gradients_of_recomputed_layers(chunks)
         self._chunks = data_parallel(args, self._bridge.config, chunks)
         self._optimizer = Optimizer(args, self._chunks)
         frozen = [] if objective.critic else frozen_models_of_trainer(args)
@@ -128,17 +131,22 @@ class MegatronTrainer:
     def export(self) -> Iterator[dict[str, Any]]:
         """The weights under Hugging Face names, tied weights once, in buckets of at most
         ``--update-weight-buffer-size`` bytes; on every rank, one parameter gathered at a time."""
-        with compat.cpu_devices():
-            yield from weight_buckets(self._weights(), self._args.update_weight_buffer_size, copy=False)
-
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._bridge.export(self._chunks)
+        weights = self._bridge.export(self._chunks)
+        buckets = weight_buckets(weights, self._args.update_weight_buffer_size, copy=False)
+        while True:
+            with compat.cpu_devices():
+                bucket = next(buckets, None)
+            if bucket is None:
+                return
+            yield bucket
 
     def save_hf(self, path: str) -> None:
         """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. Every rank gathers, the head of
         replica 0 writes, a file at a time."""
         with compat.cpu_devices():
-            write_folder(self._weights(), self._args.hf_checkpoint, path, writes=self.topology.is_source)
+            write_folder(
+                self._bridge.export(self._chunks), self._args.hf_checkpoint, path, writes=self.topology.is_source
+            )
 
     def save(self, path: str) -> None:
         """Write weights, optimizer and random state into the folder ``path``, for any later layout (see
@@ -287,6 +295,7 @@ def _overrides(args: Any) -> dict[str, Any]:
         "recompute_modules": args.recompute_modules or None,
         "moe_router_load_balancing_type": args.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": args.moe_aux_loss_coeff,
+        "moe_router_dtype": args.moe_router_dtype,
     }
     return {
         **{name: value for name, value in given.items() if value is not None},
@@ -329,3 +338,10 @@ def _initialize(args: Any, rank: int, world_size: int, device: torch.device, fol
             distributed_timeout_minutes=math.ceil(args.train_timeout_s / 60),
         )
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed, inference_rng_tracker=device.type == "cpu")
+    place = {
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        "dp": parallel_state.get_data_parallel_rank(),
+        "cp": parallel_state.get_context_parallel_rank(),
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+    }
+    assert place == options.layout(args).coordinates(rank), "rows are dealt by another order of ranks than Megatron's"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -64,3 +68,75 @@ def half_vocabulary(_args: Any) -> None:
     import buffer_rl_megatron.vocabulary as vocabulary
 
     vocabulary._over_ranks = lambda values_n, *_: values_n  # type: ignore[assignment]
+
+
+def undivided_gradients_of_experts(_args: Any) -> None:
+    """The divisor of the step does not reach the gradients of experts that are spread over ranks."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    def scale(self: Any, factor: float) -> None:
+        for buffer in self.buffers:
+            buffer.scale_gradients(factor)
+
+    DistributedDataParallel.scale_gradients = scale
+
+
+def own_gradient_of_embeddings(_args: Any) -> None:
+    """Tied embeddings on the first and the last pipeline stage get the gradient of their stage alone."""
+    from megatron.core.distributed import finalize_model_grads
+
+    module: Any = __import__(finalize_model_grads.__module__, fromlist=["_"])
+    module._allreduce_word_embedding_grads = lambda *_, **__: None
+
+
+def unmarked_post_norms(_args: Any) -> None:
+    """GLM-4's further norms do not say that each tensor rank has a part of the sequence."""
+    import buffer_rl_megatron_glm4 as glm4
+
+    made = glm4.RMSNorm
+
+    def unmarked(*args: Any, **settings: Any) -> Any:
+        norm = made(*args, **settings)
+        norm.weight.sequence_parallel = False
+        return norm
+
+    glm4.RMSNorm = unmarked  # type: ignore[assignment, misc]
+
+
+def _kill_once(args: Any, module: Any, name: str, call: int) -> None:
+    """Have rank 1 of the run's first processes end at the ``call``-th call of a function, from 1 on."""
+    import torch.distributed as dist
+
+    replaced: Callable[..., Any] = getattr(module, name)
+    calls, killed = 0, Path(args.run_dir, "killed")
+
+    def counting(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and dist.get_rank() == 1 and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replaced(*given, **named)
+
+    setattr(module, name, counting)
+
+
+def killed_between_gradient_and_step(args: Any) -> None:
+    """In the sixth step, when the gradients of all ranks have been summed."""
+    import buffer_rl_megatron.optimizer as optimizer
+
+    _kill_once(args, optimizer, "learning_rate", 6)
+
+
+def killed_in_a_save(args: Any) -> None:
+    """While the third checkpoint, of step 6, is written."""
+    import buffer_rl_megatron.checkpoint as checkpoint
+
+    _kill_once(args, checkpoint, "_state", 3)
+
+
+def killed_in_an_export(args: Any) -> None:
+    """While weights are gathered for the engines."""
+    from buffer_rl_megatron.bridge import Bridge
+
+    _kill_once(args, Bridge, "export", 6)

@@ -1,16 +1,18 @@
 """Processes that join gloo as the ranks of Megatron's groups, and run functions of ``harness`` modules for the tests.
 
-They start once for many calls, as importing Megatron takes several seconds.
+Each call is in processes of its own, which are forked from some that have imported Megatron, as that takes several
+seconds: what a call changes, and the threads of its groups, end with it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
+import importlib
 import importlib.util
 import itertools
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -20,6 +22,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from buffer_rl.parent import die_with_parent
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("mbridge") is not None
 REASON = "megatron-core and mbridge are not installed: pip install 'buffer-rl[megatron]'"
@@ -85,7 +89,7 @@ class Ranks:
         if not connection.poll(max(0.0, deadline - time.monotonic())):
             raise TimeoutError(f"rank {rank} did not answer in time")
         try:
-            answer: tuple[bool, Any] = connection.recv()
+            answer: tuple[bool, Any] = pickle.loads(connection.recv_bytes())
         except EOFError as error:
             raise RankError(f"rank {rank} ended") from error
         return answer
@@ -149,32 +153,48 @@ def groups(layout: Layout) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
+WARM = ("transformers", "mbridge", "megatron.core.dist_checkpointing.strategies.torch", "buffer_rl_megatron.compat")
+"""What takes long to import; none of it starts a thread."""
+
+
 def _serve(connection: Connection, rank: int, world_size: int, store: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
-    import torch.distributed as dist
-
-    from buffer_rl_megatron.compat import install
 
     torch.set_num_threads(1)
-    install()
+    for name in WARM:
+        importlib.import_module(name)
+    own = os.getpid()
     for number in itertools.count():
         try:
             function, args = connection.recv()
         except (EOFError, ConnectionResetError):
             return
-        # Groups have threads of their own, which end with all groups alone.
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}-{number}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        place = (rank, world_size, f"file://{store}-{number}")
+        child = multiprocessing.get_context("fork").Process(
+            target=_answer, args=(own, connection, place, function, args)
         )
-        try:
-            answer = (False, function(*args))
-        except Exception:
-            answer = (True, traceback.format_exc())
-        dist.destroy_process_group()
-        gc.collect()  # models are in cycles, and have groups
-        connection.send(answer)
+        child.start()
+        child.join()
+        if child.exitcode:
+            return  # and the connection ends with it
+
+
+def _answer(
+    parent: int, connection: Connection, place: tuple[int, int, str], function: Callable[..., Any], args: Any
+) -> None:
+    import torch.distributed as dist
+
+    from buffer_rl_megatron.compat import install
+
+    die_with_parent(parent)
+    install()
+    rank, world_size, store = place
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        answer = (False, function(*args))
+    except Exception:
+        answer = (True, traceback.format_exc())
+    dist.destroy_process_group()
+    connection.send_bytes(pickle.dumps(answer))  # copies tensors, which send() would share with this process

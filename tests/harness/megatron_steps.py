@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.types import TrainBatch
-from harness.megatron_ranks import RankPool, Ranks
+from harness.megatron_ranks import RankPool
 
 
 @dataclass(kw_only=True)
 class Case:
     """Options of a run, and the rows of each of its optimizer steps. parts: calls of ``accumulate`` that each step is
     made of. critic: train a value model. scale: a factor of the gradient, 1 where it is right. sleeps: the trainer
-    sleeps and wakes up between the steps. last: rows whose outputs after the last step are asked for, in place of those
+    sleeps and wakes up between the steps. load, save: folders of checkpoints before the first and after the last step.
+    last: rows whose outputs after the last step are asked for, in place of those
     of the first batch before the first one."""
 
     args: Any
@@ -27,6 +28,8 @@ class Case:
     critic: bool = False
     scale: float = 1.0
     sleeps: bool = False
+    load: str | None = None
+    save: str | None = None
     last: TrainBatch | None = None
 
 
@@ -40,13 +43,12 @@ class Found:
     weights: dict[str, Any] = field(default_factory=dict)
 
 
-def run_case(ranks: RankPool | Ranks, case: Case, timeout_s: float = 120.0) -> Found:
+def run_case(ranks: RankPool, case: Case, timeout_s: float = 120.0) -> Found:
     """Run the case on ``args.num_train_ranks`` ranks."""
     from buffer_rl.token_loss import Sums
 
     world_size = case.args.num_train_ranks
-    pooled = (world_size,) if isinstance(ranks, RankPool) else ()
-    parts = ranks.run(*pooled, steps_of_rank, case, timeout_s=timeout_s)
+    parts = ranks.run(world_size, steps_of_rank, case, timeout_s=timeout_s)
     found = Found()
     for part in parts:
         found.outputs |= part["outputs"]
@@ -85,6 +87,8 @@ def steps_of_rank(case: Case) -> dict[str, Any]:
         def share(whole: TrainBatch) -> TrainBatch:
             return whole.select(balanced_partition(whole.lengths, place.dp_size)[place.dp_rank])
 
+        if case.load is not None:
+            trainer.load(case.load)
         outputs: dict[Any, Any] = {}
         steps = []
         for number, whole in enumerate(case.batches):
@@ -94,12 +98,17 @@ def steps_of_rank(case: Case) -> dict[str, Any]:
                 outputs = outputs_of(batch)
             elif case.sleeps:
                 trainer.sleep()
+                gradients = [buffer.grad_data.untyped_storage() for buffer in trainer._optimizer._buffers()]
+                assert sum(storage.nbytes() for storage in gradients) == 0
                 trainer.wake_up()
+                assert all(storage.nbytes() for storage in gradients)
             bounds = [len(batch) * part // case.parts for part in range(case.parts + 1)]
             sums = sum((trainer.accumulate(batch.select(range(*part))) for part in pairwise(bounds)), Sums())
             own = sums if place.is_head else Sums()
             (divisor,) = summed_over_ranks([own.divisor])
             steps.append((own, trainer.optimizer_step(case.scale / divisor)))
+        if case.save is not None:
+            trainer.save(case.save)
         if case.last is not None:
             outputs = outputs_of(share(case.last))
         weights = {name: tensor.float().clone() for bucket in trainer.export() for name, tensor in bucket.items()}

@@ -222,8 +222,8 @@ def resumed(layout: Layout, folder: str, source: str, kind: Kind = Kind()) -> di
         return found | {"eps": {group["eps"] for group in run.optimizer.param_groups}}
 
 
-def stuck_in_a_save(layout: Layout, folder: str, target: str) -> int:
-    """Begin a checkpoint whose writers wait for a reader of their files. Returns this rank's process id."""
+def stuck_in_a_save(layout: Layout, folder: str, target: str) -> None:
+    """Begin a checkpoint whose writers wait for a reader of their files; ``target/pid`` has this rank's process id."""
     import torch.distributed as dist
 
     from buffer_rl_megatron import checkpoint
@@ -234,8 +234,12 @@ def stuck_in_a_save(layout: Layout, folder: str, target: str) -> int:
         os.mkfifo(step / f"__{dist.get_rank()}_{number}.distcp")
     with training(layout, folder) as run:
         pending = checkpoint.start_save(run.chunks, run.optimizer, target, step=0)
-        assert not pending()
-        return os.getpid()
+        Path(target, "pid.part").write_text(str(os.getpid()))
+        Path(target, "pid.part").rename(Path(target, "pid"))
+        deadline = time.monotonic() + 60.0
+        while time.monotonic() < deadline:
+            assert not pending()
+            time.sleep(0.05)
 
 
 def copies_during_a_save(layout: Layout, folder: str, target: str) -> tuple[int, int, int]:

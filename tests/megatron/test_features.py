@@ -29,12 +29,23 @@ CONTEXT = {"context_parallel_size": 2, "num_train_ranks": 2, "max_tokens_per_gpu
 SEQUENCE = {TP: 2, "sequence_parallel": True, "num_train_ranks": 2}
 EXPERTS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5, "deterministic": True}
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
 ModelOf = Callable[[str], str]
 ByTransformers = Callable[[str], Found]
 
 
 def rows(num_rows: int = 12) -> list[Any]:
     return [make_rows(num_rows, seed) for seed in SEEDS]
+
+
+def with_values(batch: Any) -> Any:
+    """The rows with what a critic reads."""
+    generator = np.random.default_rng(7)
+    lengths = batch.columns["response_length"]
+    for name in ("old_log_probs", "ref_log_probs", "values"):
+        batch.columns[name] = [generator.normal(size=length).astype(np.float32) for length in lengths]
+    return batch
 
 
 VALUE_LAYOUTS: dict[str, dict[str, Any]] = {
@@ -49,14 +60,6 @@ VALUE_LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changes", VALUE_LAYOUTS.values(), ids=VALUE_LAYOUTS)
 def test_a_value_model_is_that_of_transformers(changes: dict[str, Any], ranks: RankPool, model_of: ModelOf) -> None:
     args = make_args(model_of("untied"), advantage_estimator="ppo", use_critic=True)
-
-    def with_values(batch: Any) -> Any:
-        generator = np.random.default_rng(7)
-        lengths = batch.columns["response_length"]
-        for name in ("old_log_probs", "ref_log_probs", "values"):
-            batch.columns[name] = [generator.normal(size=length).astype(np.float32) for length in lengths]
-        return batch
-
     objective = Objective(args, PluginRegistry.from_flags([]), "critic")
     trainer = TorchTrainer(args, 0, 1, objective)
     expected = Found(outputs=dict.fromkeys(make_rows().row_ids, np.zeros(0)))
@@ -115,6 +118,52 @@ def test_a_trainer_that_slept_goes_on_as_it_was(
     assert beyond(run_case(ranks, case), by_transformers("qwen3")) == {}
 
 
+SCHEDULE = {"lr_warmup_iters": 1, "lr_decay_style": "cosine", "lr_decay_iters": 3, "min_lr": 1e-3, "clip_grad": 0.0}
+
+
+def by_the_default_backend(args: Any) -> Found:
+    trainer = make_trainer(args)
+    found = Found(outputs=dict.fromkeys(make_rows().row_ids, np.zeros(0)))
+    found.steps = [step(trainer, batch) for batch in rows()]
+    found.weights = {name: tensor.clone() for bucket in trainer.export() for name, tensor in bucket.items()}
+    return found
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5], ids=["no clipping", "clipping"])
+def test_the_learning_rate_and_clipping_are_those_of_the_default_backend(
+    ranks: RankPool, model_of: ModelOf, clip: float
+) -> None:
+    args = make_args(model_of("qwen3"), **{**SCHEDULE, "clip_grad": clip}, num_train_ranks=2)
+    expected = by_the_default_backend(args.model_copy(update={"num_train_ranks": 1}))
+    found = run_case(ranks, Case(args=args, batches=rows()))
+    found.outputs = expected.outputs
+    assert beyond(found, expected) == {}
+    assert [each["lr"] for each in found.steps] == [each["lr"] for each in expected.steps]
+    assert len({each["lr"] for each in found.steps}) == 2
+    assert min(each["grad_norm"] for each in found.steps) > 0.5, "nothing is clipped"
+
+
+CONTINUED = {"a value model": ("untied", True), "GLM-4": ("glm4", False), "experts": ("qwen3_moe", False)}
+
+
+@pytest.mark.parametrize("kind", CONTINUED)
+def test_a_trainer_goes_on_from_a_checkpoint_in_another_layout(
+    ranks: RankPool, model_of: ModelOf, tmp_path: Path, kind: str
+) -> None:
+    architecture, critic = CONTINUED[kind]
+    ppo = {"advantage_estimator": "ppo", "use_critic": True} if critic else {}
+    args = make_args(model_of(architecture), **ppo)
+    batches = [with_values(batch) if critic else batch for batch in rows()]
+    saved = args.model_copy(update=SEQUENCE)
+    spread = {"expert_model_parallel_size": 2} if kind == "experts" else {PP: 2}
+    loaded = args.model_copy(update={**spread, "num_train_ranks": 2})
+    whole = run_case(ranks, Case(args=args, batches=batches, critic=critic))
+    run_case(ranks, Case(args=saved, batches=batches[:1], critic=critic, save=str(tmp_path)))
+    found = run_case(ranks, Case(args=loaded, batches=batches[1:], critic=critic, load=str(tmp_path)))
+    whole.steps, found.outputs = whole.steps[1:], whole.outputs
+    assert beyond(found, whole) == {}
+
+
 def test_bfloat16_has_float32_master_weights(
     ranks: RankPool, model_of: ModelOf, by_transformers: ByTransformers
 ) -> None:
@@ -140,8 +189,7 @@ def test_a_loss_that_balances_experts_is_weighed_alike_on_any_layout(ranks: Rank
     without = run_case(ranks, Case(args=make_args(model, deterministic=True), batches=rows()))
     assert differences(without, alone)["grad_norm"] > 1e-3
     stages = {PP: 2, "num_train_ranks": 2}
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    for layout in (SEQUENCE, CONTEXT, stages, {**stages, **full}, {**SEQUENCE, **stages, "num_train_ranks": 4}):
+    for layout in (SEQUENCE, CONTEXT, stages, {**stages, **FULL}, {**SEQUENCE, **stages, "num_train_ranks": 4}):
         split = run_case(ranks, Case(args=make_args(model, **EXPERTS, **layout), batches=rows()))
         assert beyond(split, alone) == {}
     replicas = [
@@ -270,6 +318,13 @@ def frozen(pre_process, post_process, vp_stage=None, build=None):
     return model
 
 
+def without_embeddings(pre_process, post_process, vp_stage=None, build=None):
+    model = build()
+    if pre_process:
+        model.embedding.requires_grad_(False)
+    return model
+
+
 def as_in_slime(pre_process: bool = True, post_process: bool = True) -> GPTModel:
     return None
 
@@ -306,6 +361,19 @@ def test_what_a_model_provider_freezes_stays(ranks: RankPool, model_of: ModelOf,
     args = make_args(model_of("qwen3"), **own)
     start, found = (run_case(ranks, Case(args=args, batches=batches)).weights for batches in ([], rows()))
     assert [name for name in start if torch.equal(start[name], found[name])] == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize("how", [FULL, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}])
+def test_recomputed_layers_behind_frozen_embeddings_have_their_gradients(
+    ranks: RankPool, model_of: ModelOf, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    (tmp_path / "own.py").write_text(PROVIDER)
+    own = {"custom_model_provider_path": f"{tmp_path / 'own.py'}:without_embeddings"}
+    args = make_args(model_of("untied"), **own)
+    kept = run_case(ranks, Case(args=args, batches=rows()))
+    assert beyond(run_case(ranks, Case(args=args.model_copy(update=how), batches=rows())), kept) == {}
+    start = run_case(ranks, Case(args=args, batches=[])).weights
+    assert [name for name in start if torch.equal(start[name], kept.weights[name])] == ["model.embed_tokens.weight"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.megatron_ranks import RankPool, Ranks
+from harness.megatron_ranks import RankPool
 from harness.megatron_rows import SEEDS, make_args, make_rows
 from harness.megatron_steps import LIMITS, Case, Found, beyond, differences, run_case
 
@@ -24,11 +24,24 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one rank, packed": (1, "qwen3", {}),
     "one rank, padded": (1, "qwen3", {"qkv_format": "bshd"}),
     "one rank, recomputed layers": (1, "qwen3", FULL),
+    "one rank, the first layers recomputed": (
+        1,
+        "qwen3",
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    ),
     "one rank, recomputed attention": (1, "qwen3", {"recompute_granularity": "selective"}),
+    "one rank, recomputed MLP": (1, "qwen3", {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}),
+    "one rank, recomputed experts": (
+        1,
+        "qwen3_moe",
+        {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},
+    ),
     "one rank, Llama": (1, "llama", {}),
     "one rank, Qwen2": (1, "qwen2", {}),
     "one rank, untied": (1, "untied", {}),
     "one rank, experts": (1, "qwen3_moe", {}),
+    "one rank, experts, scores in double precision": (1, "qwen3_moe", {"moe_router_dtype": "fp64"}),
+    "one rank, GLM-4": (1, "glm4", {}),
     "DP2": (2, "qwen3", {}),
     "DP2, whole optimizer": (2, "qwen3", {"use_distributed_optimizer": False}),
     "DP2, overlapped": (2, "qwen3", OVERLAP),
@@ -37,6 +50,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "TP2, Qwen2": (2, "qwen2", {TP: 2}),
     "TP2, Llama": (2, "llama", {TP: 2}),
     "TP2, padded": (2, "qwen3", {TP: 2, "qkv_format": "bshd"}),
+    "TP2, sequence parallel, GLM-4": (2, "glm4", {TP: 2, "sequence_parallel": True}),
     "TP2, sequence parallel": (2, "qwen3", {TP: 2, "sequence_parallel": True}),
     "TP2, sequence parallel, padded": (2, "qwen3", {TP: 2, "sequence_parallel": True, "qkv_format": "bshd"}),
     "TP2, sequence parallel, recomputed": (2, "qwen3", {TP: 2, "sequence_parallel": True, **FULL}),
@@ -92,6 +106,9 @@ FAULTS: dict[str, tuple[str, str]] = {
     "stale_export": ("DP2, overlapped", "weights"),
     "mixed_rows": ("one rank, packed", "outputs"),
     "half_vocabulary": ("TP2", "outputs"),
+    "unmarked_post_norms": ("TP2, sequence parallel, GLM-4", "weights"),
+    "own_gradient_of_embeddings": ("PP2", "grad_norm"),
+    "undivided_gradients_of_experts": ("EP2", "grad_norm"),
     "own_keys": ("CP2", "outputs"),
     "own_gradient_of_keys": ("CP2", "grad_norm"),
     "chunks_in_order": ("CP2", "outputs"),
@@ -114,13 +131,11 @@ def test_two_steps_equal_those_of_transformers_and_adamw(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_seen(fault: str, model_of: Callable[[str], str], by_transformers: Callable[[str], Found]) -> None:
+def test_a_fault_is_seen(
+    fault: str, ranks: RankPool, model_of: Callable[[str], str], by_transformers: Callable[[str], Found]
+) -> None:
     name, kind = FAULTS[fault]
-    world_size, architecture, _ = CASES[name]
+    architecture = CASES[name][1]
     case = case_of(model_of(architecture), name, custom_megatron_init_path=f"harness.megatron_faults:{fault}")
-    own = Ranks(world_size)  # as the fault stays in them
-    try:
-        found = run_case(own, case)
-    finally:
-        own.close()
+    found = run_case(ranks, case)
     assert differences(found, by_transformers(architecture))[kind] > 100 * LIMITS[kind]

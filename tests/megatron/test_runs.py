@@ -148,9 +148,11 @@ def one_rank(
 
 
 def test_one_rank_ends_with_the_parameters_of_the_default_backend(
-    one_rank: Callable[[str], dict[str, torch.Tensor]],
+    one_rank: Callable[[str], dict[str, torch.Tensor]], task: Path
 ) -> None:
     assert largest_difference(one_rank("megatron"), one_rank("torch")) <= 1e-4
+    start = load_file(task / "model" / "model.safetensors")
+    assert largest_difference(one_rank("megatron"), start) > 1e-2, "the steps changed next to nothing"
 
 
 @pytest.fixture(scope="module")
@@ -272,24 +274,34 @@ def test_a_saved_run_goes_on_in_another_layout(
     assert largest_difference(weights_of(second), one_rank("megatron")) <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ("layout", "schedule", "bound"),
-    [("TP2", "lockstep", 0.0), ("PP2", "lockstep", 0.0), ("TP2 x DP2", "streamed gradients", 1e-4)],
-)
-def test_a_run_whose_rank_is_killed_in_mid_step_ends_with_the_parameters_of_an_undisturbed_one(
+KILLED = {
+    "TP2, before a step": ("TP2", "lockstep", 0.0, "", 4),
+    "PP2, before a step": ("PP2", "lockstep", 0.0, "", 4),
+    "TP2 x DP2, streamed, before a step": ("TP2 x DP2", "streamed gradients", 1e-4, "", 4),
+    "PP2, in a step": ("PP2", "lockstep", 0.0, "killed_between_gradient_and_step", 4),
+    "TP2, in a save": ("TP2", "lockstep", 0.0, "killed_in_a_save", 4),
+    "TP2, in a publication": ("TP2", "lockstep", 0.0, "killed_in_an_export", 4),
+}
+"""Of each kill the layout, the schedule, how far the parameters may be from an undisturbed run's, what
+``megatron_faults`` puts into the ranks, and the step of the checkpoint that the run goes on from."""
+
+
+@pytest.mark.parametrize("kill", KILLED)
+def test_a_run_whose_rank_is_killed_ends_with_the_parameters_of_an_undisturbed_one(
     train: Callable[[Any], Any],
     recorded: Callable[..., Any],
     finished: Callable[[str, str], dict[str, torch.Tensor]],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
-    layout: str,
-    schedule: str,
-    bound: float,
+    kill: str,
 ) -> None:
-    """All processes start again from the checkpoint of step 4, in the sixth step. Streamed groups are summed in the
-    order in which they come."""
+    """All processes start again from a checkpoint. Streamed groups are summed in the order in which they come."""
+    layout, schedule, bound, fault, step = KILLED[kill]
     (tmp_path / "killer.py").write_text(KILLER)
     ranks, changes = LAYOUTS[layout]
+    place = {"custom_megatron_before_train_step_hook_path": f"{tmp_path / 'killer.py'}:kill_rank_1_once"}
+    if fault:
+        place = {"custom_megatron_init_path": f"{Path(megatron_faults.__file__)}:{fault}"}
     args = recorded(
         tmp_path / "run",
         num_train_ranks=ranks,
@@ -298,10 +310,11 @@ def test_a_run_whose_rank_is_killed_in_mid_step_ends_with_the_parameters_of_an_u
         save=str(tmp_path / "saves"),
         save_interval=2,
         progress="plain",
-        custom_megatron_before_train_step_hook_path=f"{tmp_path / 'killer.py'}:kill_rank_1_once",
+        **place,
     )
     assert train(args).steps == STEPS
-    assert "from the checkpoint of step 4 (global restart 1 of 3)" in capfd.readouterr().out
+    assert f"from the checkpoint of step {step} (global restart 1 of 3)" in capfd.readouterr().out
+    assert (tmp_path / "run" / "killed").exists()
     assert largest_difference(weights_of(args), finished(layout, schedule)) <= bound
 
 

@@ -122,11 +122,13 @@ def test_every_core_dependency_is_explained_and_every_dependency_is_pinned():
     assert pins["torch"] == "2.13.0"
 
 
-def test_the_wheel_has_the_files_that_the_report_is_made_of():
+def test_the_wheel_has_the_plugins_and_what_the_report_is_made_of():
     from hatchling.builders.wheel import WheelBuilder
 
     shipped = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
     assert {f"buffer_rl/observe/templates/report.{kind}" for kind in ("html", "css", "js")} <= shipped
+    plugins = ROOT / "plugins"
+    assert {str(path.relative_to(plugins)) for path in plugins.rglob("*.py")} <= shipped
 
 
 def test_the_reward_of_the_readme_can_be_copied_and_scores(tmp_path):

@@ -73,7 +73,7 @@ NOT_NEEDED: tuple[tuple[str, str], ...] = (
     (
         _KERNELS,
         "attention-backend use-flash-attn flash-decode transformer-impl moe-grouped-gemm moe-permute-fusion "
-        "moe-enable-deepep moe-token-dispatcher-type moe-router-dtype moe-router-fusion moe-shared-expert-overlap "
+        "moe-enable-deepep moe-token-dispatcher-type moe-router-fusion moe-shared-expert-overlap "
         "no-rope-fusion no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
         "no-gradient-accumulation-fusion no-persist-layer-norm cross-entropy-loss-fusion tp-comm-overlap "
         "overlap-grad-reduce overlap-param-gather overlap-p2p-communication no-overlap-p2p-communication "
@@ -153,7 +153,10 @@ NOT_YET: tuple[tuple[str, str], ...] = (
         "te-precision-config-file megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules "
         "megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules",
     ),
-    ("the trainer computes in float32; --engine-dtype is the engine's", "bf16 fp16 grad-reduce-in-bf16"),
+    (
+        "the trainer computes in float32; --engine-dtype is the engine's",
+        "bf16 fp16 grad-reduce-in-bf16 moe-router-dtype",
+    ),
     (
         "heads that predict several tokens are not trained",
         "mtp-num-layers mtp-loss-scaling-factor enable-mtp-training",
@@ -238,6 +241,7 @@ NEUTRAL: dict[str, tuple[tuple[str, ...], str]] = {
     "moe-aux-loss-coeff": (("0",), "there is no loss that balances experts here"),
     "moe-z-loss-coeff": (("0",), "there is no such loss here"),
     "moe-router-load-balancing-type": (("none",), "nothing balances experts here"),
+    "moe-router-dtype": (("fp32",), "the trainer computes in float32"),
     "moe-router-bias-update-rate": (("0",), "the router's bias stays as it is"),
     "moe-token-drop-policy": (("probs", "position"), "no token is dropped"),
     "optimizer": (("adam",), "AdamW is the optimizer"),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from buffer_rl.testing.tiny import make_tiny_model
 from harness import megatron_training
 from harness.checkpoints import write_checkpoint
 from harness.megatron_continued import check_that_it_goes_on
-from harness.megatron_ranks import HAS_MEGATRON, REASON, Layout, RankError, RankPool, Ranks
+from harness.megatron_ranks import HAS_MEGATRON, REASON, Layout, RankError, RankPool
 from harness.megatron_training import WRITERS, Kind
 from harness.processes import Process, descendants, holds_within
 
@@ -163,18 +167,21 @@ def test_a_checkpoint_in_float32_goes_on_in_bfloat16(model: str, tmp_path: Path)
     check_that_it_goes_on(model, tmp_path, {})
 
 
-def test_a_rank_that_is_killed_takes_its_writers_along(model: str, tmp_path: Path) -> None:
-    ranks, found = Ranks(1), []
-    try:
-        (rank,) = ranks.run(megatron_training.stuck_in_a_save, Layout(), model, str(tmp_path))
+def test_a_rank_that_is_killed_takes_its_writers_along(ranks: RankPool, model: str, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        saving = executor.submit(ranks.run, 1, megatron_training.stuck_in_a_save, Layout(), model, str(tmp_path))
+        assert holds_within(60.0, (tmp_path / "pid").exists)
+        rank = int((tmp_path / "pid").read_text())
         found = descendants(rank)
-        assert len(found) >= 2 + WRITERS  # one that has forked those, and one that collects what they report
-        os.kill(rank, signal.SIGKILL)
-        assert holds_within(10.0, lambda: not any(process.alive() for process in found))
-    finally:
-        for process in filter(Process.alive, found):
-            os.kill(process.pid, signal.SIGKILL)
-        ranks.close()
+        try:
+            assert len(found) >= 2 + WRITERS  # one that has forked those, and one that collects what they report
+            os.kill(rank, signal.SIGKILL)
+            assert holds_within(10.0, lambda: not any(process.alive() for process in found))
+        finally:
+            for process in filter(Process.alive, found):
+                os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(RankError, match="rank 0 ended"):
+            saving.result()
 
 
 def test_copies_of_the_state_are_kept_until_they_are_written(ranks: RankPool, model: str, tmp_path: Path) -> None:
@@ -192,18 +199,61 @@ def test_a_checkpoint_that_all_replicas_gathered_goes_on(ranks: RankPool, model:
         assert difference(answer["after"], saved["after"]) == 0.0
 
 
-def test_a_model_with_experts_goes_on_in_its_layout_and_its_weights_in_any(ranks: RankPool, tmp_path: Path) -> None:
-    folder, target = make_tiny_model(tmp_path / "moe", "qwen3_moe"), str(tmp_path / "saved")
-    saved = ranks.run(2, megatron_training.saved, Layout(ep=2), folder, target)[0]
-    for answer in ranks.run(2, megatron_training.resumed, Layout(ep=2), folder, target):
-        assert difference(answer["weights"], saved["weights"]) == 0.0
-        assert difference(answer["after"], saved["after"]) == 0.0
-    with pytest.raises(RankError, match=r"CheckpointError: .* one optimizer for experts and one for the rest"):
-        ranks.run(1, megatron_training.resumed, Layout(), folder, target)
-    release = str(tmp_path / "release")
-    saved = ranks.run(2, megatron_training.saved, Layout(ep=2), folder, release, "release")[0]
+EXPERT_LAYOUTS = {
+    "ep2": (2, Layout(ep=2)),
+    "one rank": (1, Layout()),
+    "dp2": (2, Layout()),
+    "tp2 sp": (2, Layout(tp=2, sp=True)),
+    "ep2 pp2": (4, Layout(ep=2, pp=2)),
+    "ep4": (4, Layout(ep=4)),
+}
+
+
+@pytest.fixture(scope="module")
+def experts(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Callable[..., Any]]:
+    """A model, and a checkpoint of it on two ranks with what ``saved`` returned: its optimizer is distributed or whole,
+    its experts are spread or not."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe")
+
+    @cache
+    def save(ep: int, distributed: bool = True, how: str = "save") -> tuple[str, dict[str, Any]]:
+        target = str(tmp_path_factory.mktemp("experts"))
+        kind = Kind(distributed=distributed)
+        return target, ranks.run(2, megatron_training.saved, Layout(ep=ep), folder, target, how, kind)[0]
+
+    return folder, save
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "whole"])
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_a_checkpoint_of_experts_goes_on_wherever_they_are(
+    ranks: RankPool, experts: tuple[str, Callable[..., Any]], layout: str, ep: int, distributed: bool
+) -> None:
+    """Megatron gives experts an optimizer of their own where they are spread over ranks."""
+    (folder, save), (world, sizes) = experts, EXPERT_LAYOUTS[layout]
+    source, uninterrupted = save(ep, distributed)
+    kind = Kind(distributed=distributed)
+    for answer in ranks.run(world, megatron_training.resumed, sizes, folder, source, kind):
+        assert answer["step"] == 2
+        assert difference(answer["weights"], uninterrupted["weights"]) == 0.0
+        assert difference(answer["after"], uninterrupted["after"]) <= BOUND
+    assert difference(uninterrupted["after"], uninterrupted["weights"]) > 100 * BOUND
+
+
+def test_weights_of_experts_alone_are_taken_in_any_layout_and_optimizers_in_other_formats_in_their_own(
+    ranks: RankPool, experts: tuple[str, Callable[..., Any]]
+) -> None:
+    folder, save = experts
+    release, saved = save(2, how="release")
     (answer,) = ranks.run(1, megatron_training.resumed, Layout(), folder, release)
     assert difference(answer["weights"], saved["weights"]) == 0.0
+    assert difference(answer["after"], saved["after"]) > 100 * BOUND, "the optimizer's state makes no difference"
+    source, saved = save(2, how="dp_reshardable")
+    for answer in ranks.run(2, megatron_training.resumed, Layout(ep=2), folder, source):
+        assert difference(answer["after"], saved["after"]) == 0.0
+    with pytest.raises(RankError, match=r"CheckpointError: .* one optimizer for experts and one for the rest"):
+        ranks.run(1, megatron_training.resumed, Layout(), folder, source)
 
 
 def test_weights_alone_begin_a_new_run(ranks: RankPool, model: str, tmp_path: Path) -> None:
@@ -227,6 +277,38 @@ def test_a_checkpoint_in_the_format_of_megatron_lm_goes_on_in_its_layout(
         assert answer["step"] == 2
         assert difference(answer["weights"], saved["weights"]) == 0.0
         assert difference(answer["after"], saved["after"]) == 0.0
+
+
+class Marker:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = str(file)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._file,)
+
+
+@pytest.mark.parametrize("where", ["index", "state of all ranks", "object"])
+def test_a_checkpoint_runs_nothing(ranks: RankPool, model: str, tmp_path: Path, where: str) -> None:
+    ranks.run(1, megatron_training.saved, Layout(), model, str(tmp_path), "dp_reshardable")
+    assert ranks.run(1, megatron_training.resumed, Layout(), model, str(tmp_path))[0]["step"] == 2
+    folder, ran = tmp_path / "iter_0000002", tmp_path / "ran"
+    hostile = pickle.dumps(Marker(ran))
+    if where == "index":
+        (folder / ".metadata").write_bytes(hostile)
+    elif where == "state of all ranks":
+        (folder / "common.pt").write_bytes(hostile)
+    else:
+        index = pickle.loads((folder / ".metadata").read_bytes())
+        (key,) = (key for key in index.storage_data if "per_bucket_numel/" in key.fqn)
+        place = index.storage_data[key]
+        content = bytearray((folder / place.relative_path).read_bytes())
+        content[place.offset : place.offset + place.length] = hostile.ljust(place.length, b".")
+        (folder / place.relative_path).write_bytes(content)
+    with pytest.raises(RankError, match=r"CheckpointError: .*iter_0000002: it does not load"):
+        ranks.run(1, megatron_training.resumed, Layout(), model, str(tmp_path))
+    assert not ran.exists()
 
 
 def test_checkpoints_that_cannot_be_loaded_are_named(ranks: RankPool, model: str, tp2: Any, tmp_path: Path) -> None:

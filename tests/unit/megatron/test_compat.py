@@ -15,13 +15,14 @@ from harness.megatron_ranks import HAS_MEGATRON, REASON, RankPool
 
 
 def test_nothing_is_replaced_where_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: Patch) -> None:
-        raise AssertionError("a patch was applied")
-
+    """What Megatron does not define at all without TransformerEngine is defined there too."""
+    applied: list[Patch] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.16.1")
-    monkeypatch.setattr(Patch, "apply", refuse)
+    monkeypatch.setattr(Patch, "apply", lambda patch: applied.append(patch))
     install()
+    assert applied == [patch for patch in PATCHES if patch.missing]
+    assert len(applied) == 1
     with cpu_devices():
         assert torch.zeros(1).type() == "torch.FloatTensor"
 
@@ -38,6 +39,8 @@ def test_devices_named_cuda_are_the_cpu_in_the_thread_that_asks_for_it(monkeypat
         ]
         assert all(tensor.device.type == "cpu" for tensor in made)
         assert torch.ones(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+        with cpu_devices():
+            assert torch.ones(1).type() == "torch.cuda.FloatTensor"
         other = threading.Thread(target=lambda: types.append(torch.ones(1).type()))
         other.start()
         other.join(10)
@@ -56,6 +59,12 @@ def test_a_function_that_is_gone_is_named() -> None:
     gone = Patch(where="torch.cuda:no_such_function", replacement=None, cause="the test")
     with pytest.raises(ConfigError, match=r"torch\.cuda:no_such_function is not there to be replaced"):
         gone.apply()
+
+
+def test_a_name_that_is_defined_is_not_replaced_by_one_for_its_absence() -> None:
+    before = torch.cuda.synchronize
+    Patch(where="torch.cuda:synchronize", replacement=None, cause="the test", missing=True).apply()
+    assert torch.cuda.synchronize is before
 
 
 def test_every_patch_says_why() -> None:

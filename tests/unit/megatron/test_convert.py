@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from buffer_rl.testing.tiny import make_tiny_model
+from harness.megatron_continued import in_own_process, saved_on_cpu
 from harness.megatron_ranks import HAS_MEGATRON, REASON
 
 pytestmark = [
@@ -19,14 +20,10 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-VERB = "import sys; from argparse import ArgumentParser; from buffer_rl_megatron import convert\n"
-VERB += "parser = ArgumentParser(); convert.add_parser(parser.add_subparsers(), [])\n"
-VERB += "namespace = parser.parse_args(['convert', *sys.argv[1:]]); sys.exit(namespace.run(namespace))"
-
 
 def convert(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", VERB, *arguments]
+    command = [sys.executable, "-W", "ignore", "-m", "buffer_rl.cli", "convert", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
 
 
@@ -45,6 +42,22 @@ def test_a_model_goes_to_torch_dist_and_back(tmp_path: Path) -> None:
     assert all(expected[name].equal(found[name]) for name in expected)
     AutoModelForCausalLM.from_pretrained(back)
     assert AutoTokenizer.from_pretrained(back).decode([3]) == AutoTokenizer.from_pretrained(origin).decode([3])
+
+
+def test_a_checkpoint_of_a_run_becomes_a_folder_of_its_weights(tmp_path: Path) -> None:
+    """Of a trainer, with its optimizer's state; embeddings are tied."""
+    origin = make_tiny_model(tmp_path / "origin", "qwen3", num_hidden_layers=2)
+    step = tmp_path / "saves" / "step_000001"
+    (step / "trainer").mkdir(parents=True)
+    weights = in_own_process(saved_on_cpu, origin, str(step / "trainer"))
+    done = convert("--hf-checkpoint", origin, "--load", str(step / "trainer"), "--output", str(tmp_path / "back"))
+    assert done.returncode == 0, done.stderr
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == weights.keys() == load_file(Path(origin, "model.safetensors")).keys()
+    assert all(found[name].equal(weights[name]) for name in found)
+    for folder in (step, step.parent):
+        done = convert("--hf-checkpoint", origin, "--load", str(folder), "--output", str(tmp_path / "none"))
+        assert f"hint: --load {step / 'trainer'}" in done.stderr
 
 
 def test_a_folder_without_a_checkpoint_is_refused_and_nothing_is_written(tmp_path: Path) -> None:

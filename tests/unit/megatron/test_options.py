@@ -10,7 +10,7 @@ import pytest
 
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl_megatron.model_shape import check_shape, read_configuration
+from buffer_rl_megatron.model_shape import ModelShapeOptions, check_shape, read_configuration
 from buffer_rl_megatron.options import buffer_rl_configure, layout, virtual_stages
 from harness.megatron_ranks import HAS_MEGATRON, REASON
 from harness.megatron_rows import make_args
@@ -43,13 +43,13 @@ def test_data_parallelism_is_what_is_left_of_the_ranks(model: str) -> None:
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl", "--bf16"),
         ({"transformer_impl": "transformer_engine", "bf16": True}, "--transformer-impl", "not installed"),
         ({"moe_grouped_gemm": True}, "--moe-grouped-gemm", "TransformerEngine's"),
-        ({"sequence_parallel": True}, "--sequence-parallel", "one tensor-parallel rank"),
         ({"overlap_param_gather": True}, "--overlap-param-gather", "--overlap-grad-reduce"),
         ({"recompute_granularity": "full"}, "--recompute-granularity", "--recompute-num-layers"),
         ({"recompute_num_layers": 1}, "--recompute-method", "--recompute-granularity full"),
         ({"recompute_modules": ["mlp"]}, "--recompute-modules", "--recompute-granularity selective"),
         ({**SELECTIVE, "recompute_modules": ["mlp", "rope"]}, "--recompute-modules", "core_attn, layernorm"),
         ({**SELECTIVE, "recompute_modules": ["moe_act"]}, "--recompute-modules", "--moe-grouped-gemm"),
+        ({**SELECTIVE, "recompute_modules": ["layernorm"]}, "--recompute-modules", "TransformerEngine's"),
         ({PP: 3, "num_train_ranks": 3}, "--pipeline-model-parallel-size", "4 layers"),
         ({TP: 8, "num_train_ranks": 8}, "--tensor-model-parallel-size", "4 attention heads"),
         ({TP: 4, "num_train_ranks": 4}, "--tensor-model-parallel-size", "2 query groups"),
@@ -91,6 +91,7 @@ def test_functions_that_ranks_cannot_call_are_refused(
 @pytest.mark.skipif(not HAS_MEGATRON, reason=REASON)
 def test_options_that_fit_are_taken(model: str, experts: str) -> None:
     buffer_rl_configure(make_args(model, **{TP: 2, PP: 2, "num_train_ranks": 8, "sequence_parallel": True}))
+    buffer_rl_configure(make_args(model, sequence_parallel=True))
     buffer_rl_configure(make_args(experts, expert_model_parallel_size=2, num_train_ranks=2))
     buffer_rl_configure(make_args(experts, expert_model_parallel_size=2, num_train_ranks=2, context_parallel_size=2))
     balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
@@ -99,6 +100,10 @@ def test_options_that_fit_are_taken(model: str, experts: str) -> None:
     buffer_rl_configure(make_args(experts, **scripts, **SELECTIVE, recompute_modules=["moe", "core_attn"]))
     with pytest.raises(ConfigError, match="--sequence-parallel"):
         buffer_rl_configure(make_args(experts, **{TP: 2, "num_train_ranks": 2}))
+    split = {TP: 2, "num_train_ranks": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
+    buffer_rl_configure(make_args(experts, **split, expert_model_parallel_size=2))
+    with pytest.raises(ConfigError, match="--expert-tensor-parallel-size: Megatron sums"):
+        buffer_rl_configure(make_args(experts, **split))
 
 
 @pytest.mark.skipif(not HAS_MEGATRON, reason=REASON)
@@ -163,16 +168,34 @@ SHAPE = {
     "disable_bias_linear": True,
     "add_qkv_bias": False,
     "untie_embeddings_and_output_weights": False,
+    "norm_epsilon": 1e-6,
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "vocab_size": 99,
 }
+OF_EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+OF_GLM4 = {"rotary_percent": 0.5, "add_qkv_bias": True, "qk_layernorm": False}
 
 
-def test_the_arguments_of_the_model_are_taken_and_others_refused(model: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [("qwen3", SHAPE), ("qwen3_moe", OF_EXPERTS), ("glm4", OF_GLM4)],
+    ids=lambda v: str(v)[:9],
+)
+def test_the_arguments_of_the_model_are_taken_and_others_refused(
+    tmp_path: Path, architecture: str, shape: dict[str, Any]
+) -> None:
+    model = make_tiny_model(tmp_path, architecture, **({"num_hidden_layers": 4} if architecture == "qwen3" else {}))
     configuration = read_configuration(model)
-    check_shape(make_args(model, **SHAPE), configuration)
-    for name, said in SHAPE.items():
-        other = not said if isinstance(said, bool) else "LayerNorm" if isinstance(said, str) else said + 1
+    check_shape(make_args(model, **shape), configuration)
+    for name, said in shape.items():
+        other = not said if isinstance(said, bool) else "other" if isinstance(said, str) else said + 1
         with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} and --hf-checkpoint"):
-            check_shape(make_args(model, **{**SHAPE, name: other}), configuration)
+            check_shape(make_args(model, **{**shape, name: other}), configuration)
+
+
+def test_every_argument_that_describes_the_model_is_compared_by_a_test() -> None:
+    assert {*SHAPE, *OF_EXPERTS} == set(ModelShapeOptions.model_fields)
 
 
 def test_a_folder_without_a_configuration_is_left_to_others(tmp_path: Path) -> None:
