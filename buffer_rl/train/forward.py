@@ -13,7 +13,8 @@ that the logits and their gradient are all that is as large as response tokens t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,21 +47,34 @@ def response_log_probs(
     renormalised over these.
     """
     logits_nv = _response_logits(model, micro)
-    size = max(1, CHUNK_ELEMENTS // logits_nv.shape[-1])
-    chunks = [_split(values, size) for values in (logits_nv, micro.target_n)]
-    if micro.kept:
-        counts_n, ids = micro.kept
+    of_logits = partial(_of_logits, temperature, with_entropy)
+    log_probs_n, entropy_n = in_chunks(of_logits, logits_nv, micro.target_n, micro.kept)
+    return _pad(log_probs_n, micro), _pad(entropy_n, micro)
+
+
+def in_chunks(
+    of_logits: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    logits_nv: torch.Tensor,
+    target_n: torch.Tensor,
+    kept: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``of_logits(logits_nv, target_n, *kept)``, which is ``(log_probs_n, entropy_n)``, some tokens at a time, and
+    again in the backward pass. kept: as in ``MicroBatch``."""
+    size = max(1, CHUNK_ELEMENTS // max(1, logits_nv.shape[-1]))
+    chunks = [_split(values, size) for values in (logits_nv, target_n)]
+    if kept:
+        counts_n, ids = kept
         counts = _split(counts_n, size)
         chunks += [counts, _split(ids, [int(count_c.sum()) for count_c in counts])]
     parts = [
         # A single one would gain nothing from being computed twice.
-        _of_logits(temperature, with_entropy, *chunk)
+        of_logits(*chunk)
         if len(logits_nv) <= size
-        else checkpoint(_of_logits, temperature, with_entropy, *chunk, use_reentrant=False, preserve_rng_state=False)
+        else checkpoint(of_logits, *chunk, use_reentrant=False, preserve_rng_state=False)
         for chunk in zip(*chunks, strict=True)
     ]
     log_probs_n, entropy_n = (torch.cat(values) for values in zip(*parts, strict=True))
-    return _pad(log_probs_n, micro), _pad(entropy_n, micro)
+    return log_probs_n, entropy_n
 
 
 def _split(values_n: torch.Tensor, sizes: int | list[int]) -> Sequence[torch.Tensor]:
@@ -76,7 +90,7 @@ def _of_logits(
     if temperature != 1.0:
         logits_nv = logits_nv / temperature
     if kept:
-        logits_nv = _only_kept(logits_nv, *kept)
+        logits_nv = only_kept(logits_nv, *kept)
     all_log_probs_nv = torch.log_softmax(logits_nv, dim=-1)
     log_probs_n = all_log_probs_nv.gather(-1, target_n[:, None]).squeeze(-1)
     entropy_n = torch.zeros_like(log_probs_n)
@@ -85,12 +99,13 @@ def _of_logits(
     return log_probs_n, entropy_n
 
 
-def _only_kept(logits_nv: torch.Tensor, counts_n: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+def only_kept(logits_nv: torch.Tensor, counts_n: torch.Tensor, kept: torch.Tensor, *, first: int = 0) -> torch.Tensor:
     """The logits, -inf for the tokens that top-k, top-p and min-p cut off when the engine sampled (see
-    ``MicroBatch``)."""
+    ``MicroBatch``). first: the first token of the part of the vocabulary that the logits are of."""
     cut_nv = (counts_n > 0)[:, None].expand(logits_nv.shape).clone()
     rows = torch.repeat_interleave(torch.arange(len(counts_n), device=counts_n.device), counts_n)
-    cut_nv[rows, kept] = False
+    own = (kept >= first) & (kept < first + logits_nv.shape[1])
+    cut_nv[rows[own], kept[own] - first] = False
     return logits_nv.masked_fill(cut_nv, float("-inf"))
 
 
@@ -115,18 +130,18 @@ class _Entropy(torch.autograd.Function):
     def forward(ctx: Any, log_probs_nv: torch.Tensor) -> torch.Tensor:
         """``[num_response_tokens, vocabulary]`` to ``[num_response_tokens]``."""
         ctx.save_for_backward(log_probs_nv)
-        entropy_n: torch.Tensor = -(log_probs_nv.exp() * _finite(log_probs_nv)).sum(-1)
+        entropy_n: torch.Tensor = -(log_probs_nv.exp() * finite_log_probs(log_probs_nv)).sum(-1)
         return entropy_n
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
         """``d(-p log p) / d(log p) = -p (log p + 1)``."""
         (log_probs_nv,) = ctx.saved_tensors
-        slope_nv: torch.Tensor = -log_probs_nv.exp() * (_finite(log_probs_nv) + 1) * gradients[0][:, None]
+        slope_nv: torch.Tensor = -log_probs_nv.exp() * (finite_log_probs(log_probs_nv) + 1) * gradients[0][:, None]
         return slope_nv
 
 
-def _finite(log_probs_nv: torch.Tensor) -> torch.Tensor:
+def finite_log_probs(log_probs_nv: torch.Tensor) -> torch.Tensor:
     """A token of probability 0 contributes 0, the limit of p log p, where its log is -inf."""
     return log_probs_nv.clamp(min=torch.finfo(log_probs_nv.dtype).min)
 

@@ -79,7 +79,7 @@ def pack(rows: Sequence[np.ndarray], prompt_b: np.ndarray, device: torch.device)
     packed_bl = np.where(prompt_bl, start_b[owner_b][:, None], of_response_b[:, None]) + step_l
     place_bl = np.zeros_like(packed_bl)
     blocks, offset = [], 0
-    for block in _similar(length_b):
+    for block in similar_rows(length_b):
         width = int(length_b[block].max())
         tokens = np.where(real_bl, packed_bl, 0)[block, :width]
         place_bl[block, :width] = offset + np.arange(tokens.size).reshape(tokens.shape)
@@ -107,12 +107,14 @@ def prompt_keys(rows: Sequence[np.ndarray], prompts: Sequence[int] | np.ndarray)
     return [row[:length].tobytes() for row, length in zip(rows, prompts, strict=True)]
 
 
-def _similar(length_b: np.ndarray) -> list[np.ndarray]:
-    """Row indices in blocks in which no row is shorter than two thirds of the longest: at most a third is padding."""
+def similar_rows(length_b: np.ndarray, *, equal: bool = False) -> list[np.ndarray]:
+    """Row indices in blocks in which no row is shorter than two thirds of the longest: at most a third is padding.
+    equal: all rows of a block have one length."""
     blocks: list[np.ndarray] = []
     order = np.argsort(-length_b, kind="stable")
     while order.size:
-        fits = 3 * length_b[order] >= 2 * length_b[order[0]]
+        longest = length_b[order[0]]
+        fits = length_b[order] == longest if equal else 3 * length_b[order] >= 2 * longest
         blocks.append(order[fits])
         order = order[~fits]
     return blocks

@@ -18,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.bias import causal_lower_right
 
 from buffer_rl.errors import ConfigError, TrainError
+from buffer_rl.train.packing import similar_rows
 from buffer_rl_megatron.context import Share, chunks_of, gather_states, in_order
 
 
@@ -35,18 +36,15 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
     output_t: torch.Tensor | None = None
 
 
-def packed_rows(share: Share, device: torch.device) -> PackedRows:
-    """The rows of ``share``, of at least one token each."""
+def packed_rows(share: Share, device: torch.device, *, blockwise: bool = True) -> PackedRows:
+    """The rows of ``share``, of at least one token each. blockwise: for ``CausalAttention``."""
     lengths = share.lengths
     starts = np.cumsum(lengths) - lengths
     own_t = share.place_t % share.own.size
     blocks, offset = [], 0
     output_t = np.zeros(share.own.size, dtype=np.int64)
-    order = np.argsort(-lengths, kind="stable")
     chunks = chunks_of(share.size, share.rank)
-    while order.size:  # at most a third of a block is padding, and nothing of one that is split
-        fits = (3 * lengths[order] >= 2 * lengths[order[0]]) if share.size == 1 else lengths[order] == lengths[order[0]]
-        rows, order = order[fits], order[~fits]
+    for rows in similar_rows(lengths, equal=share.size > 1) if blockwise else ():
         step = np.arange(int(lengths[rows[0]]))
         real = step < lengths[rows][:, None]
         tokens = np.where(real, starts[rows][:, None] + step, 0)
@@ -68,7 +66,7 @@ def packed_rows(share: Share, device: torch.device) -> PackedRows:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         blocks=tuple(blocks),
-        output_t=torch.from_numpy(output_t).to(device),
+        output_t=torch.from_numpy(output_t).to(device) if blockwise else None,
     )
 
 

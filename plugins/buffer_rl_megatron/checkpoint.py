@@ -36,7 +36,7 @@ from torch.serialization import _get_layout
 from buffer_rl.errors import CheckpointError
 from buffer_rl.parent import die_with_parent
 from buffer_rl_megatron.bridge import gather_parameters
-from buffer_rl_megatron.optimizer_state import refuse_other_parts, restore, sharded_state
+from buffer_rl_megatron.optimizer_state import check_stored, restore, sharded_state
 from buffer_rl_megatron.options import TRACKER
 
 RELEASE = "release"
@@ -170,7 +170,7 @@ def _load(chunks: Sequence[torch.nn.Module], optimizer: Any | None, source: Path
     stored = dist_checkpointing.load_tensors_metadata(str(source))
     has_optimizer = optimizer is not None and any(_OF_OPTIMIZER.match(key) for key in stored)
     if has_optimizer:
-        refuse_other_parts(optimizer, common, layout, str(source))
+        check_stored(optimizer, common, layout, stored, str(source))
     state = _state(chunks, optimizer if has_optimizer else None, layout, loading=True)
     found = dist_checkpointing.load(state, str(source))
     for key, chunk in _named(chunks).items():

@@ -47,7 +47,7 @@ from buffer_rl_megatron import compat
 from buffer_rl_megatron.attention import packed_rows
 from buffer_rl_megatron.context import Share, share_of
 from buffer_rl_megatron.layers import ValueHead
-from buffer_rl_megatron.options import balances_experts
+from buffer_rl_megatron.options import has_auxiliary_loss
 from buffer_rl_megatron.vocabulary import log_probs_and_entropies
 
 
@@ -86,7 +86,7 @@ def micro_batches(args: Any, batch: TrainBatch, unit: Unit, device: torch.device
     blocks += [[] for _ in range(count - len(blocks))]
     make = _packed if packed else _padded
     micros = [make(args, number, block, batch.select(block), device) for number, block in enumerate(blocks)]
-    if balances_experts(args):
+    if has_auxiliary_loss(args):
         for micro in micros:
             if micro.indices:  # else there would be no token at all
                 micro.inputs["padding_mask"] = micro.is_padding
@@ -119,7 +119,7 @@ def _packed(args: Any, number: int, indices: list[int], rows: TrainBatch, device
         "input_ids": torch.from_numpy(tokens[share.own])[None].to(device),
         "position_ids": torch.from_numpy(steps[share.own])[None].to(device),
         "attention_mask": None,
-        "packed_seq_params": packed_rows(share, device),
+        "packed_seq_params": packed_rows(share, device, blockwise=args.transformer_impl == "local"),
     }
     width = batch.tokens_bl.shape[1]
     token_n = torch.from_numpy(starts).to(device)[batch.predictor_n // width] + batch.predictor_n % width
@@ -323,9 +323,9 @@ def padded(values_o: torch.Tensor, micro: Micro) -> torch.Tensor:
     return padded_bt.masked_scatter(micro.batch.response_bt, values_n)
 
 
-class Balance:
-    """The weights, in the passes of ``micros``, of the loss that balances experts, which Megatron adds to a gradient by
-    itself. Collective: all pipeline stages make it together.
+class AuxiliaryLossWeights:
+    """The weights, in the passes of ``micros``, of the auxiliary load-balancing loss of experts, whose gradient
+    Megatron adds by itself. Collective: all pipeline stages make it together.
 
     It is a mean over a micro-batch, and is weighed by the micro-batch's share of the divisor, as the objective's loss
     is. Earlier pipeline stages, whose rows lack what the objective reads, are told the share before the passes: it is
@@ -346,7 +346,7 @@ class Balance:
         dist.broadcast(divisors, last, group=parallel_state.get_pipeline_model_parallel_group())
         self._divisors = {micro.number: each for micro, each in zip(micros, divisors.tolist(), strict=True)}
 
-    def note(self, micro: Micro, sums: Sums) -> None:
+    def record(self, micro: Micro, sums: Sums) -> None:
         """Take the divisor that the objective gave for the outputs. Raises TrainError if the stages have another."""
         divisor = float(sums.divisor)
         if not math.isclose(self._divisors.setdefault(micro.number, divisor), divisor, rel_tol=1e-6, abs_tol=1e-12):
@@ -357,7 +357,7 @@ class Balance:
                 hint="take one pipeline stage, --moe-router-load-balancing-type none, or a loss with other weights",
             )
 
-    def weigh(self, micro: Micro) -> None:
+    def apply(self, micro: Micro) -> None:
         """Have the backward pass of the micro-batch, which begins, take its weight."""
         # Megatron multiplies its mean over the micro-batch by the tokens without padding; those of all tensor and
         # context ranks, as 0.16.1 sums the counts that it takes for the rank's in place.

@@ -8,7 +8,7 @@ keep one for each parameter group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,20 +96,41 @@ def _step_of(common: Mapping[Any, Any]) -> int:
     return max((int(each) for each in found), default=0)
 
 
-def refuse_other_parts(optimizer: Any, common: Mapping[str, Any], layout: Mapping[str, Any], where: str) -> None:
-    """Megatron's other formats have the state of each optimizer by itself, so that of experts fits only experts. Raises
-    CheckpointError."""
-    parts = len(parts_of(optimizer))
+def check_stored(
+    optimizer: Any, common: Mapping[str, Any], layout: Mapping[str, Any], keys: Iterable[str], where: str
+) -> None:
+    """Raises CheckpointError for a state that this optimizer cannot take.
+
+    That is the state of a whole optimizer for a distributed one, which wants the float32 weights with it (the other way
+    goes, but under --bf16), and in Megatron's other formats, which have each optimizer's state by itself, that of
+    experts where they have no optimizer of their own, or have one. common: what the checkpoint says beside its tensors.
+    layout: how it says that they are laid out. keys: the tensors' names."""
+    parts = parts_of(optimizer)
     stored = sum(isinstance(key, int) for key in common.get("optimizer", {})) or 1
     kind = layout.get("distrib_optim_sharding_type")
-    if parts != stored and kind != "fully_reshardable":
+    if len(parts) != stored and kind != "fully_reshardable":
         names = {1: "one optimizer", 2: "one optimizer for experts and one for the rest"}
         raise CheckpointError(
             f"it has the state of {names.get(stored, stored)}, in the format {kind}",
             where=where,
-            expected=f"{names.get(parts, parts)}, as the run has, or the format fully_reshardable",
+            expected=f"{names.get(len(parts), len(parts))}, as the run has, or the format fully_reshardable",
             hint="keep --expert-model-parallel-size at 1 or above 1, as it was, or begin with the weights alone",
         )
+    distributed = _is_distributed(parts[0])
+    wanted = "optimizer.state.param." if distributed else "optimizer.state.fp32_param."
+    needs_weights = distributed or hasattr(parts[0], "fp32_from_float16_groups")
+    if kind == "fully_reshardable" and needs_weights and not any(key.startswith(wanted) for key in keys):
+        written, own = ("without", "with") if distributed else ("with", "without")
+        raise CheckpointError(
+            f"its optimizer's state was written {written} --use-distributed-optimizer",
+            where=where,
+            expected=f"a state that was written {own} it, as the run is",
+            hint=f"--{'no-' if distributed else ''}use-distributed-optimizer, or begin with the weights alone",
+        )
+
+
+def _is_distributed(part: Any) -> bool:
+    return hasattr(part, "get_parameter_state_dp_zero")
 
 
 @contextmanager
@@ -120,7 +141,7 @@ def _corrected(optimizer: Any) -> Iterator[None]:
     buffer. Of a buffer with several buckets (tied embeddings have one of their own with pipeline parallelism), those
     behind the first are saved shifted; Megatron warns of it in its log. Loading, it asks the checkpoint for the step of
     torch's Adam, which is among the parameter groups."""
-    distributed = [part for part in parts_of(optimizer) if hasattr(part, "get_parameter_state_dp_zero")]
+    distributed = list(filter(_is_distributed, parts_of(optimizer)))
     stepping = [part for part in distributed if has_torch_adam(part)]
     for part in distributed:
         part.get_parameter_state_dp_zero = _in_place_of_padding(part, part.get_parameter_state_dp_zero)

@@ -85,10 +85,12 @@ class MegatronOptions(Section):
     recompute_num_layers: int | None = option(None, "layers of each run, or of each stage; with 'full'", ge=1)
     recompute_modules: list[str] = option([], "what 'selective' computes again; core_attn where absent")
     moe_aux_loss_coeff: float | None = option(
-        None, "weight of the loss that balances experts; that of the model's configuration where absent", ge=0
+        None,
+        "weight of the auxiliary load-balancing loss of experts; that of the model's configuration where absent",
+        ge=0,
     )
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = option(
-        "none", "how experts are balanced; with a loss the policy's gradient is not that of its objective alone"
+        "none", "auxiliary load-balancing loss of experts, which adds to the gradient of the objective"
     )
     moe_token_dispatcher_type: Literal["alltoall"] = option(
         "alltoall", "how tokens travel to experts; rows of any length need this one"
@@ -134,15 +136,16 @@ def layout(args: Any) -> Layout:
         ) from error
 
 
-def balances_experts(args: Any) -> bool:
-    """Whether a loss that balances experts is part of the gradient; scripts ask for one with the weight 0."""
+def has_auxiliary_loss(args: Any) -> bool:
+    """Whether an auxiliary load-balancing loss of experts is part of the gradient; scripts ask for one with the weight
+    0."""
     return bool(args.moe_router_load_balancing_type != "none" and args.moe_aux_loss_coeff != 0)
 
 
 def is_in_step(args: Any) -> bool:
-    """Whether a forward pass has a collective over replicas: of experts, of how busy these are in all replicas, or of
-    parameters that are still gathered."""
-    counts_tokens = args.moe_router_load_balancing_type == "global_aux_loss" and balances_experts(args)
+    """Whether a forward pass has a collective over replicas: of experts, of the tokens that each has in all
+    replicas, or of parameters that are still gathered."""
+    counts_tokens = args.moe_router_load_balancing_type == "global_aux_loss" and has_auxiliary_loss(args)
     return bool(args.expert_model_parallel_size > 1 or args.overlap_param_gather or counts_tokens)
 
 
@@ -244,7 +247,7 @@ def _check_experts(args: Any, ranks: Layout) -> None:
             "--moe-grouped-gemm",
             hint="add --transformer-impl transformer_engine, or leave it out",
         )
-    if balances_experts(args) and args.moe_router_load_balancing_type == "seq_aux_loss":
+    if has_auxiliary_loss(args) and args.moe_router_load_balancing_type == "seq_aux_loss":
         _refuse(
             "rows of different lengths would have wrong weights in a loss of each sequence",
             "--moe-router-load-balancing-type",
@@ -310,7 +313,7 @@ def _check_splits(args: Any, configuration: dict[str, Any]) -> None:
     experts = configuration.get("num_experts") or configuration.get("num_local_experts")
     if ep > 1 and not experts:
         _refuse("the model has no experts", "--expert-model-parallel-size", "1")
-    if balances_experts(args) and not experts:
+    if has_auxiliary_loss(args) and not experts:
         _refuse("the model has no experts", "--moe-router-load-balancing-type", "none")
     if experts and experts % ep:
         _refuse(f"{experts} experts are spread over {ep} ranks", "--expert-model-parallel-size", "a divisor")

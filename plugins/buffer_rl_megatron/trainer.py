@@ -34,7 +34,7 @@ from buffer_rl_megatron import checkpoint, compat, options
 from buffer_rl_megatron.attention import CausalAttention
 from buffer_rl_megatron.bridge import Bridge, Provider, load_bridge
 from buffer_rl_megatron.forward import (
-    Balance,
+    AuxiliaryLossWeights,
     Micro,
     gather_before_selecting,
     keep_gradients_of_recomputed_layers,
@@ -103,17 +103,17 @@ class MegatronTrainer:
             else:
                 outputs = response_log_probs(micro, output, self._objective.temperature, with_entropy=True)
                 loss, sums = self._objective(*outputs, micro.rows)
-            if balance is not None:
-                balance.note(micro, sums)
+            if auxiliary is not None:
+                auxiliary.record(micro, sums)
             return loss, sums
 
-        micros, balance = self._micros(batch), None
+        micros, auxiliary = self._micros(batch), None
         with self._optimizer.accumulating():
             if not micros:
                 return Sums()
-            if options.balances_experts(self._args):
-                balance = Balance(micros, self._objective)
-            before = None if balance is None else balance.weigh
+            if options.has_auxiliary_loss(self._args):
+                auxiliary = AuxiliaryLossWeights(micros, self._objective)
+            before = None if auxiliary is None else auxiliary.apply
             found = run_schedule(self._chunks, micros, compute, backward=True, before_backward=before)
         return Sums.of(found[number] for number in sorted(found))
 

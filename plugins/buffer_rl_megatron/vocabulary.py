@@ -6,13 +6,13 @@ Suffix legend: ``_n`` is ``[num_tokens]``; ``_nv`` is ``[num_tokens, vocabulary 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
-from buffer_rl.train.forward import CHUNK_ELEMENTS
+from buffer_rl.train.forward import finite_log_probs, in_chunks, only_kept
 
 
 def log_probs_and_entropies(
@@ -31,22 +31,7 @@ def log_probs_and_entropies(
     in ``buffer_rl.train.collate.MicroBatch``; probabilities are renormalised over these tokens. The entropy is 0
     without ``with_entropy``. What is as large as logits is made some tokens at a time, and again in the backward pass.
     """
-    size = max(1, CHUNK_ELEMENTS // max(1, logits_nv.shape[-1]))
-    chunks: list[Sequence[torch.Tensor]] = [logits_nv.split(size), target_n.split(size)]  # type: ignore[no-untyped-call]
-    if kept:
-        counts_n, ids = kept
-        counts: Sequence[torch.Tensor] = counts_n.split(size)  # type: ignore[no-untyped-call]
-        chunks += [counts, ids.split([int(part.sum()) for part in counts])]  # type: ignore[no-untyped-call]
-    parts = [
-        _of_chunk(temperature, group, with_entropy, *chunk)
-        if len(logits_nv) <= size
-        else checkpoint(
-            _of_chunk, temperature, group, with_entropy, *chunk, use_reentrant=False, preserve_rng_state=False
-        )
-        for chunk in zip(*chunks, strict=True)
-    ]
-    log_probs_n, entropy_n = (torch.cat(values) for values in zip(*parts, strict=True))
-    return log_probs_n, entropy_n
+    return in_chunks(partial(_of_chunk, temperature, group, with_entropy), logits_nv, target_n, kept)
 
 
 def _of_chunk(
@@ -62,18 +47,9 @@ def _of_chunk(
         logits_nv = logits_nv / temperature
     first = dist.get_rank(group) * logits_nv.shape[1]
     if kept:
-        logits_nv = _only_kept(logits_nv, first, *kept)
+        logits_nv = only_kept(logits_nv, *kept, first=first)
     log_probs_n, entropy_n = _SplitSoftmax.apply(logits_nv, target_n, first, group, with_entropy)  # type: ignore[no-untyped-call]
     return log_probs_n, entropy_n
-
-
-def _only_kept(logits_nv: torch.Tensor, first: int, counts_n: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The logits, -inf for tokens that were cut off when the engine sampled."""
-    cut_nv = (counts_n > 0)[:, None].expand(logits_nv.shape).clone()
-    rows = torch.repeat_interleave(torch.arange(len(counts_n), device=counts_n.device), counts_n)
-    own = (ids >= first) & (ids < first + logits_nv.shape[1])
-    cut_nv[rows[own], ids[own] - first] = False
-    return logits_nv.masked_fill(cut_nv, float("-inf"))
 
 
 class _SplitSoftmax(torch.autograd.Function):
@@ -95,7 +71,7 @@ class _SplitSoftmax(torch.autograd.Function):
         log_probs_n = _over_ranks(torch.where(is_own_n, found_n, 0.0), group)
         entropy_n = torch.zeros_like(log_probs_n)
         if with_entropy:
-            entropy_n = _over_ranks(-(log_probs_nv.exp() * _finite(log_probs_nv)).sum(-1), group)
+            entropy_n = _over_ranks(-(log_probs_nv.exp() * finite_log_probs(log_probs_nv)).sum(-1), group)
         ctx.save_for_backward(log_probs_nv, own_n, is_own_n, entropy_n)
         ctx.with_entropy = with_entropy
         ctx.set_materialize_grads(False)
@@ -111,7 +87,7 @@ class _SplitSoftmax(torch.autograd.Function):
             slope_nv -= probs_nv * of_log_probs[:, None]
             slope_nv.scatter_add_(-1, own_n[:, None], torch.where(is_own_n, of_log_probs, 0.0)[:, None])
         if of_entropy is not None and ctx.with_entropy:
-            slope_nv -= probs_nv * (_finite(log_probs_nv) + entropy_n[:, None]) * of_entropy[:, None]
+            slope_nv -= probs_nv * (finite_log_probs(log_probs_nv) + entropy_n[:, None]) * of_entropy[:, None]
         return slope_nv, None, None, None, None
 
 
@@ -119,8 +95,3 @@ def _over_ranks(values_n: torch.Tensor, group: Any, operation: Any = dist.Reduce
     if dist.get_world_size(group) > 1:
         dist.all_reduce(values_n, op=operation, group=group)
     return values_n
-
-
-def _finite(log_probs_nv: torch.Tensor) -> torch.Tensor:
-    """A token of probability 0 contributes 0, the limit of p log p, where its log is -inf."""
-    return log_probs_nv.clamp(min=torch.finfo(log_probs_nv.dtype).min)

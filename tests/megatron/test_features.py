@@ -182,7 +182,7 @@ def test_bfloat16_has_float32_master_weights(
     assert changed.sum() > 0.5 * (start[name].abs() > 0.1).sum()
 
 
-def test_a_loss_that_balances_experts_is_weighed_alike_on_any_layout(ranks: RankPool, model_of: ModelOf) -> None:
+def test_the_auxiliary_loss_of_experts_has_equal_weights_in_any_layout(ranks: RankPool, model_of: ModelOf) -> None:
     """Micro-batches are those of a prompt group, as the loss is a mean over each."""
     model = model_of("qwen3_moe")
     alone = run_case(ranks, Case(args=make_args(model, **EXPERTS), batches=rows()))
@@ -226,7 +226,7 @@ def by_rewards(args, inputs):
 """
 
 
-def test_earlier_stages_balance_experts_by_weights_that_the_rows_decide(
+def test_earlier_stages_weight_the_auxiliary_loss_by_what_the_rows_decide(
     ranks: RankPool, model_of: ModelOf, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(WEIGHTED)
@@ -238,7 +238,7 @@ def test_earlier_stages_balance_experts_by_weights_that_the_rows_decide(
     assert beyond(*found) == {}
 
 
-def test_the_weight_of_a_loss_that_balances_experts_is_the_divisor(ranks: RankPool, model_of: ModelOf) -> None:
+def test_the_weight_of_the_auxiliary_loss_is_the_divisor(ranks: RankPool, model_of: ModelOf) -> None:
     """The first gradient is that of the objective's sum and of D times the loss of each layer, of each micro-batch
     (Fedus et al. 2022, arXiv:2101.03961, equation 4), by transformers' router logits."""
     args = make_args(model_of("qwen3_moe"), **EXPERTS)

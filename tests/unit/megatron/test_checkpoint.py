@@ -156,6 +156,16 @@ def test_either_adam_goes_on_from_the_others_checkpoint(
             assert difference(answer["after"], before["after"]) <= (0.0 if other == fused else BOUND)
 
 
+def test_a_whole_optimizer_goes_on_from_a_distributed_ones_checkpoint_and_not_the_other_way(
+    ranks: RankPool, model: str, tp2: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    (answer,) = ranks.run(1, megatron_training.resumed, Layout(), model, tp2[0], Kind(distributed=False))
+    assert difference(answer["after"], tp2[1]["after"]) <= BOUND
+    ranks.run(1, megatron_training.saved, Layout(), model, str(tmp_path), "save", Kind(distributed=False))
+    with pytest.raises(RankError, match="was written without --use-distributed-optimizer"):
+        ranks.run(1, megatron_training.resumed, Layout(), model, str(tmp_path))
+
+
 def test_settings_of_adam_are_those_of_the_run(ranks: RankPool, model: str, tp2: tuple[str, dict[str, Any]]) -> None:
     (answer,) = ranks.run(1, megatron_training.resumed, Layout(), model, tp2[0], Kind(eps=1e-3))
     assert answer["eps"] == {1e-3}
