@@ -41,7 +41,7 @@ def load_bridge(
 ) -> Bridge:
     """The bridge of the architecture in ``hf_folder/config.json``, for the groups of ``parallel_state``.
 
-    transformer_impl: "local" (Megatron's modules) or "te" (TransformerEngine's). dtype: of the parameters. overrides:
+    transformer_impl: as the option. dtype: of the parameters. overrides:
     fields of Megatron's ``TransformerConfig``, which go before what the bridge sets. core_attention: a module class in
     place of the local attention. make_vocab_size_divisible_by: the vocabulary is padded to a multiple of it times the
     tensor parallel size. model_class: reference of a subclass of mbridge's ``LLMBridge``, in place of the one that is

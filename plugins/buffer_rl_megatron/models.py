@@ -65,15 +65,17 @@ def mapping_for(
     fields = {"use_cpu_initialization": not torch.cuda.is_available(), **_corrections(hf_config)}
     if transformer_impl == "local":
         fields |= LOCAL
-    elif transformer_impl != "te":
-        raise ConfigError(f"{transformer_impl} is unknown", where="--transformer-impl", expected="local or te")
+    elif transformer_impl != "transformer_engine":
+        raise ConfigError(
+            f"{transformer_impl} is unknown", where="--transformer-impl", expected="local or transformer_engine"
+        )
     fields |= overrides
 
     def build_base_config(self: Any, **settings: Any) -> Any:
         return base._build_base_config(self, **{**settings, **fields})
 
     def layer_spec(self: Any, vp_stage: int | None = None) -> Any:
-        if transformer_impl == "te":
+        if transformer_impl == "transformer_engine":
             return base._get_transformer_layer_spec(self, vp_stage)
         customize = getattr(base, "customize_local_spec", None)
         block = local_block_spec(self.config, vp_stage, core_attention)

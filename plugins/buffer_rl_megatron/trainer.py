@@ -249,7 +249,7 @@ class MegatronTrainer:
             bridge = load_bridge(
                 folder,
                 sequence_parallel=args.sequence_parallel,
-                transformer_impl="local" if args.transformer_impl == "local" else "te",
+                transformer_impl=args.transformer_impl,
                 dtype=torch.bfloat16 if args.bf16 else torch.float32,
                 overrides=_overrides(args),
                 core_attention=CausalAttention,

@@ -136,7 +136,7 @@ def killed_in_a_save(args: Any) -> None:
 
 
 def killed_in_an_export(args: Any) -> None:
-    """While weights are gathered for the engines."""
+    """While weights are gathered for the model folder of the third checkpoint."""
     from buffer_rl_megatron.bridge import Bridge
 
-    _kill_once(args, Bridge, "export", 6)
+    _kill_once(args, Bridge, "export", 3)

@@ -280,7 +280,7 @@ KILLED = {
     "TP2 x DP2, streamed, before a step": ("TP2 x DP2", "streamed gradients", 1e-4, "", 4),
     "PP2, in a step": ("PP2", "lockstep", 0.0, "killed_between_gradient_and_step", 4),
     "TP2, in a save": ("TP2", "lockstep", 0.0, "killed_in_a_save", 4),
-    "TP2, in a publication": ("TP2", "lockstep", 0.0, "killed_in_an_export", 4),
+    "TP2, in an export": ("TP2", "lockstep", 0.0, "killed_in_an_export", 4),
 }
 """Of each kill the layout, the schedule, how far the parameters may be from an undisturbed run's, what
 ``megatron_faults`` puts into the ranks, and the step of the checkpoint that the run goes on from."""

@@ -1,7 +1,7 @@
 """The flags of slime's launch scripts, Megatron's among them, that are no options here: what each means for a run.
 
-Flags that are options of the same name are not here, but for those in ``REMARKS``, with which a run is not the same:
-the options say so themselves. ``verdicts`` knows the flags whose verdict depends on other flags.
+Flags that are options of the same name are in ``REMARKS`` alone, if at all; those whose verdict depends on other flags
+are in ``verdicts``.
 """
 
 from __future__ import annotations
@@ -153,10 +153,7 @@ NOT_YET: tuple[tuple[str, str], ...] = (
         "te-precision-config-file megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules "
         "megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules",
     ),
-    (
-        "the trainer computes in float32; --engine-dtype is the engine's",
-        "bf16 fp16 grad-reduce-in-bf16 moe-router-dtype",
-    ),
+    ("the trainer computes in float32; engines in --engine-dtype", "bf16 fp16 grad-reduce-in-bf16 moe-router-dtype"),
     (
         "heads that predict several tokens are not trained",
         "mtp-num-layers mtp-loss-scaling-factor enable-mtp-training",
@@ -395,8 +392,7 @@ def _equal(value: str, other: str) -> bool:
 @hookimpl
 def buffer_rl_explain_flag(name: str, values: Sequence[str]) -> FlagMeaning | None:
     """So that a command line of slime is taken, or refused with what each of its flags means."""
-    known = known_flag(name, values)
-    if known is None:
+    if (known := known_flag(name, values)) is None:
         return None
     accepted = known.verdict in (Verdict.NOT_NEEDED, Verdict.RENAMED)
     return FlagMeaning(kind=known.verdict, reason=known.why, accepted=accepted, options=known.options, page=PAGE)
