@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 from buffer_rl.errors import PluginError
 from buffer_rl.resolution.entry_points import AUTOLOAD_VARIABLE, EntryPointInfo, EntryPoints
+from buffer_rl.resolution.reference import find_module
 
 # Verb to summary. The module ``buffer_rl.verbs.VERB`` has ``add_parser(subparsers, argv)``, which sets ``run``.
 VERBS = {
@@ -26,7 +28,7 @@ VERBS = {
 }
 VERB_GROUP = "verb"
 """Entry points of the group ``buffer_rl.verb`` are verbs of plugins: a module like those of ``buffer_rl.verbs``, whose
-``SUMMARY`` says what the verb does."""
+docstring says in its first line what the verb does."""
 _WIDTH_OF_FILES = 160  # characters of a line where the output goes to a file or a pipe
 
 
@@ -36,32 +38,36 @@ def all_verbs() -> list[str]:
 
 
 def summary_of(verb: str) -> str:
-    """What ``--help`` says of a verb of ``all_verbs``; of a plugin's whose module is broken, what is wrong with it."""
+    """What ``--help`` says of a verb of ``all_verbs``: of a plugin's the first line of its module's docstring, which is
+    read without importing it."""
     if verb in VERBS:
         return VERBS[verb]
+    found = find_module(_module_name(verb), ())
     try:
-        return str(getattr(_module_of(verb), "SUMMARY", "of an installed plugin"))
-    except PluginError as error:
-        return str(error.what)
+        document = ast.get_docstring(ast.parse(Path(str(found and found.file)).read_bytes())) or ""
+    except (OSError, SyntaxError):
+        return "its module cannot be read"
+    first = document.partition("\n")[0].rstrip(".")
+    return first.partition("``: ")[2] or first or f"of the plugin {_module_name(verb).partition('.')[0]}"
 
 
 def parser_of(verb: str) -> Callable[[Any, Sequence[str]], None]:
     """``add_parser`` of a verb of ``all_verbs``. Raises PluginError if a plugin's module has none."""
-    found: Callable[[Any, Sequence[str]], None] = _module_of(verb).add_parser
+    module = _module_name(verb)
+    try:
+        found: Callable[[Any, Sequence[str]], None] = importlib.import_module(module).add_parser
+    except Exception as error:  # fault boundary: code of a third party
+        if verb in VERBS:
+            raise
+        what = f"its module cannot be used: {type(error).__name__}: {error}"
+        raise PluginError(what, where=f"verb {verb} of {module}", expected="add_parser(subparsers, argv)") from error
     return found
 
 
-def _module_of(verb: str) -> ModuleType:
+def _module_name(verb: str) -> str:
     if verb in VERBS:
-        return importlib.import_module(f"buffer_rl.verbs.{verb}")
-    name = next(entry.value for entry in _added() if entry.name == verb)
-    try:
-        module = importlib.import_module(name)
-        _ = module.add_parser
-    except Exception as error:  # fault boundary: code of a third party
-        what = f"its module cannot be used: {type(error).__name__}: {error}"
-        raise PluginError(what, where=f"verb {verb} of {name}", expected="add_parser(subparsers, argv)") from error
-    return module
+        return f"buffer_rl.verbs.{verb}"
+    return next(entry.value for entry in _added() if entry.name == verb)
 
 
 def _added() -> list[EntryPointInfo]:

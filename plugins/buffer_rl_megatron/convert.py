@@ -1,4 +1,4 @@
-"""``buffer-rl convert``: Hugging Face folders to distributed checkpoints of Megatron's (torch_dist), and back.
+"""``buffer-rl convert``: convert Hugging Face folders to torch_dist checkpoints of Megatron's, and back.
 
 One process on the CPU holds the whole model; no layout is asked for, as such a checkpoint is loaded in any.
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 from buffer_rl.errors import ConfigError
 
-SUMMARY = "convert a model to a distributed checkpoint of Megatron's, or back"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

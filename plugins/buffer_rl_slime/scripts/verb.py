@@ -1,4 +1,7 @@
-"""``buffer-rl import slime SCRIPT``: the launch script of slime as a file of options, with a verdict for each flag."""
+"""``buffer-rl import``: translate the launch script of another project
+
+``buffer-rl import slime SCRIPT`` makes it a file of options, with a verdict for each flag.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from buffer_rl_slime.scripts.shell_script import Launch, Script, read_script
 from buffer_rl_slime.scripts.translation import Line, Translation, translate, yaml_text
 from buffer_rl_slime.scripts.verdicts import Target
 
-SUMMARY = "translate the launch script of another project"
 _DESCRIPTION = """\
 Translate a launch script of slime (bash). The script is read, with what it sources, and never run.
 

@@ -10,7 +10,7 @@ from buffer_rl.cli import main
 from buffer_rl.verbs.completion import completion_script
 
 GREETING = """
-    SUMMARY = "greet somebody"
+    '``buffer-rl greet``: greet somebody.'
 
     def add_parser(subparsers, argv):
         parser = subparsers.add_parser("greet", description="Greets.")
@@ -41,7 +41,11 @@ def test_a_plugin_replaces_no_verb(place: Any, capsys: pytest.CaptureFixture[str
 def test_a_verb_whose_module_is_broken_is_named(place: Any, capsys: pytest.CaptureFixture[str]) -> None:
     place.install("third-party", {"buffer_rl.verb": {"greet": "greeting"}}, greeting="import nowhere_at_all")
     assert main(["--help"]) == 0
-    assert "its module cannot be used" in capsys.readouterr().out
+    assert "of the plugin greeting" in capsys.readouterr().out
+    place.install("third-party", {"buffer_rl.verb": {"greet": "greeting"}}, greeting="def")
+    assert main(["--help"]) == 0
+    assert "its module cannot be read" in capsys.readouterr().out
+    place.install("third-party", {"buffer_rl.verb": {"greet": "greeting"}}, greeting="import nowhere_at_all")
     assert main(["greet"]) == 2
     assert "verb greet of greeting: its module cannot be used: ModuleNotFoundError" in capsys.readouterr().err
 
