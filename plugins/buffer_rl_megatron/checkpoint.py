@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.serialization import load_content_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.torch import MCoreMetadata, MCoreSavePlan
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import _get_layout
@@ -50,7 +51,7 @@ _LAYOUT = {
 _VERSION = 3.0  # of Megatron-LM's state
 _PLAIN_ALONE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _INDEX_MODULES = {
-    *("torch", "torch.serialization"),
+    *("torch", "torch.serialization", "megatron.core.dist_checkpointing.strategies.torch"),
     *(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "metadata", "planner")),
 }
 _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -201,10 +202,17 @@ class _Index(pickle.Unpickler):
     """Reads ``.metadata``, which says where the tensors are. Raises UnpicklingError for what is no part of it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module in _INDEX_MODULES:
+        if module in _INDEX_MODULES and "." not in name:
             found = super().find_class(module, name)
             is_record = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
-            if is_record or found in (torch.Size, _get_layout) or isinstance(found, torch.dtype):
+            if (is_record and found.__module__ == module) or found in (
+                torch.Size,
+                _get_layout,
+                MCoreMetadata,
+                MCoreSavePlan,
+            ):
+                return found
+            if isinstance(found, torch.dtype):
                 return found
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's index")
 

@@ -226,13 +226,6 @@ def _check_experts(args: Any, ranks: Layout) -> None:
             "--expert-tensor-parallel-size",
             expected="at most --tensor-model-parallel-size",
         )
-    if expert_tp < ranks.tp_size and args.expert_model_parallel_size == 1:
-        _refuse(
-            "Megatron sums the gradients of experts that several tensor ranks have only where experts are spread",
-            "--expert-tensor-parallel-size",
-            expected=str(ranks.tp_size),
-            hint="or --expert-model-parallel-size 2 or more",
-        )
     of_stage = ranks.dp_size * ranks.cp_size * ranks.tp_size
     if of_stage % (args.expert_model_parallel_size * expert_tp):
         _refuse(
@@ -319,6 +312,13 @@ def _check_splits(args: Any, configuration: dict[str, Any]) -> None:
         _refuse(f"{experts} experts are spread over {ep} ranks", "--expert-model-parallel-size", "a divisor")
     if experts and tp > 1 and not args.sequence_parallel:
         _refuse("experts under tensor parallelism need it", "--sequence-parallel", hint="add --sequence-parallel")
+    if experts and ep == 1 and (args.expert_tensor_parallel_size or tp) < tp:
+        _refuse(
+            "Megatron sums the gradients of experts that several tensor ranks have only where experts are spread",
+            "--expert-tensor-parallel-size",
+            expected=str(tp),
+            hint="or --expert-model-parallel-size 2 or more",
+        )
     if layers := configuration.get("num_hidden_layers"):
         virtual_stages(args, int(layers))
 

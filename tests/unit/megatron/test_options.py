@@ -102,6 +102,7 @@ def test_options_that_fit_are_taken(model: str, experts: str) -> None:
         buffer_rl_configure(make_args(experts, **{TP: 2, "num_train_ranks": 2}))
     split = {TP: 2, "num_train_ranks": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
     buffer_rl_configure(make_args(experts, **split, expert_model_parallel_size=2))
+    buffer_rl_configure(make_args(model, **split))  # scripts of models without experts say so too
     with pytest.raises(ConfigError, match="--expert-tensor-parallel-size: Megatron sums"):
         buffer_rl_configure(make_args(experts, **split))
 
