@@ -66,7 +66,7 @@ def _run(arguments: Sequence[str]) -> int:
         )
     else:
         for name in verbs:
-            subparsers.add_parser(name, help=summary_of(name))
+            subparsers.add_parser(name, help=summary_of(name).replace("%", "%%"))
     namespace, extra = parser.parse_known_args(arguments)
     prog = f"buffer-rl {verb}".rstrip()
     for text in take_unknown(namespace, take_items(namespace, extra), flags_of(parser), prog=prog):

@@ -102,9 +102,9 @@ def later_checkpoint(args: Any, first_step: int) -> int | None:
 
 def with_start(args: Run) -> Run:
     """The options of a run that goes on where it was, ``--load`` and ``--save`` being one folder: without ``--load`` as
-       long as the folder holds no checkpoint, which is the first start. ``args`` itself where it holds one.
-    Raises
-       CheckpointError if that cannot be found out."""
+    long as the folder holds no checkpoint, which is the first start. ``args`` itself where it holds one.
+
+    Raises CheckpointError if that cannot be found out."""
     options: Any = args
     if options.load is None or options.save is None or not _is_one_folder(options.load, options.save):
         return args

@@ -43,8 +43,10 @@ def summary_of(verb: str) -> str:
     if verb in VERBS:
         return VERBS[verb]
     found = find_module(_module_name(verb), ())
+    if found is None:
+        return "its module cannot be found"
     try:
-        document = ast.get_docstring(ast.parse(Path(str(found and found.file)).read_bytes())) or ""
+        document = ast.get_docstring(ast.parse(Path(found.file).read_bytes())) or ""
     except (OSError, SyntaxError):
         return "its module cannot be read"
     first = document.partition("\n")[0].rstrip(".")

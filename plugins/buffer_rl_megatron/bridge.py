@@ -132,9 +132,10 @@ class Bridge:
         model = own() if provider is None else provider(first, last, vp_stage, self.config, own)
         model.vp_stage = vp_stage
         set_rotary_frequencies(model, self.hf_config)
+        if value_head:
+            model.share_embeddings_and_output_weights = False  # on every stage, where a provider tied them
         if last and value_head:
             model.output_layer = ValueHead(self.config)
-            model.share_embeddings_and_output_weights = False  # where a provider made it with tied ones
         elif last:
             rank, size = parallel_state.get_tensor_model_parallel_rank(), self._mapping.mpu.tp_size
             rows = self.padded_vocab_size // size

@@ -49,7 +49,7 @@ _LAYOUT = {
 }
 """What the checkpoint says of itself, by Megatron's names: the optimizer's state is that of whole parameters."""
 _VERSION = 3.0  # of Megatron-LM's state
-_PLAIN_ALONE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_PLAIN_ALONE, _ANYTHING = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _INDEX_MODULES = {
     *("torch", "torch.serialization", "megatron.core.dist_checkpointing.strategies.torch"),
     *(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "metadata", "planner")),
@@ -187,7 +187,7 @@ def _load(chunks: Sequence[torch.nn.Module], optimizer: Any | None, source: Path
 def _plain_values_alone() -> Iterator[None]:
     """Within the block nothing but tensors, plain values and torch's own records of them are read from a checkpoint:
     Megatron and torch would run what any pickle in it says."""
-    before = os.environ.get(_PLAIN_ALONE)
+    before = {name: os.environ.pop(name) for name in (_PLAIN_ALONE, _ANYTHING) if name in os.environ}
     os.environ[_PLAIN_ALONE] = "1"
     cast(Any, filesystem).pickle = SimpleNamespace(load=lambda file: _Index(file).load())
     try:
@@ -195,7 +195,7 @@ def _plain_values_alone() -> Iterator[None]:
     finally:
         cast(Any, filesystem).pickle = pickle
         del os.environ[_PLAIN_ALONE]
-        os.environ.update({} if before is None else {_PLAIN_ALONE: before})
+        os.environ.update(before)
 
 
 class _Index(pickle.Unpickler):

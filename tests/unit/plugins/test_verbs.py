@@ -10,7 +10,7 @@ from buffer_rl.cli import main
 from buffer_rl.verbs.completion import completion_script
 
 GREETING = """
-    '``buffer-rl greet``: greet somebody.'
+    '``buffer-rl greet``: greet 50% of them.'
 
     def add_parser(subparsers, argv):
         parser = subparsers.add_parser("greet", description="Greets.")
@@ -28,7 +28,7 @@ def test_a_verb_of_a_plugin_is_listed_runs_and_is_completed(place: Any, capsys: 
     assert main(["greet", "--name", "you"]) == 3
     assert capsys.readouterr().out == "hello you\n"
     assert main(["--help"]) == 0
-    assert "greet somebody" in capsys.readouterr().out
+    assert "greet 50% of them" in capsys.readouterr().out
     assert "--name" in completion_script("bash")
 
 
