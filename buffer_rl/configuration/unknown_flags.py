@@ -23,7 +23,7 @@ def take_unknown(namespace: argparse.Namespace, extra: Sequence[str], flags: Seq
     if not extra:
         return []
     registry = PluginRegistry.from_flags(given_flags(namespace).get("plugin") or ())
-    rest, notices = _accept_known(namespace, extra, registry)
+    rest, notices = _accept_known(namespace, extra, flags, registry)
     _refuse_unknown(rest, flags, registry, prog=prog)
     return notices
 
@@ -40,7 +40,7 @@ def explain(registry: PluginRegistry, name: str, values: Sequence[str]) -> FlagM
 
 
 def _accept_known(
-    namespace: argparse.Namespace, extra: Sequence[str], registry: PluginRegistry
+    namespace: argparse.Namespace, extra: Sequence[str], flags: Sequence[str], registry: PluginRegistry
 ) -> tuple[list[str], list[str]]:
     """The arguments that remain, and the notices. Only commands with options take flags of others."""
     if not hasattr(namespace, "sections"):
@@ -54,6 +54,8 @@ def _accept_known(
             rest += tokens
             continue
         for option, value in known.options:
+            if flag_of(option) not in flags:
+                raise ConfigError(f"a plugin takes it for {option!r}, which is no option", where=flag)
             if given_flags(namespace).get(option, value) != value:
                 raise ConfigError(f"both are given, and differ: {known.reason}", where=f"{flag} and {flag_of(option)}")
             set_flag(namespace, option, value)
@@ -61,7 +63,7 @@ def _accept_known(
             notices.append(f"{flag}: {known.reason}")
         else:
             ignored.setdefault(known.reason, []).append(flag)
-    notices += [f"ignored, as {why}: {' '.join(flags)}" for why, flags in ignored.items()]
+    notices += [f"ignored, as {why}: {' '.join(same)}" for why, same in ignored.items()]
     return rest, notices
 
 

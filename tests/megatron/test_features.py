@@ -118,7 +118,7 @@ def test_a_trainer_that_slept_goes_on_as_it_was(
     assert beyond(run_case(ranks, case), by_transformers("qwen3")) == {}
 
 
-SCHEDULE = {"lr_warmup_iters": 1, "lr_decay_style": "cosine", "lr_decay_iters": 3, "min_lr": 1e-3, "clip_grad": 0.0}
+SCHEDULE = {"lr_warmup_iters": 1, "lr_decay_style": "cosine", "lr_decay_iters": 3, "min_lr": 1e-3}
 
 
 def by_the_default_backend(args: Any) -> Found:
@@ -325,6 +325,12 @@ def without_embeddings(pre_process, post_process, vp_stage=None, build=None):
     return model
 
 
+def tied(pre_process, post_process, vp_stage=None, build=None):
+    model = build()
+    model.share_embeddings_and_output_weights = True
+    return model
+
+
 def as_in_slime(pre_process: bool = True, post_process: bool = True) -> GPTModel:
     return None
 
@@ -361,6 +367,23 @@ def test_what_a_model_provider_freezes_stays(ranks: RankPool, model_of: ModelOf,
     args = make_args(model_of("qwen3"), **own)
     start, found = (run_case(ranks, Case(args=args, batches=batches)).weights for batches in ([], rows()))
     assert [name for name in start if torch.equal(start[name], found[name])] == ["model.norm.weight"]
+
+
+def test_a_value_model_of_a_provider_that_ties_embeddings_has_none_to_tie_on_any_stage(
+    ranks: RankPool, model_of: ModelOf, tmp_path: Path
+) -> None:
+    """A stage that thought so would wait for the other one's gradient."""
+    (tmp_path / "own.py").write_text(PROVIDER)
+    own = {"custom_model_provider_path": f"{tmp_path / 'own.py'}:tied"}
+    args = make_args(model_of("qwen3"), advantage_estimator="ppo", use_critic=True, **{PP: 2, "num_train_ranks": 2})
+    plain, tied = (
+        run_case(
+            ranks,
+            Case(args=args.model_copy(update=given), batches=[with_values(batch) for batch in rows()], critic=True),
+        )
+        for given in ({}, own)
+    )
+    assert beyond(tied, plain) == {}
 
 
 @pytest.mark.parametrize("how", [FULL, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}])

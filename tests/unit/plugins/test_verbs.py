@@ -67,6 +67,8 @@ FLAGS = """
         if name == "steps":
             return FlagMeaning(kind="renamed", reason="it is --num-rollout", accepted=True,
                                options=(("num_rollout", values[0]),))
+        if name == "epochs":
+            return FlagMeaning(kind="renamed", reason="it is --laps", accepted=True, options=(("laps", "3"),))
         if name == "turbo":
             return FlagMeaning(kind="not there", reason="runs have one speed", page="the manual")
 """
@@ -84,6 +86,8 @@ def test_a_plugin_explains_flags_of_another_program(place: Any, capsys: pytest.C
     ]
     assert main(["train", "--steps", "3", "--num-rollout", "4"]) == 2
     assert "both are given, and differ: it is --num-rollout" in capsys.readouterr().err
+    assert main(["train", "--epochs", "3"]) == 2
+    assert "--epochs: a plugin takes it for 'laps', which is no option" in capsys.readouterr().err
     assert main(["train", "-p", "no:other", "--turbo", "9"]) == 2
     assert "hint: see buffer-rl train --help" in capsys.readouterr().err
     assert main(["train", "--steps", "3"]) == 2  # what is missing is said behind the notice
