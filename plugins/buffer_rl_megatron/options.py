@@ -16,7 +16,6 @@ from buffer_rl.hookspecs import hookimpl
 from buffer_rl.kinds import kind_named
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.redaction import mask_url
-from buffer_rl.remote import is_remote, local_path
 from buffer_rl.resolution.calls import plugin_error
 from buffer_rl.resolution.signature import signature_of
 from buffer_rl.train.layout import Layout, layout_of
@@ -324,6 +323,8 @@ def _check_splits(args: Any, configuration: dict[str, Any]) -> None:
 
 
 def _check_save_folder(args: Any) -> None:
+    from buffer_rl.remote import is_remote, local_path  # with what reads data, which naming a plugin must not need
+
     folder = local_path(args.save or "")
     if args.save and not is_remote(folder) and Path(folder, TRACKER).exists():
         _refuse(
