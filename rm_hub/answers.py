@@ -11,14 +11,12 @@ from typing import Any
 
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample
+from rm_hub.doubt import DOUBT, TEXT, joined, taken_back
 
-END_OF_REASONING = "</think>"
+REASONING, END_OF_REASONING = "<think>", "</think>"
 
-TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*(?:\^\{-?\d\}[^{}]*)*)\}")
-"""``\\text{...}`` and its like; the first group is what it holds."""
-
-UNIT = re.compile(TEXT.pattern + r"(?:\^(?:\d|\{-?\d\}))?")
-"""The same with the exponent of a unit, inside or after it."""
+UNIT = re.compile(rf"(?!\\\w+\{{[^{{}}]*{DOUBT}){TEXT.pattern}(?:\^(?:\d|\{{-?\d\}}))?")
+"""``TEXT`` without ``DOUBT``, with the exponent of a unit inside or after it."""
 
 END_TOKEN = re.compile("(?:<[|\uff5c][^<>|\uff5c]{1,40}[|\uff5c]>|</s>|<eos>|<end_of_turn>)\\s*\\Z")
 """At the end of a text, as models name it: <|im_end|>, <|eot_id|>, </s>, <eos>, <end_of_turn>; other bars are known."""
@@ -26,11 +24,25 @@ END_TOKEN = re.compile("(?:<[|\uff5c][^<>|\uff5c]{1,40}[|\uff5c]>|</s>|<eos>|<en
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\w))\s*(?:\{([^{}]*)\}|(\w))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
+_BOX_OR_BRACE = re.compile(rf"({_BOX.pattern})|{_BRACE.pattern}", re.DOTALL)
 
 
 def after_reasoning(text: str) -> str:
-    """What follows the last ``</think>``; the whole text where there is none."""
-    return text[text.rfind(END_OF_REASONING) + len(END_OF_REASONING) :] if END_OF_REASONING in text else text
+    """What follows the last ``</think>``; without one, the whole text. Empty if a ``<think>`` after that never ends."""
+    answer = text[text.rfind(END_OF_REASONING) + len(END_OF_REASONING) :] if END_OF_REASONING in text else text
+    return "" if REASONING in answer else answer
+
+
+def has_answer(sample: Sample) -> bool:
+    """Whether the reasoning of a response ends: what it began, or a prompt that ends with ``<think>``."""
+    begun = isinstance(sample.prompt, str) and sample.prompt.rstrip().endswith(REASONING)
+    text = f"{REASONING * begun}{sample.response}"
+    return text.rfind(REASONING) <= text.rfind(END_OF_REASONING)
+
+
+def answer_of(args: Any, sample: Sample) -> str:
+    """What follows the reasoning of the response; empty if that never ends."""
+    return after_reasoning(response_of(args, sample)) if has_answer(sample) else ""
 
 
 def response_of(args: Any, sample: Sample) -> str:
@@ -54,6 +66,32 @@ def last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[opening.end() : brace.start()].strip()
     return None
+
+
+def boxed_answers(text: str) -> list[str] | None:
+    r"""What the boxes of an answer hold, in order; None without a box.
+
+    Empty if the last one never closes, is refused by the words beside it ("not \boxed{34}"), or is one of several
+    ("\boxed{33} or \boxed{34}").
+    """
+    last = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if last < 0:
+        return None
+    boxes: list[tuple[int, int, str]] = []  # start, end, content
+    opened: list[tuple[int, int] | None] = []  # None of a brace that is no box
+    for found in _BOX_OR_BRACE.finditer(text):
+        if found[1] or found.group() == "{":
+            opened.append(found.span() if found[1] else None)
+            continue
+        box = opened.pop() if opened and found.group() == "}" else None
+        if box and (not boxes or boxes[-1][0] < box[0]):  # of nested boxes, the inner one
+            boxes.append((box[0], found.end(), text[box[1] : found.start()].strip()))
+    if not boxes or boxes[-1][0] != last:
+        return []
+    contents, end = [content for _, _, content in boxes], boxes[-1][1]
+    previous = boxes[-2][1] if len(boxes) > 1 else 0
+    open_among = previous and contents[-1] != contents[-2] and joined(text[previous:last])
+    return [] if open_among or taken_back(text[previous:last], text[end:]) else contents
 
 
 def full_fractions(text: str) -> str:

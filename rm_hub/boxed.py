@@ -10,20 +10,21 @@ from typing import Any
 from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample
 from rm_hub import f1, gpqa
-from rm_hub.answers import last_boxed
+from rm_hub.answers import boxed_answers, has_answer
 
 
 @rows_may_choose
 def score_f1(args: Any, sample: Sample) -> float:
-    """``rm_hub.f1`` of the answer in the last box; without a box 0.0."""
+    """``rm_hub.f1`` of the answer in the last box; without a box, or with one that is refused beside it, 0.0."""
     return f1.score(args, _unboxed(sample))
 
 
 @rows_may_choose
 def score_gpqa(args: Any, sample: Sample) -> float:
-    """``rm_hub.gpqa:score_lenient`` of the answer in the last box; without a box 0.0."""
+    """``rm_hub.gpqa:score_lenient`` of the answer in the last box; otherwise as ``score_f1``."""
     return gpqa.score_lenient(args, _unboxed(sample))
 
 
 def _unboxed(sample: Sample) -> Sample:
-    return sample.changed(response=last_boxed(sample.response) or "")
+    *_, answer = ["", *(boxed_answers(sample.response if has_answer(sample) else "") or [])]
+    return sample.changed(prompt="", response=answer)

@@ -13,7 +13,8 @@ from typing import Any
 
 from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import TEXT, UNIT, after_reasoning, full_fractions, labels_of, response_of
+from rm_hub.answers import UNIT, answer_of, full_fractions, labels_of
+from rm_hub.doubt import TEXT, taken_back
 
 RIGHT, WRONG = 1.0, -1.0
 LAST_CHARACTERS = 300
@@ -40,13 +41,13 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 def score(args: Any, sample: Sample) -> float:
     """1.0 if the last ``Answer:`` line equals the label (any one of a list) after normalisation, else -1.0.
 
-    To a label of 033 or 33.0 the answer 33 is right, too. A response without such a line, or that did not end by
-    itself, earns -1.0. Raises RewardError without a label.
+    To a label of 033 or 33.0 the answer 33 is right, too. A response without such a line, or that refuses it ("Wrong
+    answer: 33"), or that did not end by itself, earns -1.0. Raises RewardError without a label.
     """
     labels = [normal for label in labels_of(sample, reward="rm_hub.dapo") for normal in accepted(label)]
     if sample.status is not Status.COMPLETED:
         return WRONG
-    answer = answer_line(after_reasoning(response_of(args, sample)))
+    answer = answer_line(answer_of(args, sample))
     return RIGHT if answer is not None and normalize(answer) in labels else WRONG
 
 
@@ -57,11 +58,13 @@ def score_binary(args: Any, sample: Sample) -> float:
 
 
 def answer_line(text: str) -> str | None:
-    """The line that follows the last ``Answer:``, or begins there; None where there is nothing."""
-    marks = list(_ANSWER.finditer(text[-LAST_CHARACTERS:]))
-    if not marks:
+    """The line that follows the last ``Answer:``, or begins there; None where there is nothing, or it is refused."""
+    text = text[-LAST_CHARACTERS:]
+    *_, mark = (None, *_ANSWER.finditer(text))
+    if mark is None:
         return None
-    return text[-LAST_CHARACTERS:][marks[-1].end() :].lstrip(" \t\r\n*").partition("\n")[0].strip(" \t*") or None
+    line, _, after = text[mark.end() :].lstrip(" \t\r\n*").partition("\n")
+    return None if taken_back(text[: mark.end()], after) else line.strip(" \t*") or None
 
 
 def accepted(label: str) -> tuple[str, str]:

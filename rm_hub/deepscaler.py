@@ -14,7 +14,17 @@ from typing import Any
 
 from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import END_OF_REASONING, TEXT, UNIT, after_reasoning, full_fractions, labels_of, last_boxed
+from rm_hub.answers import (
+    END_OF_REASONING,
+    UNIT,
+    after_reasoning,
+    boxed_answers,
+    full_fractions,
+    has_answer,
+    labels_of,
+    last_boxed,
+)
+from rm_hub.doubt import TEXT, differ_in_words
 from rm_hub.expressions import MAX_CHARACTERS, equal
 
 END_OF_INSTRUCTION = "###Response"
@@ -61,10 +71,11 @@ _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 def score(args: Any, sample: Sample) -> float:
     r"""1.0 if the last ``\boxed{...}`` after ``</think>`` equals the label (any one of a list), else 0.0.
 
-    Without ``</think>`` or a box there is no answer: 0.0, as for a sample that did not end by itself. Labels may be
-    boxed. As in the source, a whole number must be written as one (not ``1+1``), and where the label is a fraction, a
-    fraction must be that one, neither reduced nor expanded: in lowest terms, if the labels are. Raises RewardError
-    without a label.
+    Without ``</think>`` or a box there is no answer: 0.0, as for a sample that did not end by itself, for one whose
+    last ``<think>`` never ends, and for a box that the words beside it refuse or leave open (``rm_hub/doubt.py``).
+    Labels may be boxed. Words are compared as text, expressions in value. As in the source, a whole number must be
+    written as one (not ``1+1``), and where the label is a fraction, a fraction must be that one, neither reduced nor
+    expanded: in lowest terms, if the labels are. Raises RewardError without a label.
     """
     if END_OF_REASONING in sample.response:
         return _score(after_reasoning(sample.response), sample)
@@ -74,16 +85,16 @@ def score(args: Any, sample: Sample) -> float:
 @rows_may_choose
 def score_boxed(args: Any, sample: Sample) -> float:
     r"""As ``score``, for the last ``\boxed{...}`` of the whole response, with or without ``</think>`` before it."""
-    return _score(sample.response, sample)
+    return _score(sample.response if has_answer(sample) else "", sample)
 
 
 def _score(text: str, sample: Sample) -> float:
-    labels = [normalize(last_boxed(label) or label) for label in labels_of(sample, reward="rm_hub.deepscaler")]
-    boxed = last_boxed(text)
+    labels = [last_boxed(label) or label for label in labels_of(sample, reward="rm_hub.deepscaler")]
+    *_, boxed = ["", *(boxed_answers(text) or [])]
     if sample.status is not Status.COMPLETED or not boxed or len(boxed) > MAX_CHARACTERS:
         return 0.0
     answer = normalize(boxed)
-    return float(any(same(answer, label) for label in labels))
+    return float(any(same(answer, normalize(label)) and not differ_in_words(boxed, label) for label in labels))
 
 
 def normalize(answer: str) -> str:
@@ -133,7 +144,7 @@ def _same_element(answer: str, label: str) -> bool:
     fraction, expected = _FRACTION.fullmatch(answer), _FRACTION.fullmatch(label)
     if fraction and expected:
         return _parts(fraction) == _parts(expected)
-    return len(label) <= MAX_CHARACTERS and equal(answer, label)
+    return len(label) <= MAX_CHARACTERS and not differ_in_words(answer, label) and equal(answer, label)
 
 
 def _parts(fraction: re.Match[str]) -> tuple[bool, int, int]:

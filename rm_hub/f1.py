@@ -15,7 +15,7 @@ from typing import Any
 
 from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, labels_of, response_of
+from rm_hub.answers import answer_of, labels_of
 
 WHOLE = (["yes"], ["no"], ["noanswer"])
 """Answers of which no part is right: "yes and no" is no half of "yes"."""
@@ -33,7 +33,7 @@ def score(args: Any, sample: Sample) -> float:
     labels = labels_of(sample, reward="rm_hub.f1")
     if sample.status is not Status.COMPLETED:
         return 0.0
-    answer = tokens(after_reasoning(response_of(args, sample)))
+    answer = tokens(answer_of(args, sample))
     return max(f1(answer, tokens(label)) for label in labels)
 
 
@@ -43,7 +43,7 @@ def score_exact(args: Any, sample: Sample) -> float:
     labels = labels_of(sample, reward="rm_hub.f1")
     if sample.status is not Status.COMPLETED:
         return 0.0
-    answer = tokens(after_reasoning(response_of(args, sample)))
+    answer = tokens(answer_of(args, sample))
     return float(any(answer == tokens(label) for label in labels))
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from buffer_rl.errors import RewardError
 from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, last_boxed, last_line, response_of, where
+from rm_hub.answers import answer_of, boxed_answers, last_line, where
+from rm_hub.doubt import joined, taken_back
 
 LAST_CHARACTERS = 1000
 
@@ -27,6 +28,7 @@ _ONE = re.compile(
     rf"\(?({_LETTER})(?![ \t*$()\"`\[\]]*(?:(?:or|and|&|/|,)[ \t*$(\"`\[]*)+{_LETTER}"
     r"(?![ \t]+is[ \t]+(?:wrong|incorrect|false|not)\b))"
 )
+_ALONE_IN_TEXT = re.compile(rf"(?<![A-Za-z0-9_'])({_LETTER})(?![A-Za-z0-9_])")
 # For score_lenient, from the clearest to the weakest. A small letter, or "A" and "I", must end its sentence.
 _SMALL = r"[a-z](?=[)*$\"`}\]]*+[.,;:!]?[)*$\"`}\]]*+\s*(?:\n|\Z))"
 _LEADING = r"[\s:*_$(\"`\[]*+(?:\\[a-z]{1,10}\{)*+\(?+"
@@ -36,7 +38,7 @@ _LENIENT = (
     re.compile(rf"{_STATING}{_LEADING}(?i:(?:option|choice)\b)?+{_LEADING}({_LETTER}|{_SMALL})"),
     re.compile(r"\b([A-Z])\b[)*\"`]*+\s+is\s+(?:the\s+)?(?:correct|right|best)\b"),
     re.compile(rf"(?i:\b(?:option|choice))[\s*]*+(?i:is\b)?+{_LEADING}({_LETTER}|{_SMALL})"),
-    re.compile(rf"(?<![A-Za-z0-9_'])({_LETTER})(?![A-Za-z0-9_])"),
+    _ALONE_IN_TEXT,
     re.compile(rf"\A\s*[(*$]*+({_SMALL})"),
 )
 _ALONE = re.compile(r"[*$( ]*([A-Z])[*$) .:]*")
@@ -47,14 +49,15 @@ _BOXED = re.compile(r"(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Z])\)?\}?[.:]?")
 def score(args: Any, sample: Sample) -> float:
     r"""1.0 if the response chooses the label's letter and ended by itself, else 0.0.
 
-    The choice is, after the reasoning, the last ``\boxed{C}``; else the last "answer is C" or "Answer: C", where the
-    letter comes next (not "Answer: I think C") and is the only one (not "C or D"; an earlier sentence does not count
-    then); else a last line that is a letter alone. The label is ``correct_letter`` in the metadata, a letter, its
-    number counted from 0, or, with ``choices`` in the metadata, the text of one of them. Raises RewardError if it is
-    none of these.
+    The choice is, after the reasoning, what each ``\boxed{C}`` holds (none, if they differ); else the last "answer is
+    C" or "Answer: C", where the letter comes next (not "Answer: I think C") and is the only one (not "C or D"; an
+    earlier sentence does not count then); else a last line that is a letter alone. A letter that the words beside it
+    refuse is not chosen ("Answer A is wrong"; ``rm_hub/doubt.py``). The label is ``correct_letter`` in the metadata, a
+    letter, its number counted from 0, or, with ``choices`` in the metadata, the text of one of them. Raises RewardError
+    if it is none of these.
     """
     letter = _label(sample)
-    return float(sample.status is Status.COMPLETED and choice(response_of(args, sample)) == letter)
+    return float(sample.status is Status.COMPLETED and choice(answer_of(args, sample)) == letter)
 
 
 @rows_may_choose
@@ -62,43 +65,57 @@ def score_lenient(args: Any, sample: Sample) -> float:
     r"""As ``score``, and where no letter is chosen in so many words, 1.0 if the label's is the likeliest one.
 
     That is, among the letters of the choices: a small one in a box; else the last "answer should be c"; else the last
-    "C is correct"; else the last "option C"; else the last capital letter that stands alone ("I choose C", "A or C");
-    else a response that is a small letter; else, where there is none at all, the only one of ``choices`` whose words
-    the response has.
+    "C is correct"; else the last "option C"; else the last capital letter that stands alone ("I choose C"); else a
+    response that is a small letter; else, where there is none at all, the only one of ``choices`` whose words the
+    response has. A letter that is refused is passed over ("C is wrong"); one of several ("A or C") is no choice.
     """
     letter = _label(sample)
-    response = response_of(args, sample)
-    chosen = choice(response)
-    if chosen is None or chosen not in _letters(sample):
-        chosen = likely_choice(after_reasoning(response)[-LAST_CHARACTERS:], _letters(sample))
-    if chosen is None:
-        words = _words(after_reasoning(response))
-        named = [
-            at for at, text in zip(_letters(sample), _choices(sample) or (), strict=False) if _words(text) in words
-        ]
-        chosen = named[0] if len(named) == 1 else None
+    text, letters = answer_of(args, sample), _letters(sample)
+    chosen = choice(text)
+    if (chosen is None or chosen not in letters) and len(set(boxed_answers(text) or ())) < 2:
+        chosen = likely_choice(text[-LAST_CHARACTERS:], letters)
+        if chosen is None:
+            texts = zip(letters, _choices(sample) or (), strict=False)
+            named = [at for at, words in texts if _names(text, words)]
+            chosen = named[0] if len(named) == 1 else None
     return float(sample.status is Status.COMPLETED and chosen == letter)
 
 
 def likely_choice(text: str, letters: str) -> str | None:
-    """The one of ``letters`` that a text is likely to choose; None where none stands in it."""
+    """The one of ``letters`` that a text is likely to choose; None where none stands in it; empty where several do."""
     for pattern in _LENIENT:
-        if found := [at[1].upper() for at in pattern.finditer(text) if at[1].upper() in letters]:
-            return found[-1]
+        found = [at for at in pattern.finditer(text) if at[1].upper() in letters]
+        found = [at for at in found if not taken_back(text[: at.start(1)], text[at.end(1) :])]
+        if found:
+            chosen = found[-1][1].upper()
+            return "" if _one_of_several(text, found[-1].span(1), chosen, letters) else chosen
     return None
 
 
-def choice(response: str) -> str | None:
-    """The capital letter that a response chooses; None where it chooses none."""
-    text = after_reasoning(response)
-    if (boxed := last_boxed(text)) is not None:
-        found = _BOXED.fullmatch(boxed)
-        return found[1] if found else None
+def _one_of_several(text: str, place: tuple[int, int], chosen: str, letters: str) -> bool:
+    """Whether another letter stands beside the chosen one: "A or C", "A, C", "A C"."""
+    others = [at for at in _ALONE_IN_TEXT.finditer(text) if at[1] in letters and at[1] != chosen]
+    gaps = [text[at.end() : place[0]] if at.end() <= place[0] else text[place[1] : at.start()] for at in others]
+    return any(joined(gap) or (bool(gap) and not gap.strip(" ")) for gap in gaps)
+
+
+def _names(text: str, words: str) -> bool:
+    """Whether a text has the words of a choice, and does not refuse them."""
+    pattern = r"[^a-z0-9]+".join(re.findall(r"[a-z0-9]+", words.lower()))
+    found = re.search(rf"(?<![a-z0-9]){pattern}(?![a-z0-9])", text.lower()) if pattern else None
+    return found is not None and not taken_back(text[: found.start()], text[found.end() :])
+
+
+def choice(text: str) -> str | None:
+    """The capital letter that an answer chooses; None where it chooses none."""
+    if (boxes := boxed_answers(text)) is not None:
+        letters = {found and found[1] for found in map(_BOXED.fullmatch, boxes)}
+        return letters.pop() if len(letters) == 1 else None
     text = text[-LAST_CHARACTERS:]
     *_, stated = (None, *_STATED.finditer(text))
     if stated:
         found = _ONE.match(text, stated.end())
-        return found[1] if found else None
+        return found[1] if found and not taken_back(text[: found.start(1)], text[found.end(1) :]) else None
     alone = _ALONE.fullmatch(last_line(text))
     return alone[1] if alone else None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, response_of, where
+from rm_hub.answers import answer_of, where
 
 
 def score(args: Any, sample: Sample) -> float:
@@ -25,7 +25,7 @@ def score(args: Any, sample: Sample) -> float:
     """
     place = where(sample, "rm_hub.ifbench")
     checkers = _checkers(sample, _registry(), place)
-    text = after_reasoning(response_of(args, sample)).strip()
+    text = answer_of(args, sample).strip()
     if sample.status is not Status.COMPLETED or not text:
         return 0.0
     return float(all(checker.check_following(text) for checker in checkers))

@@ -16,7 +16,7 @@ from typing import Any
 from buffer_rl.errors import RewardError
 from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, response_of, where
+from rm_hub.answers import answer_of, where
 
 _WORD = re.compile(r"\w+")
 _PLACEHOLDER = re.compile(r"\[[^\[\]\n]*\]")
@@ -44,7 +44,7 @@ def score_fraction(args: Any, sample: Sample) -> float:
 
 def _followed(args: Any, sample: Sample) -> list[bool]:
     checks = _checks(sample)
-    text = after_reasoning(response_of(args, sample)).strip()
+    text = answer_of(args, sample).strip()
     if sample.status is not Status.COMPLETED or not text:
         return [False] * len(checks)
     return [check(text) for check in checks]

@@ -17,8 +17,9 @@ from typing import Any
 from buffer_rl.errors import RewardError
 from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, labels_of, last_boxed, last_line, response_of, where
+from rm_hub.answers import answer_of, boxed_answers, labels_of, last_boxed, last_line, where
 from rm_hub.bounds import MAX_CHARACTERS, is_bounded
+from rm_hub.doubt import DOUBT, TEXT, differ_in_words, joined, taken_back
 
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _PROSE = re.compile(r"\$|####|\b(?:is|answer)\b", re.IGNORECASE)
@@ -31,29 +32,36 @@ _COLON = re.compile(r"(?<!\d): ")  # of "3: 4", a ratio, both numbers are the an
 # What the parser takes for products: 1\,000 for 1 * 0, 2 1/2 for 3/2.
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\,|\\ |~| )\d{3})+(?![\d/])")
 _MIXED = re.compile(r"(?<![\d.])(\d+) +(\d+)/(\d+)(?!\d)")
-_NEXT_EQUATION = re.compile(r"(?:,|\bor\b|\band\b)\s*\w+$")
+_NEXT_EQUATION = re.compile(r"(?:,|\b(?:or|and|maybe|perhaps|possibly))\s*\w+$")
+_DOUBT = re.compile(DOUBT)
 
 
 @rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     r"""1.0 if the final answer is mathematically equal to the label (any one of a list) and the sample ended by itself.
 
-    The final answer is the last ``\boxed{...}`` after the reasoning, else what the last line states after ``:``,
-    ``=``, ``####`` or "is". The label is one LaTeX expression as a whole (``3: 4`` is a ratio), in dollars or without,
-    a price (``$18``), or text with such an expression in a box. An answer beyond the limits of ``rm_hub/bounds.py``
-    earns 1.0 only if it is the label's own text. Raises RewardError if there is no label, or one with words around an
-    expression, or math-verify is not installed.
+    The final answer is the ``\boxed{...}`` after the reasoning (of several, each must be right), else what the last
+    line states after ``:``, ``=``, ``####`` or "is". There is none if the words beside it refuse it or leave it open
+    (``rm_hub/doubt.py``). Words are compared as text. The label is one LaTeX expression as a whole (``3: 4`` is a
+    ratio), in dollars or without, a price (``$18``), or text with such an expression in a box. An answer beyond the
+    limits of ``rm_hub/bounds.py`` earns 1.0 only if it is the label's own text. Raises RewardError if there is no
+    label, or one with words around an expression, or math-verify is not installed.
     """
     labels = [_label(label, sample) for label in labels_of(sample, reward="rm_hub.math")]
     equal = _comparison()
-    answer = _stated(after_reasoning(response_of(args, sample)))
-    if sample.status is not Status.COMPLETED or not answer:
+    answers = _stated(answer_of(args, sample))
+    if sample.status is not Status.COMPLETED or not answers:
         return 0.0
+    return float(all(answer and _is_right(answer, labels, equal) for answer in answers))
+
+
+def _is_right(answer: str, labels: list[str], equal: Callable[[str, str], bool]) -> bool:
     if answer in labels:
-        return 1.0
-    if not is_bounded(answer):
-        return 0.0
-    return float(any(is_bounded(label) and equal(label, answer) for label in labels))
+        return True
+    if not is_bounded(answer) or any(_DOUBT.search(text) for text in TEXT.findall(answer)):
+        return False
+    candidates = [label for label in labels if is_bounded(label) and not differ_in_words(answer, label)]
+    return any(equal(label, answer) for label in candidates)
 
 
 def _label(text: str, sample: Sample) -> str:
@@ -61,7 +69,7 @@ def _label(text: str, sample: Sample) -> str:
     if price := _DOLLARS.fullmatch(text.strip()):
         return price[1]
     boxed = "\\boxed" in text or "\\fbox" in text
-    expression = _boxed(text) if boxed else _undelimited(text.rstrip(". \n"))
+    expression = _FULL_STOP.sub("", last_boxed(text) or "") if boxed else _undelimited(text.rstrip(". \n"))
     if not expression or (not boxed and _PROSE.search(_QUOTED.sub("", expression))):
         raise RewardError(
             f"the label is {text!r:.80}",
@@ -80,23 +88,23 @@ def _undelimited(text: str) -> str:
     return text
 
 
-def _boxed(text: str) -> str:
-    """What the last box holds, without a full stop; empty if there is none."""
-    return _FULL_STOP.sub("", last_boxed(text) or "")
-
-
-def _stated(text: str) -> str:
-    """The expression that a response states; empty if there is none."""
-    if "\\boxed" in text or "\\fbox" in text:
-        return _boxed(text)
+def _stated(text: str) -> list[str]:
+    """The expressions that a response states as its answer: of each box, or of the last line."""
+    if (boxes := boxed_answers(text)) is not None:
+        return [_FULL_STOP.sub("", box) for box in boxes]
     line = _BOLD.sub("", last_line(text)[-MAX_CHARACTERS:]).rpartition("####")[2].strip("* ").rstrip(". *")
     if line.count("$") >= 2:
-        return line.strip("$").rpartition("$")[2].strip() if line.endswith("$") else line.split("$")[-2].strip()
+        *before, answer, after = line.split("$")
+        several = len(before) > 2 and before[-2] != answer and joined(before[-1])
+        return [] if several or taken_back("$".join(before), after) else [answer.strip()]
+    whole = line
     line = _COLON.split(line)[-1].rpartition(" is ")[2]
-    before, _, value = line.rpartition(" = ")
-    if " = " not in before or not _NEXT_EQUATION.search(before):  # of several equations no single one is the answer
+    equations, _, value = line.rpartition(" = ")
+    if " = " not in equations or not _NEXT_EQUATION.search(
+        equations
+    ):  # of several equations no single one is the answer
         line = value
-    return _MATH_MODE.sub("", line).strip("* ")
+    return [] if taken_back(whole.removesuffix(line), "") else [_MATH_MODE.sub("", line).strip("* ")]
 
 
 @functools.cache  # the import of sympy takes a second

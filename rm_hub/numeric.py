@@ -1,9 +1,10 @@
 r"""Numeric answers: 1 if the final number equals the label, else 0.
 
-After the reasoning, the final answer is the last ``\boxed{...}`` (MATH, Hendrycks et al. 2021, arXiv:2103.03874,
-section 3.1); else what follows the last ``####`` on its line (GSM8K, Cobbe et al. 2021, arXiv:2110.14168); else the
-last number of the text. A ``####`` before a word or a numbered title (``#### Step 1``, ``#### 2. Total``) is a Markdown
-heading, which is no mark.
+After the reasoning, the final answer is what each ``\boxed{...}`` holds (MATH, Hendrycks et al. 2021, arXiv:2103.03874,
+section 3.1); else what follows each ``####`` on its line (GSM8K, Cobbe et al. 2021, arXiv:2110.14168); else the last
+number of the text. Boxes or marks with different numbers are no answer, nor is a number that the words beside it refuse
+or leave open ("34 is wrong", "33 or maybe 34"; ``rm_hub/doubt.py``). A ``####`` before a word or a numbered title
+(``#### Step 1``, ``#### 2. Total``) is a Markdown heading, which is no mark.
 
 A label, a box and what follows ``####`` must be one number as a whole: ``-1,000``, ``1{,}000.5``, ``1\,000``, ``.5``,
 ``1e-3``, ``3/4``, ``\frac{3}{4}``. Left out are a currency sign, a percent sign (``50\%`` is 50), a degree sign, a
@@ -21,7 +22,8 @@ from typing import Any
 from buffer_rl.errors import RewardError
 from buffer_rl.scope import rows_may_choose
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import after_reasoning, last_boxed, response_of, where
+from rm_hub.answers import answer_of, boxed_answers, last_boxed, where
+from rm_hub.doubt import DOUBT, joined, taken_back
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
 """Rounding of a decimal answer that is forgiven, relative to the label; ours."""
@@ -55,7 +57,7 @@ _LITERAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][
 _CURRENCY = "[$€£¥]"
 _SCALE = "dozen|hundred|thousand|million|billion|trillion"  # a number beside one of these is another number
 _IN_UNIT = r"(?:[^{}\d^]|(?<=[A-Za-z])\^(?:-?[1-9]|\{-?[1-9]\}))"
-_UNIT = rf"{_GROUP}\{{(?!{_IN_UNIT}*(?:{_SCALE})){_IN_UNIT}*\}}(?:\^\{{?[23]\}}?)?"
+_UNIT = rf"{_GROUP}\{{(?!{_IN_UNIT}*(?:{_SCALE}|{DOUBT})){_IN_UNIT}*\}}(?:\^\{{?[23]\}}?)?"
 _WHOLE = re.compile(  # of a text with single spaces
     rf"(?:[A-Za-z] ?= ?)?(?:([-+]) ?{_CURRENCY}? ?|{_CURRENCY} ?([-+]?) ?|)({_LITERAL})\.?"
     rf" ?(?:%|{_CURRENCY}|(?:°|\^\{{?\\circ\}}?|\\degree)(?: ?[CF])?)?"
@@ -67,8 +69,9 @@ _WRAPPERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
 _TOKEN = re.compile(
     rf"\\[a-zA-Z]+|[^\W\d]\w*(?:(?<=_)\{{[^{{}}]*\}})?|(?P<number>(?:(?<![\w)\].}}])[-+]\$?|\$-?)?{_LITERAL})"
 )
+_UNEQUAL = r"(?:[≠≤≥]|!=| [<>]=? |\\(?:neq?|leq?|geq?|lt|gt)(?![a-zA-Z]))"
 _OPERATOR = r"(?:[\u00d7·÷√]|\\(?:cdot|times|div|pm|sqrt|[dt]?frac|pi))"
-_PART_BEFORE = re.compile(rf"(?:[\^{{]|\d(?:[.,:]| +)|(?:[\d)\]}}]\s*\*|[\w)\]}}]\s*\+|/|{_OPERATOR})\s*)\Z")
+_PART_BEFORE = re.compile(rf"(?:[\^{{]|\d(?:[.,:]| +)|(?:[\d)\]}}]\s*\*|[\w)\]}}]\s*\+|/|{_OPERATOR}|{_UNEQUAL})\s*)\Z")
 _PART_AFTER = re.compile(
     rf"\s*(?:{_OPERATOR}|\+\s*[\w\\($]|\*\s*[\d(]|(?:{_GROUP}\{{\s*)?(?:{_SCALE}))"
     r"|[+*/]?(?:[inxyz](?![A-Za-z])|[π²³¼½¾({])|\^(?!\{?\\circ)"
@@ -88,7 +91,7 @@ def score(args: Any, sample: Sample) -> float:
     label = _label(sample)
     if sample.status is not Status.COMPLETED:
         return 0.0
-    answer = final_number(after_reasoning(response_of(args, sample)))
+    answer = final_number(answer_of(args, sample))
     if answer is None:
         return 0.0
     if answer.denominator == 1 and label.denominator == 1:
@@ -101,8 +104,17 @@ def final_number(text: str) -> Fraction | None:
 
     Without a box and a mark: the last number, or None where that is a part of an expression (``x^2``, ``2*3``).
     """
-    marked = _marked(text)
-    return _last_number(text) if marked is None else whole_number(marked)
+    answers = boxed_answers(text)
+    if answers is None:
+        ends = [mark.end() for mark in _MARK.finditer(text)]
+        if not ends:
+            return _last_number(text)
+        padded = f"{text}\n"
+        lines = [text[end : padded.index("\n", end)] for end in ends]
+        after = text[ends[-1] + len(lines[-1]) :]
+        answers = [] if taken_back("", after) else [line.strip("* \t") for line in lines]
+    numbers = {whole_number(answer) for answer in answers}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def whole_number(text: str) -> Fraction | None:
@@ -136,7 +148,13 @@ def _last_number(text: str) -> Fraction | None:
     before, after = text[: number.start()], text[number.end() :]
     if _PART_BEFORE.search(before[-MAX_DIGITS:]) or _PART_AFTER.match(after):
         return None
-    return _parse(number.group())
+    value = _parse(number.group())
+    if taken_back(before, after):
+        return None
+    other = numbers[-2] if len(numbers) > 1 else None
+    if other and joined(text[other.end() : number.start()]) and _parse(other.group()) != value:
+        return None
+    return value
 
 
 def _label(sample: Sample) -> Fraction:

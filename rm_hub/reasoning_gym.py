@@ -25,7 +25,7 @@ from typing import Any
 
 from buffer_rl.errors import RewardError
 from buffer_rl.types import Sample, Status
-from rm_hub.answers import response_of
+from rm_hub.answers import has_answer, response_of
 from rm_hub.expressions import ExpressionError, evaluate
 from rm_hub.numeric import whole_number
 
@@ -72,7 +72,8 @@ def score(args: Any, sample: Sample) -> float:
 
 
 def score_partial(args: Any, sample: Sample) -> float:
-    """The grader's own score, from 0 to 1, with its partial credit; 0.0 for a sample that did not end by itself.
+    """The grader's own score, from 0 to 1, with its partial credit; 0.0 for a sample that did not end by itself, or not
+    its ``<think>``.
 
     Tasks of ``OWN`` have full marks or none.
     """
@@ -82,7 +83,7 @@ def score_partial(args: Any, sample: Sample) -> float:
         raise _no_answer(sample)
     grade = OWN.get(name) or _grader(name)
     response = response_of(args, sample).strip()
-    if sample.status is not Status.COMPLETED or _is_no_number(name, response):
+    if sample.status is not Status.COMPLETED or not has_answer(sample) or _is_no_number(name, response):
         return 0.0
 
     def graded(answer: str) -> float:

@@ -113,14 +113,15 @@ METALS = {"choices": ["pure gold", "pure iron", "alloy", "pure zinc"]}
         ("I choose C", 1.0, 0.0),
         ("Option C is right. Option B is wrong.", 1.0, 0.0),
         ("C is correct, and D is wrong", 1.0, 0.0),
-        ("B or C", 1.0, 0.0),
+        ("B or C", 0.0, 0.0),
         ("C or B", 0.0, 0.0),
         ("c", 1.0, 0.0),
         (r"\boxed{c}", 1.0, 0.0),
         ("The answer is carbon", 0.0, 0.0),
         ("because", 0.0, 0.0),
         ("It is the alloy.", 1.0, 0.0),
-        ("An alloy, not pure gold", 0.0, 0.0),  # two of the choices
+        ("An alloy, not pure gold", 1.0, 0.0),
+        ("An alloy of pure gold", 0.0, 0.0),  # two of the choices
         ("alloyed", 0.0, 0.0),
         ("Answer: Z. So C", 1.0, 0.0),  # there is no Z
         ("C</think>B", 0.0, 0.0),
