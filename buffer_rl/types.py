@@ -236,6 +236,19 @@ def sample_means(samples: Iterable[Hashable], values: Iterable[float]) -> list[f
     return [float(own[0] if len(own) == 1 else np.mean(sorted(own))) for own in parts.values()]
 
 
+REWARD_STD = 1e-6
+"""Rewards that deviate by no more count as equal."""
+
+
+def equal_rewards(rewards: Sequence[float] | np.ndarray) -> bool:
+    """Whether rewards differ by rounding at most, ``[num_samples]``: their standard deviation (divisor n - 1) is at
+    most ``REWARD_STD``, or 1e-9 of the largest of them. The one definition of filters, metrics and algorithms."""
+    rewards_n = np.asarray(rewards, dtype=np.float64)
+    if rewards_n.size < 2:
+        return True
+    return bool(rewards_n.std(ddof=1) <= max(REWARD_STD, 1e-9 * float(np.abs(rewards_n).max())))
+
+
 def take_rows(column: Column, indices: Sequence[int]) -> Column:
     """The rows of ``column`` at ``indices``, in that order."""
     if isinstance(column, np.ndarray):
