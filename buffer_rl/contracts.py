@@ -221,7 +221,7 @@ class PolicyLoss(Protocol):
 class Correction(Protocol):
     """Computes the weights ``[num_rows, max_response]`` that the values of a policy loss are multiplied by, for the
     difference between the engine's log-probabilities and the trainer's. They are taken without a gradient. It declares
-    what it must see together as a loss does."""
+    what it must see together, and which columns it reads, as a loss does."""
 
     def __call__(self, args: Any, inputs: LossInputs) -> Any: ...
 

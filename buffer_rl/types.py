@@ -193,6 +193,19 @@ class TrainBatch:
         """Number of tokens of each row."""
         return [len(tokens) for tokens in self.columns.get("tokens", ())]
 
+    def rows_without(self, name: str) -> list[RowId]:
+        """The rows whose column ``name`` has NaN, which stands for a value that the rollout did not give, where a token
+        is trained on. None for a column that is not there, or does not hold fractions."""
+        masks = self.columns.get("loss_mask", self.row_ids)
+        return [
+            row_id
+            for row_id, values, mask in zip(
+                self.row_ids, map(np.asarray, self.columns.get(name, ())), masks, strict=False
+            )
+            if values.dtype.kind == "f"
+            and np.isnan(values if values.shape != np.shape(mask) else values[np.asarray(mask) != 0]).any()
+        ]
+
     def select(self, indices: Iterable[int]) -> TrainBatch:
         """The rows at ``indices``."""
         chosen = list(indices)
@@ -234,6 +247,19 @@ def sample_means(samples: Iterable[Hashable], values: Iterable[float]) -> list[f
     for sample, value in zip(samples, values, strict=True):
         parts.setdefault(sample, []).append(value)
     return [float(own[0] if len(own) == 1 else np.mean(sorted(own))) for own in parts.values()]
+
+
+REWARD_STD = 1e-6
+"""Rewards that deviate by no more count as equal."""
+
+
+def equal_rewards(rewards: Sequence[float] | np.ndarray) -> bool:
+    """Whether rewards differ by rounding at most, ``[num_samples]``: their standard deviation (divisor n - 1) is at
+    most ``REWARD_STD``, or 1e-9 of the largest of them. The one definition of filters, metrics and algorithms."""
+    rewards_n = np.asarray(rewards, dtype=np.float64)
+    if rewards_n.size < 2:
+        return True
+    return bool(rewards_n.std(ddof=1) <= max(REWARD_STD, 1e-9 * float(np.abs(rewards_n).max())))
 
 
 def take_rows(column: Column, indices: Sequence[int]) -> Column:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.types import FilterDecision, SampleGroup
+from buffer_rl.types import FilterDecision, SampleGroup, equal_rewards
+from filter_hub.reward_deviation import sample_rewards
 
 LOW, HIGH = 0.2, 0.8
 """The window of ``window``; for rewards from 0 to 1."""
@@ -40,10 +41,12 @@ def between(low: float, high: float) -> Callable[[Any, SampleGroup], FilterDecis
 
 
 def _decide(args: Any, group: SampleGroup, low: float, high: float) -> FilterDecision:
-    rewards = [sample.get_reward_value(args) for sample in group if sample.reward is not None]
+    rewards = sample_rewards(args, group)
     if not rewards:
         return FilterDecision(keep=False, reason="no_rewards")
     mean = math.fsum(rewards) / len(rewards)
+    if equal_rewards((mean, low)) or equal_rewards((mean, high)):
+        return FilterDecision(keep=True)  # three times 0.8 has the mean 0.8000000000000002
     if mean < low:
         return FilterDecision(keep=False, reason="too_hard")
     if mean > high:

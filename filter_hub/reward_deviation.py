@@ -6,24 +6,28 @@ the rewards, so that it holds for rewards other than 0 and 1 as well.
 
 from __future__ import annotations
 
-from statistics import stdev
 from typing import Any
 
-from buffer_rl.types import FilterDecision, SampleGroup
-
-MIN_STD = 1e-6
-"""Rewards that deviate by no more count as equal: a reward of float sums may differ by rounding alone."""
+from buffer_rl.types import FilterDecision, SampleGroup, equal_rewards, sample_means
 
 
 def nonzero(args: Any, group: SampleGroup) -> FilterDecision:
-    """Keep the group if the standard deviation of its rewards (divisor n - 1) is above ``MIN_STD``; else the reason is
-    ``zero_std_{reward}``.
+    """Keep the group if its rewards differ by more than rounding (``buffer_rl.types.equal_rewards``); else the reason
+    is ``zero_std``.
 
     Samples without a reward (failed, aborted) do not count; a group without any is dropped as ``no_rewards``.
     """
-    rewards = [sample.get_reward_value(args) for sample in group if sample.reward is not None]
+    rewards = sample_rewards(args, group)
     if not rewards:
         return FilterDecision(keep=False, reason="no_rewards")
-    if len(rewards) < 2 or stdev(rewards) <= MIN_STD:
-        return FilterDecision(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
+    if equal_rewards(rewards):
+        return FilterDecision(keep=False, reason="zero_std")
     return FilterDecision(keep=True)
+
+
+def sample_rewards(args: Any, group: SampleGroup) -> list[float]:
+    """The rewards of the samples that have one, ``[num_scored]``; of a sample in several parts, the mean of theirs."""
+    scored = [sample for sample in group if sample.reward is not None]
+    fanned_out = any(sample.part for sample in scored)
+    numbers = [sample.sample_index if fanned_out else place for place, sample in enumerate(scored)]
+    return sample_means(numbers, [sample.get_reward_value(args) for sample in scored])

@@ -8,6 +8,7 @@ from buffer_rl.algo.aggregation import mask_out
 from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.scope import Unit, loss_unit
 from buffer_rl.token_loss import Metric, Reduction
+from buffer_rl.types import equal_rewards
 
 
 @loss_unit(Unit.GROUP, needs=("reward", "ref_log_probs"))
@@ -51,9 +52,12 @@ def _pairs(inputs: LossInputs) -> list[tuple[list[int], list[int]]]:
             prompts.setdefault(row.uid, {}).setdefault(row.sample_index, []).append(index)
     found = []
     for samples in prompts.values():
-        by_number = [samples[number] for number in sorted(samples)]  # of equal rewards min and max take the first
-        best = max(by_number, key=lambda rows: rewards[rows[0]])
-        worst = min(by_number, key=lambda rows: rewards[rows[0]])
-        if rewards[best[0]] > rewards[worst[0]]:
+        by_number = [samples[number] for number in sorted(samples)]
+        values = [rewards[rows[0]] for rows in by_number]
+        if not equal_rewards(values):
+            best, worst = (
+                next(rows for rows, value in zip(by_number, values, strict=True) if equal_rewards((value, extreme)))
+                for extreme in (max(values), min(values))
+            )
             found.append((best, worst))
     return found

@@ -9,7 +9,7 @@ import numpy as np
 from buffer_rl.algo.advantages import grpo, rewards_of
 from buffer_rl.algo.returns import discounted_sums, masks_of, spread, token_rewards, whitened, whitened_tokens
 from buffer_rl.scope import scoped
-from buffer_rl.types import TrainBatch
+from buffer_rl.types import TrainBatch, equal_rewards
 
 
 @scoped("rollout")
@@ -72,7 +72,9 @@ def gpg(args: Any, batch: TrainBatch) -> None:
     """
     grpo(args, batch)
     rewards, masks = rewards_of(batch), masks_of(batch)
-    different = {row_id.uid for row_id, reward in zip(batch.row_ids, rewards, strict=True) if reward != 0}
+    different = {
+        row_id.uid for row_id, reward in zip(batch.row_ids, rewards, strict=True) if not equal_rewards((reward, 0.0))
+    }
     counted = {
         (row_id.uid, row_id.sample_index) for row_id, mask in zip(batch.row_ids, masks, strict=True) if mask.any()
     }

@@ -13,6 +13,7 @@ import numpy as np
 from buffer_rl.algo.algorithms import Rewards, algorithm_of
 from buffer_rl.errors import ConfigError, RewardError
 from buffer_rl.train.roles import estimator_of
+from buffer_rl.types import equal_rewards
 
 
 def shaped(args: Any, rewards_n: np.ndarray, lengths_n: np.ndarray) -> np.ndarray:
@@ -98,7 +99,8 @@ def group_normalize(rewards: Sequence[float] | np.ndarray, std: bool) -> np.ndar
     With ``std``: DeepSeekMath (arXiv 2402.03300) section 4.1.2, ``(r - mean(r)) / std(r)``. Without: Dr. GRPO
     (arXiv 2503.20783) section 3.2, which drops the division because it weighs a prompt by its difficulty. The
     paper leaves the kind of deviation open; this is the sample standard deviation (divisor ``num_samples - 1``),
-    which slime and TRL take from ``torch.std``. Equal rewards, and a single one, give exactly 0.
+    which slime and TRL take from ``torch.std``. Rewards that are equal (``buffer_rl.types.equal_rewards``), and a
+    single one, give exactly 0.
 
     Raises RewardError if the rewards are empty, not one-dimensional or not finite.
     """
@@ -109,10 +111,11 @@ def group_normalize(rewards: Sequence[float] | np.ndarray, std: bool) -> np.ndar
         )
     if not np.isfinite(rewards_n).all():
         raise RewardError(f"rewards are not finite: {rewards_n.tolist()}", expected="finite numbers")
-    # Subtracting the first reward beforehand makes equal rewards exactly 0: the mean of three times 0.1 is not 0.1.
+    if equal_rewards(rewards_n):
+        return np.zeros(rewards_n.size)
     shifted_n = rewards_n - rewards_n[0]
     centred_n: np.ndarray = shifted_n - shifted_n.mean()
-    if not std or rewards_n.size == 1:
+    if not std:
         return centred_n
     deviation = float(centred_n.std(ddof=1))
     return centred_n / (deviation + STD_EPS)
@@ -149,6 +152,8 @@ def best_of_k(rewards_n: np.ndarray, k: int) -> np.ndarray:
         return np.zeros(num_samples)
     order_n = np.argsort(shifted_n, kind="stable")
     sorted_n = shifted_n[order_n]
+    if equal_rewards(sorted_n[k - 1 :]):  # each of them is the best of some subset
+        return np.zeros(num_samples)
     # Of the subsets, the shares whose largest element is the j-th smallest; then of those with one given sample below.
     best_n = np.array([comb(j, k - 1) / comb(num_samples, k) for j in range(num_samples)])
     itself_n = np.array([comb(j, k - 1) / comb(num_samples - 1, k - 1) for j in range(num_samples)])
@@ -157,8 +162,6 @@ def best_of_k(rewards_n: np.ndarray, k: int) -> np.ndarray:
     )
     mean = float(best_n @ sorted_n)
     variance = float(best_n @ (sorted_n - mean) ** 2)
-    if sorted_n[k - 1] == sorted_n[-1] or variance <= 0:  # the smallest and the largest best
-        return np.zeros(num_samples)
     better_n = above_n * sorted_n
     with_n = itself_n * sorted_n + (better_n.sum() - np.cumsum(better_n))
     advantages_n = np.empty(num_samples)

@@ -24,6 +24,7 @@ from buffer_rl.train.roles import (
     frozen_models_of_trainer,
     fused_roles,
     is_supervised,
+    loss_flag,
     loss_of,
     own_roles,
     process_counts,
@@ -116,14 +117,13 @@ def _check_estimator(args: Any, registry: PluginRegistry) -> None:
 
 def _check_loss(args: Any, registry: PluginRegistry) -> None:
     """The reference log-probabilities that a loss declares as needed must be there."""
-    flag = "--custom-loss-function-path" if args.custom_loss_function_path else "--loss-type"
     reference = loss_of(args)
     loss = registry.resolve("loss", reference)
     unit_of(loss)  # raises where it declares none that there is
     if "ref_log_probs" in needs_of(loss) and not uses_reference(args) and not _converts(args):
         raise ConfigError(
             f"the loss {reference!r} needs 'ref_log_probs', and without --use-kl-loss there is no reference",
-            where=flag,
+            where=loss_flag(args),
             hint="add --use-kl-loss (with --kl-loss-coef 0 for no KL penalty)",
         )
 

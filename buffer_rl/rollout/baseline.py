@@ -19,7 +19,7 @@ from buffer_rl.algo.rewards import shaped
 from buffer_rl.contract_check import check_group_rewards
 from buffer_rl.errors import RewardError, RolloutError
 from buffer_rl.scope import needs_of
-from buffer_rl.train.roles import estimator_needs, estimator_of, is_supervised, loss_of
+from buffer_rl.train.roles import estimator_needs, estimator_of, is_supervised, loss_flag, loss_of
 from buffer_rl.types import Sample, SampleGroup, Status
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ def rollout_log_probs_reader(args: Any, registry: PluginRegistry) -> str:
     empty where there is none. Raises PluginError."""
     if is_supervised(args):
         return ""
-    flag, estimator = estimator_of(args)
-    readers = {
-        "--use-rollout-logprobs": args.use_rollout_logprobs,
-        "--use-tis": args.use_tis,
-        "--loss-type decoupled_ppo": loss_of(args) == "decoupled_ppo",
-        flag: "rollout_log_probs" in estimator_needs(args, registry.resolve("advantage", estimator)),
+    estimator_flag, estimator = estimator_of(args)
+    needs = {
+        f"{loss_flag(args)} {loss_of(args)}": needs_of(registry.resolve("loss", loss_of(args))),
+        estimator_flag: estimator_needs(args, registry.resolve("advantage", estimator)),
     }
-    return next((name for name, reads in readers.items() if reads), "")
+    readers = {"--use-rollout-logprobs": args.use_rollout_logprobs, "--use-tis": args.use_tis}
+    readers |= {flag: "rollout_log_probs" in columns for flag, columns in needs.items()}
+    return next((flag for flag, reads in readers.items() if reads), "")
 
 
 def greedy_group(group: SampleGroup) -> SampleGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
+from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 from typing import Any, TypeVar
 
@@ -51,9 +52,10 @@ class GroupConverter:
         post_process: RewardPostProcess | None = None,
         to_train_data: SamplesToTrainData | None = None,
         baseline: bool = False,
-        log_probs_reader: str = "",
+        log_probs_reader: Callable[[], str] = str,
     ) -> None:
-        """log_probs_reader: the flag by which the run reads ``rollout_log_probs``; empty where it does not."""
+        """log_probs_reader: the flag by which the run reads ``rollout_log_probs``, empty if it does not; asked for the
+        first row without them, since it imports the user's loss."""
         self._args = args
         self._baseline = baseline
         self._log_probs_reader = log_probs_reader
@@ -71,7 +73,7 @@ class GroupConverter:
                 registry, "samples_to_train_data", args.custom_convert_samples_to_train_data_path
             ),
             baseline=needs_baseline(args, registry),
-            log_probs_reader=rollout_log_probs_reader(args, registry),
+            log_probs_reader=cache(partial(rollout_log_probs_reader, args, registry)),
         )
 
     def encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
@@ -127,8 +129,8 @@ class GroupConverter:
     def _foreign_log_probs(self, sample: Sample) -> np.ndarray:
         """The engine's log-probabilities of a sample that perhaps no engine generated: NaN then."""
         if sample.rollout_log_probs is None and not sample.remove_sample:
-            if self._log_probs_reader:
-                what = f"{self._log_probs_reader} reads rollout_log_probs, and this foreign group has none"
+            if reader := self._log_probs_reader():
+                what = f"{reader} reads rollout_log_probs, and this foreign group has none"
                 raise _unusable(sample, what, "those under the policy that sampled the tokens")
             return np.full(sample.response_length, np.nan, dtype=np.float32)
         return _log_probs([sample], "rollout_log_probs")[0]

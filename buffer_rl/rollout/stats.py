@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.types import Sample, SampleGroup, Status, sample_means
+from buffer_rl.types import Sample, SampleGroup, Status, equal_rewards, sample_means
 
 OF_KEPT = frozenset(
     {"raw_reward", "raw_reward_std", "response_len/mean", "response_len/max", "truncated_ratio", "zero_std"}
@@ -97,7 +97,7 @@ class RolloutStats:
         self.response_lengths += sample_means(indices, [sample.response_length for sample in group])
         self.longest = max([self.longest, *(sample.response_length for sample in group)])
         self.truncated += sample_means(indices, [sample.status is Status.TRUNCATED for sample in group])
-        self.num_zero_std += len(set(means)) == 1
+        self.num_zero_std += bool(means) and equal_rewards(means)
 
     def count_filtered(self, group: SampleGroup, rewards: Sequence[float | None]) -> None:
         """Count a scored group that the dynamic filter dropped; ``rewards`` as ``rewards_of`` gives them."""

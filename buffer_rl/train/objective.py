@@ -21,7 +21,7 @@ from buffer_rl.contracts import AdvantageEstimator, Correction, LossInputs, Poli
 from buffer_rl.errors import DataError, PluginError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, place, returned, short_repr
-from buffer_rl.roles import ACTOR, CRITIC, MODEL_FIELDS
+from buffer_rl.roles import ACTOR, CRITIC, DERIVED_FIELDS, MODEL_FIELDS
 from buffer_rl.scope import Scope, Unit, needs_of, unit_of
 from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Sums, hint_for
 from buffer_rl.train.collate import padded_column, response_mask, sample_sizes
@@ -35,7 +35,7 @@ from buffer_rl.train.roles import (
     policy_field,
     uses_critic,
 )
-from buffer_rl.types import TrainBatch
+from buffer_rl.types import Column, TrainBatch
 
 LOG_PROB_GAP = "train_rollout_logprob_abs_diff"
 
@@ -64,6 +64,7 @@ class Objective:
         self.supervised = is_supervised(args)
         sampled = not self.supervised and args.rollout_temperature > 0
         self.temperature = float(args.rollout_temperature) if sampled else 1.0
+        self._correction_name = args.custom_tis_function_path or args.tis_mode
         self._correction = None if self.critic else _correction_of(args, registry)
         self.unit = unit_of(self._loss)
         if self._correction is not None:
@@ -109,7 +110,8 @@ class Objective:
             weights, divisor = token_weights(self._args.loss_agg_mode, mask_bt, tokens_b, parts_b)
         else:
             weights, divisor = row_weights(mask_bt, parts_b)
-        total, metrics = loss.values, self._metrics(inputs, loss)
+        engine_bt = _masked_column(rows, "rollout_log_probs", mask_bt)  # NaN in rows that no engine sampled
+        total, metrics = loss.values, self._metrics(inputs, loss, engine_bt)
         if self._correction is not None:
             correction_bt = self._checked_correction(inputs)
             total = total * (correction_bt if total.ndim == 2 else row_mean(correction_bt, mask_bt))
@@ -121,8 +123,8 @@ class Objective:
                 metrics[name] = Metric(term, Reduction.LOSS)
         loss_sum = mask_out(total, weights).sum()
         totals = metric_totals(metrics, weights, mask_bt, parts_b)
-        if LOG_PROB_GAP in totals and LOG_PROB_GAP not in loss.metrics:  # NaN in rows that no engine sampled
-            known_bt = (mask_bt != 0) & ~inputs["rollout_log_probs"].isnan()
+        if engine_bt is not None and LOG_PROB_GAP in totals and LOG_PROB_GAP not in loss.metrics:
+            known_bt = (mask_bt != 0) & ~engine_bt.isnan()
             totals[LOG_PROB_GAP] = replace(totals[LOG_PROB_GAP], weight=known_bt.sum(dtype=torch.float64))
         return loss_sum, Sums(loss=loss_sum.detach().double(), divisor=divisor, metrics=totals)
 
@@ -153,6 +155,7 @@ class Objective:
         self._require(kind, name, self.needs, batch)
         hidden = {column: batch.columns.pop(column) for column in self._hidden & batch.columns.keys()}
         before = {column: rows for column, rows in batch.columns.items() if column != "returns"}
+        batch.columns = _ReadColumns(batch, place(kind, name))
         try:
             answer: object = call(kind, name, self._estimator, self._args, batch, at=batch.task)
         except PluginError as error:
@@ -160,7 +163,7 @@ class Objective:
             if isinstance(error.__cause__, KeyError) and (absent := undeclared.intersection(error.__cause__.args)):
                 error.hint = f"declare it: buffer_rl.scope.scoped(..., needs=({min(absent)!r},))"
             raise
-        batch.columns.update(hidden)
+        batch.columns = dict(batch.columns) | hidden
         expected = "None, with batch.columns['advantages'] and ['returns'] set: per row [response_length] float32"
         if answer is not None:
             raise returned(kind, name, answer, expected, at=batch.task)
@@ -188,13 +191,15 @@ class Objective:
     ) -> LossInputs:
         """Masked positions are 0 everywhere: a formula may then be infinite or NaN nowhere that does not count."""
         self._require("loss", self._loss_name, needs_of(self._loss) - {"old_log_probs"}, rows)
+        if self._correction is not None:
+            self._require("correction", self._correction_name, needs_of(self._correction) - {"old_log_probs"}, rows)
         on_bt = mask_bt != 0
 
         def column(name: str) -> torch.Tensor | None:
             if name == "old_log_probs":
                 return old_log_probs()
-            found = padded_column(rows, name, mask_bt)
-            return torch.where(on_bt, found, 0.0) if found is not None and found.ndim == 2 else found
+            _require_given(rows, name, f"{place('loss', self._loss_name)}, or its correction,")
+            return _masked_column(rows, name, mask_bt)
 
         def old_log_probs() -> torch.Tensor | None:
             if self._args.use_rollout_logprobs:
@@ -223,6 +228,8 @@ class Objective:
                 expected=f"a column beside {', '.join(sorted(batch.columns))}",
                 hint=hint_for(absent[0]),
             )
+        for column in needs:
+            _require_given(batch, column, place(kind, name))
 
     def _terms(self, inputs: LossInputs) -> list[tuple[str, float, torch.Tensor]]:
         """What the framework adds to any loss but the supervised one: name of the metric, coefficient, and a number for
@@ -237,14 +244,14 @@ class Objective:
             terms.append(("", -args.entropy_coef, inputs.entropy))
         return terms
 
-    def _metrics(self, inputs: LossInputs, loss: TokenLoss) -> dict[str, Any]:
-        """The loss's own metrics, and those of every loss of a policy."""
+    def _metrics(self, inputs: LossInputs, loss: TokenLoss, engine_bt: torch.Tensor | None) -> dict[str, Any]:
+        """The loss's own metrics, and those of every loss of a policy. engine_bt: ``rollout_log_probs``."""
         if self.critic:
             return dict(loss.metrics)
         metrics = {"log_probs": inputs.log_probs, "entropy": inputs.entropy, **loss.metrics}
-        if not self.supervised and (rollout := inputs.get("rollout_log_probs")) is not None:
+        if not self.supervised and engine_bt is not None:
             ours = inputs.log_probs if self._args.use_rollout_logprobs else inputs.old_log_probs
-            metrics.setdefault(LOG_PROB_GAP, torch.where(rollout.isnan(), 0.0, (ours - rollout).abs()))
+            metrics.setdefault(LOG_PROB_GAP, torch.where(engine_bt.isnan(), 0.0, (ours - engine_bt).abs()))
         if (reverse_kl := inputs.get(REVERSE_KL)) is not None:
             metrics[REVERSE_KL] = reverse_kl
         if self._adapted is not None:
@@ -259,7 +266,7 @@ class Objective:
 
     def _checked_correction(self, inputs: LossInputs) -> torch.Tensor:
         """What the values are multiplied by ``[num_rows, max_response]``; a number for each row takes the mean."""
-        kind, name = "correction", self._args.custom_tis_function_path or self._args.tis_mode
+        kind, name = "correction", self._correction_name
         answer: object = call(kind, name, cast(Correction, self._correction), self._args, inputs)
         shape = inputs.log_probs.shape
         if not isinstance(answer, torch.Tensor) or answer.shape != shape:
@@ -321,6 +328,41 @@ def _correction_of(args: Any, registry: PluginRegistry) -> Correction | None:
     if path := args.custom_tis_function_path:
         return cast(Correction, registry.resolve("correction", path))
     return truncated_weights
+
+
+class _ReadColumns(dict[str, Column]):
+    """The columns of a batch as an estimator sees them: it reads none that the rollout did not give for each row."""
+
+    def __init__(self, batch: TrainBatch, reader: str) -> None:
+        super().__init__(batch.columns)
+        self._rows = replace(batch)
+        self._reader = reader
+
+    def __getitem__(self, name: str) -> Column:
+        _require_given(self._rows, name, self._reader)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        _require_given(self._rows, name, self._reader)
+        return super().get(name, default)
+
+
+def _require_given(batch: TrainBatch, column: str, reader: str) -> None:
+    """Raises DataError, naming the row, if the rollout did not give a column that is read. (What a model computed may
+    be NaN: that is for ``--max-non-finite-steps``.)"""
+    if column not in DERIVED_FIELDS and (rows := batch.rows_without(column)):
+        raise DataError(
+            f"{reader} reads {column}, and this row has none",
+            where=f"row {rows[0]}, {batch.task}",
+            expected="a finite number for each token that is trained on",
+            hint=hint_for(column),
+        )
+
+
+def _masked_column(rows: TrainBatch, name: str, mask_bt: torch.Tensor) -> torch.Tensor | None:
+    """The column, 0 where a token is masked; None where the rows do not have it."""
+    found = padded_column(rows, name, mask_bt)
+    return torch.where(mask_bt != 0, found, 0.0) if found is not None and found.ndim == 2 else found
 
 
 def _metric_problem(metric: Metric, shape: tuple[int, ...], values: torch.Tensor) -> str:

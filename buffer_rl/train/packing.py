@@ -10,6 +10,7 @@ Suffix legend: ``_m`` is ``[num_tokens]``, the packed tokens; ``_bl`` is ``[num_
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,17 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations import sdpa_attention
 
+from buffer_rl.engine.embedded.decode_check import ROPE_LIMIT, WINDOW, small_copy
+
 PACKED = "sdpa_of_packed_rows"
 """The name of ``attention`` in transformers."""
 
 FULL_ATTENTION = "full_attention"
-PROBE = ((5, 2), (3, 1), (4, 2))  # tokens and prompt tokens of the rows that are tried
+Probe = Sequence[tuple[int, int]]
+"""Tokens and prompt tokens of the rows that are tried; the first and the last one have a prompt in common."""
+SHORT_ROWS: Probe = ((5, 2), (3, 1), (4, 2))
+LONG_ROWS: Probe = ((ROPE_LIMIT + 8, WINDOW + 1), (3, 1), (ROPE_LIMIT + 6, WINDOW + 1))
+"""They pass every window and rope limit of a small copy, by prompt and response."""
 TOLERANCE = 1e-4
 
 
@@ -129,11 +136,14 @@ def attention(
     packing: Packing | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of ``packing``'s rows; without it that of transformers."""
+    """Causal attention of ``packing``'s rows; without it that of transformers. Raises ValueError for packed rows of a
+    layer that has a mask or a window of its own: it does not attend to all earlier tokens."""
     compute: Any = sdpa_attention.sdpa_attention_forward
     if packing is None:
         output, _ = compute(module, query, key, value, attention_mask, **options)
         return output, None
+    if attention_mask is not None or options.get("sliding_window") is not None:
+        raise ValueError(f"{type(module).__name__} has a mask of its own, which packed rows do not have")
     outputs = []
     for block in packing.blocks:
         output, _ = compute(module, *(block.rows_of(states) for states in (query, key, value)), None, **options)
@@ -148,7 +158,8 @@ def is_packed(model: torch.nn.Module) -> bool:
 
 def pack_where_possible(model: PreTrainedModel) -> None:
     """Have the model take packed rows, in place, if its layers attend to all earlier tokens by transformers' attention
-    interface, and packed rows give what single ones do. Else nothing changes."""
+    interface, and packed rows give what single ones do: in the model, and past all windows and rope limits of a small
+    copy of it. Else nothing changes."""
     config: Any = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or [FULL_ATTENTION])
     windows = getattr(config, "sliding_window", None) is not None and not hasattr(config, "layer_types")
@@ -157,30 +168,34 @@ def pack_where_possible(model: PreTrainedModel) -> None:
         return
     AttentionInterface.register(PACKED, attention)
     try:
-        rows = _probe_rows(model)
-        expected = [_logits(model, {"input_ids": torch.from_numpy(row)[None].to(model.device)}) for row in rows]
-        model.set_attn_implementation(PACKED)
-        packing = pack(rows, np.array([prompt for _, prompt in PROBE]), model.device)
-        found = _logits(model, packing.inputs())[packing.predictor_n]
-        wanted = torch.cat([row[prompt - 1 : -1] for row, (_, prompt) in zip(expected, PROBE, strict=True)])
-        # Without the packing, each row sees those before it: a model in which that makes no difference tells nothing.
-        mixed = _logits(model, packing.inputs() | {"packing": None})[packing.predictor_n]
-        limit = TOLERANCE * wanted.abs().max()
-        fits = bool((found - wanted).abs().max() <= limit < (mixed - wanted).abs().max())
+        fits = _packs(small_copy(model, sys.maxsize, torch.float64), LONG_ROWS) and _packs(model, SHORT_ROWS)
     except Exception:  # fault boundary: many architectures, of which not all take packed rows
         fits = False
     if not fits:
         model.set_attn_implementation(before)
 
 
+def _packs(model: PreTrainedModel, probe: Probe) -> bool:
+    """Whether packed rows give what single ones do; the model takes them from then on."""
+    rows = _probe_rows(model, probe)
+    expected = [_logits(model, {"input_ids": torch.from_numpy(row)[None].to(model.device)}) for row in rows]
+    model.set_attn_implementation(PACKED)
+    packing = pack(rows, np.array([prompt for _, prompt in probe]), model.device)
+    found = _logits(model, packing.inputs())[packing.predictor_n]
+    wanted = torch.cat([row[prompt - 1 : -1] for row, (_, prompt) in zip(expected, probe, strict=True)])
+    # Without the packing, each row sees those before it: a model in which that makes no difference tells nothing.
+    mixed = _logits(model, packing.inputs() | {"packing": None})[packing.predictor_n]
+    limit = TOLERANCE * wanted.abs().max()
+    return bool((found - wanted).abs().max() <= limit < (mixed - wanted).abs().max())
+
+
 def _implementation(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
-def _probe_rows(model: PreTrainedModel) -> list[np.ndarray]:
-    """The first and the last one have a prompt in common."""
+def _probe_rows(model: PreTrainedModel, probe: Probe) -> list[np.ndarray]:
     embeddings: Any = model.get_input_embeddings()
-    return [(np.arange(length) * 7 + prompt) % embeddings.weight.shape[0] for length, prompt in PROBE]
+    return [(np.arange(length) * 7 + prompt) % embeddings.weight.shape[0] for length, prompt in probe]
 
 
 def _logits(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:

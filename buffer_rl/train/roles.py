@@ -64,6 +64,11 @@ def loss_of(args: Any) -> str:
     return named or algorithm_of(estimator_of(args)[1]).loss
 
 
+def loss_flag(args: Any) -> str:
+    """The flag by which a run's loss is named, or would be."""
+    return "--custom-loss-function-path" if args.custom_loss_function_path else "--loss-type"
+
+
 def estimator_of(args: Any) -> tuple[str, str]:
     """The flag that names the run's advantage estimator, and the reference."""
     if args.custom_advantage_function_path:

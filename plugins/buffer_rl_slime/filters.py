@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from buffer_rl.types import Sample
-
-MIN_STD = 1e-6
-"""Rewards that deviate by no more count as equal."""
+from buffer_rl.types import Sample, equal_rewards
 
 
 @dataclass
@@ -53,9 +49,9 @@ class MetricGatherer:
 
 
 def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Keep groups whose rewards have a standard deviation (of the sample, divisor n - 1) above ``MIN_STD``."""
+    """Keep groups whose rewards differ (``buffer_rl.types.equal_rewards``). The reason of a drop is slime's."""
     rewards = [sample.get_reward_value(args) for sample in samples]
-    keep = len(rewards) > 1 and statistics.stdev(rewards) > MIN_STD
+    keep = not equal_rewards(rewards)
     return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
 
 

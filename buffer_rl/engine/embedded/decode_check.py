@@ -223,7 +223,8 @@ def _shrink(config: Any, context_length: int) -> None:
 
 def _short(name: str, value: int, heads: int, context_length: int) -> int:
     if _KV_HEADS.fullmatch(name):
-        return NUM_HEADS if value == heads else 1 if value == 1 else NUM_HEADS // 2
+        of_copy = min(heads, NUM_HEADS)
+        return of_copy if value == heads else 1 if value == 1 else of_copy // 2
     if _WINDOWS.fullmatch(name):
         return min(value, WINDOW) if value < context_length else max(value, CONTEXT)
     if name == "qk_head_dim":  # qk_nope_head_dim and qk_rope_head_dim

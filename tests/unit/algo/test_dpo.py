@@ -90,6 +90,14 @@ def test_of_equal_rewards_the_first_sample_counts_in_any_order_of_rows() -> None
     assert dpo(args, turned).metrics["dpo_margin"].values.tolist() == [0, 0, 0, -1]
 
 
+def test_rewards_that_differ_by_rounding_alone_are_equal() -> None:
+    above_1 = float(np.nextafter(np.float32(1), np.float32(2)))
+    shifts, references = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), [[0.0]] * 4
+    for rewards, margins in (([1.0, 0.0, above_1, 0.0], [-1, 0, 0, 0]), ([1.0, above_1, 1.0, 1.0], [0, 0, 0, 0])):
+        inputs = inputs_of(shifts, ref_log_probs=references, reward=rewards)
+        assert dpo(loss_args(dpo_beta=1.0), inputs).metrics["dpo_margin"].values.tolist() == margins
+
+
 def test_a_step_without_pairs_has_no_gradient() -> None:
     found = outcome(objective_of(loss_type="dpo"), rows([(0, 0, 0), (0, 1, 0)], [1, 1], [[1], [1]]), [[-1], [-2]])
     assert found.sums.divisor == found.means["loss"] == 0

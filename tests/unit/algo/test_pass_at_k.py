@@ -48,3 +48,8 @@ def test_small_groups_and_equal_rewards_give_exactly_0() -> None:
     assert best_of_k(np.array([0.0, 1.0]), 2).tolist() == [0, 0]
     assert best_of_k(np.array([0.0, 0.0, 0.0, 0.1, 0.1]), 4).tolist() == [0] * 5, "rounding is no deviation"
     assert best_of_k(np.array([3.0]), 2).tolist() == [0]
+
+
+def test_best_rewards_that_differ_by_rounding_alone_leave_no_gradient() -> None:
+    # Every pair's best is 0.3, as 0.3 or as the sum 0.1 + 0.2.
+    assert best_of_k(np.array([0.0, 0.3, 0.1 + 0.2, 0.3]), 2).tolist() == [0, 0, 0, 0]

@@ -117,6 +117,14 @@ def test_gpg_takes_prompts_without_a_gradient_out_of_the_mean(make_rows: Any) ->
     assert lists(batch.columns["returns"]) == [[1, 1], [-1], [0], [0]]
 
 
+def test_gpg_takes_prompts_out_whose_rewards_differ_by_rounding_alone(make_rows: Any) -> None:
+    # What a user's function leaves of three times 0.1 minus their mean: 4 / (4 - 2) = 2, as for zeros.
+    ids = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    batch = make_rows(ids, [0.5, -0.5, -1.4e-17, -1.4e-17], [[1], [1], [1], [1]])
+    gpg(None, batch)
+    assert lists(batch.columns["advantages"])[:2] == [[1], [-1]]
+
+
 def test_gpg_counts_samples_and_neither_parts_nor_removed_ones(make_rows: Any) -> None:
     # Prompt 0 has samples 0 (two parts), 1 and 2 (middle reward, a gradient of 0 by chance): 3. Prompt 1 has one that
     # counts and one that is removed. 4 / 3.

@@ -11,6 +11,9 @@ import pytest
 from buffer_rl.algo.algorithms import ALGORITHMS, LOSSES, Rewards
 from buffer_rl.algo.options import AlgorithmOptions
 from buffer_rl.algo.rewards import normalized, overlong_penalties, rewards_kind, shaped
+from buffer_rl.rollout.stats import RolloutStats
+from buffer_rl.types import Sample, SampleGroup
+from filter_hub.reward_deviation import nonzero
 
 UNEVEN = ([1.0, 2.0, 3.0, 4.0], [10.0, 12.0], [5.0, 6.0, 7.0])
 GROUP_RELATIVE = [Rewards.CENTRED, Rewards.STANDARD, Rewards.LEAVE_ONE_OUT, Rewards.PASS_AT_K]
@@ -31,6 +34,38 @@ def test_every_group_relative_kind_gives_uneven_groups_mean_0_and_equal_rewards_
         assert (np.diff(found) > 0).all()
     assert normalized(kind, np.array([0.1, 0.1, 0.1]), k=2).tolist() == [0, 0, 0]
     assert normalized(kind, np.array([0.1]), k=1).tolist() == [0]
+
+
+ROUNDED = [0.3, 0.1 + 0.2, 0.3, 0.3]
+"""Equal rewards, one of them the float sum 0.30000000000000004."""
+
+
+@pytest.mark.parametrize("kind", GROUP_RELATIVE)
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("scale", [1.0, -1.0, 1e3, 1e12])
+def test_rewards_that_differ_by_rounding_alone_have_advantages_of_exactly_0(
+    kind: Rewards, k: int, scale: float
+) -> None:
+    assert normalized(kind, scale * np.array(ROUNDED), k=k).tolist() == [0, 0, 0, 0]
+
+
+def test_filter_metric_and_advantages_agree_on_which_groups_have_equal_rewards() -> None:
+    for rewards in (ROUNDED, [0.0, 1.4e-6], [0.0, 1.5e-6], [0.5, 0.5, 0.5 + 1e-5], [1e9, 1e9 + 2], [1.0]):
+        samples = [Sample(sample_index=number, reward=reward) for number, reward in enumerate(rewards)]
+        group, stats = SampleGroup(samples=samples), RolloutStats()
+        stats.count_kept(group, rewards)
+        without_gradient = {not normalized(kind, np.array(rewards), k=1).any() for kind in GROUP_RELATIVE}
+        dropped = not nonzero(SimpleNamespace(reward_key=None), group).keep
+        assert without_gradient == {dropped} == {stats.metrics_of_kept()["zero_std"] == 1}, rewards
+
+
+def test_of_parts_whose_means_differ_by_rounding_alone_no_group_has_a_gradient() -> None:
+    # The mean of 0.1 and 0.5 is 0.3, that of 0.1 + 0.2 is not.
+    rewards, stats = [0.1, 0.5, 0.1 + 0.2], RolloutStats()
+    ids = [(0, 0), (0, 1), (1, 0)]
+    group = SampleGroup(samples=[Sample(sample_index=index, part=part) for index, part in ids])
+    stats.count_kept(group, rewards)
+    assert stats.metrics_of_kept()["zero_std"] == 1
 
 
 @pytest.mark.parametrize("kind", list(Rewards))

@@ -20,6 +20,12 @@ from buffer_rl.testing.local_buffer import local_client, local_state
 from buffer_rl.types import GroupUid, RolloutOutput, RowId, Sample, SampleGroup, Status, VersionSpan
 
 MINE = GroupUid("my-env", 7, 0)
+MINE_THAT_NEEDS = """
+from buffer_rl.scope import loss_unit, scoped
+
+loss = loss_unit("token", needs=("rollout_log_probs",))(lambda args, inputs: None)
+estimator = scoped("row", needs=("rollout_log_probs",))(lambda args, batch: None)
+"""
 
 
 def filled(sample: Sample, engine: bool) -> Sample:
@@ -114,7 +120,10 @@ async def test_versions_of_a_foreign_group_are_checked_where_it_has_some(kit: An
     [
         ("--use-rollout-logprobs", {"use_rollout_logprobs": True}),
         ("--use-tis", {"use_tis": True}),
+        ("--use-tis", {"use_tis": True, "custom_tis_function_path": "mine:weights"}),
         ("--loss-type decoupled_ppo", {"loss_type": "decoupled_ppo"}),
+        ("--custom-loss-function-path .*/mine.py:loss", {"custom_loss_function_path": "LOSS"}),
+        ("--custom-advantage-function-path", {"custom_advantage_function_path": "ESTIMATOR"}),
         (
             "--advantage-estimator",
             {"stream_gradients": True, "kl_coef": 0.1, "advantage_estimator": "reinforce_plus_plus"},
@@ -124,7 +133,9 @@ async def test_versions_of_a_foreign_group_are_checked_where_it_has_some(kit: An
 async def test_where_training_reads_the_engines_log_probabilities_a_group_without_them_is_refused(
     kit: Any, tmp_path: Path, flag: str, options: dict[str, Any]
 ) -> None:
-    bench = Bench(kit, tmp_path, **options)
+    (tmp_path / "mine.py").write_text(MINE_THAT_NEEDS)
+    own = {"LOSS": f"{tmp_path}/mine.py:loss", "ESTIMATOR": f"{tmp_path}/mine.py:estimator"}
+    bench = Bench(kit, tmp_path, **{name: own.get(value, value) for name, value in options.items()})
     with pytest.raises(RolloutError, match=f"{flag} reads rollout_log_probs, and this foreign group has none"):
         await bench.roll(lambda *_, **__: [samples()])
     given = SampleGroup(uid=MINE, samples=samples(1, uid=MINE, rollout_log_probs=[-0.5, -1.0]), foreign=True)

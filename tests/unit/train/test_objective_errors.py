@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from buffer_rl.contracts import LossInputs, TokenLoss, Topology
-from buffer_rl.errors import ConfigError, PluginError, TrainError
+from buffer_rl.errors import ConfigError, DataError, PluginError, TrainError
 from buffer_rl.scope import loss_unit, scoped
 from buffer_rl.token_loss import NEW_FORM, Metric, Sums
 from buffer_rl.train.steps import NonFiniteGuard, StepReport, take_step
@@ -229,3 +229,72 @@ class Backend:
 def test_a_backend_that_answers_otherwise_is_named(tmp_path: Path, sums: Any, answer: Any, what: str) -> None:
     with pytest.raises(TrainError, match=what):
         take_step(cast(Any, Backend(answer)), sums, NonFiniteGuard(tmp_path, 0, 3), StepReport(), batch, 0)
+
+
+def foreign(mask: list[int]) -> TrainBatch:
+    """Two rows; no engine sampled the second one, of which tokens are trained on as ``mask`` says."""
+    nan = float("nan")
+    return rows_of(
+        loss_mask=[[1, 1], mask],
+        advantages=[[1, 1], [-1, -1]],
+        rollout_log_probs=[[-1, -1], [nan, nan]],
+        reward=[1, -1],
+        response_length=[2, 2],
+    )
+
+
+def from_the_engine(args: Any, inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(-inputs.advantages * (inputs.log_probs - inputs.rollout_log_probs).exp())
+
+
+def if_there_are_some(args: Any, inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(-(inputs.log_probs - inputs.get("rollout_log_probs")).exp())
+
+
+def own_weights(args: Any, inputs: LossInputs) -> torch.Tensor:
+    return (inputs.log_probs - inputs["rollout_log_probs"]).exp()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"custom_loss_function_path": from_the_engine},
+        {"custom_loss_function_path": if_there_are_some},
+        {"custom_loss_function_path": loss_unit("token", needs=("rollout_log_probs",))(lambda args, inputs: None)},
+        {"use_tis": True, "custom_tis_function_path": own_weights},
+        {"use_rollout_logprobs": True},
+    ],
+)
+def test_a_loss_and_a_correction_read_no_column_of_a_row_that_lacks_it(options: dict[str, Any]) -> None:
+    log_probs = [[-1.0, -2.0], [-1.0, -0.5]]
+    with pytest.raises(DataError, match="reads rollout_log_probs, and this row has none") as caught:
+        outcome(objective_of(**options), foreign([1, 1]), log_probs)
+    assert "data:0:0/1" in caught.value.where
+    if "needs" not in vars(options.get("custom_loss_function_path", object)):
+        found = outcome(
+            objective_of(**options), foreign([0, 0]), log_probs
+        )  # of a token that is masked nothing is read
+        assert np.isfinite(found.means["loss"])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda columns: columns["rollout_log_probs"],
+        lambda columns: columns.get("rollout_log_probs"),
+    ],
+)
+def test_an_estimator_reads_no_column_of_a_row_that_lacks_it(read: Callable[[Any], Any]) -> None:
+    def estimator(args: Any, batch: TrainBatch) -> None:
+        assert batch.columns.get("absent", 7) == 7
+        batch.columns["advantages"] = batch.columns["returns"] = [np.asarray(row) * 2 for row in read(batch.columns)]
+
+    objective = objective_of(custom_advantage_function_path=estimator)
+    batch = foreign([1, 1])
+    del batch.columns["advantages"]
+    with pytest.raises(DataError, match="reads rollout_log_probs, and this row has none") as caught:
+        objective.compute_advantages(batch)
+    assert "data:0:0/1" in caught.value.where
+    whole = batch.select([0])
+    objective.compute_advantages(whole)
+    assert whole.columns["advantages"][0].tolist() == [-2, -2]

@@ -6,10 +6,12 @@ import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from buffer_rl.scope import Unit
 from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
@@ -197,3 +199,80 @@ def test_a_written_model_does_not_name_the_packed_attention(model_path: str, tmp
     load_model(model_path, CPU, "--hf-checkpoint").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert not [name for name, value in config.items() if "sdpa" in str(value)]
+
+
+def doge(**sizes: Any) -> PreTrainedModel:
+    """As it begins: its layers' masks make no difference before the row is longer than their window."""
+    torch.manual_seed(0)
+    config = DogeConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, **sizes
+    )
+    return DogeForCausalLM(config)
+
+
+def test_a_model_whose_layers_have_masks_of_their_own_stays_padded_and_its_log_probs_are_exact_past_its_window() -> (
+    None
+):
+    model = doge(keep_window_size=12)
+    pack_where_possible(model)
+    assert not is_packed(model)
+    tokens = np.arange(3, 33, dtype=np.int32)
+    row = TrainBatch(
+        rollout_id=0,
+        task="train_0",
+        row_ids=[RowId(GroupUid("set", 0, 0), 0, 0)],
+        columns={"tokens": [tokens], "response_length": np.array([28], dtype=np.int32)},
+    )
+    with torch.no_grad():
+        found, _ = response_log_probs(model, collate(row, CPU, packed=is_packed(model)), 1.0)
+        logits = model(torch.from_numpy(tokens).long()[None]).logits[0, 1:-1].log_softmax(-1)
+    expected = logits.gather(1, torch.from_numpy(tokens[2:]).long()[:, None])[:, 0]
+    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("own", [{"attention_mask": torch.zeros(1, 1, 3, 3)}, {"sliding_window": 2}])
+def test_packed_rows_of_a_layer_with_a_mask_or_a_window_of_its_own_are_refused(own: dict[str, Any]) -> None:
+    packing = pack([np.array([7, 8, 1])], np.array([2]), CPU)
+    states: Any = [torch.ones(1, 2, 3, 4)] * 3
+    options: dict[str, Any] = {"attention_mask": None, "packing": packing}
+    assert attention(torch.nn.Module(), *states, **options)[0].shape == (1, 3, 2, 4)
+    with pytest.raises(ValueError, match="a mask of its own"):
+        attention(torch.nn.Module(), *states, **options | own)
+
+
+def test_a_probe_of_a_model_draws_no_random_numbers() -> None:
+    model = doge()
+    before = torch.get_rng_state()
+    pack_where_possible(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Echo(torch.nn.Module):
+    """Adds to each token the one that stands ``distance`` places before it, in whatever row."""
+
+    def __init__(self, inner: torch.nn.Module, distance: int) -> None:
+        super().__init__()
+        self.inner, self.distance = inner, distance
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(states)
+        return out + torch.nn.functional.pad(states, (0, 0, self.distance, 0))[:, : states.shape[1]]
+
+
+class EchoingLlama(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """A layer of it looks back over the window that its configuration names."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[0].mlp = Echo(self.model.layers[0].mlp, config.echo_window)
+
+
+def test_a_model_is_probed_past_windows_that_no_short_row_reaches() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=40, num_attention_heads=2, initializer_range=0.3, **sizes)
+    config.echo_window = 1024
+    torch.manual_seed(0)
+    echoing, plain = EchoingLlama(copy.deepcopy(config)), LlamaForCausalLM(config)
+    for model in (echoing, plain):
+        pack_where_possible(model)
+    assert (is_packed(echoing), is_packed(plain)) == (False, True)
