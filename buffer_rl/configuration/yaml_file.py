@@ -68,8 +68,8 @@ def parse_yaml(path: str) -> yaml.Node | None:
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"invalid YAML: {error.problem or error.context}", where=f"{path}:{line}") from error
+        where = f"{path}:{_line(error.problem_mark)}"
+        raise ConfigError(f"invalid YAML: {error.problem or error.context}", where=where) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"invalid YAML: {error}", where=path) from error
 
@@ -136,4 +136,9 @@ def _filler(here: str, environ: Mapping[str, str], where: str) -> Callable[[str]
 
 def where_of(path: str, node: yaml.Node) -> str:
     """``file:line`` of a node."""
-    return f"{path}:{node.start_mark.line + 1}"
+    return f"{path}:{_line(node.start_mark)}"
+
+
+def _line(mark: yaml.Mark | None) -> int:
+    """The line as editors count it; YAML has further line ends, such as U+2028."""
+    return mark.buffer.count("\n", 0, mark.pointer) + 1 if mark is not None and mark.buffer is not None else 1

@@ -205,6 +205,13 @@ def test_what_is_wrong_in_a_file_is_named_with_its_line(tmp_path: Path, text: st
         assert word in message
 
 
+def test_line_numbers_are_those_of_editors_whatever_line_ends_a_text_holds(tmp_path: Path) -> None:
+    path = write(tmp_path, 'name: "a\u2028b\u2029c\u0085d"\nnonsense: 1\n')
+    assert f"{path}:2: unknown option 'nonsense'" in refusal(["--config", path])
+    path = write(tmp_path, 'name: "a\u2028b"\ncount: [1\n')
+    assert refusal(["--config", path]).startswith(f"{path}:3: invalid YAML")
+
+
 def test_a_nested_file_is_refused_because_options_are_flat(tmp_path: Path) -> None:
     path = write(tmp_path, "name:\n  deep: 1\n")
     assert f"is not text (file {path}:1)" in refusal(["--config", path])
