@@ -64,7 +64,7 @@ class Comparison:
     def records(self) -> list[Record]:
         """What has run."""
         path = self.out / "results.jsonl"
-        return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+        return [json.loads(line) for line in path.read_bytes().split(b"\n") if line] if path.exists() else []
 
     def found(self, **key: Any) -> Record | None:
         """The newest record with these values."""

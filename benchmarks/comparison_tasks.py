@@ -116,7 +116,7 @@ def write_rows(path: Path, pairs: Sequence[tuple[str, str]]) -> None:
 
 def read_rows(path: Path) -> list[tuple[str, str]]:
     """The inverse of ``write_rows``."""
-    found = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    found = (json.loads(line) for line in path.read_bytes().split(b"\n") if line)
     return [(row["prompt"], row["label"]) for row in found]
 
 

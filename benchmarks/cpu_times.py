@@ -176,7 +176,7 @@ make_trainer.reads_old_log_probs = False  # type: ignore[attr-defined]
 
 def read_steps(run_dir: str | Path) -> list[dict[str, Any]]:
     """The lines that a run's logger wrote."""
-    return [json.loads(line) for line in (Path(run_dir) / FILE).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (Path(run_dir) / FILE).read_bytes().split(b"\n") if line]
 
 
 def budget(steps: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:

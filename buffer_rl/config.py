@@ -77,16 +77,25 @@ def option(
     metavar: str = "",
     short: str = "",
     prefix: str = "",
+    one_of: str = "",
     **constraints: Any,
 ) -> Any:
     """One option of a section.
 
     help: one sentence, with the unit where there is one. ``kind``: the option's value is a plugin reference (or a
     list of them) of this plugin kind, checked before anything starts. ``short``: a second flag of one letter, for
-    example ``-p``. ``prefix``: of a mapping whose items are options too: with ``tool_``, ``--tool-level 3`` is its
-    item ``level``, unless another option has that name. ``constraints`` go to ``pydantic.Field``.
+    example ``-p``. ``metavar``: what ``--help`` shows as the value; of ``PATH`` and ``FILE`` a leading ``~`` is the
+    home folder. ``prefix``: of a mapping whose items are options too: with ``tool_``, ``--tool-level 3`` is its
+    item ``level``, unless another option has that name. ``one_of``: the name of a group of options of which a run has
+    one: a flag replaces what a file says for another of the group. ``constraints`` go to ``pydantic.Field``.
     """
-    extra: dict[str, Any] = {"kind": kind, "metavar": metavar, "short": short, "prefix": prefix}
+    extra: dict[str, Any] = {
+        "kind": kind,
+        "metavar": metavar,
+        "short": short,
+        "prefix": prefix,
+        "one_of": one_of,
+    }
     return Field(default, description=help, json_schema_extra=extra, **constraints)
 
 
@@ -174,15 +183,19 @@ def env_of(name: str) -> str:
 
 def plugin_kind_of(args_class: type[Section], name: str) -> str:
     """The plugin kind that the option ``name`` refers to; empty for options that are no references."""
-    extra = args_class.model_fields[name].json_schema_extra
-    return str(extra.get("kind", "")) if isinstance(extra, dict) else ""
+    return declared(args_class.model_fields[name], "kind")
+
+
+def declared(field: FieldInfo, what: str) -> str:
+    """What ``option`` was given as ``what`` (kind, metavar, short, prefix, one_of); an empty text without."""
+    extra = field.json_schema_extra
+    return str(extra.get(what, "")) if isinstance(extra, dict) else ""
 
 
 def item_of_mapping(known: Mapping[str, FieldInfo], name: str) -> tuple[str, str]:
     """The option and its item that ``name``, which is no option, stands for (``option(prefix=…)``); or empty texts."""
     for owner, field in known.items():
-        extra = field.json_schema_extra
-        prefix = str(extra.get("prefix", "")) if isinstance(extra, dict) else ""
+        prefix = declared(field, "prefix")
         if prefix and name.startswith(prefix) and len(name) > len(prefix):
             return owner, name.removeprefix(prefix)
     return "", ""

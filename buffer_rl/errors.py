@@ -5,6 +5,8 @@ A subclass that also derives from ``ValueError`` is something that the user can 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class BufferRLError(Exception):
     """Base of all errors raised on purpose.
@@ -34,6 +36,11 @@ class BufferRLError(Exception):
 
 class ConfigError(BufferRLError, ValueError):
     """An option, flag, environment variable or YAML key is wrong, or two options contradict each other."""
+
+
+def all_of(errors: Sequence[ConfigError]) -> ConfigError:
+    """One error that reports all of ``errors``, of which there is at least one, in their order."""
+    return errors[0] if len(errors) == 1 else ConfigError("\n".join(map(str, errors)))
 
 
 class PluginError(BufferRLError, ValueError):

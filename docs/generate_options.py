@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
-from buffer_rl.config import flag_of, load_section
+from buffer_rl.config import declared, flag_of, load_section
 from buffer_rl.configuration.help import default_text, short_flag
 from buffer_rl.configuration.values import option_type
 from buffer_rl.options import CORE_SECTIONS
@@ -14,18 +14,25 @@ PAGE = Path(__file__).with_name("options.md")
 MARKER = "<!-- The tables are written by: python docs/generate_options.py -->\n"
 
 
-def render_tables(references: Iterable[str]) -> str:
+def render_tables(references: Sequence[str]) -> str:
     """One heading and one table for each section."""
     parts = []
+    known = {name: field for reference in references for name, field in load_section(reference).model_fields.items()}
     for reference in references:
         section = load_section(reference)
         lines = [f"\n### {section.heading}\n", "| flag | type | default | meaning |", "|---|---|---|---|"]
         for name, field in section.model_fields.items():
             flags = ", ".join(f"`{flag}`" for flag in [flag_of(name), *short_flag(field)])
-            extra = field.json_schema_extra
-            kind = extra.get("kind") if isinstance(extra, dict) else ""
+            kind, group = declared(field, "kind"), declared(field, "one_of")
+            rivals = [flag_of(other) for other, each in known.items() if declared(each, "one_of") == group != ""]
+            excludes = ", ".join(f"`{flag}`" for flag in rivals if flag != flag_of(name))
             wanted = str(option_type(field)) + (f"; REF of a {kind} plugin" if kind else "")
-            cells = (flags, wanted, f"`{default_text(field)}`", str(field.description))
+            cells = (
+                flags,
+                wanted,
+                f"`{default_text(field)}`",
+                f"{field.description}{f' (excludes {excludes})' if excludes else ''}",
+            )
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("\n".join(lines) + "\n")
     return "".join(parts)

@@ -191,7 +191,7 @@ def write_failed(path: Path, error: sqlite3.Error) -> BufferStateError:
 def check_local_disk(path: Path, mounts: str = "/proc/mounts") -> None:
     """Raise ConfigError if ``path`` is on a network file system. Without ``/proc/mounts`` nothing is known."""
     try:
-        lines = Path(mounts).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path(mounts).read_bytes().decode(errors="replace").split("\n")
     except OSError:
         return
     kind = _file_system(path, lines)

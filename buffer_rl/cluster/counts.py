@@ -64,6 +64,13 @@ def with_counts(args: Run) -> Run:
     Raises ConfigError where two options say different numbers, or one does not divide another."""
     external = getattr(args, "rollout_external_engine_addrs", [])
     changes: dict[str, Any] = {"rollout_engine": "external"} if external else {}
+    engine = getattr(args, "rollout_engine", "external")
+    if external and engine != "external" and "rollout_engine" in args.model_fields_set:
+        raise ConfigError(
+            f"the run would start engines of {engine!r}, and those at these addresses run already",
+            where="--rollout-engine and --rollout-external-engine-addrs",
+            hint="take one of them out",
+        )
     for name, derived in derived_counts(args).items():
         given, source = getattr(args, name), flag_of(derived.option)
         if given == derived.number:

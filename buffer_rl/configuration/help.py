@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from pydantic.fields import FieldInfo
 
-from buffer_rl.config import Section, did_you_mean, flag_of, item_of_mapping, load_section
+from buffer_rl.config import Section, declared, did_you_mean, flag_of, item_of_mapping, load_section
 from buffer_rl.configuration.values import OptionType, Raw, mapping_of, option_type
 from buffer_rl.errors import ConfigError
 
@@ -52,6 +52,12 @@ class FlagParser(argparse.ArgumentParser):
             )
 
 
+def add_config_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config``, a list of files, which may be empty."""
+    text = "a YAML file of 'option: value' lines; given again, a later file wins over those before it"
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help=text)
+
+
 def add_options(parser: argparse.ArgumentParser, sections: Sequence[str | type[Section]]) -> None:
     """Add a flag for each option, grouped by section. Values stay text; ``sources.resolve`` converts them."""
     for given in sections:
@@ -78,8 +84,8 @@ def _add_option(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> 
 
 def short_flag(field: FieldInfo) -> list[str]:
     """The option's one-letter flag, if it has one."""
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    return [str(extra["short"])] if extra.get("short") else []
+    short = declared(field, "short")
+    return [short] if short else []
 
 
 def help_text(field: FieldInfo) -> str:
@@ -101,10 +107,7 @@ def default_text(field: FieldInfo) -> str:
 
 def metavar_of(field: FieldInfo, wanted: OptionType) -> str:
     """What stands for the value in the help text."""
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    if extra.get("metavar"):
-        return str(extra["metavar"])
-    return "REF" if extra.get("kind") else wanted.metavar
+    return declared(field, "metavar") or ("REF" if declared(field, "kind") else wanted.metavar)
 
 
 def normalise_flags(argv: Sequence[str]) -> list[str]:

@@ -1,19 +1,22 @@
-"""One set of options from a file, the environment and flags: file < environment < flags, each value with its origin."""
+"""One set of options from files, the environment and flags: file < later file < environment < flags, each value with
+its origin."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from buffer_rl.config import ENV_PREFIX, Options, did_you_mean, env_of, flag_of
+from buffer_rl.config import ENV_PREFIX, Options, declared, did_you_mean, env_of, flag_of
 from buffer_rl.configuration.values import Raw, convert, mapping_of, option_type
 from buffer_rl.configuration.yaml_file import read_yaml
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, all_of
 from buffer_rl.redaction import MASK, holds_credentials, is_secret, mask_secrets, mask_url
 
 # Variables of the program itself, which are no options.
@@ -42,42 +45,108 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """Options and the origin of each, by name, in the order of the sections."""
+    """Options and the origin of each, by name, in the order of the sections. notices: what the user should know."""
 
     args: Options
     origins: Mapping[str, Origin]
+    notices: Sequence[str] = ()
 
 
 def resolve(
-    options_class: type[Options], *, flags: Mapping[str, Raw], environ: Mapping[str, str], config_path: str | None
+    options_class: type[Options],
+    *,
+    flags: Mapping[str, Raw],
+    environ: Mapping[str, str],
+    config_paths: Sequence[str] = (),
 ) -> Resolved:
-    """Merge the sources and validate. Raises ConfigError naming option, value, expected type and origin, and for a
-    secret among the flags, be it an option or a part of an address."""
+    """Merge the sources and validate. Of several files a later one wins, option by option.
+
+    Of options that exclude each other (``option(one_of=…)``) the one from the strongest source counts, with a notice.
+
+    Raises ConfigError with all mistakes of files, variables and values: option, value, expected type and origin; and
+    for a secret among the flags, be it an option or a part of an address."""
     known = options_class.model_fields
     raws: dict[str, Raw] = {}
     origins = {name: Origin(source=Source.DEFAULT) for name in known}
-    if config_path is not None:
-        for name, value in read_yaml(config_path, known=known, environ=environ).items():
-            raws[name] = _one_item(value.raw) if option_type(known[name]).many else value.raw
-            origins[name] = Origin(source=Source.FILE, where=value.where)
-    for name, text in read_environ(environ, known=list(known)).items():
-        raws[name] = text
-        origins[name] = Origin(source=Source.ENVIRONMENT, where=env_of(name))
+    ranks: dict[str, int] = {}
+    errors: list[ConfigError] = []
+
+    def take(name: str, raw: Raw, origin: Origin, rank: int, *, items: bool = False) -> None:
+        if items and isinstance(raw, dict):  # which are added to what weaker sources say
+            raw = {**mapping_of(known[name], raws.get(name, {}), str(origins[name])), **raw}
+        raws[name], origins[name], ranks[name] = raw, origin, rank
+
+    for rank, path in enumerate(config_paths):
+        try:
+            values, wrong = read_yaml(os.path.expanduser(path), known=known, environ=environ)
+        except ConfigError as error:
+            values, wrong = {}, [error]
+        errors += wrong
+        for name, value in values.items():
+            raw = _one_item(value.raw) if option_type(known[name]).many else value.raw
+            take(name, raw, Origin(source=Source.FILE, where=value.where), rank, items=value.items)
+    texts, wrong = read_environ(environ, known=list(known))
+    errors += wrong
+    for name, text in texts.items():
+        take(name, text, Origin(source=Source.ENVIRONMENT, where=env_of(name)), len(config_paths))
     for name, raw in flags.items():
         _refuse_secret(name, raw)
-        if isinstance(raw, dict):  # items, which are added to what file and environment say
-            raw = {**mapping_of(known[name], raws.get(name, {}), str(origins[name])), **raw}
-        raws[name] = raw
-        origins[name] = Origin(source=Source.FLAG, where=flag_of(name))
-    values = {name: convert(option_type(known[name]), raw) for name, raw in raws.items()}
+        take(name, raw, Origin(source=Source.FLAG, where=flag_of(name)), len(config_paths) + 1, items=True)
+    converted = {name: _converted(known[name], raw) for name, raw in raws.items()}
     for name in flags:
-        for key, value in values[name].items() if isinstance(values[name], Mapping) else ():
+        for key, value in converted[name].items() if isinstance(converted[name], Mapping) else ():
             _refuse_secret(name, str(value), key)
+    notices, wrong = _keep_one_of_each_group(known, converted, origins, ranks)
     try:
-        args = options_class.model_validate(values)
+        args = options_class.model_validate(converted)
     except ValidationError as error:
-        raise _explain(options_class, raws, origins, error) from error
-    return Resolved(args=args, origins=origins)
+        wrong += _explain(options_class, raws, origins, error)
+    if errors + wrong:
+        raise all_of(errors + wrong)
+    return Resolved(args=args, origins=origins, notices=notices)
+
+
+def _converted(field: FieldInfo, raw: Raw) -> Any:
+    value = convert(option_type(field), raw)
+    if declared(field, "metavar") not in ("PATH", "FILE"):
+        return value
+    if isinstance(value, list):
+        return [os.path.expanduser(item) if isinstance(item, str) else item for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+def _keep_one_of_each_group(
+    known: Mapping[str, FieldInfo], values: dict[str, Any], origins: dict[str, Origin], ranks: Mapping[str, int]
+) -> tuple[list[str], list[ConfigError]]:
+    """Take out of ``values`` what a stronger source replaces by another option of its group (``option(one_of=…)``).
+
+    Returns a notice for each, and an error for options of a group from one source. An option that is none is not given.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, field in known.items():
+        if (group := declared(field, "one_of")) and values.get(name) is not None:
+            groups.setdefault(group, []).append(name)
+    notices, errors = [], []
+    for given in groups.values():
+        strongest = max(ranks[name] for name in given)
+        kept = [name for name in given if ranks[name] == strongest]
+        rivals = [name for name in kept if known[name].default or str(values[name]) != str(known[name].default)]
+        if len(rivals) > 1:
+            told = " and ".join(f"{flag_of(name)} {_shown(values, name)} ({origins[name]})" for name in rivals)
+            errors.append(ConfigError(f"these options exclude each other: {told}", hint="keep one of them"))
+        for name in [name for name in given if name not in kept]:
+            stronger = (rivals or kept)[0]
+            notices.append(
+                f"{flag_of(stronger)} {_shown(values, stronger)} ({origins[stronger]}) replaces "
+                f"{flag_of(name)} {_shown(values, name)} ({origins[name]})"
+            )
+            del values[name]
+            origins[name] = Origin(source=Source.DEFAULT)
+    return notices, errors
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return str(mask_secrets(values[name], name))
 
 
 def _refuse_secret(name: str, raw: Raw, key: str = "") -> None:
@@ -99,21 +168,20 @@ def _refuse_secret(name: str, raw: Raw, key: str = "") -> None:
         )
 
 
-def read_environ(environ: Mapping[str, str], *, known: Sequence[str]) -> dict[str, str]:
-    """The options set as ``BUFFER_RL_<NAME>``. Raises ConfigError for an unknown name with that prefix."""
+def read_environ(environ: Mapping[str, str], *, known: Sequence[str]) -> tuple[dict[str, str], list[ConfigError]]:
+    """The options set as ``BUFFER_RL_<NAME>``, and an error for each unknown name with that prefix."""
     names = {env_of(name): name for name in known}
-    found = {}
-    for variable, text in environ.items():
-        if not variable.startswith(ENV_PREFIX) or variable in RESERVED_VARIABLES:
-            continue
-        if variable not in names:
-            raise ConfigError(
-                "this environment variable names no option",
-                where=variable,
-                hint=did_you_mean(variable, [*names, *RESERVED_VARIABLES]),
-            )
-        found[names[variable]] = text
-    return found
+    mine = [name for name in environ if name.startswith(ENV_PREFIX) and name not in RESERVED_VARIABLES]
+    errors = [
+        ConfigError(
+            "this environment variable names no option",
+            where=variable,
+            hint=did_you_mean(variable, [*names, *RESERVED_VARIABLES]),
+        )
+        for variable in mine
+        if variable not in names
+    ]
+    return {names[variable]: environ[variable] for variable in mine if variable in names}, errors
 
 
 def _one_item(raw: Raw) -> Raw:
@@ -123,14 +191,14 @@ def _one_item(raw: Raw) -> Raw:
 
 def _explain(
     options_class: type[Options], raws: Mapping[str, Raw], origins: Mapping[str, Origin], error: ValidationError
-) -> ConfigError:
-    """One error for all wrong values: one line an option."""
+) -> list[ConfigError]:
+    """One error for each option with a wrong value."""
     lines = {}
     for detail in error.errors(include_url=False):
         name = str(detail["loc"][0]) if detail["loc"] else ""
         if name not in lines:
             lines[name] = _explain_one(options_class, raws, origins, name, detail)
-    return ConfigError("\n".join(lines.values()))
+    return [ConfigError(line) for line in lines.values()]
 
 
 def _explain_one(

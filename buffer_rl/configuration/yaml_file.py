@@ -20,41 +20,64 @@ _PLACEHOLDER = re.compile(r"\$?\$\{([^}]*)\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YamlValue:
-    """One key's value before conversion, and where the key stands (``file:line``)."""
+    """One option's value before conversion, and where its key stands (``file:line``). items: of a mapping the items
+    alone that the file gives by their own keys (``option(prefix=…)``)."""
 
     raw: Raw
     where: str
+    items: bool = False
 
 
-def read_yaml(path: str, *, known: Mapping[str, FieldInfo], environ: Mapping[str, str]) -> dict[str, YamlValue]:
-    """The options that the file sets, by option name.
+def read_yaml(
+    path: str, *, known: Mapping[str, FieldInfo], environ: Mapping[str, str]
+) -> tuple[dict[str, YamlValue], list[ConfigError]]:
+    """The options that the file sets, by option name, and what is wrong with other lines, each with ``file:line``: an
+    unknown key (with the nearest known one), a key that comes twice, a placeholder that cannot be filled.
 
-    Keys may be spelt with ``_`` or ``-``. Raises ConfigError with ``file:line`` for a file that is no flat mapping,
-    an unknown key (with the nearest known one), a key that comes twice and a placeholder that cannot be filled.
+    Keys may be spelt with ``_`` or ``-``. Raises ConfigError with ``file:line`` for a file that is no flat mapping.
     """
     root = parse_yaml(path)
     if root is None:
-        return {}
+        return {}, []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError("the file is not a mapping", where=where_of(path, root), expected="lines of 'option: value'")
     values: dict[str, YamlValue] = {}
+    errors: list[ConfigError] = []
     for key, node in root.value:
-        where = where_of(path, key)
-        name = str(key.value).replace("-", "_")
-        fill = _filler(str(Path(path).absolute().parent), environ, where)
-        owner, item = ("", "") if name in known else item_of_mapping(known, name)
-        if owner:
-            before = mapping_of(known[owner], values[owner].raw if owner in values else {}, where)
-            if item in before:
-                raise ConfigError(f"the option {key.value!r} is set twice", where=where)
-            values[owner] = YamlValue(raw={**before, item: _construct(node, fill, where)}, where=where)
-            continue
-        if name not in known:
-            raise ConfigError(f"unknown option {key.value!r}", where=where, hint=did_you_mean(name, known))
-        if name in values:  # or items of it
-            raise ConfigError(f"the option {key.value!r} is set twice", where=where, hint=f"see {values[name].where}")
-        values[name] = YamlValue(raw=_raw(node, fill, where), where=where)
-    return values
+        try:
+            name, value = _option_of(path, key, node, values, known, environ)
+            values[name] = value
+        except ConfigError as error:
+            errors.append(error)
+    return values, errors
+
+
+def _option_of(
+    path: str,
+    key: yaml.Node,
+    node: yaml.Node,
+    before: Mapping[str, YamlValue],
+    known: Mapping[str, FieldInfo],
+    environ: Mapping[str, str],
+) -> tuple[str, YamlValue]:
+    """The option of one key and its value, with the items of it that the file gave before. Raises ConfigError."""
+    where = where_of(path, key)
+    name = str(key.value).replace("-", "_")
+    fill = _filler(str(Path(path).absolute().parent), environ, where)
+    owner, item = ("", "") if name in known else item_of_mapping(known, name)
+    if owner:
+        earlier = before.get(owner, YamlValue(raw={}, where=where, items=True))
+        others = mapping_of(known[owner], earlier.raw, where)
+        if item in others:
+            raise ConfigError(f"the option {key.value!r} is set twice", where=where)
+        raw = {**others, item: _construct(node, fill, where)}
+        return owner, YamlValue(raw=raw, where=where, items=earlier.items)
+    if name not in known:
+        hint = did_you_mean(name, known) or "buffer-rl train --help lists the options"
+        raise ConfigError(f"unknown option {key.value!r}", where=where, hint=hint)
+    if name in before:  # or items of it
+        raise ConfigError(f"the option {key.value!r} is set twice", where=where, hint=f"see {before[name].where}")
+    return name, YamlValue(raw=_raw(node, fill, where), where=where)
 
 
 def parse_yaml(path: str) -> yaml.Node | None:
@@ -68,8 +91,8 @@ def parse_yaml(path: str) -> yaml.Node | None:
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"invalid YAML: {error.problem or error.context}", where=f"{path}:{line}") from error
+        where = f"{path}:{_line(error.problem_mark)}"
+        raise ConfigError(f"invalid YAML: {error.problem or error.context}", where=where) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"invalid YAML: {error}", where=path) from error
 
@@ -136,4 +159,9 @@ def _filler(here: str, environ: Mapping[str, str], where: str) -> Callable[[str]
 
 def where_of(path: str, node: yaml.Node) -> str:
     """``file:line`` of a node."""
-    return f"{path}:{node.start_mark.line + 1}"
+    return f"{path}:{_line(node.start_mark)}"
+
+
+def _line(mark: yaml.Mark | None) -> int:
+    """The line as editors count it; YAML has further line ends, such as U+2028."""
+    return mark.buffer.count("\n", 0, mark.pointer) + 1 if mark is not None and mark.buffer is not None else 1

@@ -78,12 +78,6 @@ def _check_length(args: Any) -> None:
         raise ConfigError(
             "the length of the run is not given", where="--num-rollout", hint="add --num-rollout N or --num-epoch N"
         )
-    if args.num_rollout is not None and args.num_epoch is not None:
-        raise ConfigError(
-            f"the length of the run is given twice: {args.num_rollout} rollouts and {args.num_epoch} epochs",
-            where="--num-rollout and --num-epoch",
-            hint="'--num-rollout none' or '--num-epoch none' takes back what a file sets",
-        )
 
 
 def _check_partial_rollout(args: Any) -> None:
@@ -114,17 +108,9 @@ def _check_reward(args: Any) -> None:
     """A rollout or generate function of the user's own may score for itself; the built-in ones cannot. With a teacher a
     sample that nothing scores has the reward 0, but an evaluation of such samples would say nothing."""
     own_function = not is_built_in_rollout(args) or args.custom_generate_function_path is not None
-    others = {"rm_type": args.rm_type, "custom_rm_path": args.custom_rm_path}
-    others["custom_group_rm_path"] = args.custom_group_rm_path
-    if args.rm_model and (given := [flag_of(name) for name, value in others.items() if value]):
-        raise ConfigError(
-            "two rewards are given for every sample",
-            where=f"--rm-model and {given[0]}",
-            hint=f"take one of them out; '{given[0]} none' takes back what a file sets",
-        )
     if args.num_reward_workers > 1 and not args.rm_model:
         raise ConfigError("there is no reward model", where="--num-reward-workers", hint="add --rm-model PATH")
-    scores = any((*others.values(), args.rm_model))
+    scores = any((args.rm_type, args.custom_rm_path, args.custom_group_rm_path, args.rm_model))
     distils = args.use_opd and all(s.rm_type for s in eval_sets_of(args))
     if not scores and not own_function and not is_supervised(args) and not distils:
         raise ConfigError(
@@ -142,12 +128,13 @@ def _check_evaluation(args: Any) -> None:
             where="--eval-prompt-data",
             hint="add --eval-prompt-data NAME=PATH",
         )
-    if args.custom_rm_path is not None and (named := [s.name for s in sets if s.rm_type]):
-        raise ConfigError(
-            f"the evaluation set {named[0]!r} names an rm_type, but --custom-rm-path scores every sample",
-            where="--eval-config and --custom-rm-path",
-            hint="take one of them out",
-        )
+    for name in ("custom_rm_path", "custom_group_rm_path"):
+        if getattr(args, name) is not None and (named := [s.name for s in sets if s.rm_type]):
+            raise ConfigError(
+                f"the evaluation set {named[0]!r} names an rm_type, but {flag_of(name)} scores every sample",
+                where=f"--eval-config and {flag_of(name)}",
+                hint="take one of them out",
+            )
 
 
 def _check_top_k(args: Any) -> None:

@@ -82,12 +82,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise DataError("there is no such file", where=str(path), expected="the metrics or samples of a run")
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
+    lines = path.read_bytes().split(b"\n")  # str.splitlines would also split at U+2028, which a text may hold
+    for number, line in enumerate(lines[:-1], start=1):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # also of what is not UTF-8
             raise DataError(f"not JSON: {error}", where=f"{path}:{number}", expected="one object a line") from error
         if not isinstance(record, dict):
             raise DataError(

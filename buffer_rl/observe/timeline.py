@@ -219,7 +219,7 @@ def in_order(roles: Iterable[str]) -> list[str]:
 
 
 def _read_events(path: Path) -> Sequence[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_bytes().decode(errors="replace").removesuffix("\n").split("\n")
     events = []
     for number, line in enumerate(lines, start=1):
         text = line.strip().rstrip(",")

@@ -103,7 +103,10 @@ class RewardOptions(Section):
     heading: ClassVar[str] = "Reward"
 
     rm_type: str | None = option(
-        None, "the reward of every row that does not choose one of --row-rm-types: a registered name", kind="reward"
+        None,
+        "the reward of every row that does not choose one of --row-rm-types: a registered name",
+        kind="reward",
+        one_of="reward",
     )
     row_rm_types: list[str] = option(
         [],
@@ -111,7 +114,9 @@ class RewardOptions(Section):
         "author as safe for data to choose",
         metavar="NAME",
     )
-    custom_rm_path: str | None = option(None, "your reward function, module:fn or ./file.py:fn", kind="reward")
+    custom_rm_path: str | None = option(
+        None, "your reward function, module:fn or ./file.py:fn", kind="reward", one_of="reward"
+    )
     reward_key: str | None = option(None, "which entry to train on where a reward is a mapping")
     rm_url: str | None = option(
         None,
@@ -119,13 +124,17 @@ class RewardOptions(Section):
         pattern="^https?://.",
     )
     custom_group_rm_path: str | None = option(
-        None, "your reward function for all samples of a prompt together, in place of the others", kind="group_reward"
+        None,
+        "your reward function for all samples of a prompt together, in place of the others",
+        kind="group_reward",
+        one_of="reward",
     )
     rm_model: str | None = option(
         None,
         "a reward model, in place of --rm-type: a Hugging Face folder of a sequence classifier with one label, whose "
         "logit is the reward",
         metavar="PATH",
+        one_of="reward",
     )
     num_reward_workers: int = option(1, "processes that hold the reward model", ge=1)
     rm_model_timeout_s: float = option(

@@ -36,8 +36,10 @@ class TrainOptions(Section):
     model_converter_path: str | None = option(
         None, "maps names and tensors of --hf-checkpoint to the trainer's model and back", kind="converter"
     )
-    num_rollout: int | None = option(None, "training steps (rollouts) of the run", ge=0)
-    num_epoch: int | None = option(None, "length of the run in epochs, in place of --num-rollout", ge=1)
+    num_rollout: int | None = option(None, "training steps (rollouts) of the run", ge=0, one_of="length")
+    num_epoch: int | None = option(
+        None, "length of the run in epochs, in place of --num-rollout", ge=1, one_of="length"
+    )
     num_steps_per_rollout: int = option(
         1, "optimizer steps on each rollout: its groups are split, in order, into that many mini-batches", ge=1
     )
@@ -152,9 +154,12 @@ class CriticOptions(Section):
         0.2, "clip range of values around those before the first optimizer step; 'none': no clipping", gt=0
     )
     num_critic_only_steps: int = option(
-        0, "rollouts at the start of the run on which the critic alone is trained, and the policy stays", ge=0
+        0,
+        "rollouts at the start of the run on which the critic alone is trained, and the policy stays",
+        ge=0,
+        one_of="critic_only_steps",
     )
-    num_freeze_actor_steps: int = option(0, "another name of --num-critic-only-steps; the larger number holds", ge=0)
+    num_freeze_actor_steps: int = option(0, "another name of --num-critic-only-steps", ge=0, one_of="critic_only_steps")
 
 
 class LossOptions(Section):
@@ -162,10 +167,16 @@ class LossOptions(Section):
 
     heading: ClassVar[str] = "Loss"
 
-    loss_type: str | None = option(None, "the loss; absent: the one of --advantage-estimator", kind="loss")
-    custom_loss_function_path: str | None = option(None, "your loss, in place of --loss-type", kind="loss")
-    advantage_estimator: str = option("grpo", "advantage estimator", kind="advantage")
-    custom_advantage_function_path: str | None = option(None, "your advantage estimator", kind="advantage")
+    loss_type: str | None = option(
+        None, "the loss; absent: the one of --advantage-estimator", kind="loss", one_of="loss"
+    )
+    custom_loss_function_path: str | None = option(
+        None, "your loss, in place of --loss-type", kind="loss", one_of="loss"
+    )
+    advantage_estimator: str = option("grpo", "advantage estimator", kind="advantage", one_of="advantage")
+    custom_advantage_function_path: str | None = option(
+        None, "your advantage estimator, in place of --advantage-estimator", kind="advantage", one_of="advantage"
+    )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = option(
         "token-mean", "how token losses become one number"
     )
@@ -193,8 +204,11 @@ class LossOptions(Section):
         "truncate",
         "outside the bounds a weight is cut off ('truncate') or 0: of a token (IcePop), or of all tokens of a row by "
         "the product or the geometric mean of their weights",
+        one_of="correction",
     )
-    custom_tis_function_path: str | None = option(None, "your weights, in place of --tis-mode", kind="correction")
+    custom_tis_function_path: str | None = option(
+        None, "your weights, in place of --tis-mode", kind="correction", one_of="correction"
+    )
     use_kl_loss: bool = option(False, "add a KL penalty to the reference to the loss")
     kl_loss_coef: float = option(0.0, "weight of the KL penalty", ge=0)
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+"] = option(

@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 def run(namespace: argparse.Namespace) -> int:
     """Evaluate. Returns the exit status; raises BufferRLError."""
     flags = given_flags(namespace)
-    resolved = resolve(compose(namespace.sections), flags=flags, environ=os.environ, config_path=namespace.config)
+    resolved = resolve(compose(namespace.sections), flags=flags, environ=os.environ, config_paths=namespace.config)
     args: Any = resolved.args
     sets = eval_sets_of(args)
     if not sets:

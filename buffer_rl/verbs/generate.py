@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from buffer_rl.checkpoint import opened_checkpoint
 from buffer_rl.cluster.counts import with_counts
 from buffer_rl.config import compose
-from buffer_rl.configuration.help import add_options, given_flags
+from buffer_rl.configuration.help import add_config_flag, add_options, given_flags
 from buffer_rl.configuration.sources import resolve
 from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.reader import read_dataset
@@ -56,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given again")
     parser.add_argument("-n", type=_count, default=1, metavar="INT", help="responses to each prompt (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a response")
-    parser.add_argument("--config", default=None, metavar="FILE", help="a YAML file of 'option: value' lines")
+    add_config_flag(parser)
     parser.add_argument(
         "--hf-checkpoint",
         dest=f"option {_MODEL_FLAG}",
@@ -71,8 +72,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 def run(namespace: argparse.Namespace) -> int:
     """Start an engine, ask it, print, and stop it. Raises BufferRLError."""
     resolved = resolve(
-        compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_path=namespace.config
+        compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_paths=namespace.config
     )
+    for text in resolved.notices:
+        print(f"buffer-rl: notice: {text}", file=sys.stderr)
     with ExitStack() as stack:
         args: Any = with_counts(resolved.args)
         if args.load and not starts_engines(args):

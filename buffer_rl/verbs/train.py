@@ -12,13 +12,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from buffer_rl.checkpoint import open_checkpoint
 from buffer_rl.cluster.counts import derived_counts, with_counts
 from buffer_rl.config import Section, compose, load_section, plugin_kind_of
-from buffer_rl.configuration.help import add_options, given_flags
+from buffer_rl.configuration.help import add_config_flag, add_options, given_flags
 from buffer_rl.configuration.sources import Resolved, resolve
 from buffer_rl.data.dataset import PromptDataset, RowKeys
 from buffer_rl.data.eval_sets import eval_sets_of
@@ -49,7 +49,8 @@ from buffer_rl.verbs.preflight import (
 _DESCRIPTION = """\
 Train a model.
 
-Options come from a YAML file (--config), from variables BUFFER_RL_<NAME> and from flags, the later ones winning.
+Options come from YAML files (--config), from variables BUFFER_RL_<NAME> and from flags, the later ones winning; so do
+options that exclude each other, such as --rm-type and --custom-rm-path.
 --rollout-batch-size and --rollout_batch_size are one flag. BOOL: --flag, --no-flag or --flag false. Several values:
 --flag a b. REF names a plugin: package.module:name, ./file.py:name or a registered name (buffer-rl plugins list).
 """
@@ -69,7 +70,7 @@ def add_parser(
     """
     sections = sections_of(plugins_named(argv))
     parser = subparsers.add_parser(name, description=description, usage=usage)
-    parser.add_argument("--config", default=None, metavar="FILE", help="a YAML file of 'option: value' lines")
+    add_config_flag(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, show options and plugins, and stop")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
     add_options(parser, sections)
@@ -81,7 +82,7 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.json and not namespace.dry_run:
         raise ConfigError("--json goes with --dry-run", where="--json")
     resolved = resolve(
-        compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_path=namespace.config
+        compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_paths=namespace.config
     )
     given: Any = resolved.args
     args: Any = with_start(with_steps(with_counts(given)))
@@ -92,9 +93,9 @@ def run(namespace: argparse.Namespace) -> int:
     sources["num_steps_per_rollout"] = "global_batch_size"
     changed = {name for name in sources if getattr(args, name) != getattr(resolved.args, name)}
     origins = {**resolved.origins, **{name: resolved.origins[sources[name]] for name in changed}}
-    resolved = Resolved(args=args, origins=origins)
+    resolved = replace(resolved, args=args, origins=origins)
     check_options(args)
-    for text in notices(args):
+    for text in (*resolved.notices, *notices(args)):
         print(f"buffer-rl: notice: {text}", file=sys.stderr)
     check_folders(args)
     registry = PluginRegistry.from_flags(args.plugin)

@@ -27,6 +27,7 @@ class WeightOptions(Section):
         None,
         "folder of the versions of --weight-sync-mode disk and of those that roles read (actor_fwd none with "
         "distributed), for this run alone, on a file system that all nodes share; without it: in --run-dir",
+        metavar="PATH",
     )
     update_weights_timeout_s: float = option(
         600.0,

@@ -98,7 +98,7 @@ def fit(policy: Path, data: Path, out: Path, *, steps: int, seed: int = 0) -> fl
     rng = random.Random(seed)
     tokenizer: Any = AutoTokenizer.from_pretrained(policy)
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in data.read_bytes().split(b"\n") if line]
 
     def draw(count: int) -> list[tuple[list[int], list[int]]]:
         chosen = [rng.choice(rows) for _ in range(count)]

@@ -47,10 +47,13 @@ class MegatronOptions(Section):
     tensor_model_parallel_size: int = option(1, "ranks that each matrix is split over", ge=1)
     pipeline_model_parallel_size: int = option(1, "pipeline stages, of consecutive layers", ge=1)
     virtual_pipeline_model_parallel_size: int | None = option(
-        None, "parts of each pipeline stage, which take turns (interleaved schedule)", ge=1
+        None,
+        "parts of each pipeline stage, which take turns (interleaved schedule)",
+        ge=1,
+        one_of="virtual_stages",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "layers of each such part, in place of their number", ge=1
+        None, "layers of each such part, in place of their number", ge=1, one_of="virtual_stages"
     )
     context_parallel_size: int = option(1, "ranks that each row is split over", ge=1)
     expert_model_parallel_size: int = option(1, "ranks of a pipeline stage that experts are spread over", ge=1)

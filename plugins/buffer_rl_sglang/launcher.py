@@ -135,8 +135,8 @@ def _shared_memory(group: int) -> set[Path]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             if os.getpgid(int(process.name)) == group:
-                lines = (process / "maps").read_text().splitlines()
-                mapped |= {int(line.split()[4]) for line in lines if f" {SHARED}/" in line}
+                lines = (process / "maps").read_bytes().split(b"\n")
+                mapped |= {int(line.split()[4]) for line in lines if f" {SHARED}/".encode() in line}
     found = set()
     for path in SHARED.iterdir():
         with contextlib.suppress(OSError):

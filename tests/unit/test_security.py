@@ -115,10 +115,10 @@ def test_every_model_is_loaded_with_an_explicit_word_on_its_code() -> None:
 def test_a_secret_is_refused_as_a_flag_and_taken_from_the_environment() -> None:
     options = compose(CORE_SECTIONS)
     with pytest.raises(ConfigError, match="every user of the machine") as caught:
-        resolve(options, flags={"engine_api_key": "hunter2"}, environ={}, config_path=None)
+        resolve(options, flags={"engine_api_key": "hunter2"}, environ={})
     assert "hunter2" not in str(caught.value)
     environ = {env_of("engine_api_key"): "hunter2"}
-    resolved = resolve(options, flags={}, environ=environ, config_path=None)
+    resolved = resolve(options, flags={}, environ=environ)
     assert resolved.args.engine_api_key == "hunter2"  # type: ignore[attr-defined]
     assert resolved.origins["engine_api_key"].source is Source.ENVIRONMENT
 
@@ -127,9 +127,9 @@ def test_a_secret_variable_is_refused_in_a_flag_of_several_and_taken_from_the_en
     options = compose(CORE_SECTIONS)
     text = '{"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2"}'
     with pytest.raises(ConfigError, match=r"^--train-env-vars HF_TOKEN: .* every user of the machine") as caught:
-        resolve(options, flags={"train_env_vars": text}, environ={}, config_path=None)
+        resolve(options, flags={"train_env_vars": text}, environ={})
     assert "hunter2" not in str(caught.value)
-    resolved: Any = resolve(options, flags={}, environ={env_of("train_env_vars"): text}, config_path=None).args
+    resolved: Any = resolve(options, flags={}, environ={env_of("train_env_vars"): text}).args
     assert resolved.train_env_vars == {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2"}
     assert "hunter2" not in str(mask_secrets(resolved.model_dump()))
 
@@ -147,11 +147,11 @@ def test_a_secret_variable_is_refused_in_a_flag_of_several_and_taken_from_the_en
 def test_an_address_with_credentials_is_refused_as_a_flag_and_taken_from_the_environment(name: str, raw: Any) -> None:
     options = compose(CORE_SECTIONS)
     with pytest.raises(ConfigError, match="every user of the machine") as caught:
-        resolve(options, flags={name: raw}, environ={}, config_path=None)
+        resolve(options, flags={name: raw}, environ={})
     assert "hunter2" not in str(caught.value)
     assert env_of(name) in str(caught.value)
     text = raw if isinstance(raw, str) else json.dumps(raw)
-    resolved = resolve(options, flags={}, environ={env_of(name): text}, config_path=None)
+    resolved = resolve(options, flags={}, environ={env_of(name): text})
     assert getattr(resolved.args, name) == raw
 
 
@@ -168,16 +168,16 @@ def test_a_wrong_value_that_is_or_holds_a_secret_is_not_shown(tmp_path: Path) ->
     file = tmp_path / "c.yaml"
     file.write_text("train_env_vars: {HF_TOKEN: [hunter2]}")
     with pytest.raises(ConfigError, match="train-env-vars") as caught:
-        resolve(options, flags={}, environ={}, config_path=str(file))
+        resolve(options, flags={}, environ={}, config_paths=[str(file)])
     assert "hunter2" not in str(caught.value)
     for text in ("engine_api_key: [hunter2, b]", "engine_api_key: {a: hunter2}", "judge_api_key: hunter2"):
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"api-key: '\*\*\*' is not") as caught:
-            resolve(options, flags={}, environ={}, config_path=str(file))
+            resolve(options, flags={}, environ={}, config_paths=[str(file)])
         assert "hunter2" not in str(caught.value)
     environ = {env_of("num_rollout"): "s3://key:hunter2@bucket/x"}
     with pytest.raises(ConfigError, match=r"num-rollout: 's3://\*\*\*@bucket/x' is not"):
-        resolve(options, flags={}, environ=environ, config_path=None)
+        resolve(options, flags={}, environ=environ)
 
 
 def test_the_command_line_says_so_with_status_2_and_without_the_secret(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,7 @@ class _Reader:
         try:
             if file.stat().st_size > MOST_BYTES:
                 raise ConfigError("this is no launch script: it has more than 1 MiB", where=where)
-            text = file.read_text(encoding="utf-8")
+            text = file.read_bytes().decode()
         except OSError as error:
             raise ConfigError(f"cannot read the script: {error.strerror}", where=where) from error
         except UnicodeDecodeError as error:

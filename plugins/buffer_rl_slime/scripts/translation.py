@@ -184,7 +184,7 @@ def _checked(line: Line, target: Target) -> Line:
         if owner or any(marks_of(text) for text in texts_of(raw)):
             continue
         try:
-            resolve(target.options_class, flags={name: raw}, environ={}, config_path=None)
+            resolve(target.options_class, flags={name: raw}, environ={})
         except ConfigError as error:
             wanted = option_type(target.fields[name])
             why = f"the value is not {wanted}" if "is not" in str(error) else str(error).replace("\n", " ")

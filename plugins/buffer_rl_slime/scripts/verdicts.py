@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from buffer_rl.config import Options, did_you_mean, flag_of, item_of_mapping
+from buffer_rl.config import Options, declared, did_you_mean, flag_of, item_of_mapping
 from buffer_rl.configuration.values import Raw
 from buffer_rl_slime.scripts.flags import (
     GRADERS,
@@ -114,8 +114,7 @@ class Judge:
         verdict, why = REMARKS.get(name, (Verdict.SAME, ""))
         if verdict is Verdict.NOT_YET:
             return verdict, why, {}
-        extra = self.target.fields[option].json_schema_extra
-        kind = str(extra.get("kind", "")) if isinstance(extra, dict) else ""
+        kind = declared(self.target.fields[option], "kind")
         if not kind or not isinstance(raw, str):
             return verdict, why, {option: raw}
         if raw in REFERENCES:
@@ -181,6 +180,8 @@ class Judge:
         return Verdict.CHANGES, "here it resumes a run of buffer-rl; the initial weights are --hf-checkpoint", {}
 
     def _rm_type(self, values: list[str]) -> Judgement:
+        if "custom-rm-path" in self.flags:
+            return Verdict.NOT_NEEDED, "--custom-rm-path scores every sample, as in slime", {}
         given = "".join(values)
         names = self.target.names("reward")
         name = REWARD_NAMES.get(given, given)

@@ -26,6 +26,7 @@ s3fs /mnt/bucket fuse.s3fs rw 0 0
 overlay /mnt/layers fuse.fuse-overlayfs rw 0 0
 store /mnt/twice ext4 rw 0 0
 store /mnt/twice lustre rw 0 0
+server:a /mnt/line\u2028end nfs rw 0 0
 """
 
 
@@ -192,6 +193,7 @@ def test_a_ledger_that_another_process_holds_is_not_called_damaged(path: Path, m
         ("/mnt/bucket/ledger.sqlite", "fuse.s3fs"),
         ("/mnt/layers/ledger.sqlite", None),
         ("/mnt/twice/ledger.sqlite", "lustre"),
+        ("/mnt/line\u2028end/ledger.sqlite", "nfs"),
     ],
 )
 def test_network_file_systems_are_refused(tmp_path: Path, path: str, kind: str | None) -> None:

@@ -9,8 +9,15 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from buffer_rl.config import Options, Section, compose, option
-from buffer_rl.configuration.help import FlagParser, add_options, flags_of, given_flags, normalise_flags
-from buffer_rl.configuration.sources import resolve
+from buffer_rl.configuration.help import (
+    FlagParser,
+    add_config_flag,
+    add_options,
+    flags_of,
+    given_flags,
+    normalise_flags,
+)
+from buffer_rl.configuration.sources import Resolved, resolve
 from buffer_rl.configuration.unknown_flags import take_unknown
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
@@ -36,13 +43,13 @@ class Mixed(Section):
 def parse(argv: Sequence[str], *, sections: Sequence[str | type[Section]], environ: Mapping[str, str]) -> Options:
     """Options from flags (``--config FILE`` among them), environment and file, as the verbs read them."""
     parser = FlagParser(add_help=False)
-    parser.add_argument("--config", default=None)
+    add_config_flag(parser)
     options_class = compose(sections)
     add_options(parser, sections)
     namespace, extra = parser.parse_known_args(normalise_flags(argv))
     take_unknown(namespace, extra, flags_of(parser), prog="buffer-rl")
     flags = given_flags(namespace)
-    return resolve(options_class, flags=flags, environ=environ, config_path=namespace.config).args
+    return resolve(options_class, flags=flags, environ=environ, config_paths=namespace.config).args
 
 
 def read(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Any:
@@ -71,7 +78,7 @@ def test_flags_win_over_environment_and_environment_over_the_file(tmp_path: Path
 def test_every_origin_is_told(tmp_path: Path) -> None:
     path = write(tmp_path, "# a comment\n\ncount: 10\nname: file\n")
     resolved = resolve(
-        compose([Mixed]), flags={"rate": "0.3"}, environ={"BUFFER_RL_NAME": "x", "HOME": "/"}, config_path=path
+        compose([Mixed]), flags={"rate": "0.3"}, environ={"BUFFER_RL_NAME": "x", "HOME": "/"}, config_paths=[path]
     )
     told = {name: str(origin) for name, origin in resolved.origins.items() if str(origin) != "default"}
     assert told == {"count": f"file {path}:3", "name": "environment BUFFER_RL_NAME", "rate": "flag --rate"}
@@ -205,6 +212,13 @@ def test_what_is_wrong_in_a_file_is_named_with_its_line(tmp_path: Path, text: st
         assert word in message
 
 
+def test_line_numbers_are_those_of_editors_whatever_line_ends_a_text_holds(tmp_path: Path) -> None:
+    path = write(tmp_path, 'name: "a\u2028b\u2029c\u0085d"\nnonsense: 1\n')
+    assert f"{path}:2: unknown option 'nonsense'" in refusal(["--config", path])
+    path = write(tmp_path, 'name: "a\u2028b"\ncount: [1\n')
+    assert refusal(["--config", path]).startswith(f"{path}:3: invalid YAML")
+
+
 def test_a_nested_file_is_refused_because_options_are_flat(tmp_path: Path) -> None:
     path = write(tmp_path, "name:\n  deep: 1\n")
     assert f"is not text (file {path}:1)" in refusal(["--config", path])
@@ -268,6 +282,125 @@ def test_unknown_variables_are_errors_with_the_nearest_one() -> None:
     assert read(environ={"BUFFER_RL_TRACEBACK": "1", "OTHER": "x"}) == read()
 
 
+class Rivals(Section):
+    named: str | None = option(None, "a name", one_of="reward")
+    own: str | None = option(None, "a path", one_of="reward")
+    model: str | None = option(None, "a folder", one_of="reward", metavar="PATH")
+    style: str = option("plain", "a style", one_of="style")
+    own_style: str | None = option(None, "your style", one_of="style")
+    steps: int = option(0, "a number", one_of="steps")
+    steps_too: int = option(0, "the same number", one_of="steps")
+
+
+def rivals(flags: dict[str, Any], environ: dict[str, str], *paths: str) -> Resolved:
+    return resolve(compose([Rivals]), flags=flags, environ=environ, config_paths=paths)
+
+
+def test_of_options_that_exclude_each_other_the_one_from_the_strongest_source_counts(tmp_path: Path) -> None:
+    path = write(tmp_path, "own: mine:score\nown_style: mine:style\nsteps: 5\n")
+    resolved = rivals({"named": "letters", "steps_too": "0"}, {"BUFFER_RL_STYLE": "plain"}, path)
+    args: Any = resolved.args
+    assert (args.named, args.own, args.style, args.own_style, args.steps, args.steps_too) == (
+        *("letters", None, "plain", None),
+        *(0, 0),
+    )
+    assert str(resolved.origins["own"]) == "default"
+    assert resolved.notices == [
+        f"--named letters (flag --named) replaces --own mine:score (file {path}:1)",
+        f"--style plain (environment BUFFER_RL_STYLE) replaces --own-style mine:style (file {path}:2)",
+        f"--steps-too 0 (flag --steps-too) replaces --steps 5 (file {path}:3)",
+    ]
+
+
+def test_an_option_that_is_none_replaces_nothing(tmp_path: Path) -> None:
+    resolved = rivals({"named": "none"}, {}, write(tmp_path, "named: letters\nown: mine:score\n"))
+    args: Any = resolved.args
+    assert (args.named, args.own, resolved.notices) == (None, "mine:score", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("named: letters\nown: mine:score\n", "--named letters (file PATH:1) and --own mine:score (file PATH:2)"),
+        ("own: f:g\nmodel: m\nnamed: n\n", "--named n (file PATH:3) and --own f:g (file PATH:1) and --model m"),
+        ("style: plain\nown_style: f:g\n", "--style plain (file PATH:1) and --own-style f:g (file PATH:2)"),
+        ("steps: 1\nsteps_too: 2\n", "--steps 1 (file PATH:1) and --steps-too 2 (file PATH:2)"),
+    ],
+)
+def test_options_of_one_source_that_exclude_each_other_are_an_error(tmp_path: Path, text: str, words: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match="these options exclude each other") as caught:
+        rivals({}, {}, path)
+    assert words.replace("PATH", path) in str(caught.value)
+
+
+def test_of_several_files_a_later_one_wins_option_by_option(tmp_path: Path) -> None:
+    base, over = tmp_path / "base.yaml", tmp_path / "over.yaml"
+    base.write_text("count: 2\nname: base\nextra: {a: 1, b: 2}\n")
+    over.write_text("# comment\nname: over\nextra: {c: 3}\n")
+    resolved = resolve(compose([Mixed]), flags={}, environ={}, config_paths=[str(base), str(over)])
+    args: Any = resolved.args
+    assert (args.count, args.name, args.extra) == (2, "over", {"c": 3})
+    assert (str(resolved.origins["count"]), str(resolved.origins["name"])) == (f"file {base}:1", f"file {over}:2")
+    assert read(["--config", str(over), "--config", str(base)]).name == "base"
+
+
+def test_items_of_a_later_file_are_added_to_those_of_an_earlier_one(tmp_path: Path) -> None:
+    class Tools(Section):
+        tool_args: dict[str, Any] = option({}, "arguments", prefix="tool_")
+
+    base, over = tmp_path / "base.yaml", tmp_path / "over.yaml"
+    base.write_text("tool_level: 1\ntool_depth: 2\n")
+    over.write_text("tool_level: 3\n")
+    paths = [str(base), str(over)]
+    args: Any = resolve(compose([Tools]), flags={}, environ={}, config_paths=paths).args
+    assert args.tool_args == {"level": 3, "depth": 2}
+
+
+def test_an_option_of_a_later_file_replaces_its_rival_of_an_earlier_one(tmp_path: Path) -> None:
+    base, over = tmp_path / "base.yaml", tmp_path / "over.yaml"
+    base.write_text("own: mine:score\n")
+    over.write_text("\nnamed: letters\n")
+    resolved = rivals({}, {}, str(base), str(over))
+    args: Any = resolved.args
+    assert (args.named, args.own) == ("letters", None)
+    assert resolved.notices == [f"--named letters (file {over}:2) replaces --own mine:score (file {base}:1)"]
+
+
+def test_everything_wrong_in_files_variables_and_values_is_one_error(tmp_path: Path) -> None:
+    base, over = tmp_path / "base.yaml", tmp_path / "over.yaml"
+    base.write_text("count: x\nnmae: a\nlearning_rate: 1\nname: '${env:NOWHERE}'\n")
+    over.write_text("on: true\non: false\n")
+    argv = ["--config", str(base), "--config", str(over), "--rate", "7"]
+    lines = refusal(argv, {"BUFFER_RL_LIMTI": "1"}).splitlines()
+    assert lines == [
+        f"{base}:2: unknown option 'nmae'",
+        "  hint: did you mean name?",
+        f"{base}:3: unknown option 'learning_rate'",
+        "  hint: buffer-rl train --help lists the options",
+        f"{base}:4: the environment variable 'NOWHERE' is not set",
+        f"{over}:2: the option 'on' is set twice",
+        f"  hint: see {over}:1",
+        "BUFFER_RL_LIMTI: this environment variable names no option",
+        "  hint: did you mean BUFFER_RL_LIMIT?",
+        f"--count: 'x' is not an integer >= 1 (file {base}:1)",
+        "--rate: '7' is not a number > 0 and <= 1 (flag --rate)",
+    ]
+
+
+@pytest.mark.parametrize("source", ["file", "variable", "flag"])
+def test_a_leading_tilde_of_a_path_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    environ = {"BUFFER_RL_MODEL": "~/m"} if source == "variable" else {}
+    flags = {"model": "~/m"} if source == "flag" else {}
+    path = write(tmp_path, "model: ~/m\nown_style: ~/no/path\n" if source == "file" else "own_style: ~/no/path\n")
+    args: Any = rivals(flags, environ, "~/run.yaml").args
+    assert (args.model, args.own_style) == (f"{tmp_path}/m", "~/no/path")
+    assert path == f"{tmp_path}/run.yaml"
+
+
 def test_parsing_imports_neither_torch_nor_ray() -> None:
     program = (
         "import sys\nfrom buffer_rl.config import compose\n"
@@ -276,7 +409,7 @@ def test_parsing_imports_neither_torch_nor_ray() -> None:
         "from buffer_rl.options import CORE_SECTIONS\n"
         "parser = FlagParser()\nadd_options(parser, CORE_SECTIONS)\n"
         "flags = given_flags(parser.parse_args(['--lr', '1e-3']))\n"
-        "assert resolve(compose(CORE_SECTIONS), flags=flags, environ={}, config_path=None).args.lr == 1e-3\n"
+        "assert resolve(compose(CORE_SECTIONS), flags=flags, environ={}).args.lr == 1e-3\n"
         "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -44,7 +44,7 @@ def test_a_command_line_can_be_typed(command: str, expected: dict[str, Any], tmp
     config = tmp_path / "run.yaml"  # what the page's run.yaml is about: the task
     config.write_text("hf_checkpoint: /models/m\nprompt_data: d.jsonl\nnum_rollout: 3\nrm_type: exact_match\n")
     args: Any = with_counts(
-        resolve(compose(SECTIONS), flags=given_flags(namespace), environ={}, config_path=str(config)).args
+        resolve(compose(SECTIONS), flags=given_flags(namespace), environ={}, config_paths=[str(config)]).args
     )
     check_options(args)
     assert {name: getattr(args, name) for name in expected} == expected

@@ -48,7 +48,7 @@ def test_a_command_line_can_be_typed(command: str, expected: tuple[int, dict[str
     config = tmp_path / "run.yaml"
     config.write_text("hf_checkpoint: /models/m\nprompt_data: d.jsonl\nnum_rollout: 3\nrm_type: exact_match\n")
     args: Any = with_counts(
-        resolve(compose(SECTIONS), flags=given_flags(namespace), environ={}, config_path=str(config)).args
+        resolve(compose(SECTIONS), flags=given_flags(namespace), environ={}, config_paths=[str(config)]).args
     )
     check_options(args)
     replicas, options = expected

@@ -25,7 +25,7 @@ def placement(command: str, *gpus: int) -> Placement:
     parser = FlagParser(prog="buffer-rl")
     add_options(parser, CORE_SECTIONS)
     flags = given_flags(parser.parse_args(shlex.split(command.replace("\\\n", ""))))
-    args = with_counts(resolve(compose(CORE_SECTIONS), flags=flags, environ={}, config_path=None).args)
+    args = with_counts(resolve(compose(CORE_SECTIONS), flags=flags, environ={}).args)
     nodes = [Node(node_id=f"{at:056x}", address=f"10.0.0.{at + 2}", cpus=8, gpus=n) for at, n in enumerate(gpus)]
     return Placement.of(args, nodes)
 

@@ -40,6 +40,8 @@ def test_addresses_choose_and_count_the_engines_and_no_key_is_made_for_them() ->
     assert engines_may_differ(args)
     with pytest.raises(ConfigError, match="--rollout-num-engines is 3, and --rollout-external-engine-addrs"):
         with_counts(Options(rollout_external_engine_addrs=["a:1"], rollout_num_engines=3))
+    with pytest.raises(ConfigError, match="would start engines of 'sglang', and those at these addresses run"):
+        with_counts(Options(rollout_external_engine_addrs=["a:1"], rollout_engine="sglang"))
 
 
 def test_one_that_does_not_answer_is_named_and_one_that_never_has_is_waited_for() -> None:

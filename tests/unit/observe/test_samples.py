@@ -4,8 +4,10 @@ import json
 import math
 
 import numpy as np
+import pytest
 
-from buffer_rl.observe.run_folder import SampleDump, sample_record
+from buffer_rl.errors import DataError
+from buffer_rl.observe.run_folder import SampleDump, read_jsonl, sample_record
 from buffer_rl.types import GroupUid, Sample, Status, VersionSpan
 
 
@@ -44,3 +46,24 @@ def test_values_that_json_lacks_are_written_as_text_or_plain_numbers(tmp_path):
     assert record["reward"] == {"a": "nan", "b": 0.5}
     assert record["prompt"] == [{"x": 1}]
     assert isinstance(record["label"], str)
+
+
+# Line ends of Unicode that JSON writes as they are, and a carriage return, which it escapes.
+LINE_ENDS = "a\u2028b\u2029c\u0085d\x0b\x0c\x1c\x1d\x1e\re"
+
+
+def test_a_resumed_run_keeps_every_record_before_its_checkpoint_whatever_the_texts_hold(tmp_path):
+    dump = SampleDump(tmp_path)
+    for step in range(3):
+        dump.write(step, [{"uid": str(step), "prompt": LINE_ENDS, "response": LINE_ENDS}] * 2)
+    dump.close()
+    SampleDump(tmp_path, resume_step=2).close()
+    records = read_jsonl(tmp_path / "samples.jsonl")
+    assert [record["rollout_id"] for record in records] == [0, 0, 1, 1]
+    assert {text for record in records for text in (record["prompt"], record["response"])} == {LINE_ENDS}
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "samples.jsonl").write_bytes(b'{"a": "\xe2\x80\xa8"}\n{"a": "\xff"}\n')
+    with pytest.raises(DataError, match=r"samples\.jsonl:2: not JSON"):
+        read_jsonl(tmp_path / "samples.jsonl")

@@ -109,6 +109,14 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     assert caught.value.where.endswith("trace.json:4")
 
 
+def test_a_line_of_a_trace_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
+    with TraceFile(tmp_path) as trace:
+        trace.write("my role", [span("generate", 0, 1.0, 2.0)])
+    path = tmp_path / TRACE_FILE
+    path.write_text(path.read_text().replace("my role", "my\u2028role"))
+    assert list(read_trace(tmp_path)) == ["my\u2028role"]
+
+
 @pytest.mark.parametrize("end", ["\n]\n", "", ',\n{"ph": "X", "na'])
 @pytest.mark.parametrize("clock", [3.0, 1e5])
 def test_a_resumed_run_goes_on_from_its_checkpoint_whatever_its_clock_says(

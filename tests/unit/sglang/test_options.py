@@ -26,7 +26,10 @@ def parse(*argv: str, config: str | None = None) -> tuple[Any, list[str]]:
     namespace, extra = parser.parse_known_args(normalise_flags(argv))
     rest = take_items(namespace, extra)
     resolved = resolve(
-        compose([*CORE_SECTIONS, SglangOptions]), flags=given_flags(namespace), environ={}, config_path=config
+        compose([*CORE_SECTIONS, SglangOptions]),
+        flags=given_flags(namespace),
+        environ={},
+        config_paths=[config] if config else [],
     )
     return resolved.args, rest
 

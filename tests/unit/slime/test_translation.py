@@ -93,6 +93,7 @@ VERDICTS: tuple[tuple[str, Verdict, str, Mapping[str, object]], ...] = (
     ("--rm-type nothing", T, "no reward of this name", {}),
     ("--custom-rm-path a.b", S, "your function", {"custom_rm_path": "a.b"}),
     ("--group-rm --custom-rm-path a.b", R, "--custom-group-rm-path", {"custom_group_rm_path": "a.b"}),
+    ("--custom-rm-path a.b --rm-type math", N, "--custom-rm-path scores every sample", {}),
     ("--group-rm", N, "by itself", {}),
     ("--advantage-estimator gspo", S, "", {"advantage_estimator": "gspo"}),
     ("--advantage-estimator grop", T, "did you mean grpo?", {}),
@@ -242,7 +243,7 @@ def test_the_file_says_what_the_flags_say(tmp_path: Path) -> None:
     )  # fmt: skip
     file = tmp_path / "train.yaml"
     file.write_text(yaml_text(found, target(), title="t", run_dir="runs/x"))
-    args: Any = resolve(OPTIONS, flags={}, environ={"BASE": "/d"}, config_path=str(file)).args
+    args: Any = resolve(OPTIONS, flags={}, environ={"BASE": "/d"}, config_paths=[str(file)]).args
     assert (args.hf_checkpoint, args.num_rollout, args.lr, args.use_kl_loss) == ("/d/m", None, 1e-6, True)
     assert (args.rollout_stop, args.apply_chat_template_kwargs) == (["a b", "#x"], {"enable_thinking": False})
     assert (args.eval_prompt_data, args.sglang_args) == (["aime=/d/a.jsonl"], {"cuda_graph_bs": [1, 2]})
@@ -259,7 +260,7 @@ def test_on_a_laptop_gpus_and_servers_are_comments(tmp_path: Path) -> None:
     laptop = target(laptop=True)
     file = tmp_path / "train.yaml"
     file.write_text(yaml_text(translated(*words, of=laptop), laptop, title="t", run_dir="r"))
-    args: Any = resolve(OPTIONS, flags={}, environ={}, config_path=str(file)).args
+    args: Any = resolve(OPTIONS, flags={}, environ={}, config_paths=[str(file)]).args
     assert (args.rollout_num_gpus, args.sglang_args, args.colocate, args.rollout_engine, args.lr) == (
         None, {}, False, "embedded", 1.0,
     )  # fmt: skip
@@ -298,4 +299,4 @@ def test_what_sglang_servers_get_from_the_run_is_known() -> None:
 
 def test_a_file_is_read_as_yaml(tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_text(yaml_text(translated("--lr", "1"), target(), title="t", run_dir="r"))
-    assert read_yaml(str(tmp_path / "t.yaml"), known=OPTIONS.model_fields, environ={})["lr"].raw == "1"
+    assert read_yaml(str(tmp_path / "t.yaml"), known=OPTIONS.model_fields, environ={})[0]["lr"].raw == "1"

@@ -137,6 +137,25 @@ def test_a_bad_data_line_is_told_before_plugins_are_imported(folder: Path, capsy
     assert "imported" not in message
 
 
+def test_a_flag_replaces_the_option_of_the_file_that_it_excludes_with_a_notice(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "run.yaml").write_text((folder / "run.yaml").read_text() + "custom_rm_path: my_reward:score\n")
+    (folder / "longer.yaml").write_text("num_epoch: 2\n")
+    assert train("--config", "longer.yaml", "--rm-type", "exact_match", "--json") == 0
+    out, err = capsys.readouterr()
+    options = {name: option["value"] for name, option in json.loads(out)["options"].items()}
+    assert [options[name] for name in ("rm_type", "custom_rm_path", "num_rollout", "num_epoch")] == [
+        *("exact_match", None),
+        *(None, 2),
+    ]
+    assert err.splitlines() == [
+        "buffer-rl: notice: --rm-type exact_match (flag --rm-type) replaces --custom-rm-path my_reward:score "
+        "(file run.yaml:6)",
+        "buffer-rl: notice: --num-epoch 2 (file longer.yaml:1) replaces --num-rollout 3 (file run.yaml:3)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -146,13 +165,13 @@ def test_a_bad_data_line_is_told_before_plugins_are_imported(folder: Path, capsy
         (["--load", "model"], ["--load", "no checkpoint"]),
         (["--eval-prompt-data", "dev=absent.jsonl"], ["absent.jsonl", "no such file"]),
         (["--rm-type", "exact_mach"], ["exact_mach", "exact_match"]),
-        (["--num-epoch", "1"], ["given twice"]),
+        (["--num-epoch", "1", "--num-rollout", "2"], ["exclude each other", "--num-rollout 2 (flag --num-rollout)"]),
     ],
 )
 def test_what_is_absent_or_contradictory_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]
 ) -> None:
-    message = refusal(capsys, "--custom-rm-path", "my_reward:score", *argv)
+    message = refusal(capsys, *([] if "--rm-type" in argv else ["--custom-rm-path", "my_reward:score"]), *argv)
     for word in words:
         assert word in message
 
