@@ -26,6 +26,8 @@ from buffer_rl.types import Sample
 
 SAMPLES_FILE = "samples.jsonl"
 RUN_FILE = "run.json"
+SURROGATES = "backslashreplace"
+"""How files of JSON are written: a lone surrogate in a text becomes its escape, from which it is read again."""
 
 
 def set_aside(path: Path) -> Path | None:
@@ -58,7 +60,7 @@ class JsonlWriter:
         elif path.exists():
             _keep_records(path, keep)
         self._lock = threading.Lock()
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file: TextIO = path.open("a", encoding="utf-8", errors=SURROGATES)
         self._writer = jsonlines.Writer(
             self._file, dumps=partial(json.dumps, ensure_ascii=False, allow_nan=False), flush=True
         )
@@ -82,12 +84,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise DataError("there is no such file", where=str(path), expected="the metrics or samples of a run")
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
+    # Lines of bytes: text has other line ends, such as U+2028, which a response may hold, and half a last character.
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise DataError(f"not JSON: {error}", where=f"{path}:{number}", expected="one object a line") from error
         if not isinstance(record, dict):
             raise DataError(
@@ -112,7 +113,7 @@ def records_before(resume_step: int | None, step_field: str) -> Callable[[Mappin
 def _keep_records(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
     """Rewrite ``path`` with the records to keep; it is replaced in one go."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with temporary.open("w", encoding="utf-8", errors=SURROGATES) as file:
         for record in read_jsonl(path):
             if keep(record):
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -200,7 +201,7 @@ def write_facts(run_dir: str | Path, args: Options, provenance: Mapping[str, Any
         **(provenance or {}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(facts, ensure_ascii=False, indent=2) + "\n", encoding="utf-8", errors=SURROGATES)
     return path
 
 
