@@ -23,6 +23,7 @@ import orjson
 from buffer_rl.errors import BufferRLError, CheckpointError
 from buffer_rl.redaction import mask_url
 from buffer_rl.remote import FOLDER_KEY, RemoteFolder, is_remote, local_path
+from buffer_rl.utf8 import encodable
 
 FORMAT = 2
 UNSEALED_FORMAT = 1
@@ -177,7 +178,9 @@ def manifest_content(step: int, facts: Mapping[str, Any], files: Mapping[str, tu
     """The bytes of a manifest. The inverse of ``parse_manifest``."""
     listed = {name: {"size": size, "sha256": sha256} for name, (size, sha256) in files.items()}
     # As they will be read: what a mapping's keys are in JSON is part of the hash.
-    values = orjson.loads(orjson.dumps({"format": FORMAT, "step": step, "facts": dict(facts), "files": listed}))
+    values = orjson.loads(
+        orjson.dumps({"format": FORMAT, "step": step, "facts": encodable(dict(facts)), "files": listed})
+    )
     return orjson.dumps({**values, _SEAL: _seal_of(values)}, option=orjson.OPT_INDENT_2)
 
 

@@ -6,6 +6,7 @@ is gone; 143 terminated. Only the module of the requested verb is imported, so t
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -23,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (without the program's name) and return the exit status."""
     arguments = normalise_flags(sys.argv[1:] if argv is None else argv)
     add_working_directory()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # no text of data or user code may fail to be shown, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(arguments)
     except BufferRLError as error:

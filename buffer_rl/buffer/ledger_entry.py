@@ -21,6 +21,7 @@ from typing import Any
 
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import GroupUid
+from buffer_rl.utf8 import encodable
 
 COLUMNS = "state, attempt, rollout_id, reason, step, selected"
 """The columns of an entry in the ledger's file."""
@@ -79,7 +80,7 @@ def finished(uid: GroupUid, entry: LedgerEntry, attempt: int) -> LedgerEntry:
 def dropped(uid: GroupUid, entry: LedgerEntry, attempt: int, state: GroupState, reason: str) -> LedgerEntry:
     """The entry after ``Ledger.reject`` or ``Ledger.quarantine``, as ``state`` says."""
     _check_live(uid, entry, attempt, (GroupState.LEASED,))
-    return LedgerEntry(state=state, attempt=attempt, rollout_id=entry.rollout_id, reason=reason)
+    return LedgerEntry(state=state, attempt=attempt, rollout_id=entry.rollout_id, reason=encodable(reason))
 
 
 def requeued(uid: GroupUid, entry: LedgerEntry, attempt: int) -> LedgerEntry:

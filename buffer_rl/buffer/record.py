@@ -13,6 +13,7 @@ import orjson
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.errors import BufferStateError
 from buffer_rl.types import GroupUid
+from buffer_rl.utf8 import encodable
 
 VERSION, METADATA, FAILURES = "version", "metadata", "failures"
 RUN = "run"
@@ -47,10 +48,11 @@ class RunRecord:
         self.version = version
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Merge JSON values into the notes. Raises BufferStateError for anything that is not JSON."""
+        """Merge JSON values into the notes; lone surrogates in texts become escapes. Raises BufferStateError for what is
+        not JSON."""
         try:
-            merged = self._metadata | orjson.loads(orjson.dumps(dict(metadata)))
-        except TypeError as error:
+            merged = self._metadata | orjson.loads(orjson.dumps(encodable(dict(metadata))))
+        except (TypeError, RecursionError) as error:
             raise BufferStateError(f"metadata is not JSON: {error}") from error
         self._ledger.remember(METADATA, orjson.dumps(merged).decode())
         self._metadata = merged

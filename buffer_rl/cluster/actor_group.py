@@ -267,5 +267,6 @@ def redirect_output(path: str) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     # Python's own streams may write to Ray's copies of the descriptors: point them at the file as well.
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    # What user code prints may be any text, and no locale's encoding may fail for it.
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115

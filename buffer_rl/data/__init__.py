@@ -4,6 +4,7 @@ options       the flags of prompts and their rows
 files         bytes of local and remote files, decompressed, or of large local ones on access; paths with a slice
 reader        a path to a validated dataset: the files behind it, their formats, the errors of bad rows
 dataset       one object to one row, and the rows of a data source with their hash
+json_text     JSON text to values
 jsonl, arrow  the formats: JSONL, of large files with rows read on access; Parquet and folders of Hugging Face datasets
 check         the bad rows of a source, ids that come twice, and which blocks of rows need no check one by one
 order         which row comes next: shuffled epochs, joined and weighted sources

@@ -13,6 +13,7 @@ from typing import Any
 
 from buffer_rl.data import files
 from buffer_rl.data.dataset import RowError, RowKeys, Unit
+from buffer_rl.data.json_text import json_value
 from buffer_rl.errors import DataError
 
 STATE_FILE = "state.json"
@@ -148,7 +149,7 @@ def _json_file(path: str) -> dict[str, Any]:
 
 def _decoder(arrow_type: Any) -> Callable[[str], Any] | None:
     """What turns a column's values into Python values, besides ``as_py``: JSON columns hold their text."""
-    return json.loads if getattr(arrow_type, "extension_name", "") == "arrow.json" else None
+    return json_value if getattr(arrow_type, "extension_name", "") == "arrow.json" else None
 
 
 def _value(scalar: Any, name: str, decode: Callable[[str], Any] | None, *, allow_bytes: bool) -> Any:

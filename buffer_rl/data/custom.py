@@ -37,6 +37,7 @@ from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import call, construct, place
 from buffer_rl.types import GroupUid, Prompt, Sample, SampleGroup
 from buffer_rl.user_args import user_args
+from buffer_rl.utf8 import lone_surrogate
 
 JSON_INTEGERS = range(-(2**63), 2**64)
 MAX_STATE_BYTES = 64 * 2**20
@@ -142,7 +143,7 @@ class GroupReader:
             return GroupUid(source_name(self._reference), running, 0)
         if not isinstance(uid, GroupUid):
             self._refuse(f"the uid of group {place} is {_kind(uid)}", expected="buffer_rl.types.GroupUid, or None")
-        return GroupUid(str(uid.source), int(uid.row), int(uid.epoch))
+        return GroupUid(self._plain(str(uid.source), f"the uid of group {place}"), int(uid.row), int(uid.epoch))
 
     def _prompt(self, sample: Sample, uid: GroupUid, number: int, running: int) -> Sample:
         where = f"row {uid}, sample {number}"
@@ -171,7 +172,9 @@ class GroupReader:
         if isinstance(value, np.generic | np.ndarray):
             return self._plain(value.tolist(), where)
         if isinstance(value, str):
-            return _utf8(value) or self._refuse(f"{where} is text with a lone surrogate") if value else ""
+            if surrogate := lone_surrogate(value):
+                self._refuse(f"{where} holds {surrogate}, a lone surrogate, which UTF-8 cannot encode")
+            return value.encode().decode()
         if isinstance(value, int):
             number = int(value)  # a range looks through all its numbers for one of a subclass
             return number if number in JSON_INTEGERS else self._refuse(f"{where} has more than 64 bits: {number}")
@@ -182,18 +185,14 @@ class GroupReader:
         if isinstance(value, list | tuple):
             return [self._plain(item, f"{where}[{place}]") for place, item in enumerate(value)]
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            return {str(key): self._plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+            return {
+                self._plain(key, f"the key {key!r} of {where}"): self._plain(item, f"{where}[{key!r}]")
+                for key, item in value.items()
+            }
         return self._refuse(f"{where} is {_kind(value)}", expected="what JSON can hold (mappings by text), or bytes")
 
     def _refuse(self, what: str, *, expected: str = "", hint: str = "") -> NoReturn:
         raise DataError(what, where=place("data_source", self._reference), expected=expected, hint=hint)
-
-
-def _utf8(text: str) -> str | None:
-    try:
-        return text.encode().decode()
-    except UnicodeEncodeError:
-        return None
 
 
 def _kind(value: object) -> str:

@@ -5,15 +5,16 @@ them) in order, with the hash that names them.
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, overload
 
 from buffer_rl.config import did_you_mean
+from buffer_rl.data.json_text import json_value
 from buffer_rl.data.options import DataOptions
 from buffer_rl.redaction import mask_url
 from buffer_rl.types import Prompt
+from buffer_rl.utf8 import lone_surrogate
 
 Unit = Literal["line", "row"]
 """How a file's records are counted in errors: lines from 1, or rows from 0 (as slices count them)."""
@@ -148,7 +149,7 @@ def build_row(record: dict[str, Any], keys: RowKeys, *, row: int, line: int) -> 
         fields = ", ".join(map(repr, record)) or "none"
         reason = f"no prompt: the field {keys.prompt!r} is missing (fields: {fields})"
         raise RowError(f"{reason}; {near}" if near else reason)
-    return PromptRow(
+    found = PromptRow(
         row=row,
         line=line,
         prompt=_prompt(record[keys.prompt], keys.prompt),
@@ -157,6 +158,10 @@ def build_row(record: dict[str, Any], keys: RowKeys, *, row: int, line: int) -> 
         multimodal=_multimodal(record, keys),
         id=_id(record.get(keys.id), keys.id),
     )
+    for name in ("prompt", "label", "metadata", "multimodal", "id"):
+        if surrogate := lone_surrogate(getattr(found, name)):
+            raise RowError(f"the {name} holds {surrogate}, a lone surrogate, which UTF-8 cannot encode")
+    return found
 
 
 def _prompt(value: Any, key: str) -> Prompt:
@@ -214,9 +219,9 @@ def _tools(record: dict[str, Any], key: str | None) -> dict[str, Any]:
     value = record.get(key) if key is not None else None
     if isinstance(value, str):  # tables hold nested values as JSON text
         try:
-            value = json.loads(value)
+            value = json_value(value)
         except ValueError as error:
-            raise RowError(f"the tools {key!r} are text that is no JSON; {_NO_TOOLS}") from error
+            raise RowError(f"the tools {key!r} are text that is no JSON ({error}); {_NO_TOOLS}") from error
     if value is None:
         return {}
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):

@@ -7,22 +7,19 @@ is not surely fine goes to ``parse_line``, which alone knows what is refused, an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import numpy as np
 import orjson
 
 from buffer_rl.data.dataset import PromptRow, RowError, RowKeys, Unit, build_row, row_label
 from buffer_rl.data.files import Content, LocalFile, read_in_blocks
+from buffer_rl.data.json_text import MAX_DEPTH, json_value
 from buffer_rl.errors import DataError
 
-_TOO_DEEP = "invalid JSON: nested too deeply"
 MAX_LINE_BYTES = 16 << 20
 """A longer line is a file of another format, or one without line ends."""
-MAX_DEPTH = 128
-"""Levels of a value. What is written of samples later is limited too, to some 250."""
 BOM = b"\xef\xbb\xbf"
 _SKIPPED = ("\ufeff", "\x1e")
 """At most one of them may begin a line: a byte order mark, or the separator of RFC 7464."""
@@ -138,38 +135,9 @@ def parse_line(line: bytes) -> dict[str, Any] | RowError:
         return RowError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
     try:
         text = line.decode()
-        text = text[1:] if text.startswith(_SKIPPED) else text
-        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_mapping)
+        value = json_value(text[1:] if text.startswith(_SKIPPED) else text)
     except UnicodeDecodeError as error:
         return RowError(f"invalid UTF-8 at byte {error.start + 1} of the line")
-    except json.JSONDecodeError as error:
-        return RowError(f"invalid JSON: {error.msg} at column {error.colno}")
     except ValueError as error:
         return RowError(f"invalid JSON: {error}")
-    except RecursionError:
-        return RowError(_TOO_DEEP)
-    # Counting is quick, and hardly a row has so many brackets at all.
-    if text.count("{") + text.count("[") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
-        return RowError(_TOO_DEEP)
     return value if isinstance(value, dict) else RowError("the line is not a JSON object")
-
-
-def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} comes twice in one object")
-    return found
-
-
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level := [item for item in level if isinstance(item, list | dict)]:
-        depth += 1
-        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
-    return depth
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")

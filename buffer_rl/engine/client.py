@@ -27,6 +27,7 @@ from buffer_rl.ids import version_number
 from buffer_rl.model_config import read_config, vocab_size
 from buffer_rl.sample import STATUS_OF_REASON, kept_tokens
 from buffer_rl.types import Status, VersionSpan, tile
+from buffer_rl.utf8 import encodable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,10 +270,13 @@ class EngineClient:
             raise EngineError("agenerate asks for one answer", expected="n = 1", hint="send one request a sample")
         self._check_prompt(rid, prompt)
         self._check_forwarded(sampling_params)
-        body = orjson.dumps(
-            {"rid": rid, "input_ids": input_ids, "sampling_params": dict(sampling_params), "return_logprob": True}
-        )
-        key = orjson.dumps(prompt) if routing_key is None else routing_key.encode()
+        request = {"rid": rid, "input_ids": input_ids, "sampling_params": dict(sampling_params), "return_logprob": True}
+        try:
+            body = orjson.dumps(request)
+        except TypeError as error:
+            expected = "sampling parameters of JSON values, and text that UTF-8 can encode"
+            raise _refusal(f"it cannot be sent as JSON: {error}", f"request {rid!r}", expected) from error
+        key = orjson.dumps(prompt) if routing_key is None else encodable(routing_key).encode()
         headers = {ROUTING_KEY_HEADER: format(zlib.crc32(key), "08x")}
         try:
             async with asyncio.timeout(self.timeout_s):

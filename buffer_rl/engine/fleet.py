@@ -216,7 +216,7 @@ class EngineFleet:
         """Write ``line`` to the fleet's log. A full disk ends no thread that watches engines."""
         with contextlib.suppress(OSError):
             self._logs.mkdir(parents=True, exist_ok=True)
-            with (self._logs / "fleet.log").open("a", encoding="utf-8") as log:
+            with (self._logs / "fleet.log").open("a", encoding="utf-8", errors="backslashreplace") as log:
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=log)
 
     def _say(self, line: str) -> None:

@@ -26,6 +26,8 @@ from buffer_rl.types import Sample
 
 SAMPLES_FILE = "samples.jsonl"
 RUN_FILE = "run.json"
+SURROGATES = "backslashreplace"
+"""How files of JSON are written: a lone surrogate in a text becomes its escape, from which it is read again."""
 
 
 def set_aside(path: Path) -> Path | None:
@@ -58,7 +60,7 @@ class JsonlWriter:
         elif path.exists():
             _keep_records(path, keep)
         self._lock = threading.Lock()
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file: TextIO = path.open("a", encoding="utf-8", errors=SURROGATES)
         self._writer = jsonlines.Writer(
             self._file, dumps=partial(json.dumps, ensure_ascii=False, allow_nan=False), flush=True
         )
@@ -111,7 +113,7 @@ def records_before(resume_step: int | None, step_field: str) -> Callable[[Mappin
 def _keep_records(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
     """Rewrite ``path`` with the records to keep; it is replaced in one go."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with temporary.open("w", encoding="utf-8", errors=SURROGATES) as file:
         for record in read_jsonl(path):
             if keep(record):
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -199,7 +201,7 @@ def write_facts(run_dir: str | Path, args: Options, provenance: Mapping[str, Any
         **(provenance or {}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(facts, ensure_ascii=False, indent=2) + "\n", encoding="utf-8", errors=SURROGATES)
     return path
 
 

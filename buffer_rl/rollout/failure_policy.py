@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.observe.run_folder import SURROGATES
 from buffer_rl.redaction import mask_secrets
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failures import CONVERSION_FAILED, STALE_WEIGHTS, AttemptFailure, Domain
@@ -254,4 +255,4 @@ def write_record(run_dir: Path, group: SampleGroup, task: str, failure: AttemptF
     """Append the group's line; several workers may write one file."""
     line = json.dumps(quarantine_record(group, task, failure, attempts), ensure_ascii=False) + "\n"
     with (run_dir / QUARANTINE_FILE).open("ab") as file:
-        file.write(line.encode("utf-8", errors="replace"))
+        file.write(line.encode("utf-8", errors=SURROGATES))

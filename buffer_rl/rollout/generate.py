@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.engine.text import stop_window, text_before_stop
 from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.context import current_context
+from buffer_rl.rollout.prompts import data_errors
 from buffer_rl.rollout.requests import answer_for, is_stopped, shared_answers
 from buffer_rl.sample import STATUS_OF_REASON
 from buffer_rl.types import Sample, SampleGroup, Status, VersionSpan
@@ -74,7 +75,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     result = await answer_for(sample, prompt_ids + before.ids, params, gather=not before)
     _fill(sample, prompt_ids, before, result)
     if before:
-        _fix_end(context.tokenizer, sample, len(before), params, getattr(result, "matched", None))
+        with data_errors("the tokenizer cannot decode the response", f"row {sample.row_id}"):
+            _fix_end(context.tokenizer, sample, len(before), params, getattr(result, "matched", None))
     return sample
 
 

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from buffer_rl.errors import DataError, RolloutError
-from buffer_rl.rollout.prompts import PromptEncoder
+from buffer_rl.rollout.prompts import PromptEncoder, data_errors
 from buffer_rl.types import Sample
 
 SWITCHES = ("loss", "step_loss_mask")
@@ -93,7 +93,8 @@ class _Conversation:
 
     def encode(self, text: str, spans: Spans) -> tuple[list[int], list[int]]:
         """Token ids, and 1 for each that has a character in a span."""
-        encoded = self.prompts.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        with data_errors("the tokenizer cannot encode the conversation", self.where):
+            encoded = self.prompts.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         inside = [0] * len(text)
         for start, end in spans.values():
             inside[start:end] = [1] * (end - start)

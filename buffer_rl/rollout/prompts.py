@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from buffer_rl.errors import ConfigError, DataError, RolloutError
+from buffer_rl.errors import BufferRLError, ConfigError, DataError, RolloutError
 from buffer_rl.sample import RenderedPrompt
 from buffer_rl.types import Prompt, Sample
 
@@ -54,6 +55,19 @@ def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(kwargs or {})
 
 
+@contextmanager
+def data_errors(what: str, where: str, expected: str = "") -> Iterator[None]:
+    """Whatever a tokenizer or a chat template raises in the block is the fault of the text: a DataError, which names
+    the row ``where``. A panic of the Rust library is no ``Exception``."""
+    try:
+        yield
+    except (BufferRLError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        text = f"{what}: {type(error).__name__}: {error}"
+        raise DataError(text, where=where, expected=expected) from error
+
+
 class PromptEncoder:
     """Renders prompts and turns them into token ids; the samples of a group share one encoding.
 
@@ -83,7 +97,7 @@ class PromptEncoder:
         """
         prompt, tools = sample.prompt, sample.metadata.get("tools")
         if isinstance(prompt, RenderedPrompt):
-            return self.encode_text(prompt)
+            return self.encode_text(prompt, where=_where(sample))
         plain = isinstance(prompt, str) and not tools
         key = str(prompt) if plain else "\0" + json.dumps([prompt, tools], default=str)
         cached = self._cache.get(key)
@@ -105,9 +119,10 @@ class PromptEncoder:
         """Whether the sample's prompt has more tokens than ``limit``. Raises DataError as ``encode`` does."""
         return limit is not None and len(self.encode(sample)) > limit
 
-    def encode_text(self, text: str) -> list[int]:
-        """Token ids of ``text`` without special tokens."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+    def encode_text(self, text: str, *, where: str = "") -> list[int]:
+        """Token ids of ``text`` without special tokens. Raises DataError, naming ``where``, if it is refused."""
+        with data_errors("the tokenizer cannot encode the text", where):
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def render(
@@ -124,17 +139,12 @@ class PromptEncoder:
         Raises DataError, naming ``where``, if there is no template or if it refuses the messages."""
         self._require_template("the prompt is a list of chat messages", where)
         asked = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **more, **self._template_kwargs}
-        try:
+        expected = "messages of the form {'role': ..., 'content': ...} in an order that the template accepts"
+        with data_errors("the chat template refuses the prompt", where, expected):
             return self.tokenizer.apply_chat_template(list(messages), tools=tools or None, **asked)
-        except Exception as error:  # fault boundary: templates raise whatever Jinja and their authors raise
-            raise DataError(
-                f"the chat template refuses the prompt: {type(error).__name__}: {error}",
-                where=where,
-                expected="messages of the form {'role': ..., 'content': ...} in an order that the template accepts",
-            ) from error
 
     def _encode(self, prompt: Prompt, tools: Any, *, where: str) -> list[int]:
-        tokens = self.encode_text(self._render(prompt, tools, where=where))
+        tokens = self.encode_text(self._render(prompt, tools, where=where), where=where)
         if not tokens:
             raise DataError("the prompt has no tokens", where=where, expected="at least one token")
         return tokens

@@ -21,8 +21,6 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any, NamedTuple, cast
 
-import orjson
-
 from buffer_rl.errors import PluginError, RolloutError
 from buffer_rl.rollout.failures import COSTLY, FailureKind
 from buffer_rl.rollout.reward_process import DONE, HEADER, RewardTarget
@@ -236,7 +234,7 @@ class _Process:
         """Those of the batch that are there as a whole."""
         size = os.fstat(self._answers.fileno()).st_size
         lines, _, _ = os.pread(self._answers.fileno(), size, 0).rpartition(b"\n")
-        answers: list[dict[str, Any]] = orjson.loads(b"[" + lines.replace(b"\n", b",") + b"]")
+        answers: list[dict[str, Any]] = json.loads(b"[" + lines.replace(b"\n", b",") + b"]")
         return answers
 
     def kill(self) -> None:
@@ -267,7 +265,7 @@ class _Process:
         assert self._reader is not None
         async with asyncio.timeout(timeout_s):
             (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-            answer: dict[str, Any] = orjson.loads(await self._reader.readexactly(length))
+            answer: dict[str, Any] = json.loads(await self._reader.readexactly(length))
         return answer
 
     async def _exit_reason(self, error: BaseException) -> str:

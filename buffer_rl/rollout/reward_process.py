@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import io
+import json
 import os
 import pickle
 import socket
@@ -21,8 +22,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
-
-import orjson
 
 from buffer_rl.config import load_args
 from buffer_rl.contract_check import check_group_rewards, check_reward
@@ -71,7 +70,7 @@ def main(socket_fd: int, answers_fd: int) -> None:
     """Serve the socket until the parent closes it."""
     die_with_parent()  # even while user code hangs
     for stream in (sys.stdout, sys.stderr):  # what user code prints is read while it runs, and after it was killed
-        cast("io.TextIOWrapper", stream).reconfigure(line_buffering=True)
+        cast("io.TextIOWrapper", stream).reconfigure(line_buffering=True, errors="backslashreplace")
     with socket.socket(fileno=socket_fd) as channel:
         try:
             _serve(channel, answers_fd)
@@ -100,7 +99,7 @@ def _serve(channel: socket.socket, answers_fd: int) -> None:
         for item in items:
             answer = _outcome(functions[target], user_args(args), target, item)
             answer["at"] = time.monotonic()  # the same clock in every process of a machine
-            os.write(answers_fd, orjson.dumps(answer) + b"\n")
+            os.write(answers_fd, json.dumps(answer).encode() + b"\n")
         channel.sendall(DONE)
 
 
@@ -139,5 +138,5 @@ def _receive_exactly(channel: socket.socket, length: int) -> bytes:
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
-    body = orjson.dumps(message)
+    body = json.dumps(message).encode()
     channel.sendall(HEADER.pack(len(body)) + body)

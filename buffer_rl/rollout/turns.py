@@ -48,7 +48,7 @@ async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, An
 
 def add_observation(sample: Sample, text: str) -> None:
     """Append what a tool or an environment says: its tokens, with loss_mask 0, log-probability 0 and no kept tokens."""
-    tokens = current_context().prompts.encode_text(text)
+    tokens = current_context().prompts.encode_text(text, where=f"row {sample.row_id}")
     _append(sample, tokens, [0.0] * len(tokens), text, [b""] * len(tokens), mask=0)
 
 

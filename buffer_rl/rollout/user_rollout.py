@@ -27,6 +27,7 @@ from buffer_rl.rollout.user_functions import call_user
 from buffer_rl.train.roles import is_supervised
 from buffer_rl.types import NO_UID, GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
 from buffer_rl.user_args import user_args
+from buffer_rl.utf8 import lone_surrogate
 
 EXPECTED_EVALUATION = (
     "{data set: {'rewards': [a number a sample], 'truncated': [a boolean a sample], 'samples': [...]}}"
@@ -89,6 +90,8 @@ class LeaseRecorder:
         if group.uid == NO_UID:
             group.uid = GroupUid(FOREIGN, next(self._unnamed), self._buffer.ticket.rollout_id)
         same = len({(sample.sample_index, sample.part) for sample in group}) == 1
+        if surrogate := lone_surrogate(group.uid.source):
+            raise RolloutError(f"the uid of a group holds {surrogate}, a lone surrogate", where=self._where)
         for number, sample in enumerate(group):
             sample.uid = sample.uid or group.uid
             sample.sample_index = number if same else sample.sample_index

@@ -237,7 +237,9 @@ def group(**fields: Any) -> list[Sample]:
         ([group(metadata={"a": [0, float("nan")]})], ["metadata['a'][1] is nan"]),
         ([group(label=2**64)], ["label has more than 64 bits"]),
         ([group(metadata={3: "x"})], ["metadata is of type builtins.dict", "by text"]),
-        ([group(prompt="\ud800")], ["prompt is text with a lone surrogate"]),
+        ([group(prompt="\ud800")], ["prompt holds \\ud800, a lone surrogate"]),
+        ([group(metadata={"\udcff": 1})], ["the key '\\udcff' of row", "holds \\udcff, a lone surrogate"]),
+        ([group(uid=GroupUid("\ud800", 0, 0))], ["the uid of group 0 holds \\ud800, a lone surrogate"]),
     ],
 )
 def test_groups_that_could_not_be_trained_on_or_saved_are_named(value: Any, words: list[str]) -> None:

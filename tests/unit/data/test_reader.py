@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -200,3 +202,38 @@ def test_a_chosen_label_key_that_no_row_has_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, {"prompt": "a", "answer": "1"})
     assert "no row has the label field 'anwser'" in refusal(path, RowKeys(label="anwser"))
     assert read_dataset(path)[0].label is None
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ('{"prompt": "a \\ud800"}', "prompt"),
+        ('{"prompt": [{"role": "user", "content": [{"type": "text", "text": "\\udcff"}]}]}', "prompt"),
+        ('{"prompt": "a", "label": ["b", "\\ud800"]}', "label"),
+        ('{"prompt": "a", "metadata": {"\\ud800": 1}}', "metadata"),
+        ('{"prompt": "a", "tools": [{"name": "\\ud800"}]}', "metadata"),
+        ('{"prompt": "a", "id": "\\ud800"}', "id"),
+    ],
+)
+def test_text_that_utf_8_cannot_encode_is_refused_by_line(tmp_path: Path, row: str, name: str, suffix: str) -> None:
+    if suffix == ".jsonl":
+        path, where = write(tmp_path, {"prompt": "\U0001f600"}, row), "data.jsonl:2"  # a whole pair is a character
+    else:
+        path, where = str(tmp_path / "data.parquet"), "data.parquet, row 1"
+        rows = [{"prompt": '"first"'}, {key: json.dumps(value) for key, value in json.loads(row).items()}]
+        table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema([(key, pyarrow.json_()) for key in rows[1]]))
+        pyarrow.parquet.write_table(table, path)
+    message = refusal(path)
+    assert f"{where}: the {name} holds \\ud" in message
+    assert "a lone surrogate, which UTF-8 cannot encode" in message
+
+
+def test_tools_of_json_text_are_read_under_the_rules_of_a_line(tmp_path: Path) -> None:
+    for text, reason in (
+        ("[" * 2000 + "]" * 2000, "nested too deeply"),
+        ('[{"a": 1, "a": 2}]', "the key 'a' comes twice"),
+    ):
+        message = refusal(write(tmp_path, {"prompt": "p", "tools": text}))
+        assert "data.jsonl:1" in message
+        assert reason in message

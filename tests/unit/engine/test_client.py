@@ -460,3 +460,11 @@ def test_a_server_is_what_it_says_of_itself(answer, info):
 def test_what_is_no_answer_of_a_server_is_an_error(answer):
     with pytest.raises(EngineError, match="not what a server says of itself"):
         ServerInfo.parse(answer, "http://engine")
+
+
+async def test_sampling_parameters_that_json_cannot_hold_are_the_fault_of_the_request() -> None:
+    async with EngineClient("http://127.0.0.1:1", ["http://127.0.0.1:1"]) as client:
+        for params in ({"stop": ["\ud800"]}, {"stop": {1, 2}}):
+            with pytest.raises(EngineError, match="cannot be sent as JSON") as caught:
+                await client.agenerate("r", [1], params)
+            assert caught.value.status == 400

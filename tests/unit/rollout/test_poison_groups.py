@@ -362,3 +362,39 @@ def test_an_engines_refusal_of_the_set_up_still_ends_the_run_and_a_tools_does_no
     failure = failure_of(tool)
     assert failure is not None
     assert (failure.domain, failure.reason, failure.repeatable) == (Domain.DATA, "refused:401", False)
+
+
+class Refusing:
+    """The tokenizer of a run, which refuses the text of the bad row. error: what it raises."""
+
+    def __init__(self, inner: Any, error: BaseException) -> None:
+        self.inner, self.error = inner, error
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        if text == "bad":
+            raise self.error
+        ids: list[int] = self.inner.encode(text, **options)
+        return ids
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class PanicException(BaseException):
+    """As the Rust library's."""
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("no text"), UnicodeEncodeError("utf-8", "\ud800", 0, 1, "no"), PanicException()]
+)
+async def test_a_text_that_the_tokenizer_refuses_is_a_group_in_quarantine(
+    kit: Any, tmp_path: Path, error: BaseException
+) -> None:
+    run = Run(kit, tmp_path)
+    async with kit.opened(kit.ScriptedEngine(), **run.options) as context:
+        context.run_dir = tmp_path
+        context.prompts.tokenizer = Refusing(context.tokenizer, error)
+        await DefaultRollout(context.args)(context.args, 0, run.buffer)
+    assert run.reason == "generate_failed"
+    assert f"the tokenizer cannot encode the text: {type(error).__name__}" in run.report["error"]
+    assert run.trained_rows() == [0, 2, 3]

@@ -341,3 +341,12 @@ async def test_a_bad_group_reward_fails_the_whole_group_by_name(
     assert failure.kind is kind
     assert message in str(failure.error)
     assert "group source:6:0" in failure.error.where
+
+
+async def test_text_that_utf_8_cannot_encode_costs_no_reward_process(kit: Any) -> None:
+    _, (failure,) = await score_labels(kit, ["1"], "raises_a_lone_surrogate")
+    assert failure.kind is FailureKind.EXCEPTION
+    assert "bad text \ud800 in 1" in failure.error.what
+    group, failures = await score_labels(kit, ["1", "2"], "rewards_with_a_lone_surrogate", reward_key="score")
+    assert failures == []
+    assert [sample.reward for sample in group] == [{"score": 1.0, "why": "\ud800"}] * 2

@@ -335,3 +335,12 @@ def minus_baseline(args: Any, batch: Any) -> None:
 
 def last_token_with_baseline(args, samples):
     return {**last_token_only(args, samples), "baseline_reward": [0.5 for _ in samples]}
+
+
+def raises_a_lone_surrogate(args: Any, sample: Sample) -> float:
+    raise ValueError(f"bad text \ud800 in {sample.label}")
+
+
+def rewards_with_a_lone_surrogate(args: Any, sample: Sample) -> dict[str, Any]:
+    print("\udcff")
+    return {"score": 1.0, "why": "\ud800"}
