@@ -38,6 +38,11 @@ class RunOptions(Section):
     early_stop: str | None = option(
         None, "end the run once an evaluation metric is reached, for example 'eval/dev>=0.25'", metavar="EXPR"
     )
+    trial: bool = option(
+        True,
+        "before anything is started, render and encode a few rows and score answers to them, in a process of its own; "
+        "--no-trial for a reward that must not be called then",
+    )
     num_rollout_workers: int = option(1, "processes that run rollout functions", ge=1)
     ray_address: str | None = option(None, "a running Ray cluster; a local one is started where absent")
     object_store_gb: float = option(

@@ -42,6 +42,7 @@ class LeaseScope:
     numbers: RequestNumbers | None = None
 
 
+NO_CONTEXT = "there is no rollout context here"
 _CONTEXT: ContextVar[RolloutContext | None] = ContextVar("buffer_rl_rollout_context", default=None)
 _SCOPE: ContextVar[LeaseScope] = ContextVar("buffer_rl_lease_scope", default=LeaseScope())  # noqa: B039 (frozen)
 
@@ -158,7 +159,7 @@ def current_context() -> RolloutContext:
     context = _CONTEXT.get()
     if context is None:
         raise RolloutError(
-            "there is no rollout context here",
+            NO_CONTEXT,
             expected="a call from a rollout, generate or evaluation function that buffer_rl runs",
             hint="in a script or test: with RolloutContext.build(args, registry=..., engine=...).active(): ...; "
             "a thread of your own needs contextvars.copy_context()",

@@ -44,6 +44,14 @@ from buffer_rl.types import RolloutOutput, SampleGroup, Status
 
 REPORT_S = 0.02  # between messages to the Buffer, of which each costs about a millisecond of its CPU and of this one's
 SCORING_GRACE_S = 2.0  # for rewards that are not needed any more
+ABORTED, FAILED = "aborted", "generate_failed"
+_HINT = "the filter drops nearly everything: look at the rewards, or at the prompts' difficulty"
+_HINTS = {
+    TOO_LONG: "most prompts have more tokens than --rollout-max-prompt-len: raise it, or take these rows out",
+    ABORTED: "the generate function ends most groups as aborted, or without any reward",
+    FAILED: "the generate function gives most groups the status failed",
+}
+"""What to look at, by the reason of most drops; of other reasons, which filters give, ``_HINT``."""
 
 
 class DefaultRollout:
@@ -238,13 +246,13 @@ class _Run:
         for failures in await run_all(score_group(self.context, each, self.stats) for each in (group, *greedy)):
             if failures:
                 return AttemptFailure.of_reward(failures[0])
-        for status, reason in ((Status.ABORTED, "aborted"), (Status.FAILED, "generate_failed")):
+        for status, reason in ((Status.ABORTED, ABORTED), (Status.FAILED, FAILED)):
             if any(sample.status is status and not sample.remove_sample for sample in group):
                 return reason
         # A sample that the generate function gave up may have no reward: it is masked, and the rest of the group stays.
         scored = [sample for sample in group if sample.reward is not None]
         if not scored:
-            return "aborted"
+            return ABORTED
         for each in greedy:
             if reason := set_baseline(self._args, group, each):
                 return reason
@@ -317,7 +325,7 @@ class _Run:
                 f"{self.stats.drops_text()}, {self.stats.num_kept} of {self._wanted} kept",
                 where=self.buffer.ticket.task,
                 expected=f"at most {limit} drops (--dynamic-sampling-max-drops for each wanted group)",
-                hint="the filter drops nearly everything: look at the rewards, or at the prompts' difficulty",
+                hint=_HINTS.get(self.stats.drops.most_common(1)[0][0], _HINT),
             )
 
     def _remember_dropped(self, group: SampleGroup) -> None:

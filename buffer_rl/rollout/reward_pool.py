@@ -48,11 +48,13 @@ class Outcome(NamedTuple):
 class RewardPool:
     """At most ``num_workers`` reward processes, started when first needed. Belongs to one event loop.
 
+    stdout: the file descriptor that takes what they print; this process's standard output where absent.
     live: the processes that run; idle: those of them without a batch.
     """
 
-    def __init__(self, args_json: str, *, num_workers: int, timeout_s: float) -> None:
+    def __init__(self, args_json: str, *, num_workers: int, timeout_s: float, stdout: int | None = None) -> None:
         self._args_json = args_json
+        self._stdout = stdout
         self._timeout_s = timeout_s
         self._num_workers = num_workers
         self._free = asyncio.Semaphore(num_workers)
@@ -122,7 +124,7 @@ class RewardPool:
     async def _start(self) -> _Process:
         if self._closed:
             raise RolloutError("the reward processes were stopped")
-        process = _Process.spawn()
+        process = _Process.spawn(self._stdout)
         self.live.add(process)
         try:
             await process.set_up(self._args_json)
@@ -149,7 +151,7 @@ class _Process:
         self._writer: asyncio.StreamWriter | None = None
 
     @classmethod
-    def spawn(cls) -> _Process:
+    def spawn(cls, stdout: int | None = None) -> _Process:
         """Start an interpreter. Not multiprocessing: that would run the caller's main module again."""
         ours, theirs = socket.socketpair()
         answers = _memory_file()
@@ -158,6 +160,7 @@ class _Process:
             child = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
+                stdout=stdout,
                 pass_fds=descriptors,
                 start_new_session=True,  # so that what the user's code started can be killed with it
             )

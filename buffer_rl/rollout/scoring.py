@@ -93,14 +93,14 @@ class Scorer:
         by_target: dict[RewardTarget, list[Sample]] = {}
         failures: dict[int, RewardFailure] = {}
         for sample in samples:
-            if sample.reward is None and self._args.use_opd and not self._scores(sample):
+            if sample.reward is None and self._args.use_opd and not self.scores(sample):
                 sample.reward = 0.0  # the teacher is all that there is to learn from
             if sample.reward is not None:
                 self._set_reward(sample, "set by the generate function", Outcome(value=sample.reward), failures)
                 continue
             name = str(sample.metadata.get("rm_type") or "")
             if name not in of_name:  # several names may mean one function
-                of_name[name] = by_target.setdefault(self._target(name, sample, of_set), [])
+                of_name[name] = by_target.setdefault(self.target_of(sample, of_set), [])
             of_name[name].append(sample)
         for target, rows in by_target.items():
             origin = repr(target.reference)
@@ -110,7 +110,7 @@ class Scorer:
 
     async def _score_together(self, samples: Sequence[Sample]) -> list[RewardFailure]:
         """Score the samples of one prompt by ``--custom-group-rm-path``; if it fails, all of them have failed."""
-        target = RewardTarget(self._args.custom_group_rm_path, registered=False, of_group=True)
+        target = self.target_of(samples[0], "")
         group = SampleGroup(uid=samples[0].row_id.uid, samples=list(samples))
         (outcome,) = await self._run(target, [group])
         where = f"{target.kind} {target.reference!r}, group {group.uid}"
@@ -141,12 +141,18 @@ class Scorer:
             )
         return self._pool
 
-    def _scores(self, sample: Sample) -> bool:
+    def scores(self, sample: Sample) -> bool:
+        """Whether anything scores the sample."""
         args = self._args
         return bool(args.custom_rm_path or args.rm_type or args.rm_model or sample.metadata.get("rm_type"))
 
-    def _target(self, name: str, sample: Sample, of_set: str) -> RewardTarget:
-        """The function that scores rows whose metadata choose ``name``; ``sample`` is the first of them."""
+    def target_of(self, sample: Sample, of_set: str) -> RewardTarget:
+        """The function that scores the sample, and others whose metadata choose the same; of_set: as for ``score``.
+
+        Raises ConfigError, DataError and PluginError as ``score``."""
+        name = str(sample.metadata.get("rm_type") or "")
+        if self._args.custom_group_rm_path:
+            return RewardTarget(self._args.custom_group_rm_path, registered=False, of_group=True)
         if self._args.custom_rm_path:
             return RewardTarget(self._args.custom_rm_path, registered=False)
         if name and name == of_set:

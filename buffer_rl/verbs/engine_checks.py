@@ -5,13 +5,12 @@ Engines that the run starts are asked by way of their launcher, others by their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from buffer_rl.config import flag_of
 from buffer_rl.data.eval_sets import eval_sets_of
-from buffer_rl.data.source import EvalSource
 from buffer_rl.driver.schedule import train_only
 from buffer_rl.engine.control import EngineControlClient
 from buffer_rl.engine.external import urls_of
@@ -24,7 +23,8 @@ from buffer_rl.resolution.calls import call
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.train.roles import is_supervised
-from buffer_rl.types import Prompt, SampleGroup
+from buffer_rl.types import Prompt
+from buffer_rl.verbs.rows import RowSource, encode_row, is_evaluation
 
 ASK_TIMEOUT_S = 20.0
 MAX_REPORTED = 10
@@ -70,7 +70,7 @@ def check_engines(args: Any, registry: PluginRegistry) -> list[ContextLimit]:
     return found
 
 
-def check_eval_prompts(args: Any, engines: list[ContextLimit]) -> None:
+def check_eval_prompts(args: Any, engines: list[ContextLimit], sources: Sequence[RowSource]) -> None:
     """Raises DataError naming the evaluation prompts that leave no room for a response.
 
     An evaluation over some of its rows could not be compared with others, so such rows are refused, not skipped.
@@ -82,13 +82,14 @@ def check_eval_prompts(args: Any, engines: list[ContextLimit]) -> None:
     if not limits or train_only(args) or not _evaluates(args):
         return
     limit, of = min(limits, key=lambda each: each[0])
-    groups = [group for group in EvalSource(args).all_groups() if _most_tokens(group[0].prompt) > limit]
-    if not groups:
+    rows = [(source, row) for source in sources if is_evaluation(source) for row in source.dataset]
+    rows = [(source, row) for source, row in rows if _most_tokens(row.prompt) > limit]
+    if not rows:
         return
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
     encoder = PromptEncoder.from_args(args, tokenizer)
-    lengths = [(group, len(encoder.encode(group[0]))) for group in groups]
-    long = [f"{_named(group)}: {length} tokens" for group, length in lengths if length > limit]
+    lengths = [(source.dataset.where(row), len(encode_row(encoder, source, row))) for source, row in rows]
+    long = [f"{where}: {length} tokens" for where, length in lengths if length > limit]
     if long:
         more = [f"... and {len(long) - MAX_REPORTED} more"] if len(long) > MAX_REPORTED else []
         raise DataError(
@@ -175,7 +176,3 @@ def _most_tokens(prompt: Prompt) -> int:
     if isinstance(prompt, str):
         return len(prompt.encode()) + TEMPLATE_BYTES
     return sum(len(str(message).encode()) + TEMPLATE_BYTES for message in prompt)
-
-
-def _named(group: SampleGroup) -> str:
-    return f"{group.data_set}, row {group.uid.row}"

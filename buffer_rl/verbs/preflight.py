@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +137,30 @@ def check_checkpoint(args: Any, data: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_writable(flag: str, folder: Path) -> None:
-    """Raises ConfigError if ``folder`` cannot be made or written to. Makes nothing."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    """Raises ConfigError if ``folder`` cannot be made or written to. It is really made, a file is written in it, and
+    both are removed again: permissions alone do not tell of a full disk, or of folders that the system makes."""
+    nearest = nearest_folder(folder)
     if not nearest.is_dir():
         raise ConfigError(f"{str(nearest)!r} is a file, not a folder", where=flag)
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"no permission to write to {str(nearest)!r}", where=flag)
+    new = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=".buffer-rl-", dir=folder) as file:
+            file.write(b"?")
+            file.flush()
+    except PermissionError as error:
+        raise ConfigError(f"no permission to write to {str(nearest)!r}", where=flag) from error
+    except OSError as error:
+        raise ConfigError(f"the folder {str(folder)!r} cannot be written to: {error.strerror}", where=flag) from error
+    finally:
+        with suppress(OSError):  # of one that was not made, or that another process has filled meanwhile
+            for path in new:
+                path.rmdir()
+
+
+def nearest_folder(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def make_folders(args: Any) -> None:
@@ -169,21 +188,25 @@ _LFS_START = b"version "
 def check_weights(flag: str, folder: str) -> None:
     """Raises ConfigError for a model folder without weights, and naming the first file of weights that is missing or
     cut off."""
+    for file in weight_files(flag, folder):
+        _check_file(flag, file)
+
+
+def weight_files(flag: str, folder: str) -> list[Path]:
+    """The files of a model folder's weights. Raises ConfigError if there are none, or if their index is damaged."""
     base = Path(folder)
     index = next((base / name for name in INDEX_NAMES if (base / name).is_file()), None)
     if index is not None:
         shards = json_object(flag, index).get("weight_map")
         if not isinstance(shards, dict):
             raise ConfigError("the index has no weight_map", where=f"{flag} {index}", hint=DOWNLOAD)
-        files = [base / name for name in sorted({str(name) for name in shards.values()})]
-    else:
-        files = [path for name in WEIGHT_NAMES if (path := base / name).is_file()][:1]
+        return [base / name for name in sorted({str(name) for name in shards.values()})]
+    files = [path for name in WEIGHT_NAMES if (path := base / name).is_file()][:1]
     if not files:
         raise ConfigError(
             f"there are no weights in {folder!r}", where=flag, expected=" or ".join(WEIGHT_NAMES), hint=DOWNLOAD
         )
-    for file in files:
-        _check_file(flag, file)
+    return files
 
 
 def check_tokenizer(flag: str, folder: str) -> None:

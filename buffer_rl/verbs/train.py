@@ -1,23 +1,22 @@
 """``buffer-rl train``: checks everything that can be checked before Ray is started, then trains.
 
 Order: options, what must hold between them, model and checkpoint folders, where the plugins are (nothing is
-imported), every data file, then the plugins themselves. ``--dry-run`` ends there and shows every option with its
-origin, without secrets; the plugins and where they are; the data.
+imported), every data file, the plugins themselves, then a trial of a few rows. ``--dry-run`` ends there and shows
+what was found.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from buffer_rl.checkpoint import open_checkpoint
 from buffer_rl.cluster.counts import derived_counts, with_counts
-from buffer_rl.config import Section, compose, load_section, plugin_kind_of
+from buffer_rl.config import Section, compose, plugin_kind_of
 from buffer_rl.configuration.help import add_config_flag, add_options, given_flags
 from buffer_rl.configuration.sources import Resolved, resolve
 from buffer_rl.data.dataset import PromptDataset, RowKeys
@@ -30,13 +29,14 @@ from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError, DataError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.redaction import mask_secrets, mask_url
+from buffer_rl.redaction import mask_url
 from buffer_rl.remote import is_remote, local_path
 from buffer_rl.resolution.calls import returned
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.scoring import check_row_choice, unmarked_reward
 from buffer_rl.scope import is_for_rows
 from buffer_rl.train.batch_sizes import with_steps
+from buffer_rl.verbs.dry_run import DryRun, PluginUse, print_json, print_text
 from buffer_rl.verbs.engine_checks import check_engines, check_eval_prompts
 from buffer_rl.verbs.preflight import (
     check_checkpoint,
@@ -45,6 +45,8 @@ from buffer_rl.verbs.preflight import (
     check_row_lengths,
     make_folders,
 )
+from buffer_rl.verbs.resources import check_resources
+from buffer_rl.verbs.rows import RowSource, Trial
 
 _DESCRIPTION = """\
 Train a model.
@@ -102,19 +104,24 @@ def run(namespace: argparse.Namespace) -> int:
     engines = check_engines(args, registry)
     check_row_lengths(args)
     check_devices(args)
-    plan = DryRun(resolved=resolved, plugins=locate_plugins(resolved, registry), data=read_data(args, registry))
-    data = [asdict(file) for file in plan.data]
+    needs, scarce = check_resources(args)
+    plugins, sources = locate_plugins(resolved, registry), read_data(args, registry)
+    data = [source.facts() for source in sources]
     check_checkpoint(args, data)
-    check_eval_prompts(args, engines)
-    for use in plan.plugins:
+    for use in plugins:
         if use.origin != "default":  # those are of this package: no mistakes to find, and seconds to import
             registry.resolve(use.kind, use.reference)
     check_row_rm_types(args, registry)
     check_roles(args, registry)
+    trial = _trial(args, registry, sources)
+    check_eval_prompts(args, engines, sources)
+    for text in (*scarce, *trial.notices):
+        print(f"buffer-rl: notice: {text}", file=sys.stderr)
     if namespace.dry_run:
         registry.call_hook("buffer_rl_configure", config=args)  # what plugins check; a run calls it itself
         if args.load is not None and not is_remote(local_path(args.load)):
             open_checkpoint(args.load)  # a run does it itself; it reads every byte
+        plan = DryRun(resolved=resolved, plugins=plugins, sources=sources, needs=needs, trial=trial)
         (print_json if namespace.json else print_text)(plan)
         return 0
     return _launch(args, registry, data)
@@ -167,17 +174,17 @@ def locate_plugins(resolved: Resolved, registry: PluginRegistry) -> list[PluginU
     return uses
 
 
-def read_data(args: Any, registry: PluginRegistry) -> list[DataFile]:
+def read_data(args: Any, registry: PluginRegistry) -> list[RowSource]:
     """Read and validate every data file that the options name, and the rewards that its rows choose.
 
     Raises DataError.
     """
-    files = []
+    sources = []
     own = args.data_source_path is not None  # the user's data source reads --prompt-data, in its own way
     for path, dataset in () if own else zip(args.prompt_data or (), read_sources(args), strict=True):
         if args.num_rollout != 0 and is_built_in_rollout(args):  # others score by themselves, not at all, or ask again
             check_row_rewards(dataset, args, registry)
-        files.append(DataFile(use="train", path=path, num_rows=len(dataset), source_hash=dataset.source_hash))
+        sources.append(RowSource(use="train", path=path, dataset=dataset))
     keys = RowKeys.from_args(args)
     for eval_set in eval_sets_of(args):
         dataset = read_dataset(eval_set.path, eval_set.row_keys(keys))
@@ -187,8 +194,8 @@ def read_data(args: Any, registry: PluginRegistry) -> list[DataFile]:
         elif chosen and args.custom_rm_path is None:
             check_reward_name(chosen, f"the evaluation set {eval_set.name!r}", args.eval_config, registry)
         use = f"eval/{eval_set.name}"
-        files.append(DataFile(use=use, path=eval_set.path, num_rows=len(dataset), source_hash=dataset.source_hash))
-    return files
+        sources.append(RowSource(use=use, path=eval_set.path, dataset=dataset, eval_set=eval_set))
+    return sources
 
 
 def check_row_rewards(dataset: PromptDataset, args: Any, registry: PluginRegistry) -> None:
@@ -223,6 +230,14 @@ def check_reward_name(name: str, whose: str, where: str, registry: PluginRegistr
         raise DataError(f"rm_type {name!r} in {whose}: {error.what}", where=where, hint=error.hint) from error
 
 
+def _trial(args: Any, registry: PluginRegistry, sources: Sequence[RowSource]) -> Trial:
+    if not args.trial:
+        return Trial(unchecked=["prompts and rewards (--no-trial)"])
+    from buffer_rl.verbs.trial import try_rows  # imports what scores samples, which takes long
+
+    return try_rows(args, registry, sources)
+
+
 def _launch(args: Any, registry: PluginRegistry, data: Sequence[Mapping[str, Any]]) -> int:
     from buffer_rl.driver.launch import launch_training
     from buffer_rl.observe.summary import run_report
@@ -231,77 +246,3 @@ def _launch(args: Any, registry: PluginRegistry, data: Sequence[Mapping[str, Any
     launch_training(args, registry, data)
     run_report(args.run_dir)
     return 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PluginUse:
-    """One option that names a plugin. ``place``: where it is; ``origin``: where the option's value is from."""
-
-    option: str
-    kind: str
-    reference: str
-    place: str
-    origin: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataFile:
-    """One data file that was read. ``use``: ``train`` or ``eval/NAME``."""
-
-    use: str
-    path: str
-    num_rows: int
-    source_hash: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DryRun:
-    """A run that could start."""
-
-    resolved: Resolved
-    plugins: list[PluginUse]
-    data: list[DataFile]
-
-
-def print_json(plan: DryRun) -> None:
-    """Print one JSON object with ``options``, ``plugins`` and ``data``."""
-    values = mask_secrets(plan.resolved.args.model_dump(mode="json"))
-    origins = plan.resolved.origins
-    document: dict[str, Any] = {
-        "options": {
-            name: {"value": value, "source": str(origins[name].source), "where": origins[name].where}
-            for name, value in values.items()
-        },
-        "plugins": [asdict(use) for use in plan.plugins],
-        "data": mask_secrets([asdict(file) for file in plan.data]),
-    }
-    print(json.dumps(document, indent=2, ensure_ascii=False))
-
-
-def print_text(plan: DryRun) -> None:
-    """Print three tables."""
-    for line in _option_lines(plan.resolved):
-        print(line)
-    print("\nPlugins")
-    _print_columns([(use.kind, use.reference, use.place) for use in plan.plugins])
-    print("\nData files")
-    _print_columns([(file.use, mask_url(file.path), f"{file.num_rows} rows") for file in plan.data])
-    print("\nDry run: everything that can be checked before a run is right.")
-
-
-def _option_lines(resolved: Resolved) -> Iterator[str]:
-    values = mask_secrets(resolved.args.model_dump(mode="json"))
-    names = max(len(name) for name in values)
-    for position, reference in enumerate(resolved.args.section_references):
-        section = load_section(reference)
-        yield ("\n" if position else "") + (section.heading or section.__name__)
-        for name in section.model_fields:
-            origin = resolved.origins[name]
-            shown = json.dumps(values[name], ensure_ascii=False)
-            yield f"  {name:<{names}}  {shown:<28}  {'' if origin.source == 'default' else origin}".rstrip()
-
-
-def _print_columns(rows: Sequence[tuple[str, str, str]]) -> None:
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
-    for first, second, third in rows:
-        print(f"  {first:<{widths[0]}}  {second:<{widths[1]}}  {third}".rstrip())

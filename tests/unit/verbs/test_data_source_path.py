@@ -53,7 +53,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return call
 
 
-TRAIN = ("--num-epoch", "1", "--rm-type", "exact_match", "--logger", "--dry-run")
+TRAIN = ("--num-epoch", "1", "--rm-type", "exact_match", "--logger", "--dry-run", "--no-trial")
 
 
 def test_a_dry_run_finds_it_and_leaves_prompt_data_to_it(said: Said) -> None:

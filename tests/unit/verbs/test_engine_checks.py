@@ -16,6 +16,7 @@ from buffer_rl.testing.fake_engine import FakeEngine
 from buffer_rl.testing.sglang_rules import SglangRules
 from buffer_rl.testing.tiny import make_char_tokenizer
 from buffer_rl.verbs.engine_checks import check_engines, check_eval_prompts
+from buffer_rl.verbs.train import read_data
 
 ROPE = {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0], "original_max_position_embeddings": 16}
 IMITATING = "buffer_rl.engine.embedded.launcher:launch_imitating_sglang"
@@ -45,7 +46,8 @@ def behind(engine: FakeEngine, model: Path, **changes: Any) -> Any:
 
 
 def look(args: Any) -> None:
-    check_eval_prompts(args, check_engines(args, PluginRegistry()))
+    registry = PluginRegistry()
+    check_eval_prompts(args, check_engines(args, registry), read_data(args, registry))
 
 
 def eval_options(model: Path, lengths: list[int], **changes: Any) -> Any:
@@ -59,9 +61,9 @@ def test_evaluation_prompts_that_leave_no_room_are_named_with_their_lengths(mode
     with pytest.raises(DataError) as caught:
         look(eval_options(model, [1, 30, 29, 31]))
     text = str(caught.value)
-    assert "dev, row 1: 30 tokens" in text
-    assert "dev, row 3: 31 tokens" in text
-    assert "row 2" not in text
+    assert "dev.jsonl:2: 30 tokens" in text
+    assert "dev.jsonl:4: 31 tokens" in text
+    assert "dev.jsonl:3" not in text
     assert "fewer than 30 tokens (the model's max_position_embeddings)" in text
     with pytest.raises(DataError, match=r"fewer than 20 tokens \(--rollout-max-context-len\)"):
         look(eval_options(model, [20], rollout_max_context_len=20))

@@ -47,6 +47,20 @@ def test_a_whole_model_folder_is_accepted_and_nothing_is_made(model: Path) -> No
     assert sorted(path.name for path in model.parent.iterdir()) == ["model"]
 
 
+@pytest.mark.parametrize(("name", "flag"), [("run_dir", "--run-dir"), ("save", "--save")])
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc, the folder that takes no files")
+def test_a_folder_in_which_nothing_can_be_made_is_refused(model: Path, name: str, flag: str) -> None:
+    for folder in ("/proc", "/proc/of/a/run"):
+        with pytest.raises(ConfigError, match=f"{flag}: .*'{folder}'"):
+            check_folders(options(model, **{name: folder}))
+
+
+def test_a_folder_that_is_there_already_stays_as_it_is(model: Path) -> None:
+    (model.parent / "run").mkdir()
+    check_folders(options(model, save=str(model.parent / "run" / "a" / "b")))
+    assert list((model.parent / "run").iterdir()) == []
+
+
 def test_checkpoints_of_another_run_are_refused_and_gone_on_from(model: Path) -> None:
     for step in (2, 3):
         write_checkpoint(model.parent / "saves", step)

@@ -131,7 +131,7 @@ def test_eval_is_train_for_no_step(
     (tmp_path / "dev.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     (tmp_path / "run.yaml").write_text(
         "hf_checkpoint: model\nnum_epoch: 3\neval_interval: 5\nearly_stop: eval/dev >= 0.5\nsave: s\nsave_interval: 2\n"
-        "async_save: true\n"
+        "async_save: true\ntrial: false\n"
         "eval_prompt_data: [dev=dev.jsonl]\nrm_type: exact_match\nrun_dir: runs/one\nlogger: []\n"
     )
     assert main(["eval", "--config", "run.yaml", "--dry-run", "--json"]) == 0

@@ -1,0 +1,200 @@
+"""What a run needs in numbers: rows for its ranks, cores for its processes, space for its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+from buffer_rl.config import flag_of
+from buffer_rl.driver.schedule import rollout_only, train_only
+from buffer_rl.engine.process import starts_engines
+from buffer_rl.errors import ConfigError
+from buffer_rl.remote import is_remote, local_path
+from buffer_rl.roles import worker_counts
+from buffer_rl.rollout.options import is_built_in_rollout
+from buffer_rl.train.roles import is_supervised, uses_critic
+from buffer_rl.verbs.preflight import nearest_folder, weight_files
+
+WEIGHT_BYTES, STATE_BYTES = 4, 8
+"""Of a parameter in the built-in trainer: float32, and the two float32 moments of Adam."""
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run takes of this machine. parameters: of ``--hf-checkpoint``, as its files say. disk: bytes that the
+    folders of the run hold at its end. processes: those that compute, by name. rows: of an optimizer step."""
+
+    parameters: int
+    disk: int
+    processes: Mapping[str, int]
+    cores: int
+    rows: int
+
+    @property
+    def text(self) -> str:
+        """``2 trainer ranks, 1 engine``."""
+        return ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in self.processes.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The folder that ``flag`` names, and the bytes written to it. least: without which the run cannot end; most: of
+    the whole run."""
+
+    flag: str
+    folder: Path
+    least: int
+    most: int
+
+
+def check_resources(args: Any, free_bytes: Callable[[Path], int] | None = None) -> tuple[Needs, list[str]]:
+    """What the run needs, and notices about what is scarce. Raises ConfigError for ranks without rows, and for a disk
+    on which what the run writes cannot fit.
+
+    free_bytes: of the disk of a folder; that of the system where absent.
+    """
+    rows = rows_of_step(args)
+    _check_ranks(args, rows)
+    parameters, on_disk = _size_of_model(args)
+    spaces = _spaces(args, parameters, on_disk)
+    processes, cores = _processes(args), num_cores()
+    disk = sum(space.most for space in spaces)
+    needs = Needs(parameters=parameters, disk=disk, processes=processes, cores=cores, rows=rows)
+    return needs, [*_core_notices(args, needs), *_disk_notices(spaces, free_bytes or _free_bytes)]
+
+
+def rows_of_step(args: Any) -> int:
+    """Samples of the smallest optimizer step of a rollout."""
+    return int(args.rollout_batch_size // args.num_steps_per_rollout * args.n_samples_per_prompt)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def bytes_text(count: float) -> str:
+    """``1.5 GB``, in powers of 1000."""
+    for unit in UNITS[:-1]:
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} {UNITS[-1]}"
+
+
+def _check_ranks(args: Any, rows: int) -> None:
+    """Of the built-in trainer, each rank of which needs a row; others divide their ranks otherwise."""
+    own = (args.custom_generate_function_path, args.custom_convert_samples_to_train_data_path)
+    if any(own) or not (is_built_in_rollout(args) or is_supervised(args)):
+        return  # they may make several rows of a sample
+    trains = args.num_rollout != 0 and not rollout_only(args) and not train_only(args)
+    if not trains or args.train_backend != "torch" or rows >= args.num_train_ranks:
+        return
+    product = f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}"
+    if args.num_steps_per_rollout > 1:
+        product += f" in {args.num_steps_per_rollout} optimizer steps"
+    raise ConfigError(
+        f"{args.num_train_ranks} trainer ranks cannot share the {rows} rows of a step ({product})",
+        where=f"{flag_of('num_train_ranks')} and {flag_of('rollout_batch_size')}",
+        expected="at least one row for each rank",
+        hint=f"--num-train-ranks {rows}, or larger steps",
+    )
+
+
+def _processes(args: Any) -> dict[str, int]:
+    trains = args.num_rollout != 0 and not rollout_only(args)
+    generates = not train_only(args)
+    evaluates = bool(args.eval_prompt_data or args.eval_config)
+    engines = starts_engines(args) and generates and (evaluates or not is_supervised(args))
+    found = {
+        "trainer rank": args.num_train_ranks if not rollout_only(args) else 0,
+        "critic rank": args.num_train_ranks if trains and uses_critic(args) else 0,
+        "engine": args.rollout_num_engines if engines else 0,
+        **{f"{role} worker": count for role, count in worker_counts(args).items()},
+        "rollout worker": args.num_rollout_workers if generates else 0,
+    }
+    return {name: count for name, count in found.items() if count}
+
+
+def _core_notices(args: Any, needs: Needs) -> list[str]:
+    busiest = max((count for count in needs.processes.values()), default=0)
+    if args.ray_address is not None or busiest <= needs.cores:
+        return []
+    cores = "1 core" if needs.cores == 1 else f"{needs.cores} cores"
+    return [
+        f"{needs.text} on {cores}: they take turns, and most of them hold a model in memory (fewer are quicker here; "
+        "--ray-address joins a cluster)"
+    ]
+
+
+def _size_of_model(args: Any) -> tuple[int, int]:
+    """Parameters, and bytes of the files of the weights; 0 and 0 if the user's own code builds the model."""
+    if args.custom_model_provider_path is not None:
+        return 0, 0
+    files = weight_files(flag_of("hf_checkpoint"), args.hf_checkpoint)
+    return sum(map(_num_parameters, files)), sum(file.stat().st_size for file in files)
+
+
+def _num_parameters(file: Path) -> int:
+    """Numbers in a file of weights; of a pickled one, which is not read, as many as 16-bit numbers fill it."""
+    if file.suffix != ".safetensors":
+        return file.stat().st_size // 2
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(struct.unpack("<Q", opened.read(8))[0]))
+    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _spaces(args: Any, parameters: int, on_disk: int) -> list[Space]:
+    """What a run that trains writes: the model at its end, the version that the engines read and the one before it,
+    and checkpoints, which are kept."""
+    if args.num_rollout == 0 or rollout_only(args):
+        return []
+    built_in = args.train_backend == "torch"
+    weights = parameters * WEIGHT_BYTES if built_in else on_disk
+    state = parameters * (WEIGHT_BYTES + STATE_BYTES) if built_in else 0
+    versions = 2 if args.weight_sync_mode == "disk" and args.update_weight_disk_dir is None else 0
+    spaces = [Space(flag="--run-dir", folder=Path(args.run_dir), least=on_disk, most=weights * (1 + versions))]
+    if args.save is not None and not is_remote(local_path(args.save)):
+        models = 2 if uses_critic(args) else 1
+        count = ceil(args.num_rollout / args.save_interval) if args.num_rollout and args.save_interval else 1
+        one = models * state + on_disk
+        folder = Path(local_path(args.save))
+        spaces.append(Space(flag="--save", folder=folder, least=one, most=one * count))
+    return spaces
+
+
+def _disk_notices(spaces: list[Space], free_bytes: Callable[[Path], int]) -> list[str]:
+    disks: dict[int, list[Space]] = defaultdict(list)
+    for space in spaces:
+        disks[nearest_folder(space.folder).stat().st_dev].append(space)
+    notices = []
+    for together in disks.values():
+        free = free_bytes(nearest_folder(together[0].folder))
+        least, most = sum(space.least for space in together), sum(space.most for space in together)
+        flags = " and ".join(space.flag for space in together)
+        if free < least:
+            raise ConfigError(
+                f"the disk has {bytes_text(free)} free, and the run writes at least {bytes_text(least)}",
+                where=flags,
+                expected=f"{bytes_text(most)} for the whole run",
+                hint="name a folder on a larger disk",
+            )
+        if free < most:
+            notices.append(
+                f"{flags}: the disk has {bytes_text(free)} free, and the whole run writes {bytes_text(most)} (a larger "
+                "--save-interval writes fewer checkpoints, which are all kept)"
+            )
+    return notices
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free

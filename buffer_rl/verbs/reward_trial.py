@@ -1,0 +1,187 @@
+"""Answers to a few rows, scored by the run's reward before the run starts.
+
+Rewards run in a process of their own, under the deadline of a run; what they print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from buffer_rl.config import dump_args
+from buffer_rl.errors import ConfigError, PluginError
+from buffer_rl.rollout.context import NO_CONTEXT, RolloutContext
+from buffer_rl.rollout.reward_pool import Outcome, RewardPool
+from buffer_rl.rollout.reward_process import RewardTarget
+from buffer_rl.rollout.scoring import MODEL
+from buffer_rl.types import Sample, SampleGroup, Status
+from buffer_rl.verbs.rows import RowSource, Trial, TriedRow, at_row
+
+NUM_SCORED = 3
+"""Rows of a source whose answers are scored."""
+SCORES_S = 20.0
+"""After so long no other row is scored."""
+LABEL, EMPTY, CUT = "label", "empty", "truncated"
+FORMS = ("\\boxed{{{}}}", "Answer: {}", "#### {}", "<answer>{}</answer>")
+"""How rewards ask for an answer that is no label as it is."""
+OFF = "--no-trial starts without this trial"
+
+
+async def score_sources(context: RolloutContext, sources: Sequence[RowSource], trial: Trial) -> None:
+    """Score answers to a few rows of each source. Raises PluginError for a reward that fails or returns what it must
+    not; ConfigError if there is none."""
+    args = context.args
+    pool = RewardPool(dump_args(args), num_workers=1, timeout_s=args.rm_timeout_s, stdout=2)
+    try:
+        for source in sources:
+            try:
+                reason = await _score_source(context, pool, source, trial)
+            except PluginError as error:
+                if args.custom_generate_function_path is None:
+                    raise
+                reason = f"on an answer that {args.custom_generate_function_path} did not give: {error.where}: "
+                reason += error.what.partition("\n")[0]
+            if reason:
+                trial.unchecked.append(f"rewards of {source.use} ({reason})")
+    finally:
+        await pool.aclose()
+
+
+async def _score_source(context: RolloutContext, pool: RewardPool, source: RowSource, trial: Trial) -> str:
+    """Score a few rows. Returns why it was not done; empty if it was."""
+    args, scorer = context.args, context.scorer
+    if args.rm_url is not None:
+        return "they ask the server of --rm-url"
+    begun, scored = time.monotonic(), []
+    for row in source.spread(NUM_SCORED):
+        sample = source.sample(row)
+        if args.use_opd and not scorer.scores(sample):
+            return "the teacher is all that there is to learn from"
+        try:
+            target = scorer.target_of(sample, source.eval_set.chosen_reward() or "" if source.eval_set else "")
+        except ConfigError:
+            if args.custom_generate_function_path is None:
+                raise
+            return f"{args.custom_generate_function_path} scores"
+        if target == MODEL:
+            return "--rm-model scores them"
+        with at_row(source, row):
+            answers = _answers(context, sample)
+        found = await score_answers(args, pool, target, answers, where=source.dataset.where(row))
+        if found is None:
+            return f"{target.reference} needs what exists only while a rollout runs"
+        scored.append(TriedRow(use=source.use, where=source.dataset.where(row), reward=target.reference, scores=found))
+        if LABEL in found and not _is_best(found) and not target.of_group:
+            await _try_forms(args, pool, target, answers[LABEL], scored[-1])
+        if time.monotonic() - begun > SCORES_S:
+            break
+    trial.rows += scored
+    trial.notices += judged(scored)
+    return ""
+
+
+def _answers(context: RolloutContext, sample: Sample) -> dict[str, Sample]:
+    """Answers to the row, by name: the label where it is text, nothing, and half an answer that was cut."""
+    prompt_ids = context.prompts.encode(sample)
+    if context.renders:
+        sample.prompt = context.prompts.rendered(sample)
+    end = context.tokenizer.eos_token_id
+    return answers_to(sample, prompt_ids, context.prompts.encode_text, end)
+
+
+def answers_to(
+    sample: Sample, prompt_ids: list[int], encode: Callable[[str], list[int]], end: int | None
+) -> dict[str, Sample]:
+    """As above. encode: of text, to token ids; end: the token that ends a response."""
+    label = label_text(sample.label)
+    text = label or str(sample.prompt)
+    chosen = {LABEL: (label, Status.COMPLETED)} if label else {}
+    chosen |= {EMPTY: ("", Status.COMPLETED), CUT: (text[: len(text) // 2], Status.TRUNCATED)}
+    answers = {}
+    for index, (name, (response, status)) in enumerate(chosen.items()):
+        ids = encode(response) + ([end] if status is Status.COMPLETED and end is not None else [])
+        answer = sample.as_prompt(index)
+        answer.tokens, answer.response, answer.response_length = [*prompt_ids, *ids], response, len(ids)
+        answer.rollout_log_probs, answer.status = [0.0] * len(ids), status
+        answers[name] = answer
+    return answers
+
+
+def label_text(label: Any) -> str:
+    """The label, or the first of several, as the text of an answer; empty if it is none."""
+    first = label[0] if isinstance(label, list) and label else label
+    return str(first) if isinstance(first, str | int | float) else ""
+
+
+async def score_answers(
+    args: Any, pool: RewardPool, target: RewardTarget, answers: Mapping[str, Sample], *, where: str
+) -> dict[str, float] | None:
+    """The score of each answer to the row at ``where``; None if the reward needs a rollout. Raises PluginError if it
+    fails."""
+    samples = list(answers.values())
+    items: Sequence[Sample | SampleGroup] = samples
+    if target.of_group:
+        items = [SampleGroup(uid=samples[0].row_id.uid, samples=samples)]
+    outcomes = await pool.score(target, items)
+    for name, outcome in zip(["group"] if target.of_group else answers, outcomes, strict=True):
+        if outcome.kind is not None:
+            if NO_CONTEXT in outcome.text:
+                return None
+            raise _failed(target, outcome, f"{where}, {_shown(name, answers)}")
+    values = outcomes[0].value if target.of_group else [outcome.value for outcome in outcomes]
+    scores = {}
+    for (name, sample), value in zip(answers.items(), values, strict=True):
+        sample.reward = value
+        try:
+            scores[name] = sample.get_reward_value(args)
+        except ValueError as error:
+            text = str(error).partition(": ")[2] or str(error)
+            raise _failed(target, Outcome(text=text), f"{where}, {_shown(name, answers)}") from error
+    return scores
+
+
+def _shown(name: str, answers: Mapping[str, Sample]) -> str:
+    return f"the {name} answer {answers[name].response!r:.60}" if name in answers else "a group of three answers"
+
+
+def _failed(target: RewardTarget, outcome: Outcome, at: str) -> PluginError:
+    where = f"{target.kind} {target.reference!r}, {at}"
+    return PluginError(outcome.text, where=where, expected=outcome.expected, hint=OFF)
+
+
+async def _try_forms(args: Any, pool: RewardPool, target: RewardTarget, answer: Sample, row: TriedRow) -> None:
+    """Write the label in the forms that rewards ask for, until one scores better than other answers."""
+    samples = [answer.changed(response=form.format(answer.response)) for form in FORMS]
+    for form, outcome in zip(FORMS, await pool.score(target, samples), strict=True):
+        with suppress(ValueError):  # of no reward, or of a mapping of other names
+            score = answer.changed(reward=outcome.value).get_reward_value(args)
+            if score > row.scores[LABEL]:
+                row.scores[LABEL], row.form = score, form
+
+
+def _is_best(scores: Mapping[str, float]) -> bool:
+    return all(scores[LABEL] > score for name, score in scores.items() if name != LABEL)
+
+
+def judged(rows: Sequence[TriedRow]) -> list[str]:
+    """Notices about rewards that do not tell the answers of ``rows``, of one source, apart."""
+    with_label = [row for row in rows if LABEL in row.scores]
+    values = {score for row in with_label for score in row.scores.values()}
+    if not with_label:
+        return []
+    first = with_label[0]
+    if len(values) == 1:
+        return [
+            f"the reward {first.reward!r} gives {values.pop():g} to every answer that was tried ({first.use}: labels, "
+            "empty and truncated answers): equal rewards train nothing"
+        ]
+    for row in with_label:
+        if not _is_best(row.scores):
+            others = ", ".join(f"{name} {score:g}" for name, score in row.scores.items() if name != LABEL)
+            return [
+                f"the reward {row.reward!r} does not score the label best at {row.where}: label "
+                f"{row.scores[LABEL]:g}, {others} (the label was tried as it is, and as \\boxed{{}} or 'Answer: ')"
+            ]
+    return []

@@ -1,0 +1,194 @@
+"""A trial of a few rows before a run starts: they are rendered and encoded, and answers to them are scored.
+
+No engine and no model is loaded. This module imports what the command line must not wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from buffer_rl.config import flag_of
+from buffer_rl.data.dataset import PromptRow
+from buffer_rl.driver.schedule import train_only
+from buffer_rl.errors import ConfigError, DataError
+from buffer_rl.model_config import read_config, vocab_size
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.redaction import mask_url
+from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.loss_masks import is_conversation
+from buffer_rl.rollout.options import is_built_in_rollout
+from buffer_rl.rollout.prompts import load_tokenizer
+from buffer_rl.rollout.sft import SFTRollout, fill
+from buffer_rl.verbs.reward_trial import score_sources
+from buffer_rl.verbs.rows import RowSource, Trial, TriedPrompts, at_row, encode_row, is_evaluation
+
+MAX_WALKED = 50_000
+"""Rows of a source among which the longest is looked for."""
+MAX_ENCODED = 1000
+"""Prompts of a source whose lengths are compared with a limit."""
+MASKS_S = 30.0
+"""Time for the answers of all supervised rows; those of others are checked as they are trained on."""
+
+
+def try_rows(args: Any, registry: PluginRegistry, sources: Sequence[RowSource]) -> Trial:
+    """Encode and score a few rows of each source, and make the loss masks of all conversations.
+
+    Raises DataError, naming file and line, for a row that cannot be used; ConfigError for a tokenizer that does not fit
+    the model, and for a limit that no prompt meets; PluginError for a reward that fails or returns what it must not.
+    """
+    trial = Trial()
+    if train_only(args):
+        trial.unchecked.append("prompts and rewards (recorded rollouts have both)")
+        return trial
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    trial.tokens = len(tokenizer)
+    if args.custom_model_provider_path is None:
+        check_vocabulary(args, tokenizer, trial)
+    if args.data_source_path is not None and args.num_rollout != 0:
+        trial.unchecked.append("training prompts (--data-source-path gives them)")
+    asyncio.run(_try_all(args, registry, tokenizer, sources, trial))
+    return trial
+
+
+def check_vocabulary(args: Any, tokenizer: Any, trial: Trial) -> None:
+    """Raises ConfigError if the tokenizer has tokens for which the model has no embedding. A model may have more rows
+    than there are tokens, and special tokens beyond them that no text uses are common."""
+    where = f"{flag_of('hf_checkpoint')} {args.hf_checkpoint}"
+    rows = vocab_size(read_config(flag_of("hf_checkpoint"), args.hf_checkpoint))
+    if rows is None:
+        return
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special -= {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
+    used = [(number, token) for number, token in beyond if number not in special]
+    if used:
+        raise ConfigError(
+            f"{len(used)} tokens of the tokenizer have ids that the model does not have, such as {used[0][1]!r} with "
+            f"{used[0][0]}",
+            where=where,
+            expected=f"ids below {rows}, the vocab_size in config.json",
+            hint="the tokenizer of another model; or tokens were added and the embedding was not resized",
+        )
+    if beyond:
+        trial.notices.append(
+            f"{where}: the model has {rows} embedding rows, and none for {len(beyond)} special tokens, such as "
+            f"{beyond[0][1]!r}: a prompt that holds one cannot be computed"
+        )
+
+
+async def _try_all(
+    args: Any, registry: PluginRegistry, tokenizer: Any, sources: Sequence[RowSource], trial: Trial
+) -> None:
+    context = RolloutContext.build(args, registry=registry, engine=None, tokenizer=tokenizer)
+    own, scored = args.custom_generate_function_path, []
+    try:
+        for source in sources:
+            if not is_evaluation(source) and args.num_rollout == 0:
+                continue
+            if reason := _own_function(args, registry, source):
+                trial.unchecked.append(f"prompts and rewards of {source.use} ({reason})")
+                continue
+            supervised = not is_evaluation(source) and _is_sft(args, registry)
+            try:
+                if supervised:
+                    trial.prompts.append(try_answers(context, source, trial))
+                    continue
+                trial.prompts.append(try_prompts(context, source))
+                scored.append(source)
+            except DataError as error:
+                if own is None or supervised:
+                    raise
+                trial.unchecked.append(f"prompts of {source.use} ({own} may encode what fails here: {error.what})")
+        check_lengths(args, trial)
+        await score_sources(context, scored, trial)
+    finally:
+        await context.aclose()
+
+
+def _is_sft(args: Any, registry: PluginRegistry) -> bool:
+    return registry.resolve("rollout", args.rollout_function_path) is SFTRollout
+
+
+def _own_function(args: Any, registry: PluginRegistry, source: RowSource) -> str:
+    """The reason why nothing is known of what becomes of the source's rows; empty if it is known."""
+    chosen = args.eval_function_path if is_evaluation(source) and args.eval_function_path else None
+    reference = chosen or args.rollout_function_path
+    function = registry.resolve("rollout", reference)
+    if function is SFTRollout or is_built_in_rollout(args.model_copy(update={"rollout_function_path": reference})):
+        return ""
+    return f"the rollout function {reference} reads them in its own way"
+
+
+def try_prompts(context: RolloutContext, source: RowSource) -> TriedPrompts:
+    """Render and encode the first and the longest prompt, and as many others as a limit of their length needs."""
+    first, longest = source.dataset[0], max(source.spread(MAX_WALKED), key=_size)
+    limited = bool(prompt_limits(context.args)) and not is_evaluation(source)
+    rows = {row.row: row for row in (first, longest, *(source.spread(MAX_ENCODED) if limited else ()))}
+    with at_row(source, first):
+        found = TriedPrompts(use=source.use, text=str(context.prompts.rendered(source.sample(first))))
+    for row in rows.values():
+        found.add(len(encode_row(context.prompts, source, row)), source.dataset.where(row))
+    return found
+
+
+def _size(row: PromptRow) -> int:
+    """Characters of the prompt, about."""
+    prompt = row.prompt
+    return len(prompt) if isinstance(prompt, str) else sum(len(str(message)) for message in prompt)
+
+
+def try_answers(context: RolloutContext, source: RowSource, trial: Trial) -> TriedPrompts:
+    """Make training rows of supervised rows: of all conversations; of the others, of which a label is all that is
+    needed, the first, the longest, and as many as a limit of their length needs."""
+    dataset, args = source.dataset, context.args
+    whole = replace(context, args=args.model_copy(update={"rollout_max_prompt_len": None}))
+    chosen = {0, max(source.spread(MAX_WALKED), key=_size).row}
+    chosen |= {row.row for row in source.spread(MAX_ENCODED)} if prompt_limits(args) else set()
+    found = TriedPrompts(use=source.use)
+    ends = time.monotonic() + MASKS_S
+    for row in dataset:
+        if row.row not in chosen and isinstance(row.label, str) and row.label:
+            continue
+        if time.monotonic() > ends:
+            trial.unchecked.append(f"answers of the last {len(dataset) - row.row} rows of {mask_url(source.path)}")
+            break
+        sample = source.sample(row)
+        with at_row(source, row):
+            fill(whole, sample)
+        found.masks += is_conversation(sample)
+        if row.row == 0:
+            found.text = context.tokenizer.decode(sample.tokens)
+        found.add(len(sample.tokens) - sample.response_length, dataset.where(row))
+    return found
+
+
+def prompt_limits(args: Any) -> list[tuple[int, str, str]]:
+    """Tokens that a training prompt may have, the option that says so, and what becomes of a longer one."""
+    limits = []
+    if args.rollout_max_prompt_len is not None:
+        limits.append((args.rollout_max_prompt_len, flag_of("rollout_max_prompt_len"), "is rejected (prompt_too_long)"))
+    if args.rollout_max_context_len is not None:
+        what = "leaves no room for a response, so its group fails"
+        limits.append((args.rollout_max_context_len - 1, flag_of("rollout_max_context_len"), what))
+    return limits
+
+
+def check_lengths(args: Any, trial: Trial) -> None:
+    """Raises ConfigError if no training prompt is short enough; a notice counts those that are not."""
+    lengths = [length for prompts in trial.prompts if prompts.use == "train" for length in prompts.lengths]
+    for limit, flag, what in prompt_limits(args) if lengths else ():
+        long = sum(length > limit for length in lengths)
+        counted = f"{long} of {len(lengths)} training prompts that were encoded have more than {limit} tokens"
+        if long == len(lengths):
+            raise ConfigError(
+                counted,
+                where=flag,
+                expected=f"a limit that prompts meet: they have {min(lengths)} to {max(lengths)} tokens",
+                hint="the chat template and a row's tools are part of the prompt",
+            )
+        if long:
+            trial.notices.append(f"{counted} ({flag}); such a prompt {what}")

@@ -1,0 +1,98 @@
+"""What a run needs in numbers: rows for ranks, cores for processes, space on the disk."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.config import compose
+from buffer_rl.errors import ConfigError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.verbs.resources import Needs, bytes_text, check_resources, num_cores
+
+BYTES = 2 * (3 * 4 + 5)  # of the weights of two shapes in 16 bits
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    tensors = {"w": {"dtype": "F16", "shape": [3, 4], "data_offsets": [0, 24]}}
+    tensors["v"] = {"dtype": "F16", "shape": [5], "data_offsets": [24, 34]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(BYTES))
+    return folder
+
+
+def needs(model: Path, free: int = 10**12, **changes: Any) -> tuple[Needs, list[str]]:
+    chosen = {"hf_checkpoint": str(model), "run_dir": str(model.parent / "run"), "num_rollout": 10, **changes}
+    return check_resources(compose(CORE_SECTIONS).model_validate(chosen), lambda folder: free)
+
+
+def test_parameters_and_the_bytes_of_a_run_are_those_of_the_shapes(model: Path) -> None:
+    on_disk = (model / "model.safetensors").stat().st_size
+    found, notices = needs(model, weight_sync_mode="tensor", num_train_ranks=1)
+    assert (found.parameters, found.disk) == (17, 17 * 4)  # the model at the end, in float32
+    assert needs(model, weight_sync_mode="disk")[0].disk == 3 * 17 * 4  # and two versions for the engines
+    saves = {"save": str(model.parent / "saves"), "save_interval": 3, "weight_sync_mode": "tensor"}
+    assert needs(model, **saves)[0].disk == 17 * 4 + 4 * (17 * 12 + on_disk)  # after steps 3, 6, 9 and 10
+    assert needs(model, num_rollout=0)[0].disk == 0
+    assert notices == []
+
+
+def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_and_a_scarce_one_is_told(model: Path) -> None:
+    on_disk = (model / "model.safetensors").stat().st_size
+    saves: dict[str, Any] = {"save": str(model.parent / "saves"), "save_interval": 3, "weight_sync_mode": "tensor"}
+    least, most = on_disk + 17 * 12 + on_disk, 17 * 4 + 4 * (17 * 12 + on_disk)
+    words = f"--run-dir and --save: the disk has {bytes_text(least - 1)} free, .* at least {bytes_text(least)}"
+    with pytest.raises(ConfigError, match=re.escape(words).replace(r"\.\*", ".*")):
+        needs(model, free=least - 1, **saves)
+    (notice,) = needs(model, free=least, **saves)[1]
+    assert f"the whole run writes {bytes_text(most)}" in notice
+    assert needs(model, free=most, **saves)[1] == []
+    assert needs(model, free=0, num_rollout=0)[1] == []
+
+
+def test_more_ranks_than_rows_of_a_step_are_refused_with_the_product(model: Path) -> None:
+    sizes = {"rollout_batch_size": 4, "n_samples_per_prompt": 2}
+    assert needs(model, **sizes, num_train_ranks=8)[0].rows == 8
+    with pytest.raises(
+        ConfigError, match=r"9 trainer ranks cannot share the 8 rows of a step \(--rollout-batch-size 4"
+    ):
+        needs(model, **sizes, num_train_ranks=9)
+    with pytest.raises(ConfigError, match=r"share the 2 rows of a step \(.* in 3 optimizer steps\)"):
+        needs(model, **sizes, num_train_ranks=3, num_steps_per_rollout=3)  # groups 1, 1 and 2
+    for others in (
+        {"custom_generate_function_path": "own:generate"},  # may return several rows a sample
+        {"num_rollout": 0},
+        {"debug_rollout_only": True},
+        {"train_backend": "megatron"},  # whose ranks share rows
+    ):
+        needs(model, **sizes, num_train_ranks=9, **others)
+
+
+def test_more_processes_than_cores_are_told_with_their_numbers(model: Path) -> None:
+    cores = num_cores()
+    found, notices = needs(model, num_train_ranks=cores + 7, rollout_num_engines=3, num_ref_workers=1)
+    assert found.processes == {"trainer rank": cores + 7, "engine": 3, "ref worker": 1, "rollout worker": 1}
+    assert notices[0].startswith(
+        f"{cores + 7} trainer ranks, 3 engines, 1 ref worker, 1 rollout worker on {cores} core"
+    )
+    assert needs(model, num_train_ranks=cores, rollout_num_engines=1)[1] == []
+    assert needs(model, num_train_ranks=cores + 7, ray_address="10.0.0.1:6379")[1] == []
+
+
+def test_bytes_are_shown_in_powers_of_1000() -> None:
+    assert [bytes_text(count) for count in (0, 999, 1500, 2.5e9, 7e15)] == [
+        "0 B",
+        "999 B",
+        "1.5 kB",
+        "2.5 GB",
+        "7e+03 TB",
+    ]

@@ -1,0 +1,350 @@
+"""The trial of a few rows: mistakes that only a tokenizer or a reward shows, told before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.cli import main
+from buffer_rl.config import compose
+from buffer_rl.errors import BufferRLError, ConfigError, DataError, PluginError
+from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.testing.tiny import make_char_tokenizer
+from buffer_rl.verbs.rows import Trial
+from buffer_rl.verbs.train import read_data
+from buffer_rl.verbs.trial import try_rows
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system messages') }}"
+    "{% endif %}{{ message.role }}:{{ message.content }}<eos>{% endfor %}{% if add_generation_prompt %}assistant:"
+    "{% endif %}"
+)
+REWARDS = """
+import os
+import sys
+from buffer_rl.rollout.context import current_context
+
+def share(args, sample):
+    print("printed by the reward")
+    return float(sample.status == "completed" and sample.response == sample.label)
+
+def text(args, sample):
+    return "0.5"
+
+def raises(args, sample):
+    return len(sample.response) / sample.metadata["length"]
+
+def fails_on_empty(args, sample):
+    return 1.0 / len(sample.response)
+
+def equal(args, sample):
+    return 0.25
+
+def longest(args, sample):
+    return float(sample.status == "truncated")
+
+def boxed(args, sample):
+    return float(sample.response == "\\\\boxed{" + sample.label + "}")
+
+def mapping(args, sample):
+    return {"right": share(args, sample), "note": "x"}
+
+async def later(args, sample):
+    return share(args, sample)
+
+async def of_a_rollout(args, sample):
+    return float(len(current_context().tokenizer))
+
+async def group(args, group):
+    return [share(args, sample) for sample in group]
+
+def group_of_two(args, group):
+    return [1.0, 0.0]
+
+def ends(args, sample):
+    sys.exit(3)
+
+def hangs(args, sample):
+    import time
+    time.sleep(60)
+
+def noted(args, sample):
+    with open(os.environ["NOTES"], "a") as file:
+        file.write("called\\n")
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of characters with a chat template that refuses system messages."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = make_char_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tokenizer_folder, tmp_path / "model")
+    set_vocabulary(tmp_path, 200)
+    (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    return tmp_path
+
+
+def set_vocabulary(folder: Path, rows: int) -> None:
+    (folder / "model" / "config.json").write_text(json.dumps({"vocab_size": rows}))
+
+
+def write(folder: Path, *rows: Any, name: str = "train.jsonl") -> None:
+    """Rows after an empty line, so that lines are not numbers of rows."""
+    (folder / name).write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def tried(folder: Path, **options: Any) -> Trial:
+    scores = {} if any(name in options for name in ("custom_rm_path", "custom_group_rm_path")) else {"rm_type": "f1"}
+    chosen = {"hf_checkpoint": "model", "prompt_data": ["train.jsonl"], "num_rollout": 1, **scores, **options}
+    args = compose(CORE_SECTIONS).model_validate(chosen)
+    registry = PluginRegistry()
+    return try_rows(args, registry, read_data(args, registry))
+
+
+def refused(error: type[BufferRLError], words: str, folder: Path, **options: Any) -> str:
+    with pytest.raises(error, match=words) as caught:
+        tried(folder, **options)
+    return str(caught.value)
+
+
+def reward(name: str) -> str:
+    return f"./rewards.py:{name}"
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_the_first_and_the_longest_prompt_are_encoded_as_the_model_reads_them(folder: Path) -> None:
+    write(folder, {"prompt": [message("user", "abc")], "label": "x"}, {"prompt": [message("user", "abcd")]})
+    (prompts,) = tried(folder, custom_rm_path=reward("equal")).prompts
+    assert prompts.text == "user:abc<eos>assistant:"
+    assert prompts.lengths == [8 + 1 + 10, 9 + 1 + 10]
+    assert (prompts.longest, prompts.longest_at) == (20, "train.jsonl:3")
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        ([[message("system", "a")]], {}, r"train\.jsonl:2: the chat template refuses the prompt: .*no system messages"),
+        (["a", [message("system", "a" * 9)]], {}, r"train\.jsonl:3: the chat template refuses the prompt"),
+        (["a"], {"eval_prompt_data": ["dev=dev.jsonl"]}, r"dev\.jsonl:2: the chat template refuses the prompt"),
+    ],
+)
+def test_a_prompt_that_cannot_be_rendered_is_named_with_file_and_line(
+    folder: Path, rows: list[Any], options: dict[str, Any], words: str
+) -> None:
+    write(folder, *({"prompt": prompt, "label": "x"} for prompt in rows))
+    write(folder, {"prompt": [message("system", "a")], "label": "x"}, name="dev.jsonl")
+    refused(DataError, words, folder, **options)
+
+
+def test_a_prompt_that_only_a_function_of_the_users_reads_is_not_refused(folder: Path) -> None:
+    write(folder, {"prompt": [message("system", "a")], "label": "x"})
+    (folder / "own.py").write_text(
+        "async def generate(args, sample, params): ...\nasync def produce(a, r, b, e): ...\n"
+    )
+    (left_out,) = tried(folder, custom_generate_function_path="./own.py:generate").unchecked
+    assert left_out.startswith("prompts of train (./own.py:generate may encode what fails here")
+    (left_out,) = tried(folder, rollout_function_path="./own.py:produce").unchecked
+    assert left_out.startswith("prompts and rewards of train (the rollout function ./own.py:produce")
+
+
+SFT: dict[str, Any] = {"rollout_function_path": "sft", "loss_type": "sft_loss", "custom_rm_path": None}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a"}, "the label is None"),
+        ({"prompt": "a", "label": 3}, "the label is 3"),
+        ({"prompt": "a", "label": ""}, "the label is ''"),
+        ({"prompt": [message("user", "a")]}, "there is no answer to train on"),
+        ({"prompt": [message("assistant", "a")]}, "begins with an answer"),
+    ],
+)
+def test_a_supervised_row_without_anything_to_train_on_is_named_wherever_it_stands(
+    folder: Path, row: Any, words: str
+) -> None:
+    good = {"prompt": "a longer prompt than that", "label": "b"}
+    write(folder, good, good | {"prompt": "the longest prompt of all of them"}, good, row, good)
+    refused(DataError, rf"train\.jsonl:5: .*{re.escape(words)}", folder, **SFT)
+
+
+def test_the_loss_masks_of_all_conversations_are_made(folder: Path) -> None:
+    conversation = [message("user", "a"), message("assistant", "b")]
+    write(folder, *({"prompt": conversation} for _ in range(3)), {"prompt": "a", "label": "b"})
+    trial = tried(folder, **SFT)
+    assert trial.prompts[0].masks == 3
+    assert trial.prompts[0].text == "user:a<eos>assistant:b<eos>"
+    assert trial.prompts[0].lengths[0] == len("user:a") + 1 + len("assistant:")
+    assert (trial.rows, trial.unchecked) == ([], [])
+
+
+def test_tokens_that_the_model_does_not_have_are_refused_and_spare_rows_are_normal(folder: Path) -> None:
+    write(folder, {"prompt": "a", "label": "b"})
+    size = len(make_char_tokenizer())
+    set_vocabulary(folder, size)
+    assert tried(folder).notices == []
+    set_vocabulary(folder, size - 2)
+    refused(ConfigError, f"--hf-checkpoint model: 2 tokens .* with {size - 2}", folder)
+    path = folder / "model" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    added = dict(tokenizer["added_tokens"][0], id=size, content="<image>")
+    path.write_text(json.dumps(tokenizer | {"added_tokens": [*tokenizer["added_tokens"], added]}))
+    set_vocabulary(folder, size)
+    (notice,) = tried(folder).notices
+    assert "none for 1 special tokens, such as '<image>'" in notice
+
+
+def test_prompts_beyond_a_limit_are_counted_and_refused_if_no_other_is_left(folder: Path) -> None:
+    write(folder, *({"prompt": "a" * length, "label": "b"} for length in (4, 5, 9, 6)))
+    (notice,) = tried(folder, rollout_max_prompt_len=5).notices
+    assert notice.startswith("2 of 4 training prompts that were encoded have more than 5 tokens")
+    assert "prompt_too_long" in notice
+    (notice,) = tried(folder, rollout_max_context_len=9).notices
+    assert notice.startswith("1 of 4 training prompts that were encoded have more than 8 tokens")
+    assert tried(folder, rollout_max_prompt_len=9).notices == []
+    said = refused(
+        ConfigError, "--rollout-max-prompt-len: 4 of 4 .* more than 3 tokens", folder, rollout_max_prompt_len=3
+    )
+    assert "4 to 9 tokens" in said
+    refused(ConfigError, "--rollout-max-prompt-len: 4 of 4", folder, rollout_max_prompt_len=3, **SFT)
+    assert len(tried(folder, rollout_max_prompt_len=5, **SFT).notices) == 1
+
+
+@pytest.mark.parametrize("name", ["share", "later"])
+def test_the_label_an_empty_and_a_truncated_answer_are_scored_where_prints_do_no_harm(
+    folder: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, *({"prompt": "a", "label": "word"} for _ in range(9)))
+    write(folder, {"prompt": "a", "label": 7}, name="dev.jsonl")
+    trial = tried(folder, custom_rm_path=reward(name))
+    assert [row.where for row in trial.rows] == ["train.jsonl:2", "train.jsonl:5", "train.jsonl:8"]
+    assert [row.scores for row in trial.rows] == [{"label": 1.0, "empty": 0.0, "truncated": 0.0}] * 3
+    assert (trial.notices, trial.unchecked) == ([], [])
+    out, err = capfd.readouterr()
+    assert (out, err.count("printed by the reward")) == ("", 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("text", r"train\.jsonl:2, the label answer 'word': the reward is '0.5' \(str\)"),
+        ("raises", r"train\.jsonl:2, the label answer 'word': KeyError: 'length'(.|\n)*rewards\.py\", line \d+"),
+        ("fails_on_empty", r"train\.jsonl:2, the empty answer '': ZeroDivisionError"),
+        ("mapping", "the reward is a mapping with keys .* --reward-key"),
+        ("ends", "SystemExit: 3"),
+        ("hangs", "no reward within --rm-timeout-s 0.2 s"),
+    ],
+)
+def test_a_reward_that_fails_is_refused_with_the_row_and_the_answer(folder: Path, name: str, words: str) -> None:
+    write(folder, {"prompt": "a", "label": "word"})
+    timeout = {"rm_timeout_s": 0.2} if name == "hangs" else {}
+    said = refused(PluginError, words, folder, custom_rm_path=reward(name), **timeout)
+    assert said.startswith(f"reward {reward(name)!r}, ")
+    assert "--no-trial" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("equal", r"gives 0\.25 to every answer that was tried \(train"),
+        ("longest", r"does not score the label best at train\.jsonl:2: label 0, empty 0, truncated 1"),
+    ],
+)
+def test_a_reward_that_does_not_tell_answers_apart_is_told(folder: Path, name: str, words: str) -> None:
+    write(folder, {"prompt": "a", "label": "word"})
+    (notice,) = tried(folder, custom_rm_path=reward(name)).notices
+    assert re.search(words, notice)
+
+
+def test_a_label_is_also_tried_in_the_forms_that_rewards_ask_for(folder: Path) -> None:
+    write(folder, {"prompt": "a", "label": "word"})
+    trial = tried(folder, custom_rm_path=reward("boxed"))
+    assert (trial.rows[0].scores["label"], trial.rows[0].form) == (1.0, "\\boxed{{{}}}")
+    assert trial.notices == []
+
+
+def test_a_mapping_is_scored_by_its_key_and_a_group_as_a_whole(folder: Path) -> None:
+    write(folder, {"prompt": "a", "label": "word"})
+    scores = {"label": 1.0, "empty": 0.0, "truncated": 0.0}
+    assert tried(folder, custom_rm_path=reward("mapping"), reward_key="right").rows[0].scores == scores
+    assert tried(folder, custom_group_rm_path=reward("group")).rows[0].scores == scores
+    words = r"group_reward .*, train\.jsonl:2, a group of three answers: the reward is \[1.0, 0.0\]"
+    refused(PluginError, words, folder, custom_group_rm_path=reward("group_of_two"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rm_url": "http://127.0.0.1:9", "rm_type": "remote"}, "--rm-url"),
+        ({"custom_rm_path": "./rewards.py:of_a_rollout"}, "only while a rollout runs"),
+        ({"rm_model": "model", "rm_type": None}, "--rm-model"),
+        ({"use_opd": True, "rm_type": None}, "the teacher"),
+    ],
+)
+def test_rewards_that_need_more_than_a_row_are_not_tried(folder: Path, options: Any, words: str) -> None:
+    write(folder, {"prompt": "a", "label": "word"})
+    trial = tried(folder, **options)
+    assert (trial.rows, trial.notices) == ([], [])
+    assert words in trial.unchecked[0]
+    assert trial.unchecked[0].startswith("rewards of train (")
+
+
+def test_a_dry_run_says_what_it_tried_and_no_trial_calls_nothing(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTES", str(folder / "notes"))
+    write(folder, {"prompt": "a\x1b[2J", "label": "word"}, {"prompt": "abc", "label": "word"})
+    flags = ["--hf-checkpoint", "model", "--prompt-data", "train.jsonl", "--num-rollout", "1", "--logger", "--dry-run"]
+    assert main(["train", *flags, "--custom-rm-path", reward("noted"), "--no-trial"]) == 0
+    assert not (folder / "notes").exists()
+    assert capfd.readouterr().out.endswith("Not checked: prompts and rewards (--no-trial).\n")
+    assert main(["train", *flags, "--custom-rm-path", reward("noted")]) == 0
+    out, err = capfd.readouterr()
+    assert len((folder / "notes").read_text().splitlines()) >= 6
+    assert '  train  first: "a\\u001b[2J"' in out
+    assert "tokens: 5 in the first, 5 in the longest (train.jsonl:2)" in out
+    assert "train  label 1       empty 1       truncated 1       ./rewards.py:noted  train.jsonl:2" in out
+    assert "notice: the reward './rewards.py:noted' gives 1 to every answer" in err
+    assert out.endswith("Dry run: everything that can be checked before a run is right.\n")
+    assert not (folder / "runs").exists()
+    assert main(["train", *flags, "--custom-rm-path", reward("text")]) == 2
+
+
+def test_an_evaluation_tries_its_own_sets_alone(folder: Path, run_verb: Callable[..., str]) -> None:
+    write(folder, {"prompt": [message("system", "of the training alone")]})
+    write(folder, {"prompt": "a", "label": "word"}, name="dev.jsonl")
+    flags = ["--hf-checkpoint", "model", "--prompt-data", "train.jsonl", "--eval-prompt-data", "dev=dev.jsonl"]
+    out = run_verb("eval", *flags, "--rm-type", "exact_match", "--logger", "--dry-run", "--json")
+    trial = json.loads(out)["trial"]
+    assert [prompts["use"] for prompts in trial["prompts"]] == ["eval/dev"]
+    assert [row["scores"] for row in trial["rows"]] == [{"label": 1.0, "empty": 0.0, "truncated": 0.0}]
+
+
+@pytest.fixture
+def run_verb(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(*argv: str) -> str:
+        assert main([*argv]) == 0
+        return capfd.readouterr().out
+
+    return run
