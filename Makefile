@@ -9,12 +9,13 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart test test-all sglang-env test-sglang test-megatron campaign test-times golden golden-record bench bench-trl bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
+.PHONY: help env quickstart test test-all test-processors sglang-env test-sglang test-megatron campaign test-times golden golden-record bench bench-trl bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
 	@echo "make test         run the tests but the slow ones, in minutes (PYTEST_ARGS='-k name' to choose)"
 	@echo "make test-all     run all tests"
+	@echo "make test-processors  run the numerical tests as on processors without AVX-512 and without AVX"
 	@echo "make test-sglang  run the tests against real SGLang servers on the CPU; installs them in $(VENV)-sglang (1.6 GB)"
 	@echo "make test-megatron  run the tests of all layouts of Megatron ranks on the CPU"
 	@echo "make campaign     long fault campaigns (an hour); writes docs/campaigns.md"
@@ -54,6 +55,10 @@ test: $(VENV)/.stamp-dev
 
 test-all: $(VENV)/.stamp-dev
 	$(BIN)/python tests/run.py --all $(PYTEST_ARGS)
+
+# Twice, each with the kernels of another processor.
+test-processors: $(VENV)/.stamp-dev
+	$(BIN)/python tests/run.py --processors $(PYTEST_ARGS)
 
 # Real servers, in an environment of their own (1.6 GB).
 $(VENV)-sglang/.stamp: plugins/buffer_rl_sglang/requirements-cpu.txt

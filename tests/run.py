@@ -1,10 +1,12 @@
 """Runs the tests in two pytest processes at once, which take about as long as each other. The first has those that need
 Ray, which share a cluster.
 
-    python tests/run.py [--all] [pytest arguments]
+    python tests/run.py [--all] [--processors] [pytest arguments]
 
-``--all``: the slow ones too. Where an argument is a path, one process runs it as pytest alone would. The output of the
-first is shown as it comes, then that of the other one. The status is 0 only if both passed.
+``--all``: the slow ones too. ``--processors``: the numerical ones alone, in one process as on a processor with AVX2 and
+no AVX-512, in the other as on one without AVX. Where an argument is a path, one process runs it as pytest alone would,
+or with ``--processors`` both. The output of the first is shown as it comes, then that of the other one. The status is 0
+only if both passed.
 """
 
 from __future__ import annotations
@@ -15,13 +17,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WITH_RAY = ("tests/integration", "tests/conformance", "tests/gpu")
 FAST = "not slow and not sglang and not megatron"
 ALL = "not campaign and not sglang and not megatron"
+NUMERICAL = (
+    *("tests/unit/algo", "tests/unit/train", "tests/unit/engine/embedded", "tests/unit/megatron"),
+    *("tests/unit/examples/test_losses.py", "tests/unit/examples/test_trainer_backends.py"),
+)
+# The kernels of torch itself, of MKL and of oneDNN that such a processor has. Each of them rounds in its own way.
+PROCESSORS: Mapping[str, Mapping[str, str]] = {
+    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "SSE4.1": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+}
 NO_TESTS = 5  # pytest's status where nothing is selected
 POLL_S = 0.2
 ENDS_S = 60.0
@@ -30,20 +41,27 @@ ENDS_S = 60.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
-    with_slow = "--all" in args
-    args = ["-m", ALL if with_slow else FAST, *(arg for arg in args if arg != "--all")]
-    if any(not arg.startswith("-") and (ROOT / arg.partition("::")[0]).exists() for arg in args):
+    with_slow, as_others = "--all" in args, "--processors" in args
+    args = ["-m", ALL if with_slow else FAST, *(arg for arg in args if arg not in ("--all", "--processors"))]
+    has_path = any(not arg.startswith("-") and (ROOT / arg.partition("::")[0]).exists() for arg in args)
+    if has_path and not as_others:
         return subprocess.run(_command(args), cwd=ROOT, check=False).returncode
+    runs: list[tuple[Sequence[str], Mapping[str, str]]] = [(half, {}) for half in halves(with_slow)]
+    if as_others:
+        runs = [(() if has_path else NUMERICAL, variables) for variables in PROCESSORS.values()]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tests-") as folder:
         logs = [Path(folder, f"{number}.log") for number in range(2)]
         running: list[subprocess.Popen[bytes]] = []
         try:
-            for half, log in zip(halves(with_slow), logs, strict=True):
+            for (paths, variables), log in zip(runs, logs, strict=True):
                 with log.open("wb") as output:
-                    command = _command([*half, *args])
-                    running.append(subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT))
+                    output.write("".join(f"{name}={value}\n" for name, value in variables.items()).encode())
+                    output.flush()
+                    command, environ = _command([*paths, *args]), os.environ | variables
+                    process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT)
+                    running.append(process)
             _follow(running, logs)
         finally:
             for process in running:
@@ -55,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 except subprocess.TimeoutExpired:  # in the background of a shell it ignores SIGINT
                     process.kill()
         statuses = [process.returncode for process in running]
-    print(f"both halves took {time.monotonic() - started:.0f} s; statuses {statuses}", flush=True)
+    print(f"both took {time.monotonic() - started:.0f} s; statuses {statuses}", flush=True)
     if all(status == NO_TESTS for status in statuses):
         return NO_TESTS
     return max(0 if status == NO_TESTS else abs(status) for status in statuses)

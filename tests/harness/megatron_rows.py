@@ -19,8 +19,7 @@ SECTIONS = [*CORE_SECTIONS, MegatronOptions, ModelShapeOptions]
 
 
 def make_args(model: str, **changes: Any) -> Any:
-    """Options of a run on the CPU with several micro-batches a step. A large epsilon: Adam's first steps blow rounding
-    errors of tiny gradients up to the size of the learning rate."""
+    """Options of a run on the CPU with several micro-batches a step. Epsilon: see ``harness.trainers.LARGE_EPS``."""
     given = {
         "train_backend": "megatron",
         "hf_checkpoint": model,

@@ -11,6 +11,12 @@ from buffer_rl.train.objective import Objective
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.types import TrainBatch
 
+LARGE_EPS: dict[str, float] = {"adam_eps": 1e-2}
+"""Options of a test that compares weights after steps whose sums have different orders. Adam's first step moves a
+weight by ``lr * g / (|g| + eps)``. With the default eps a gradient that is rounding alone moves its weight by the
+learning rate, in a direction that depends on the processor; with this one a difference d of gradients becomes at most
+``lr * d / eps``."""
+
 
 def make_trainer(args: Any, rank: int = 0, world_size: int = 1) -> TorchTrainer:
     """The trainer with the objective that ``args`` name, in this process."""

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from buffer_rl.config import compose
 from buffer_rl.verbs.train import sections_of
 from harness.megatron_ranks import HAS_MEGATRON, REASON
+from harness.trainers import LARGE_EPS
 
 pytestmark = [
     pytest.mark.ray,
@@ -27,7 +28,12 @@ def test_a_run_on_two_tensor_ranks_goes_on_with_two_stages(
     train: Callable[[Any], Any], options_in: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Engines get the gathered weights after each step; each step's checkpoint is written beside the next one."""
-    megatron = {"train_backend": "megatron", "train_device": "cpu", "num_train_ranks": 2, "deterministic": True}
+    megatron = {
+        "train_backend": "megatron",
+        "train_device": "cpu",
+        "num_train_ranks": 2,
+        "deterministic": True,
+    } | LARGE_EPS
 
     def options(name: str, **changes: Any) -> Any:
         given = options_in(tmp_path / name).model_dump(exclude_unset=True)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from buffer_rl.buffer.row_file import write_rollout
 from buffer_rl.cli import main
 from harness.recorded_rows import recorded_rows
+from harness.trainers import LARGE_EPS
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -42,8 +43,7 @@ OPTIONS = {
     "use_kl_loss": True,
     "kl_loss_coef": 0.1,
     "weight_decay": 0.1,
-    # A large epsilon: Adam's first steps blow rounding errors of tiny gradients up to the size of the learning rate.
-    "adam_eps": 1e-2,
+    **LARGE_EPS,
 }
 SCHEDULES = {
     "lockstep": {},

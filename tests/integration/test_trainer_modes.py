@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from buffer_rl.errors import PluginError
 from harness.processes import descendants, holds_within
+from harness.trainers import LARGE_EPS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -27,8 +28,7 @@ OPTIONS = {
     "deterministic": True,
     "num_steps_per_rollout": 2,
     "lr_decay_style": "cosine",
-    # A large epsilon: Adam's first steps blow rounding errors of tiny gradients up to the size of the learning rate.
-    "adam_eps": 1e-2,
+    **LARGE_EPS,
 }
 
 

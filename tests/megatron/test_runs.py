@@ -25,6 +25,7 @@ from harness import megatron_faults, megatron_published
 from harness.megatron_rows import SECTIONS
 from harness.recorded_rows import OPTIONS as RECORDED
 from harness.recorded_rows import recorded_rows
+from harness.trainers import LARGE_EPS
 
 pytestmark = [pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -125,7 +126,7 @@ def recorded(task: Path, options: Callable[..., Any]) -> Callable[..., Any]:
             "use_kl_loss": True,
             "kl_loss_coef": 0.1,
             "weight_decay": 0.1,
-            "adam_eps": 1e-2,
+            **LARGE_EPS,
         }
         return options(folder, **{**own, **changes})
 

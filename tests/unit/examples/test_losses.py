@@ -103,6 +103,6 @@ def test_streamed_gradients_and_those_of_two_ranks_equal_those_of_one(loss: str,
     wanted, *others = (gradient(trainer, pool, way) for way in WAYS)
     assert sum(float(slope.norm()) for slope in wanted[1].values()) > 0.01
     for found in others:
-        assert found[0] == pytest.approx(wanted[0], abs=1e-6)
+        assert found[0] == pytest.approx(wanted[0], abs=1e-5)
         for name, slope in wanted[1].items():
-            assert float((found[1][name] - slope).abs().max()) < 1e-6, name
+            assert (found[1][name] - slope).norm() <= 1e-4 * slope.norm(), name

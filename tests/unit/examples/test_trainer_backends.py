@@ -20,6 +20,7 @@ from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.types import TrainBatch
 from harness.recorded_rows import recorded_rows
+from harness.trainers import LARGE_EPS
 
 pytestmark = pytest.mark.slow
 
@@ -73,8 +74,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         lr=1e-2,
         lr_warmup_iters=2,
         weight_decay=0.1,
-        # A large epsilon: Adam's first steps blow rounding errors up to the size of the learning rate.
-        adam_eps=1e-2,
+        **LARGE_EPS,
         clip_grad=0.05,
         use_kl_loss=True,
         kl_loss_coef=0.1,

@@ -167,8 +167,8 @@ def test_a_whole_optimizer_goes_on_from_a_distributed_ones_checkpoint_and_not_th
 
 
 def test_settings_of_adam_are_those_of_the_run(ranks: RankPool, model: str, tp2: tuple[str, dict[str, Any]]) -> None:
-    (answer,) = ranks.run(1, megatron_training.resumed, Layout(), model, tp2[0], Kind(eps=1e-3))
-    assert answer["eps"] == {1e-3}
+    (answer,) = ranks.run(1, megatron_training.resumed, Layout(), model, tp2[0], Kind(eps=1e-2))
+    assert answer["eps"] == {1e-2}
     assert difference(answer["weights"], tp2[1]["weights"]) == 0.0
     assert difference(answer["after"], tp2[1]["after"]) > 100 * BOUND
 

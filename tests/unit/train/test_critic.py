@@ -66,7 +66,7 @@ def test_values_are_those_of_a_linear_layer_on_the_hidden_state_before_each_toke
         ):
             hidden = plain.model(input_ids=torch.from_numpy(np.asarray(tokens, dtype=np.int64))[None])[0][0]
             expected = (hidden @ weight[0])[len(tokens) - length - 1 : len(tokens) - 1]
-            torch.testing.assert_close(found_bt[row, :length], expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(found_bt[row, :length], expected, atol=1e-4, rtol=1e-5)
             assert not found_bt[row, length:].any()
     # The output layer was tied to the embeddings, which keep their gradient and their size.
     assert model.get_input_embeddings().weight.shape == plain.get_input_embeddings().weight.shape

@@ -146,7 +146,7 @@ def test_the_trainer_and_a_worker_compute_the_teachers_log_probabilities(
         with torch.no_grad():
             log_probs = (model(input_ids=ids[None]).logits[0] / 0.8).log_softmax(-1)
         each = log_probs[:-1].gather(-1, ids[1:, None])[:, 0]
-        np.testing.assert_allclose(row, each[len(each) - len(row) :], atol=1e-5)
+        np.testing.assert_allclose(row, each[len(each) - len(row) :], atol=5e-5)
 
 
 def test_every_schedule_and_role_ends_with_the_same_parameters(
@@ -225,7 +225,7 @@ def test_distillation_draws_the_student_to_the_teacher(
         other = trainer._model("teacher")(input_ids=ids).logits[0, -1].log_softmax(-1)
     (student.exp() * (student - other)).sum().backward()
     for name, parameter in trainer._actor.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found[name], parameter.grad, atol=5e-5, rtol=1e-4)
 
 
 def test_a_token_that_the_teacher_does_not_know_is_named(

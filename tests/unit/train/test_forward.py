@@ -66,7 +66,7 @@ class ArraysMade(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_chunks_change_no_value_and_no_gradient_and_make_few_large_arrays(
+def test_chunks_change_values_and_gradients_by_rounding_alone_and_make_few_large_arrays(
     temperature: float, model_path: str, make_batch: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     micro = collate(make_batch(6), CPU)
@@ -81,7 +81,8 @@ def test_chunks_change_no_value_and_no_gradient_and_make_few_large_arrays(
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         found.append((made.count, [log_probs_bt, entropy_bt, *gradients]))
     (whole, expected), (chunked, values) = found
-    assert all(torch.equal(a, b) for a, b in zip(expected, values, strict=True))
+    for one, other in zip(expected, values, strict=True):
+        assert (one - other).abs().max() <= 1e-5 * one.abs().max()
     assert (chunked, whole > 6) == (2, True)  # the logits and their gradient
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,11 @@ def test_a_device_that_is_not_there_is_an_error() -> None:
         assert pick_device("auto") == CPU
         with pytest.raises(ConfigError, match="no CUDA device"):
             pick_device("cuda")
+
+
+@pytest.mark.skipif("ATEN_CPU_CAPABILITY" not in os.environ, reason="make test-processors names the kernels")
+def test_torch_has_the_kernels_that_were_asked_for() -> None:
+    assert torch.backends.cpu.get_cpu_capability() == os.environ["ATEN_CPU_CAPABILITY"].upper()
 
 
 def _assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

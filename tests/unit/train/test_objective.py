@@ -67,7 +67,7 @@ def formula(
 def require_equal(found: tuple[float, dict[str, torch.Tensor]], wanted: tuple[float, dict[str, torch.Tensor]]) -> None:
     assert found[0] == pytest.approx(wanted[0], rel=1e-5, abs=1e-6)
     for name, exact_gradient in wanted[1].items():
-        assert (found[1][name] - exact_gradient).norm() < 1e-5 * exact_gradient.norm(), name
+        assert (found[1][name] - exact_gradient).norm() < 1e-4 * exact_gradient.norm(), name
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -131,7 +131,7 @@ def test_parts_of_a_step_make_the_same_step_as_the_whole(
     parts.zero_grad()
     shares = [parts.accumulate(batch.select(rows)) for rows in ([9, 10, 11], [3, 4, 5, 0, 1, 2], [6, 7, 8])]
     found = Sums.of(shares)
-    assert found.means() == pytest.approx(expected.means(), rel=1e-5, abs=1e-7)
+    assert found.means() == pytest.approx(expected.means(), rel=1e-5, abs=1e-6)
     assert found.divisor == expected.divisor
     step = [trainer.optimizer_step(1 / expected.divisor) for trainer in (whole, parts)]
     assert step[1]["grad_norm"] == pytest.approx(step[0]["grad_norm"], rel=1e-5)

@@ -67,8 +67,8 @@ def test_a_score_is_that_of_transformers_alone_and_in_every_batch(kind: str, tmp
     assert max(expected) - min(expected) > 0.01
     model = RewardModel(folder, CPU)
     for max_tokens in (1, 40, 10_000):
-        assert model.scores(rows, max_tokens) == pytest.approx(expected, abs=1e-6)
-    assert [model.scores([row], 64)[0] for row in rows] == pytest.approx(expected, abs=1e-6)
+        assert model.scores(rows, max_tokens) == pytest.approx(expected, abs=1e-5)
+    assert [model.scores([row], 64)[0] for row in rows] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("pad", [EOS, None], ids=["padding is the end token", "no padding token"])
@@ -78,7 +78,7 @@ def test_responses_with_an_end_token_have_the_score_of_transformers_whatever_pad
     folder = make("qwen3", tmp_path, pad_token_id=pad)
     rows = rows_of([5, 12, 3])
     expected = [by_transformers(folder, row) for row in rows]
-    assert RewardModel(folder, CPU).scores(rows, 1000) == pytest.approx(expected, abs=1e-6)
+    assert RewardModel(folder, CPU).scores(rows, 1000) == pytest.approx(expected, abs=1e-5)
 
 
 def test_scores_are_those_of_the_pipeline_of_transformers(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_scores_are_those_of_the_pipeline_of_transformers(tmp_path: Path) -> Non
     expected = [answer["score"] for answer in classify(texts)]
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     rows = [np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in texts]
-    assert RewardModel(folder, CPU).scores(rows, 1000) == pytest.approx(expected, abs=1e-6)
+    assert RewardModel(folder, CPU).scores(rows, 1000) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_calls_that_wait_share_a_forward_pass_up_to_the_token_budget(tmp_path: P
     assert batches == [[3], [4, 4, 4], [8, 2], [40]]  # 3 x 4 tokens, 2 x 8, and a row that is alone too long
     model = RewardModel(folder, CPU)
     for call, answer in zip(calls, answers, strict=True):
-        assert answer == pytest.approx([model.scores([row], 1)[0] for row in call], abs=1e-6)
+        assert answer == pytest.approx([model.scores([row], 1)[0] for row in call], abs=1e-5)
 
 
 def test_under_deterministic_a_call_has_the_same_bits_whatever_waits_beside_it(tmp_path: Path) -> None:

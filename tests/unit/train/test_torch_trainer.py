@@ -80,11 +80,11 @@ def test_loss_and_gradient_equal_a_naive_implementation(
     ref = copy.deepcopy(naive)
     loss = _naive_loss(naive, ref, batch, args)
     loss.backward()
-    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert 0 < metrics["pg_clipfrac"] < 1
     found = _gradients(trainer)
     for name, parameter in naive.named_parameters():
-        torch.testing.assert_close(found[name] / sums.divisor, parameter.grad, atol=5e-6, rtol=1e-5)
+        torch.testing.assert_close(found[name] / sums.divisor, parameter.grad, atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("loss_agg_mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
@@ -99,10 +99,10 @@ def test_micro_batches_and_partial_calls_add_up_to_the_whole_batch(
     first, second = batch.select(range(0, 5)), batch.select(range(5, len(batch)))
     sums = Sums.of(small.accumulate(part) for part in (first, second, batch.select([])))
     assert sums.divisor == pytest.approx(expected.divisor)
-    assert sums.means() == pytest.approx(expected.means(), abs=1e-6)
+    assert sums.means() == pytest.approx(expected.means(), abs=1e-5)
     found = _gradients(small)
     for name, gradient in _gradients(whole).items():
-        torch.testing.assert_close(found[name] / sums.divisor, gradient / sums.divisor, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(found[name] / sums.divisor, gradient / sums.divisor, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("max_tokens", [30, 64, 16384])
@@ -121,7 +121,7 @@ def test_log_probs_come_back_in_the_order_of_the_rows(make_args: MakeArgs, make_
     assert [len(row) for row in rows] == batch.columns["response_length"].tolist()
     for index, row in enumerate(rows):
         alone = trainer.log_probs("actor", batch.select([index]))[0]
-        np.testing.assert_allclose(row, alone, atol=1e-5)
+        np.testing.assert_allclose(row, alone, atol=5e-5)
         assert row.dtype == np.float32
     assert trainer.log_probs("actor", batch.select([])) == []
 

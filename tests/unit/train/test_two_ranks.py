@@ -15,7 +15,7 @@ from buffer_rl.config import Options
 from buffer_rl.engine.process import reserved_port
 from buffer_rl.train.steps import StepReport
 from buffer_rl.types import TrainBatch
-from harness.trainers import make_trainer
+from harness.trainers import LARGE_EPS, make_trainer
 
 DEADLINE_S = 120
 INFINITE = """
@@ -65,9 +65,8 @@ def test_two_ranks_equal_one_rank(
     batches = [make_batch(seed=0), make_batch(seed=1), make_batch(seed=2), make_batch(seed=3).select([1])]
     batches[2].columns["reward"][3] = np.float32(3e38)
     job_file = tmp_path / "job"
-    # A large epsilon: Adam's first steps blow rounding errors of tiny gradients up to the size of the learning rate.
     kl = {"use_kl_loss": True, "kl_loss_coef": 1e-3, "kl_target": 0.1, "kl_horizon": 1000.0, "max_non_finite_steps": 9}
-    args = make_args(train_timeout_s=60.0, max_tokens_per_gpu=40, adam_eps=1e-2, **kl)
+    args = make_args(train_timeout_s=60.0, max_tokens_per_gpu=40, **LARGE_EPS, **kl)
     for batch in batches:
         near = [row + np.float32(0.1) for row in make_trainer(args).log_probs("actor", batch)]
         batch.columns["ref_log_probs"] = near
