@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from buffer_rl.checkpoint import open_checkpoint
+from buffer_rl.checkpoint import Manifest, open_checkpoint, read_manifest
 from buffer_rl.cluster.counts import derived_counts, with_counts
 from buffer_rl.config import Section, compose, load_section, plugin_kind_of
 from buffer_rl.configuration.help import add_options, given_flags
@@ -26,7 +26,9 @@ from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.source import read_sources
 from buffer_rl.driver.checks import check_options, notices
 from buffer_rl.driver.process import with_start
+from buffer_rl.driver.resume import option_changes, resume_notices
 from buffer_rl.driver.role_checks import check_roles
+from buffer_rl.engine.process import with_engine_key
 from buffer_rl.errors import ConfigError, DataError, PluginError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
@@ -114,7 +116,8 @@ def run(namespace: argparse.Namespace) -> int:
         registry.call_hook("buffer_rl_configure", config=args)  # what plugins check; a run calls it itself
         if args.load is not None and not is_remote(local_path(args.load)):
             open_checkpoint(args.load)  # a run does it itself; it reads every byte
-        (print_json if namespace.json else print_text)(plan)
+        resumed = read_manifest(args.load) if args.load is not None else None
+        (print_json if namespace.json else print_text)(plan, resumed)
         return 0
     return _launch(args, registry, data)
 
@@ -262,9 +265,11 @@ class DryRun:
     data: list[DataFile]
 
 
-def print_json(plan: DryRun) -> None:
-    """Print one JSON object with ``options``, ``plugins`` and ``data``."""
-    values = mask_secrets(plan.resolved.args.model_dump(mode="json"))
+def print_json(plan: DryRun, resumed: Manifest | None = None) -> None:
+    """Print one JSON object with ``options``, ``plugins``, ``data`` and, for a checkpoint that the run resumes from,
+    ``changed``: each option that differs from its own."""
+    args: Any = plan.resolved.args
+    values = mask_secrets(args.model_dump(mode="json"))
     origins = plan.resolved.origins
     document: dict[str, Any] = {
         "options": {
@@ -274,17 +279,24 @@ def print_json(plan: DryRun) -> None:
         "plugins": [asdict(use) for use in plan.plugins],
         "data": mask_secrets([asdict(file) for file in plan.data]),
     }
+    if resumed is not None:
+        document["changed"] = [asdict(change) for change in option_changes(resumed.facts, with_engine_key(args))]
     print(json.dumps(document, indent=2, ensure_ascii=False))
 
 
-def print_text(plan: DryRun) -> None:
-    """Print three tables."""
+def print_text(plan: DryRun, resumed: Manifest | None = None) -> None:
+    """Print three tables, and what differs from the checkpoint that the run resumes from."""
     for line in _option_lines(plan.resolved):
         print(line)
     print("\nPlugins")
     _print_columns([(use.kind, use.reference, use.place) for use in plan.plugins])
     print("\nData files")
     _print_columns([(file.use, mask_url(file.path), f"{file.num_rows} rows") for file in plan.data])
+    if resumed is not None:
+        print(f"\nOptions that differ from those of the checkpoint of step {resumed.step}")
+        args: Any = plan.resolved.args
+        for line in resume_notices(resumed.facts, resumed.step, with_engine_key(args)) or ["none"]:
+            print(f"  {line}")
     print("\nDry run: everything that can be checked before a run is right.")
 
 
