@@ -14,5 +14,6 @@ session      what a run keeps when its processes are started again
 restart      when and how they are
 process      signals, and locks of folders
 provenance   versions, plugins, code and data of a run
+resume       what differs from the run that wrote the checkpoint
 options      flags
 """

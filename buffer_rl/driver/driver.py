@@ -29,6 +29,7 @@ from buffer_rl.driver.offload import MemoryTurns
 from buffer_rl.driver.schedule import RunPlan, RunResult
 from buffer_rl.driver.tasks import RoleCalls, Runtime, StepTimes, Task, is_worker_death, role_of
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
+from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.observe.timeline import clock_origin
 from buffer_rl.roles import FIELD_OF_MODEL
 
@@ -199,7 +200,7 @@ class Driver:
         del self._generating[rollout_id]
         report = self._buffer(BufferState.close_rollout, self._tickets[rollout_id])
         metrics = dict(metrics)
-        metrics |= {f"rollout/drop_{reason}": float(count) for reason, count in report.drops.items()}
+        metrics |= drop_metrics(report.drops)
         metrics["rollout/num_groups"] = float(report.num_groups)
         self._observer.rollout_ended(rollout_id, False, metrics, samples)
         if report.num_groups == 0:

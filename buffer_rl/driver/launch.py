@@ -49,8 +49,9 @@ from buffer_rl.roles import ACTOR
 from buffer_rl.rollout.data_source import SourceAnswers, SourceWatch, start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
-from buffer_rl.train.batch_sizes import optimizer_steps, with_steps
+from buffer_rl.train.batch_sizes import with_steps
 from buffer_rl.train.group import start_train_group
+from buffer_rl.train.learning_rate import with_decay_iters
 from buffer_rl.train.reward_model import RewardModelWatch, start_reward_model
 from buffer_rl.train.roles import (
     REFERENCE_FOLDER,
@@ -152,7 +153,7 @@ class _Run:
         self.role_plan = self._role_plan()
         self.trained: dict[str, ActorGroup] = {}
         for role in self.role_plan.trained:
-            text = dump_args(self._train_args(role))
+            text = dump_args(with_decay_iters(args, self.role_plan.num_updates(role, self.num_rollouts)))
             self.trained[role] = stack.stops(start_train_group(role, args, text, actor, logs, self.placement))
         roles = self.role_plan.dedicated_roles
         started = start_roles(args, registry, roles, args_text, actor, logs, self.placement)
@@ -230,9 +231,9 @@ class _Run:
             targets["reference"] = local("reference", self.reference)
         plan = self._plan()
         if plan.saves:
-            facts = self.session.provenance.facts()
+            facts = self.session.provenance.facts() | {"num_rollouts": plan.num_rollouts}
             checkpoints = RunCheckpoints(
-                args, buffer=self.buffer, trained=self.trained, reference=self.reference, provenance=facts
+                self.session.args, buffer=self.buffer, trained=self.trained, reference=self.reference, provenance=facts
             )
             targets["save"] = local("save", checkpoints, end_s=lambda: max(CLOSE_TIMEOUT_S, checkpoints.time_left()))
         if args.save_debug_rollout_data:
@@ -307,14 +308,6 @@ class _Run:
             answers = SourceAnswers.from_args(args)
             self.buffer.set_source_length(answers.wait("num_rows", self.source.num_rows.remote))
         return args.num_epoch * self.buffer.get_num_rollout_per_epoch()
-
-    def _train_args(self, role: str) -> Args:
-        """The options with the length of a trained role's decay of the learning rate, which may depend on that of the
-        data."""
-        if self.args.lr_decay_iters is not None:
-            return self.args
-        steps = self.role_plan.num_updates(role, self.num_rollouts) * optimizer_steps(self.args)
-        return self.args.model_copy(update={"lr_decay_iters": max(1, steps)})
 
     def _plan(self) -> RunPlan:
         args = self.args

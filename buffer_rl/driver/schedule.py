@@ -151,6 +151,11 @@ class RolePlan:
         return [model for owner, model in self.passes if owner == role]
 
 
+def critic_only_steps(args: Any) -> int:
+    """On how many rollouts the critic alone is trained, at the beginning of a run."""
+    return max(args.num_critic_only_steps, args.num_freeze_actor_steps) if uses_critic(args) else 0
+
+
 def role_plan(args: Any, estimator: object, own: Sequence[Role] = (), backend: object = None) -> RolePlan:
     """The roles that the options ask for, and what is left to the trainer. estimator: of advantages. own: the roles of
     ``--role-path``. backend: a trainer backend that is not the default one."""
@@ -170,7 +175,7 @@ def role_plan(args: Any, estimator: object, own: Sequence[Role] = (), backend: o
         # An estimator of scope row is called by each rank on its own rows, unless it reads those of another role.
         estimates=not (is_supervised(args) or "advantages" in dedicated or args.stream_gradients)
         and (estimator_scope(args, estimator) is not Scope.ROW or bool(critic)),
-        critic_only_steps=max(args.num_critic_only_steps, args.num_freeze_actor_steps) if critic else 0,
+        critic_only_steps=critic_only_steps(args),
         stream_gradients=args.stream_gradients,
         max_restarts=args.role_max_restarts,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from buffer_rl.checkpoint import Checkpoint
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, ships_code
+from buffer_rl.driver.resume import resume_notices
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.plugins import PluginRegistry
 
@@ -25,11 +26,13 @@ class RunSession:
         self.observer = stack.enter_context(
             RunObserver(args, registry, loaded.step if loaded else None, provenance.facts())
         )
-        for line in changed_plugins(loaded.facts, provenance) if loaded else ():
-            self.observer.notice(line)
+        if loaded is not None:
+            resumed = resume_notices(loaded.facts, loaded.step, args)
+            for line in (*changed_plugins(loaded.facts, provenance), *resumed):
+                self.observer.notice(line)
         self._first_step = loaded.step if loaded else 0
         self._code = collect_user_code(args, registry) if ships_code(args) else None
-        self._args = args
+        self.args = args
         self._stack = stack
         self._is_connected = False
 
@@ -40,6 +43,6 @@ class RunSession:
     def connect(self) -> None:
         """Connect to Ray, unless it was done before. Raises as ``ray_session``."""
         if not self._is_connected:
-            store_bytes = round(self._args.object_store_gb * 1e9)
-            self._stack.enter_context(ray_session(self._args.ray_address, self._code, store_bytes))
+            store_bytes = round(self.args.object_store_gb * 1e9)
+            self._stack.enter_context(ray_session(self.args.ray_address, self._code, store_bytes))
             self._is_connected = True

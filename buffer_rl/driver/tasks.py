@@ -81,7 +81,8 @@ class StepTimes:
         self._seconds.clear()
 
     def metrics(self, generated_tokens: float | None) -> dict[str, float]:
-        """``perf/{name}_time`` in seconds, and tokens per second of the rollout."""
+        """``perf/{name}_time`` in seconds, and ``perf/tokens_per_s``: generated tokens per second of
+        ``perf/rollout_time``."""
         metrics = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
         metrics["perf/step_time"] = self._runtime.now() - self._started
         if self._seconds["rollout"] > 0 and generated_tokens is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from buffer_rl.observe.run_folder import JsonlWriter, read_jsonl, records_before
 
 METRICS_FILE = "metrics.jsonl"
 DROP_PREFIX = "rollout/drop_"
+_NUMBER_AT_END = re.compile(r"^(.+?)[_ :=]-?\d+(\.\d+)?(e[+-]?\d+)?$", re.DOTALL)
 _log = logging.getLogger(__name__)
 
 
@@ -104,6 +106,16 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """
     file = Path(path)
     return read_jsonl(file / METRICS_FILE if file.is_dir() else file)
+
+
+def drop_metrics(drops: Mapping[str, int], prefix: str = DROP_PREFIX) -> dict[str, float]:
+    """Dropped groups by reason, as ``rollout/drop_REASON``. A number that a reason ends with (``zero_std_0.5`` of
+    slime's filters) is no part of the name, which would make a metric of each value."""
+    found: dict[str, float] = {}
+    for reason, count in sorted(drops.items()):
+        name = prefix + _NUMBER_AT_END.sub(r"\1", reason)
+        found[name] = found.get(name, 0.0) + count
+    return found
 
 
 def drops_of(metrics: Mapping[str, float]) -> dict[str, int]:

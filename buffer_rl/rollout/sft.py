@@ -44,7 +44,6 @@ class SFTRollout:
             metrics={
                 "response_len/mean": sum(lengths) / len(lengths),
                 "response_len/max": float(max(lengths)),
-                "perf/rollout_time": stats.metrics()["perf/rollout_time"],
             }
         )
 

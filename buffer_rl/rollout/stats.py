@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.types import Sample, SampleGroup, Status, equal_rewards, sample_means
 
 OF_KEPT = frozenset(
@@ -82,7 +83,6 @@ class RolloutStats:
     num_quarantined: int = 0
     generating: BusyClock = field(default_factory=BusyClock)
     scoring: BusyClock = field(default_factory=BusyClock)
-    started: float = field(default_factory=time.perf_counter)
 
     def count_generated(self, group: SampleGroup, num_before: int = 0) -> None:
         """Count the tokens of a group, kept or not, but for the ``num_before`` that it had from an earlier lease."""
@@ -105,13 +105,10 @@ class RolloutStats:
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers. Names that begin with ``perf/`` are complete; the others go under ``rollout/``."""
-        elapsed = time.perf_counter() - self.started
         values = {
             "generated_tokens": float(self.generated_tokens),
-            "perf/rollout_time": elapsed,
             "perf/generate_time": self.generating.seconds,
             "perf/reward_time": self.scoring.seconds,
-            "perf/tokens_per_second": self.generated_tokens / elapsed,
         }
         if self.num_aborted_groups or self.num_surplus_groups:
             values["aborted_groups"] = float(self.num_aborted_groups)
@@ -119,7 +116,7 @@ class RolloutStats:
         values.update({f"{domain}_failures": float(count) for domain, count in sorted(self.failures.items())})
         if self.num_quarantined:
             values["drop_quarantined"] = float(self.num_quarantined)
-        values.update({f"drop_{reason}": float(count) for reason, count in sorted(self.drops.items())})
+        values |= drop_metrics(self.drops, "drop_")
         return values | self.metrics_of_kept()
 
     def metrics_of_kept(self) -> dict[str, float]:

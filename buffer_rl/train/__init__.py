@@ -5,7 +5,8 @@ collate        rows in micro-batches, as padded tensors
 packing        rows as one sequence without padding
 forward        log-probabilities and entropies under a model
 objective      loss and advantage estimator of a run; gradients before the step's totals are known
-optimizer      AdamW, learning rate, reduction and sums of gradients
+optimizer      AdamW, reduction and sums of gradients
+learning_rate  the learning rate of each optimizer step
 batch_sizes    how many optimizer steps a rollout has, and of how many samples
 steps          optimizer steps on a rollout; steps that are not finite
 stream         rows of a rollout that still runs: the torch dataset, the stages of roles

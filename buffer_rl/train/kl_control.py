@@ -33,7 +33,8 @@ class KLControl:
         self._objective = objective
 
     def adapt(self, report: StepReport) -> None:
-        """Adapt the coefficient to the steps in ``report``, which gets the one that they had. Every rank calls it."""
+        """Adapt the coefficient to the steps in ``report``, which gets the one that they had, and the divergence that
+        was measured. Every rank calls it."""
         report.kl_coef = coefficient = self._objective.kl_coef
         if coefficient is None:
             return
@@ -41,7 +42,8 @@ class KLControl:
         kl, tokens = summed_over_ranks([sum(t.value for t in totals), sum(t.weight for t in totals)])
         if tokens:
             # Rounded, as the order of a sum, which ranks and schedules change, is to change nothing.
-            self._objective.kl_coef = adapted_coefficient(self._args, coefficient, float(np.float32(kl / tokens)))
+            report.measured_kl = float(np.float32(kl / tokens))
+            self._objective.kl_coef = adapted_coefficient(self._args, coefficient, report.measured_kl)
 
     def save(self, path: str) -> None:
         """Write the coefficient, where it is adapted, into the folder ``path``."""

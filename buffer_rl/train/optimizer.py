@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from buffer_rl.errors import CheckpointError, ConfigError, NonFiniteError
-from buffer_rl.train.batch_sizes import optimizer_steps
-
-
-def learning_rate(args: Any, step: int) -> float:
-    """The learning rate of optimizer step ``step`` (counted from 0): linear warm-up over ``lr_warmup_iters`` steps to
-    ``lr``, then ``lr_decay_style``.
-
-    With W steps of warm-up, D = ``lr_decay_iters`` and x = (step - W) / (D - W), at most 1: ``constant`` stays at
-    ``lr``, ``linear`` is ``min_lr + (lr - min_lr) (1 - x)``, ``cosine`` is
-    ``min_lr + (lr - min_lr) (1 + cos(pi x)) / 2`` (SGDR, arXiv 1608.03983, equation 5). Steps from D on have
-    ``min_lr``. The first step already has ``lr / W``, and step D - 1 a little more than ``min_lr``: a step with 0 would
-    be wasted.
-
-    It depends on the options and the step alone, so a run that is resumed with equal options goes on as it was.
-    """
-    warm_up, lr = args.lr_warmup_iters, float(args.lr)
-    if step < warm_up:
-        return lr * (step + 1) / float(warm_up)
-    if args.lr_decay_style == "constant":
-        return lr
-    end = decay_steps(args)
-    passed = min(1.0, (step - warm_up) / (end - warm_up)) if end > warm_up else 1.0
-    left = 1.0 - passed if args.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * passed))
-    return float(args.min_lr) + (lr - float(args.min_lr)) * left
+from buffer_rl.errors import CheckpointError, NonFiniteError
+from buffer_rl.train.learning_rate import learning_rate as learning_rate
 
 
 def non_finite_gradient(norm: float, step: int) -> NonFiniteError:
@@ -44,21 +20,6 @@ def non_finite_gradient(norm: float, step: int) -> NonFiniteError:
         expected="a finite number",
         hint="look at the loss metrics of this step and at its rewards; a lower --lr often helps",
     )
-
-
-def decay_steps(args: Any) -> int:
-    """The optimizer step from which on the learning rate is ``min_lr``: ``lr_decay_iters``, or all steps of the run.
-
-    Raises ConfigError if the options say neither, as where the length is given in epochs."""
-    if args.lr_decay_iters is not None:
-        return int(args.lr_decay_iters)
-    if args.num_rollout is None:
-        raise ConfigError(
-            "the number of optimizer steps is not known",
-            where="--lr-decay-iters",
-            hint="add --lr-decay-iters N or --num-rollout N",
-        )
-    return int(args.num_rollout) * optimizer_steps(args)
 
 
 class Optimizer:

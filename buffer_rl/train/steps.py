@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.algo.kl_target import MEASURED_KL
 from buffer_rl.buffer.row_file import write_rollout
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import BufferRLError, NonFiniteError, TrainError
@@ -26,16 +27,19 @@ if TYPE_CHECKING:
 @dataclass(slots=True, kw_only=True)
 class StepReport:
     """One rank's account of its optimizer steps: its own sums of each that was taken, and metrics that are alike on
-    every rank. non_finite: steps that the run has left out so far. kl_coef: that of the steps, where it is adapted."""
+    every rank. non_finite: steps that the run has left out so far. kl_coef: that of the steps, if it is adapted;
+    measured_kl: what is compared with ``--kl-target`` after them, of all ranks."""
 
     sums: list[Sums] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     non_finite: int = 0
     kl_coef: float | None = None
+    measured_kl: float | None = None
 
     @staticmethod
     def metrics_of(reports: Sequence[StepReport]) -> dict[str, float]:
-        """All ranks' metrics, as means over the steps that were taken; ``lr`` is that of the last step."""
+        """All ranks' metrics, as means over the steps that were taken; ``lr`` is that of the last step, ``ref_kl`` the
+        mean over the tokens of all of them."""
         metrics = reports[0].metrics
         taken = [
             reduce(Sums.__add__, parts).means() | same
@@ -48,6 +52,8 @@ class StepReport:
             found["non_finite_steps"] = float(reports[0].non_finite)
         if reports[0].kl_coef is not None:
             found["kl_coef"] = reports[0].kl_coef
+        if reports[0].measured_kl is not None:
+            found[MEASURED_KL] = reports[0].measured_kl
         return found
 
 

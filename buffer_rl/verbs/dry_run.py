@@ -8,8 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from buffer_rl.checkpoint import Manifest
 from buffer_rl.config import load_section
 from buffer_rl.configuration.sources import Resolved
+from buffer_rl.driver.resume import option_changes, resume_notices
+from buffer_rl.engine.process import with_engine_key
 from buffer_rl.redaction import mask_secrets, mask_url
 from buffer_rl.verbs.resources import Needs, bytes_text
 from buffer_rl.verbs.rows import RowSource, Trial, TriedRow, is_evaluation
@@ -45,9 +48,11 @@ class DryRun:
         return rows and max(1, rows // self.resolved.args.rollout_batch_size)
 
 
-def print_json(plan: DryRun) -> None:
-    """Print one JSON object with ``options``, ``plugins``, ``data``, ``trial`` and ``needs``."""
-    values = mask_secrets(plan.resolved.args.model_dump(mode="json"))
+def print_json(plan: DryRun, resumed: Manifest | None = None) -> None:
+    """Print one JSON object with ``options``, ``plugins``, ``data``, ``trial``, ``needs`` and, if the run resumes from
+    a checkpoint, ``changed``: each option that differs from the checkpoint's."""
+    args: Any = plan.resolved.args
+    values = mask_secrets(args.model_dump(mode="json"))
     origins = plan.resolved.origins
     trial = asdict(plan.trial)
     for prompts in trial["prompts"]:
@@ -62,11 +67,13 @@ def print_json(plan: DryRun) -> None:
         "trial": trial,
         "needs": {**asdict(plan.needs), "steps_per_epoch": plan.steps_per_epoch},
     }
+    if resumed is not None:
+        document["changed"] = [asdict(change) for change in option_changes(resumed.facts, with_engine_key(args))]
     print(json.dumps(document, indent=2, ensure_ascii=False))
 
 
-def print_text(plan: DryRun) -> None:
-    """Print tables."""
+def print_text(plan: DryRun, resumed: Manifest | None = None) -> None:
+    """Print tables, and what differs from the checkpoint that the run resumes from."""
     for line in _option_lines(plan.resolved):
         print(line)
     print("\nPlugins")
@@ -81,6 +88,11 @@ def print_text(plan: DryRun) -> None:
         print(*score_lines(plan.trial.rows), sep="\n")
     print("\nThe run")
     _print_columns(_need_lines(plan))
+    if resumed is not None:
+        print(f"\nOptions that differ from those of the checkpoint of step {resumed.step}")
+        args: Any = plan.resolved.args
+        for line in resume_notices(resumed.facts, resumed.step, with_engine_key(args)) or ["none"]:
+            print(f"  {line}")
     unchecked = "; ".join(plan.trial.unchecked)
     if unchecked:
         print(f"\nDry run: what was checked is right. Not checked: {unchecked}.")

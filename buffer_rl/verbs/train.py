@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from buffer_rl.checkpoint import open_checkpoint
+from buffer_rl.checkpoint import open_checkpoint, read_manifest
 from buffer_rl.cluster.counts import derived_counts, with_counts
 from buffer_rl.config import Section, compose, plugin_kind_of
 from buffer_rl.configuration.help import add_config_flag, add_options, given_flags
@@ -122,7 +122,8 @@ def run(namespace: argparse.Namespace) -> int:
         if args.load is not None and not is_remote(local_path(args.load)):
             open_checkpoint(args.load)  # a run does it itself; it reads every byte
         plan = DryRun(resolved=resolved, plugins=plugins, sources=sources, needs=needs, trial=trial)
-        (print_json if namespace.json else print_text)(plan)
+        resumed = read_manifest(args.load) if args.load is not None else None
+        (print_json if namespace.json else print_text)(plan, resumed)
         return 0
     return _launch(args, registry, data)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import DataError, DeadlineError
+from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.loss_masks import encode_conversation
@@ -157,7 +158,7 @@ class _Run:
     def metrics(self) -> dict[str, float]:
         """Of the rollout so far."""
         values = {"service_wait_s": self.waited_s, "service_partial": float(self.num_partial)}
-        return values | {f"service_drop_{reason}": float(count) for reason, count in self.drops.items()}
+        return values | drop_metrics(self.drops, "service_drop_")
 
 
 def to_sample(trajectory: Trajectory, uid: GroupUid, index: int, context: RolloutContext) -> Sample:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from buffer_rl.errors import DataError
-from buffer_rl.observe.metrics import MetricHub, MetricsFile, read_metrics
+from buffer_rl.observe.metrics import MetricHub, MetricsFile, drop_metrics, read_metrics
 
 
 class ListLogger:
@@ -120,3 +120,13 @@ def test_a_damaged_line_is_named_with_file_and_line(tmp_path, bad):
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         read_metrics(tmp_path)
+
+
+def test_dropped_groups_are_counted_under_names_that_hold_no_data():
+    of_slime = {f"zero_std_{round(reward / 10, 1)}": 1 for reward in range(-5, 6)}  # a reason of each rounded reward
+    assert drop_metrics(of_slime | {"too_long": 2, "baseline_aborted": 3, "7": 1}) == {
+        "rollout/drop_zero_std": 11.0,
+        "rollout/drop_too_long": 2.0,
+        "rollout/drop_baseline_aborted": 3.0,
+        "rollout/drop_7": 1.0,
+    }

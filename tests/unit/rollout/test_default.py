@@ -48,6 +48,10 @@ async def test_a_rollout_finishes_its_groups_with_rewards_and_metrics(kit: Any) 
     assert (metrics["response_len/mean"], metrics["response_len/max"]) == (3.0, 3.0)
     assert metrics["generated_tokens"] == 18
     assert metrics["zero_std"] == 1.0
+    # The step's own times, and tokens per second of them, are the driver's.
+    assert {name for name in metrics if "/" in name} == {
+        "perf/generate_time", "perf/reward_time", "response_len/mean", "response_len/max",
+    }  # fmt: skip
     truncated = [sample.status == "truncated" for group in buffer.finished for sample in group]
     assert metrics["truncated_ratio"] == sum(truncated) / 6
     assert 0 < sum(truncated) < 6

@@ -87,6 +87,19 @@ def test_all_steps_of_a_rollout_count_by_their_tokens_and_steps_that_were_left_o
     assert objective.kl_coef == pytest.approx(0.1 * (1 + 0.1 * 0.075 / 2.8), rel=1e-7)
 
 
+def test_the_metric_is_the_number_that_is_compared_with_the_target() -> None:
+    """Of two steps, the first with three tokens: their mean over tokens, not the mean of their means, 2.33 and 4.5."""
+    objective = objective_of(**{**IN_LOSS, "kl_target": 2.8})
+    report = reported(objective)
+    report.sums.append(outcome(objective, step().select([1]), LOG_PROBS[1:]).sums)
+    report.metrics *= 2
+    KLControl(objective._args, objective).adapt(report)
+    compared = StepReport.metrics_of([report])["ref_kl"]
+    assert compared == 2.875
+    error = (compared - 2.8) / 2.8
+    assert objective.kl_coef == 0.1 * (1 + error * 12 / 120)
+
+
 def test_a_fixed_coefficient_stays_and_has_no_file(tmp_path: Path) -> None:
     objective = objective_of(use_kl_loss=True, kl_loss_coef=0.1)
     control = KLControl(objective._args, objective)

@@ -66,6 +66,31 @@ def test_a_dry_run_prints_options_with_their_origins_plugins_and_data(
     assert [(file["use"], file["num_rows"]) for file in shown["data"]] == [("train", 2), ("eval/dev", 1)]
 
 
+def test_a_dry_run_of_a_resume_shows_what_differs_from_the_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ("--rm-type", "f1", "--lr", "1e-3", "--lr-decay-style", "cosine")
+    monkeypatch.setenv("BUFFER_RL_RM_URL", "http://u:hunter2@h")
+    assert train("--json", *argv) == 0
+    options = {name: shown["value"] for name, shown in json.loads(capsys.readouterr().out)["options"].items()}
+    write_checkpoint(folder / "saves", 2, facts={"options": options | {"engine_api_key": "***"}})
+    assert train("--json", *argv, "--load", "saves", "--num-rollout", "6", "--seed", "9") == 0
+    assert json.loads(capsys.readouterr().out)["changed"] == [
+        {"option": "num_rollout", "then": 3, "now": 6},
+        {"option": "seed", "then": options["seed"], "now": 9},
+    ]
+    monkeypatch.setenv("BUFFER_RL_RM_URL", "http://u:hunter3@i")
+    assert train(*argv, "--load", "saves", "--num-rollout", "6") == 0
+    shown = capsys.readouterr().out
+    assert "--num-rollout 3, now 6" in shown
+    assert '--rm-url "http://***@h", now "http://***@i"' in shown
+    assert "--lr-decay-iters 3 keeps the curve" in shown
+    assert "hunter" not in shown
+    monkeypatch.setenv("BUFFER_RL_RM_URL", "http://u:hunter2@h")
+    assert train(*argv, "--load", "saves") == 0
+    assert "the checkpoint of step 2\n  none\n" in capsys.readouterr().out
+
+
 def test_steps_that_follow_from_the_batch_size_are_shown_with_its_origin(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
