@@ -32,6 +32,10 @@ class ArrowTable:
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
+    def field_names(self) -> list[str]:
+        """The names of the columns."""
+        return list(self._table.column_names)
+
     def records(self, first: int, last: int, keys: RowKeys) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
         """The records ``first`` to ``last`` (exclusive) of the table.
 

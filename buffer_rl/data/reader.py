@@ -27,6 +27,7 @@ from buffer_rl.data.dataset import (
     RowKeys,
     Unit,
     build_row,
+    missing_field,
     row_label,
 )
 from buffer_rl.data.files import Content, DataPath, LocalFile, digest_of
@@ -134,8 +135,8 @@ def read_dataset(source: str, keys: RowKeys | None = None) -> PromptDataset:
         rows.file.seal(digest.result().hexdigest())
     _find_repeated_ids(parts, first, last, keys, found)
     if found.problems:
-        _refuse(found, parts[0].table.unit)
-    _check_label_key(mask_url(str(data_path)), keys, found.facts)
+        _refuse(found, parts[0].table.unit, last - first)
+    _check_label_key(mask_url(str(data_path)), keys, found.facts, parts[0].table)
     several = len(parts) > 1
     return PromptDataset(
         rows=rows,
@@ -175,7 +176,7 @@ def _good_rows(
                 raise record
             row = build_row(record, keys, row=row_number, line=number)
         except RowError as error:
-            found.refuse(row_number, where, str(error))
+            found.refuse(row_number, where, error)
             continue
         found.add(row)
         yield where, row
@@ -193,8 +194,8 @@ def _find_repeated_ids(parts: Sequence[OpenPart], first: int, last: int, keys: R
             here = where if len(parts) > 1 else f"{parts[0].table.unit} {row.line}"
             earlier = place_of_id.setdefault(row.id, here)
             if earlier != here:
-                twice.refuse(row.row, where, f"the id {row.id!r} is already used in {earlier}")
-    found.problems += twice.problems
+                twice.refuse(row.row, where, RowError(f"the id {row.id!r} is already used in {earlier}"))
+    found.problems |= twice.problems
     found.num_problems += twice.num_problems
 
 
@@ -210,18 +211,28 @@ def _records(
             yield part, number, record
 
 
-def _refuse(found: Findings, unit: Unit) -> NoReturn:
-    (_, first, reason), *others = sorted(found.problems)[:MAX_PROBLEMS]
-    more = [f"{where}: {why}" for _, where, why in others]
-    if found.num_problems > MAX_PROBLEMS:
-        more.append(f"... and {found.num_problems - MAX_PROBLEMS} more bad {unit}s")
-    raise DataError("\n".join([reason, *more]), where=first)
+def _refuse(found: Findings, unit: Unit, num_rows: int) -> NoReturn:
+    """One line for each reason, with the first place of it and the number of rows."""
+    problems = sorted(found.problems.values(), key=lambda problem: problem.position)[:MAX_PROBLEMS]
+    lines = []
+    for problem in problems:
+        others = problem.count - 1
+        more = f", also in {others} more {unit}{'s' if others > 1 else ''}" if others else ""
+        more = f" in all {num_rows} {unit}s" if problem.count == num_rows > 1 else more
+        lines.append(f"{problem.where}: {problem.error.reason}{more}{problem.error.detail}")
+    if left := found.num_problems - sum(problem.count for problem in problems):
+        lines.append(f"... and {left} more bad {unit}s")
+    where = problems[0].where
+    of_all = problems[0].count == num_rows or unit == "row"  # tables have the same columns in all rows
+    hint = problems[0].error.hint if of_all else ""
+    raise DataError("\n".join(lines).removeprefix(f"{where}: "), where=where, hint=hint)
 
 
-def _check_label_key(where: str, keys: RowKeys, facts: RowFacts) -> None:
+def _check_label_key(where: str, keys: RowKeys, facts: RowFacts, table: Table) -> None:
     """A label key that was chosen (rows may lack the usual one) and that no row has is a mistake."""
     if keys.label not in (None, RowKeys().label) and not facts.has_label:
-        raise DataError(f"no row has the label field {keys.label!r}", where=where, hint="see --label-key")
+        fields, hint = missing_field(keys, "label", table.field_names())
+        raise DataError(f"no row has the label field {keys.label!r}{fields}", where=where, hint=hint)
 
 
 def _contents(parts: Sequence[OpenPart]) -> list[Content]:

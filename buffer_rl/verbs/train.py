@@ -178,7 +178,7 @@ def read_data(args: Any, registry: PluginRegistry) -> list[DataFile]:
         if args.num_rollout != 0 and is_built_in_rollout(args):  # others score by themselves, not at all, or ask again
             check_row_rewards(dataset, args, registry)
         files.append(DataFile(use="train", path=path, num_rows=len(dataset), source_hash=dataset.source_hash))
-    keys = RowKeys.from_args(args)
+    keys = RowKeys.of_evaluation(args)
     for eval_set in eval_sets_of(args):
         dataset = read_dataset(eval_set.path, eval_set.row_keys(keys))
         chosen = eval_set.chosen_reward()
