@@ -33,6 +33,7 @@ from buffer_rl.data.dataset import (
 from buffer_rl.data.files import Content, DataPath, LocalFile, digest_of
 from buffer_rl.data.jsonl import JsonlTable, RowsOnAccess
 from buffer_rl.errors import DataError
+from buffer_rl.file_kind import HEAD_BYTES, not_jsonl
 from buffer_rl.redaction import mask_url
 
 # What counts as data in a folder, besides a suffix of a compression. Other files in it are left alone.
@@ -90,7 +91,11 @@ def _open(path: str, *, alone: bool) -> Table:
         return read_saved_folder(path)
     if files.uncompressed_name(path).lower().endswith(".parquet"):
         return read_parquet(path)
-    return JsonlTable(files.open_content(path) if alone else files.read_bytes(path))
+    content = files.open_content(path) if alone else files.read_bytes(path)
+    what, hint = not_jsonl(content[:HEAD_BYTES], mask_url(files.uncompressed_name(path)))
+    if what:
+        raise DataError(f"this looks like {what}", where=mask_url(path), expected="one JSON object a line", hint=hint)
+    return JsonlTable(content)
 
 
 def _is_pattern(path: str) -> bool:
