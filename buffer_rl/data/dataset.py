@@ -59,11 +59,13 @@ class FilePart:
 @dataclass(slots=True, kw_only=True)
 class RowFacts:
     """What rows say all together. rewards: the first row of each reward that metadata choose (``rm_type``); at most
-    a thousand of them. media: the multimodal fields that a row has. has_label: whether a row has one."""
+    a thousand of them. media: the multimodal fields that a row has. has_label: whether a row has one. likely_label: the
+    flag for the field that probably holds labels, if no row has one."""
 
     rewards: dict[str, int] = field(default_factory=dict)
     media: set[str] = field(default_factory=set)
     has_label: bool = False
+    likely_label: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,13 +179,21 @@ _USUAL_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
+def likely_label(keys: RowKeys, fields: Sequence[str]) -> str:
+    """The flag for the field that probably holds the labels if rows have none under the usual name; or empty."""
+    usual = next((name for name in _USUAL_NAMES["label"] if name in fields), "")
+    is_missing = keys.label == RowKeys().label and keys.label not in fields and usual not in ("", keys.prompt)
+    return f"{keys.flags}label-key {usual}" if is_missing else ""
+
+
 def missing_field(keys: RowKeys, what: Literal["input", "label"], fields: Iterable[str]) -> tuple[str, str]:
-    """For an error about a field that rows lack: the fields that they have, and the flag to use."""
+    """For an error about a field that rows lack: the fields that they have, and the flags to use."""
     names = list(fields)
     near = difflib.get_close_matches(keys.prompt if what == "input" else keys.label or "", names, n=1, cutoff=0.75)
     likely = next((name for name in (*near, *_USUAL_NAMES[what]) if name in names), "")
     flag = f"{keys.flags}{what}-key"
-    hint = f"did you mean {flag} {likely}?" if likely else f"{flag} FIELD names the field"
+    label = likely_label(replace(keys, prompt=likely), names) if what == "input" else ""
+    hint = f"did you mean {flag} {likely}{label and f' {label}'}?" if likely else f"{flag} FIELD names the field"
     typo = f"; did you mean {near[0]}?" if near else ""
     return f" (fields: {', '.join(map(repr, names)) or 'none'}){typo}", hint
 

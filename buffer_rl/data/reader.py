@@ -27,6 +27,7 @@ from buffer_rl.data.dataset import (
     RowKeys,
     Unit,
     build_row,
+    likely_label,
     missing_field,
     row_label,
 )
@@ -141,7 +142,9 @@ def read_dataset(source: str, keys: RowKeys | None = None) -> PromptDataset:
     _find_repeated_ids(parts, first, last, keys, found)
     if found.problems:
         _refuse(found, parts[0].table.unit, last - first)
-    _check_label_key(mask_url(str(data_path)), keys, found.facts, parts[0].table)
+    if keys.label is not None and not found.facts.has_label:
+        table = next(part.table for part in parts if len(part.table))
+        _explain_labels(mask_url(str(data_path)), keys, found.facts, table.field_names())
     several = len(parts) > 1
     return PromptDataset(
         rows=rows,
@@ -233,11 +236,12 @@ def _refuse(found: Findings, unit: Unit, num_rows: int) -> NoReturn:
     raise DataError("\n".join(lines).removeprefix(f"{where}: "), where=where, hint=hint)
 
 
-def _check_label_key(where: str, keys: RowKeys, facts: RowFacts, table: Table) -> None:
+def _explain_labels(where: str, keys: RowKeys, facts: RowFacts, fields: list[str]) -> None:
     """A label key that was chosen (rows may lack the usual one) and that no row has is a mistake."""
-    if keys.label not in (None, RowKeys().label) and not facts.has_label:
-        fields, hint = missing_field(keys, "label", table.field_names())
-        raise DataError(f"no row has the label field {keys.label!r}{fields}", where=where, hint=hint)
+    if keys.label != RowKeys().label:
+        shown, hint = missing_field(keys, "label", fields)
+        raise DataError(f"no row has the label field {keys.label!r}{shown}", where=where, hint=hint)
+    facts.likely_label = likely_label(keys, fields)
 
 
 def _contents(parts: Sequence[OpenPart]) -> list[Content]:

@@ -153,8 +153,9 @@ def test_lines_with_one_mistake_are_one_line_with_their_number(
 @pytest.mark.parametrize(
     ("fields", "keys", "flag"),
     [
-        (("id", "question", "answer"), RowKeys(), "did you mean --input-key question?"),
-        (("answer", "text", "problem"), RowKeys(), "did you mean --input-key problem?"),
+        (("id", "question", "answer"), RowKeys(), "did you mean --input-key question --label-key answer?"),
+        (("label", "text", "problem"), RowKeys(), "did you mean --input-key problem?"),
+        (("text", "answer"), RowKeys(label=None), "did you mean --input-key text?"),
         (("messages", "tools"), RowKeys(flags="--eval-"), "did you mean --eval-input-key messages?"),
         (("question", "questions"), RowKeys(prompt="qestions"), "did you mean --input-key questions?"),
         (("x", "y"), RowKeys(), "--input-key FIELD names the field"),
