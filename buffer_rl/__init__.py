@@ -17,6 +17,7 @@ config          option classes, composed and frozen; options as JSON
 options         the list of all option classes
 errors          the errors
 checkpoint      checkpoints: whole or absent
+file_kind       what a file is that is not what its place asks for
 remote          paths that fsspec reaches, and checkpoints there
 parent          a process that ends with the one that started it
 redaction       what may be written down of options and addresses

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from buffer_rl.config import did_you_mean, item_of_mapping
 from buffer_rl.configuration.values import Raw, mapping_of
 from buffer_rl.errors import ConfigError
+from buffer_rl.file_kind import HEAD_BYTES, not_text
 
 _PLACEHOLDER = re.compile(r"\$?\$\{([^}]*)\}")
 
@@ -83,9 +84,14 @@ def _option_of(
 def parse_yaml(path: str) -> yaml.Node | None:
     """The file as nodes that know their lines; None for an empty one. Raises ConfigError with ``file:line``."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        content = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the file: {error.strerror}", where=path) from error
+    what, hint = not_text(content[:HEAD_BYTES], path)
+    if what:
+        raise ConfigError(f"this looks like {what}", where=path, expected="a YAML file", hint=hint)
+    try:
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"the file is not UTF-8: {error}", where=path) from error
     try:

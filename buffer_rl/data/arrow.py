@@ -15,6 +15,7 @@ from buffer_rl.data import files
 from buffer_rl.data.dataset import RowError, RowKeys, Unit
 from buffer_rl.data.json_text import json_value
 from buffer_rl.errors import DataError
+from buffer_rl.file_kind import HEAD_BYTES, not_text
 
 STATE_FILE = "state.json"
 SPLITS_FILE = "dataset_dict.json"
@@ -32,6 +33,10 @@ class ArrowTable:
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
+
+    def field_names(self) -> list[str]:
+        """The names of the columns."""
+        return list(self._table.column_names)
 
     def records(self, first: int, last: int, keys: RowKeys) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
         """The records ``first`` to ``last`` (exclusive) of the table.
@@ -70,7 +75,9 @@ def read_parquet(path: str) -> ArrowTable:
     try:
         table = pyarrow.parquet.read_table(arrow.BufferReader(content))
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"the file is no Parquet file, or a damaged one: {error}", where=path) from error
+        what, hint = ("", "") if content.startswith(b"PAR1") else not_text(content[:HEAD_BYTES], path)
+        why = f"it looks like {what}" if what else str(error)
+        raise DataError(f"the file is no Parquet file, or a damaged one: {why}", where=path, hint=hint) from error
     return ArrowTable(path, table, [content])
 
 

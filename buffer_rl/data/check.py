@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.data.dataset import PromptRow, RowFacts, RowKeys
+from buffer_rl.data.dataset import PromptRow, RowError, RowFacts, RowKeys
 
 MAX_PROBLEMS = 20
 MAX_REWARD_NAMES = 1000
@@ -22,20 +22,32 @@ _NONE: type = type(None)
 
 
 @dataclass(slots=True, kw_only=True)
-class Findings:
-    """problems: position, place and reason of the first bad rows; num_problems: of all. id_hashes: of each row's
-    id. facts: of the good rows."""
+class Problem:
+    """A reason for which rows are refused. position, where: of the first such row. count: of such rows."""
 
-    problems: list[tuple[int, str, str]] = field(default_factory=list)
+    position: int
+    where: str
+    error: RowError
+    count: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """problems: the first reasons for which rows are refused; num_problems: number of all refused rows. id_hashes: of
+    each row's id. facts: of the good rows."""
+
+    problems: dict[str, Problem] = field(default_factory=dict)
     num_problems: int = 0
     id_hashes: array[int] = field(default_factory=lambda: array("q"))
     facts: RowFacts = field(default_factory=RowFacts)
 
-    def refuse(self, position: int, where: str, reason: str) -> None:
-        """Count a bad row; the first ones are kept."""
+    def refuse(self, position: int, where: str, error: RowError) -> None:
+        """Count a bad row."""
         self.num_problems += 1
-        if len(self.problems) < MAX_PROBLEMS:
-            self.problems.append((position, where, reason))
+        if error.reason in self.problems:
+            self.problems[error.reason].count += 1
+        elif len(self.problems) < MAX_PROBLEMS:
+            self.problems[error.reason] = Problem(position=position, where=where, error=error)
 
     def add(self, row: PromptRow) -> None:
         """Count a good row."""

@@ -5,11 +5,12 @@ them) in order, with the hash that names them.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, Self, overload
 
-from buffer_rl.config import did_you_mean
 from buffer_rl.data.json_text import json_value
 from buffer_rl.data.options import DataOptions
 from buffer_rl.redaction import mask_url
@@ -59,11 +60,13 @@ class FilePart:
 @dataclass(slots=True, kw_only=True)
 class RowFacts:
     """What rows say all together. rewards: the first row of each reward that metadata choose (``rm_type``); at most
-    a thousand of them. media: the multimodal fields that a row has. has_label: whether a row has one."""
+    a thousand of them. media: the multimodal fields that a row has. has_label: whether a row has one. likely_label: the
+    flag for the field that probably holds labels, if no row has one."""
 
     rewards: dict[str, int] = field(default_factory=dict)
     media: set[str] = field(default_factory=set)
     has_label: bool = False
+    likely_label: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,8 @@ class PromptDataset(Sequence[PromptRow]):
 class RowKeys:
     """The names of a row's fields. Without ``label`` no labels are read, without ``tools`` no tools.
 
-    multimodal: pairs of a media type and the field that holds it, in the order of the media types.
+    multimodal: pairs of a media type and the field that holds it, in the order of the media types. flags: how the
+    flags begin that name the fields, for errors.
     """
 
     prompt: str = "prompt"
@@ -117,10 +121,11 @@ class RowKeys:
     tools: str | None = "tools"
     id: str = "id"
     multimodal: tuple[tuple[str, str], ...] = ()
+    flags: str = "--"
 
     @classmethod
     def from_args(cls, args: DataOptions) -> Self:
-        """The names that the options give."""
+        """The names that the options give for training data."""
         return cls(
             prompt=args.input_key,
             label=args.label_key,
@@ -129,6 +134,13 @@ class RowKeys:
             id=args.id_key,
             multimodal=tuple(sorted((args.multimodal_keys or {}).items())),
         )
+
+    @classmethod
+    def of_evaluation(cls, args: Any) -> Self:
+        """The names that the options give for evaluation sets."""
+        keys = cls.from_args(args)
+        prompt, label = args.eval_input_key or keys.prompt, args.eval_label_key or keys.label
+        return replace(keys, prompt=prompt, label=label, flags="--eval-")
 
     @property
     def names(self) -> list[str]:
@@ -139,16 +151,59 @@ class RowKeys:
 
 
 class RowError(ValueError):
-    """Why one row is refused; the reader adds file and line."""
+    """Why one row is refused; the reader adds file and line, and counts rows with the same reason. detail: what may
+    differ between such rows. hint: what to do if all rows are so."""
+
+    def __init__(self, reason: str, *, detail: str = "", hint: str = "") -> None:
+        super().__init__(reason + detail)
+        self.reason = reason
+        self.detail = detail
+        self.hint = hint
+
+
+# The fields of well-known data sets, those that are meant first.
+_USUAL_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "input": (
+            "prompt",
+            "question",
+            "problem",
+            "messages",
+            "conversations",
+            "instruction",
+            "query",
+            "input",
+            "text",
+        ),
+        "label": ("label", "answer", "solution", "ground_truth", "target", "gold", "output", "response", "completion"),
+    }
+)
+
+
+def likely_label(keys: RowKeys, fields: Sequence[str]) -> str:
+    """The flag for the field that probably holds the labels if rows have none under the usual name; or empty."""
+    usual = next((name for name in _USUAL_NAMES["label"] if name in fields), "")
+    is_missing = keys.label == RowKeys().label and keys.label not in fields and usual not in ("", keys.prompt)
+    return f"{keys.flags}label-key {usual}" if is_missing else ""
+
+
+def missing_field(keys: RowKeys, what: Literal["input", "label"], fields: Iterable[str]) -> tuple[str, str]:
+    """For an error about a field that rows lack: the fields that they have, and the flags to use."""
+    names = list(fields)
+    near = difflib.get_close_matches(keys.prompt if what == "input" else keys.label or "", names, n=1, cutoff=0.75)
+    likely = next((name for name in (*near, *_USUAL_NAMES[what]) if name in names), "")
+    flag = f"{keys.flags}{what}-key"
+    label = likely_label(replace(keys, prompt=likely), names) if what == "input" else ""
+    hint = f"did you mean {flag} {likely}{label and f' {label}'}?" if likely else f"{flag} FIELD names the field"
+    typo = f"; did you mean {near[0]}?" if near else ""
+    return f" (fields: {', '.join(map(repr, names)) or 'none'}){typo}", hint
 
 
 def build_row(record: dict[str, Any], keys: RowKeys, *, row: int, line: int) -> PromptRow:
     """Validate one object. Raises RowError with the reason."""
     if keys.prompt not in record:
-        near = did_you_mean(keys.prompt, record)
-        fields = ", ".join(map(repr, record)) or "none"
-        reason = f"no prompt: the field {keys.prompt!r} is missing (fields: {fields})"
-        raise RowError(f"{reason}; {near}" if near else reason)
+        detail, hint = missing_field(keys, "input", record)
+        raise RowError(f"no prompt: the field {keys.prompt!r} is missing", detail=detail, hint=hint)
     found = PromptRow(
         row=row,
         line=line,

@@ -16,15 +16,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from buffer_rl.config import did_you_mean
 from buffer_rl.configuration.yaml_file import parse_yaml, plain_value, where_of
 from buffer_rl.data.dataset import PromptRow, RowKeys
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, all_of
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -39,7 +39,7 @@ class EvalSet(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(pattern=f"^{NAME.pattern}$")
-    path: str = Field(min_length=1)
+    path: Annotated[str, AfterValidator(os.path.expanduser)] = Field(min_length=1)
     n_samples_per_eval_prompt: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -139,8 +139,12 @@ class EvalDatasetConfig:
 def eval_datasets(args: Any) -> list[EvalDatasetConfig]:
     """The evaluation sets of the options, with what these say where a set does not. Raises ConfigError as
     ``eval_sets_of``."""
+    keys = RowKeys.of_evaluation(args)
     of_options = {
-        **{f"{name}_key": getattr(args, f"{name}_key") for name in ("input", "label", "tool", "metadata")},
+        "input_key": keys.prompt,
+        "label_key": keys.label,
+        "tool_key": keys.tools,
+        "metadata_key": keys.metadata,
         "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
     }
     for name in ("temperature", "top_p", "top_k", "max_response_len"):
@@ -199,7 +203,7 @@ def eval_sets_of(args: Any) -> list[EvalSet]:
 def read_eval_config(path: str, *, environ: Mapping[str, str]) -> list[EvalSet]:
     """Read and validate the file; ``${here}`` and ``${env:NAME}`` are filled in.
 
-    Raises ConfigError with ``file:line``.
+    Raises ConfigError with all mistakes, each with ``file:line``.
     """
     file = _File(path, environ)
     root = parse_yaml(path)
@@ -208,30 +212,40 @@ def read_eval_config(path: str, *, environ: Mapping[str, str]) -> list[EvalSet]:
         top = file.entries(top["eval"], path, expected="the keys 'datasets' and, perhaps, 'defaults'")
     for key, node in top.items():
         if key not in ("datasets", "defaults"):
-            raise ConfigError(
-                f"unknown key {key!r}",
-                where=where_of(path, node),
-                expected="datasets, defaults",
-                hint=did_you_mean(key, ["datasets", "defaults"]),
+            file.errors.append(
+                ConfigError(
+                    f"unknown key {key!r}",
+                    where=where_of(path, node),
+                    expected="datasets, defaults",
+                    hint=did_you_mean(key, ["datasets", "defaults"]),
+                )
             )
-    defaults = file.set_options(top["defaults"]) if "defaults" in top else {}
-    if "name" in defaults or "path" in defaults:
-        raise ConfigError("a name or path cannot be a default", where=where_of(path, top["defaults"]))
     sets: dict[str, EvalSet] = {}
-    for name, node in file.datasets(top.get("datasets"), path):
-        made = file.eval_set(name, node, defaults)
-        if made.name in sets:
-            raise ConfigError(f"two evaluation sets have the name {made.name!r}", where=where_of(path, node))
-        sets[made.name] = made
+    try:
+        defaults = file.set_options(top["defaults"]) if "defaults" in top else {}
+        if "name" in defaults or "path" in defaults:
+            raise ConfigError("a name or path cannot be a default", where=where_of(path, top["defaults"]))
+        for name, node in file.datasets(top.get("datasets"), path):
+            made = file.eval_set(name, node, defaults)
+            if made is not None and made.name in sets:
+                what = f"two evaluation sets have the name {made.name!r}"
+                file.errors.append(ConfigError(what, where=where_of(path, node)))
+            elif made is not None:
+                sets[made.name] = made
+    except ConfigError as error:
+        file.errors.append(error)
+    if file.errors:
+        raise all_of(file.errors)
     return list(sets.values())
 
 
 class _File:
-    """One file's nodes as values."""
+    """One file's nodes as values. errors: what is wrong and did not end the reading."""
 
     def __init__(self, path: str, environ: Mapping[str, str]) -> None:
         self._path = path
         self._environ = environ
+        self.errors: list[ConfigError] = []
 
     def entries(self, node: yaml.Node | None, where: str, expected: str) -> dict[str, yaml.Node]:
         """The nodes of a mapping by key. Raises ConfigError for another node and a key that comes twice."""
@@ -260,32 +274,37 @@ class _File:
             )
 
     def set_options(self, node: yaml.Node) -> dict[str, Any]:
-        """The options of one set, or the defaults. Raises ConfigError for an unknown one, with the nearest name."""
-        nodes = self.entries(node, self._path, expected="the options of an evaluation set")
-        for key, value in nodes.items():
-            if key not in _KEYS:
-                raise ConfigError(
-                    f"unknown option {key!r} of an evaluation set",
-                    where=where_of(self._path, value),
-                    expected=", ".join(_KEYS),
-                    hint=did_you_mean(key, _KEYS),
-                )
-        return {key: plain_value(self._path, value, self._environ) for key, value in nodes.items()}
+        """The options of one set, or the defaults. Notes an error for each unknown one, with the nearest name."""
+        found: dict[str, Any] = {}
+        for key, value in self.entries(node, self._path, expected="the options of an evaluation set").items():
+            try:
+                if key not in _KEYS:
+                    raise ConfigError(
+                        f"unknown option {key!r} of an evaluation set",
+                        where=where_of(self._path, value),
+                        expected=", ".join(_KEYS),
+                        hint=did_you_mean(key, _KEYS),
+                    )
+                found[key] = plain_value(self._path, value, self._environ)
+            except ConfigError as error:
+                self.errors.append(error)
+        return found
 
-    def eval_set(self, name: str | None, node: yaml.Node, defaults: Mapping[str, Any]) -> EvalSet:
-        """One validated set."""
+    def eval_set(self, name: str | None, node: yaml.Node, defaults: Mapping[str, Any]) -> EvalSet | None:
+        """One validated set; None if it has errors, which are noted."""
         nodes = self.entries(node, self._path, expected="a mapping with name and path")
+        before = len(self.errors)
         own = {key: value for key, value in self.set_options(node).items() if value is not None}
         values = {**defaults, **({} if name is None else {"name": name}), **own}
         try:
-            return EvalSet.model_validate(values)
+            made = EvalSet.model_validate(values)
         except ValidationError as error:
-            detail = error.errors(include_url=False)[0]
-            key = str(detail["loc"][0])
-            if key == "name" and key in values:
-                detail["msg"] = "it may hold letters, digits, '_', '-' and '.'"
-            what = f"{key!r}: {values[key]!r}: {detail['msg']}" if key in values else f"{key!r} is missing"
-            raise ConfigError(
-                f"evaluation set {values.get('name', '?')!r}: {what}",
-                where=where_of(self._path, nodes.get(key, node)),
-            ) from error
+            for detail in error.errors(include_url=False):
+                key = str(detail["loc"][0])
+                if key in nodes and key not in values:  # its error is noted already
+                    continue
+                why = "it may hold letters, digits, '_', '-' and '.'" if key == "name" else detail["msg"]
+                what = f"{key!r}: {values[key]!r}: {why}" if key in values else f"{key!r} is missing"
+                where = where_of(self._path, nodes.get(key, node))
+                self.errors.append(ConfigError(f"evaluation set {values.get('name', '?')!r}: {what}", where=where))
+        return None if len(self.errors) > before else made

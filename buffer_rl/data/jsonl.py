@@ -54,6 +54,11 @@ class JsonlTable:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
+    def field_names(self) -> list[str]:
+        """The names of the first row's fields; none if it is no object."""
+        first = parse_line(self._line(0))
+        return list(first) if isinstance(first, dict) else []
+
     def records(self, first: int, last: int, keys: RowKeys) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
         for row in range(first, last):
             line = row + 1 + int(np.searchsorted(self._blank_before, row, side="right"))

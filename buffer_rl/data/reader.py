@@ -27,11 +27,14 @@ from buffer_rl.data.dataset import (
     RowKeys,
     Unit,
     build_row,
+    likely_label,
+    missing_field,
     row_label,
 )
 from buffer_rl.data.files import Content, DataPath, LocalFile, digest_of
 from buffer_rl.data.jsonl import JsonlTable, RowsOnAccess
 from buffer_rl.errors import DataError
+from buffer_rl.file_kind import HEAD_BYTES, not_jsonl
 from buffer_rl.redaction import mask_url
 
 # What counts as data in a folder, besides a suffix of a compression. Other files in it are left alone.
@@ -89,7 +92,11 @@ def _open(path: str, *, alone: bool) -> Table:
         return read_saved_folder(path)
     if files.uncompressed_name(path).lower().endswith(".parquet"):
         return read_parquet(path)
-    return JsonlTable(files.open_content(path) if alone else files.read_bytes(path))
+    content = files.open_content(path) if alone else files.read_bytes(path)
+    what, hint = not_jsonl(content[:HEAD_BYTES], mask_url(files.uncompressed_name(path)))
+    if what:
+        raise DataError(f"this looks like {what}", where=mask_url(path), expected="one JSON object a line", hint=hint)
+    return JsonlTable(content)
 
 
 def _is_pattern(path: str) -> bool:
@@ -134,8 +141,10 @@ def read_dataset(source: str, keys: RowKeys | None = None) -> PromptDataset:
         rows.file.seal(digest.result().hexdigest())
     _find_repeated_ids(parts, first, last, keys, found)
     if found.problems:
-        _refuse(found, parts[0].table.unit)
-    _check_label_key(mask_url(str(data_path)), keys, found.facts)
+        _refuse(found, parts[0].table.unit, last - first)
+    if keys.label is not None and not found.facts.has_label:
+        table = next(part.table for part in parts if len(part.table))
+        _explain_labels(mask_url(str(data_path)), keys, found.facts, table.field_names())
     several = len(parts) > 1
     return PromptDataset(
         rows=rows,
@@ -175,7 +184,7 @@ def _good_rows(
                 raise record
             row = build_row(record, keys, row=row_number, line=number)
         except RowError as error:
-            found.refuse(row_number, where, str(error))
+            found.refuse(row_number, where, error)
             continue
         found.add(row)
         yield where, row
@@ -193,8 +202,8 @@ def _find_repeated_ids(parts: Sequence[OpenPart], first: int, last: int, keys: R
             here = where if len(parts) > 1 else f"{parts[0].table.unit} {row.line}"
             earlier = place_of_id.setdefault(row.id, here)
             if earlier != here:
-                twice.refuse(row.row, where, f"the id {row.id!r} is already used in {earlier}")
-    found.problems += twice.problems
+                twice.refuse(row.row, where, RowError(f"the id {row.id!r} is already used in {earlier}"))
+    found.problems |= twice.problems
     found.num_problems += twice.num_problems
 
 
@@ -210,18 +219,29 @@ def _records(
             yield part, number, record
 
 
-def _refuse(found: Findings, unit: Unit) -> NoReturn:
-    (_, first, reason), *others = sorted(found.problems)[:MAX_PROBLEMS]
-    more = [f"{where}: {why}" for _, where, why in others]
-    if found.num_problems > MAX_PROBLEMS:
-        more.append(f"... and {found.num_problems - MAX_PROBLEMS} more bad {unit}s")
-    raise DataError("\n".join([reason, *more]), where=first)
+def _refuse(found: Findings, unit: Unit, num_rows: int) -> NoReturn:
+    """One line for each reason, with the first place of it and the number of rows."""
+    problems = sorted(found.problems.values(), key=lambda problem: problem.position)[:MAX_PROBLEMS]
+    lines = []
+    for problem in problems:
+        others = problem.count - 1
+        more = f", also in {others} more {unit}{'s' if others > 1 else ''}" if others else ""
+        more = f" in all {num_rows} {unit}s" if problem.count == num_rows > 1 else more
+        lines.append(f"{problem.where}: {problem.error.reason}{more}{problem.error.detail}")
+    if left := found.num_problems - sum(problem.count for problem in problems):
+        lines.append(f"... and {left} more bad {unit}s")
+    where = problems[0].where
+    of_all = problems[0].count == num_rows or unit == "row"  # tables have the same columns in all rows
+    hint = problems[0].error.hint if of_all else ""
+    raise DataError("\n".join(lines).removeprefix(f"{where}: "), where=where, hint=hint)
 
 
-def _check_label_key(where: str, keys: RowKeys, facts: RowFacts) -> None:
+def _explain_labels(where: str, keys: RowKeys, facts: RowFacts, fields: list[str]) -> None:
     """A label key that was chosen (rows may lack the usual one) and that no row has is a mistake."""
-    if keys.label not in (None, RowKeys().label) and not facts.has_label:
-        raise DataError(f"no row has the label field {keys.label!r}", where=where, hint="see --label-key")
+    if keys.label != RowKeys().label:
+        shown, hint = missing_field(keys, "label", fields)
+        raise DataError(f"no row has the label field {keys.label!r}{shown}", where=where, hint=hint)
+    facts.likely_label = likely_label(keys, fields)
 
 
 def _contents(parts: Sequence[OpenPart]) -> list[Content]:

@@ -199,7 +199,7 @@ class EvalSource:
     """
 
     def __init__(self, args: Any) -> None:
-        keys = RowKeys.from_args(args)
+        keys = RowKeys.of_evaluation(args)
         self._samples_per_group: int = args.n_samples_per_eval_prompt
         self._sets = {eval_set.name: eval_set for eval_set in eval_sets_of(args)}
         self.datasets: dict[str, PromptDataset] = {

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from buffer_rl.resolution.reference import (
     shorten,
     split_file,
 )
-from buffer_rl.resolution.shipping import shipped_file
+from buffer_rl.resolution.shipping import OWN_PACKAGES, shipped_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,8 @@ class Search:
         if not all(part.isidentifier() for part in f"{module}.{attr}".split(".")):
             raise self._malformed(module, attr)
         found = self.module(module, attr, separator=":" if form is Form.MODULE else ".")
+        if reference == self.shown:  # an entry point means the module that is installed
+            self._refuse_hidden(module, attr, found)
         origin = Origin(
             kind=self.kind.name if self.kind else "",
             reference=self.shown,
@@ -79,12 +82,33 @@ class Search:
             suggestion = f"{candidate}{separator}{self._nearest_attribute(candidate, attr)}"
         if separator == "." and candidate is None:
             suggestion = nearest(self.shown, self.known)
+        hint = f"modules are searched on sys.path and in {', '.join(map(str, self.folders))}"
+        if hidden := files_named(name, self.folders):
+            suggestion, hint = None, _hidden_hint(hidden[0], attr)
         raise self.error(
             f"there is no module {name!r}",
             suggestion=suggestion,
             known=self.known if separator == "." else (),
-            hint=f"modules are searched on sys.path and in {', '.join(map(str, self.folders))}",
+            hint=hint,
         )
+
+    def _refuse_hidden(self, module: str, attr: str, found: FoundModule) -> None:
+        """Raises PluginError if a module of the standard library, or an installed one, is found in place of a file of
+        the user's own."""
+        top = module.partition(".")[0]
+        installed = bool({"site-packages", "dist-packages"} & set(Path(found.file).parts))
+        standard = top in sys.stdlib_module_names or found.file.startswith(sysconfig.get_path("stdlib") + os.sep)
+        if top in OWN_PACKAGES or not (installed or standard):
+            return
+        for file in files_named(module, self.folders):
+            if found.file and Path(file).read_bytes() == Path(found.file).read_bytes():
+                continue  # it does not matter which
+            whose = "that is installed" if installed else "of the standard library"
+            raise self.error(
+                f"the module {module!r} {whose} hides the file {shorten(file)}",
+                origin=found.file,
+                hint=_hidden_hint(file, attr),
+            )
 
     def error(
         self,
@@ -145,7 +169,7 @@ class Search:
             origin=shorten(origin.file),
             suggestion=f"{base}{suggestion}" if suggestion else None,
             known=names.public,
-            hint=f"{hidden[0]} is hidden by it; write {hidden[0]}:{origin.attr}" if hidden else "",
+            hint=_hidden_hint(hidden[0], origin.attr) if hidden else "",
         )
 
     def _names(self, file: str) -> SourceNames:
@@ -192,6 +216,11 @@ class Search:
                 hint=f"write {module}:function",
             )
         return self.error("it is no reference", hint="write module:function, ./file.py:function or a registered name")
+
+
+def _hidden_hint(file: str, attr: str) -> str:
+    name = shorten(file)
+    return f"{file} is hidden by another module; write {name if os.path.isabs(name) else f'./{name}'}:{attr or 'NAME'}"
 
 
 def resolve_file(path: str, folders: Sequence[str]) -> Path | None:

@@ -194,6 +194,12 @@ class EvalOptions(Section):
     eval_config: str | None = option(
         None, "a YAML file of evaluation sets, each with sampling options of its own", metavar="FILE"
     )
+    eval_input_key: str | None = option(
+        None, "as --input-key, for evaluation sets; a set of --eval-config may name its own"
+    )
+    eval_label_key: str | None = option(
+        None, "as --label-key, for evaluation sets; a set of --eval-config may name its own"
+    )
     custom_eval_rollout_log_function_path: str | None = option(
         None,
         "sees the samples and metrics of each evaluation; adds metrics, or logs in our place",

@@ -186,7 +186,7 @@ def read_data(args: Any, registry: PluginRegistry) -> list[RowSource]:
         if args.num_rollout != 0 and is_built_in_rollout(args):  # others score by themselves, not at all, or ask again
             check_row_rewards(dataset, args, registry)
         sources.append(RowSource(use="train", path=path, dataset=dataset))
-    keys = RowKeys.from_args(args)
+    keys = RowKeys.of_evaluation(args)
     for eval_set in eval_sets_of(args):
         dataset = read_dataset(eval_set.path, eval_set.row_keys(keys))
         chosen = eval_set.chosen_reward()
@@ -204,6 +204,11 @@ def check_row_rewards(dataset: PromptDataset, args: Any, registry: PluginRegistr
     that is not registered. Nothing that only a row names is imported."""
     if args.custom_rm_path is not None or args.custom_group_rm_path is not None:
         return  # which score every row
+    if args.rm_type and (flag := dataset.facts.likely_label):
+        notice = (
+            f"{mask_url(dataset.path)}: no row has a label, which --rm-type {args.rm_type} may compare with ({flag}?)"
+        )
+        print(f"buffer-rl: notice: {notice}", file=sys.stderr)
     for name, row in sorted(dataset.facts.rewards.items(), key=lambda item: item[1]):
         where = dataset.where(dataset[row])
         if name not in (args.rm_type, *args.row_rm_types) and name not in registry.names("reward"):

@@ -186,7 +186,7 @@ NOT_YET: tuple[tuple[str, str], ...] = (
     ("the optimizer keeps its state", "reset-optimizer-states use-stateless-adam no-save-optim no-save-rng"),
     (
         "an evaluation set of --eval-config has keys of its own for it",
-        "eval-input-key eval-label-key eval-tool-key",
+        "eval-tool-key",
     ),
     (
         "evaluations have no limit or reward key of their own",

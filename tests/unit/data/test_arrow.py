@@ -126,7 +126,7 @@ def test_text_that_is_no_utf8_is_named_by_row(tmp_path: Path) -> None:
 def test_a_missing_prompt_column_is_told_once(tmp_path: Path) -> None:
     message = refusal(write_parquet(tmp_path, [{"promt": "a"}, {"promt": "b"}]))
     assert "no prompt: the field 'prompt' is missing (fields: 'promt'); did you mean promt?" in message
-    assert len(message.splitlines()) == 1
+    assert message.splitlines()[1:] == ["  hint: did you mean --input-key promt?"]
 
 
 def test_files_and_folders_of_other_kinds_are_refused(tmp_path: Path) -> None:

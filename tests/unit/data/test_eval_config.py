@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.config import compose
-from buffer_rl.data.eval_sets import eval_sets_of, read_eval_config
+from buffer_rl.data.eval_sets import eval_datasets, eval_sets_of, read_eval_config
 from buffer_rl.data.source import EvalSource
 from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
@@ -120,6 +120,60 @@ def test_what_is_wrong_is_named_with_file_and_line(tmp_path: Path, text: str, li
         read_eval_config(path, environ={})
     assert str(caught.value).startswith(f"{path}:{line}:" if line else f"{path}:")
     assert words in str(caught.value)
+
+
+def test_everything_wrong_in_the_file_is_one_error(tmp_path: Path) -> None:
+    text = (
+        "defualts: {}\ndefaults: {temprature: 1}\ndatasets:\n- {name: a, path: p, top_p: 2}\n- {name: b}\n"
+        "- {name: c, path: '${env:NONE}'}\n- name: d\n  path: p\n  top_k: x\n  min_p: 7\n"
+    )
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read_eval_config(path, environ={})
+    lines = [line for line in str(caught.value).splitlines() if not line.startswith("  ")]
+    assert [line.removeprefix(f"{path}:").partition(": ")[0] for line in lines] == [*"1245699"[:5], "9", "10"]
+    assert [
+        word in line
+        for word, line in zip(("defualts", "temprature", "top_p", "path", "NONE", "top_k", "min_p"), lines, strict=True)
+    ] == [True] * 7
+
+
+def test_evaluation_sets_have_names_of_fields_of_their_own(tmp_path: Path) -> None:
+    rows = {"messages": [{"role": "user", "content": "m"}], "question": "q", "problem": "p", "answer": "a", "gold": "g"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows))
+    (tmp_path / "eval.yaml").write_text(
+        "datasets:\n- {name: own, path: '${here}/rows.jsonl', input_key: problem}\n"
+        "- {name: gold, path: '${here}/rows.jsonl', label_key: gold}\n"
+    )
+    args = options(
+        input_key="messages",
+        label_key=None,
+        eval_input_key="question",
+        eval_label_key="answer",
+        eval_prompt_data=[f"plain={tmp_path}/rows.jsonl"],
+        eval_config=str(tmp_path / "eval.yaml"),
+    )
+    source = EvalSource(args)
+    found = {name: (source.groups(name)[0][0].prompt, source.groups(name)[0][0].label) for name in source.datasets}
+    assert found == {"plain": ("q", "a"), "own": ("p", "a"), "gold": ("q", "g")}
+    assert [(each.input_key, each.label_key) for each in eval_datasets(args)] == [
+        ("question", "answer"),
+        ("problem", "answer"),
+        ("question", "gold"),
+    ]
+
+
+def test_without_names_of_their_own_evaluation_sets_have_those_of_training(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}')
+    args = options(input_key="question", label_key="answer", eval_prompt_data=[f"dev={tmp_path}/rows.jsonl"])
+    ((sample,),) = EvalSource(args).groups("dev")
+    assert (sample.prompt, sample.label) == ("q", "a")
+
+
+def test_a_leading_tilde_of_a_sets_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    args = options(eval_prompt_data=["dev=~/d.jsonl"], eval_config=write(tmp_path, "datasets: {a: {path: ~/a.jsonl}}"))
+    assert [each.path for each in eval_sets_of(args)] == ["/home/me/d.jsonl", "/home/me/a.jsonl"]
 
 
 def test_a_name_of_the_command_line_and_of_the_file_is_refused(tmp_path: Path) -> None:

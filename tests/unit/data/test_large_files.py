@@ -182,7 +182,7 @@ def test_exact_lines_are_named_behind_blank_ones(tmp_path: Path) -> None:
 
 
 def test_many_bad_lines_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl", [*GOOD * 30, *[b"{}"] * 100, *GOOD * 30])
+    path = write(tmp_path / "d.jsonl", [*GOOD * 30, *[b" " * n + b"{" for n in range(100)], *GOOD * 30])
     said = outcome(path)
     assert said == in_memory(path)
     assert said.startswith(f"{path}:91: ")
@@ -197,7 +197,7 @@ def test_an_id_that_comes_twice_is_found_across_blocks(tmp_path: Path, monkeypat
     path = write(tmp_path / "d.jsonl", rows)
     said = outcome(path)
     assert said == in_memory(path) == f"{path}:92: the id '5' is already used in line 7"
-    bad = write(tmp_path / "bad.jsonl", [*rows, *[b"{"] * 30])
+    bad = write(tmp_path / "bad.jsonl", [*rows, *[b" " * n + b"{" for n in range(30)]])
     assert outcome(bad) == in_memory(bad)
     assert outcome(bad).startswith(f"{bad}:92: the id '5' is already used in line 7\n{bad}:102: invalid JSON")
     assert outcome(bad).endswith("... and 11 more bad lines")

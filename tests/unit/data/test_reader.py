@@ -128,12 +128,67 @@ def test_duplicate_ids_name_both_lines(tmp_path: Path) -> None:
 
 
 def test_bad_lines_are_told_at_once_up_to_twenty(tmp_path: Path) -> None:
-    path = write(tmp_path, *["{"] * 20)
-    assert len(refusal(path).splitlines()) == 20
-    path = write(tmp_path, *["{"] * 23)
+    bad = [f'{" " * number}{{"prompt": }}' for number in range(23)]
+    assert len(refusal(write(tmp_path, *bad[:20])).splitlines()) == 20
+    path = write(tmp_path, *bad)
     lines = refusal(path).splitlines()
     assert [line.split(": ")[0] for line in lines[:20]] == [f"{path}:{number}" for number in range(1, 21)]
     assert lines[20] == "... and 3 more bad lines"
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1 << 60])
+def test_lines_with_one_mistake_are_one_line_with_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_bytes: int
+) -> None:
+    monkeypatch.setattr("buffer_rl.data.files.MIN_BYTES", min_bytes)
+    empty: dict[str, Any] = {"prompt": " "}
+    lines = [{"prompt": "a"}, empty, {"promt": "a", "x": 1}, empty, {"prompt": 3.5}, {"x": 1}, empty]
+    path = write(tmp_path, *lines)
+    assert refusal(path).splitlines() == [
+        f"{path}:2: the prompt 'prompt' is empty, also in 2 more lines",
+        f"{path}:3: no prompt: the field 'prompt' is missing, also in 1 more line (fields: 'promt', 'x'); did you "
+        "mean promt?",
+        f"{path}:5: the prompt 'prompt' is a number, not text or a list of chat messages",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "keys", "flag"),
+    [
+        (("id", "question", "answer"), RowKeys(), "did you mean --input-key question --label-key answer?"),
+        (("label", "text", "problem"), RowKeys(), "did you mean --input-key problem?"),
+        (("text", "answer"), RowKeys(label=None), "did you mean --input-key text?"),
+        (("messages", "tools"), RowKeys(flags="--eval-"), "did you mean --eval-input-key messages?"),
+        (("question", "questions"), RowKeys(prompt="qestions"), "did you mean --input-key questions?"),
+        (("x", "y"), RowKeys(), "--input-key FIELD names the field"),
+    ],
+)
+def test_a_file_without_prompts_is_one_message_with_the_likely_flag(
+    tmp_path: Path, fields: tuple[str, ...], keys: RowKeys, flag: str
+) -> None:
+    path = write(tmp_path, *[dict.fromkeys(fields, "a")] * 5800)
+    what, hint = refusal(path, keys).splitlines()
+    assert what.startswith(
+        f"{path}:1: no prompt: the field {keys.prompt!r} is missing in all 5800 lines "
+        f"(fields: {', '.join(map(repr, fields))})"
+    )
+    assert hint == f"  hint: {flag}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "flag"),
+    [
+        (RowKeys(label="lable"), "did you mean --label-key answer?"),
+        (RowKeys(label="anser", flags="--eval-"), "did you mean --eval-label-key answer?"),
+    ],
+)
+def test_the_likely_label_field_is_named(tmp_path: Path, keys: RowKeys, flag: str) -> None:
+    path = write(tmp_path, {"prompt": "a", "ground_truth": "b", "answer": "c"})
+    what, hint = refusal(path, keys).splitlines()
+    assert what.startswith(
+        f"{path}: no row has the label field {keys.label!r} (fields: 'prompt', 'ground_truth', 'answer')"
+    )
+    assert hint == f"  hint: {flag}"
 
 
 def test_files_without_rows_are_refused(tmp_path: Path) -> None:

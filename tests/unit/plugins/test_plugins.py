@@ -63,11 +63,42 @@ def test_folders_are_appended_to_the_import_path_and_never_hide_an_installed_mod
     place.write("shlex.py", REWARD)
     registry = PluginRegistry()
     text = message(registry, "shlex:score")
-    assert "'shlex' has no 'score'" in text
-    assert f"{place.folder}/shlex.py is hidden by it" in text
+    assert "the module 'shlex' of the standard library hides the file shlex.py" in text
+    assert "write ./shlex.py:score" in text
     place.write("late.py", REWARD)
     registry.resolve("reward", "late:score")
     assert sys.path[-1] == str(place.folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "reference", "own"),
+    [
+        ("statistics.py", "statistics:mean", "./statistics.py:mean"),
+        ("statistics.py", "statistics.mean", "./statistics.py:mean"),
+        ("math.py", "math:floor", "./math.py:floor"),
+        ("test.py", "test:score", "./test.py:score"),
+        ("json/tool.py", "json.tool:main", "./json/tool.py:main"),
+        ("numpy/testing.py", "numpy.testing:suppress", "./numpy/testing.py:suppress"),
+        ("test/reward.py", "test.reward:score", "./test/reward.py:score"),
+    ],
+)
+def test_a_file_that_another_module_hides_is_named_with_the_reference_to_it(
+    place: Any, file: str, reference: str, own: str
+) -> None:
+    name = own.rpartition(":")[2]
+    place.write(file, f"def {name}(args, sample):\n    return 2.0\n")
+    registry = PluginRegistry()
+    with pytest.raises(PluginError) as caught:
+        registry.locate("reward", reference)
+    assert f"hidden by another module; write {own}" in str(caught.value)
+    assert registry.resolve("reward", own)(None, None) == 2.0
+
+
+def test_a_file_with_the_text_of_the_installed_module_is_not_hidden(place: Any) -> None:
+    import statistics
+
+    place.write("statistics.py", Path(statistics.__file__).read_text())
+    assert PluginRegistry().locate("reward", "statistics:mean").file == statistics.__file__
 
 
 def test_locating_runs_nothing(place: Any) -> None:

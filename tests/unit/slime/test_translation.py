@@ -94,6 +94,8 @@ VERDICTS: tuple[tuple[str, Verdict, str, Mapping[str, object]], ...] = (
     ("--custom-rm-path a.b", S, "your function", {"custom_rm_path": "a.b"}),
     ("--group-rm --custom-rm-path a.b", R, "--custom-group-rm-path", {"custom_group_rm_path": "a.b"}),
     ("--custom-rm-path a.b --rm-type math", N, "--custom-rm-path scores every sample", {}),
+    ("--eval-input-key question", S, "", {"eval_input_key": "question"}),
+    ("--eval-label-key answer", S, "", {"eval_label_key": "answer"}),
     ("--group-rm", N, "by itself", {}),
     ("--advantage-estimator gspo", S, "", {"advantage_estimator": "gspo"}),
     ("--advantage-estimator grop", T, "did you mean grpo?", {}),

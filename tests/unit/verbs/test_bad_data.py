@@ -37,7 +37,11 @@ def dangling(path: Path) -> None:
 KINDS: dict[str, tuple[str, bytes | Callable[[Path], None], str, str]] = {
     "broken JSON": ("d.jsonl", GOOD * 2 + b'{"prompt": "a",\n', ":3", "invalid JSON"),
     "no UTF-8": ("d.jsonl", GOOD + b'{"prompt": "\xff"}\n', ":2", "invalid UTF-8 at byte 13"),
-    "UTF-16": ("d.jsonl", GOOD.decode().encode("utf-16"), ":1", "invalid UTF-8 at byte 1"),
+    "UTF-16": ("d.jsonl", GOOD.decode().encode("utf-16"), "", "this looks like text in UTF-16"),
+    "a JSON array": ("d.json", b"[" + GOOD.strip() + b"]", "", "this looks like a JSON array"),
+    "gzip without its suffix": ("d.jsonl", gzip.compress(GOOD), "", "this looks like a gzip file"),
+    "a pointer in place of Parquet": ("d.parquet", b"version https://git-lfs.github.com/spec/v1", "", "Git LFS"),
+    "a NUL in a line": ("d.jsonl", GOOD + b'{"prompt": "\0"}\n', ":2", "invalid JSON"),
     "broken after a byte order mark and blank lines": ("d.jsonl", b"\xef\xbb\xbf\n \n" + GOOD + b"\n{\n", ":5", "JSON"),
     "only blank lines": ("d.jsonl", b"\n \t\n\r\n", "", "no rows"),
     "an empty file": ("d.jsonl", b"", "", "no rows"),

@@ -181,6 +181,20 @@ def test_a_flag_replaces_the_option_of_the_file_that_it_excludes_with_a_notice(
     ]
 
 
+def test_rows_without_labels_that_may_have_them_in_another_field_are_a_notice(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    notice = "no row has a label, which --rm-type exact_match may compare with"
+    assert train("--rm-type", "exact_match", "--eval-label-key", "answer") == 0
+    assert capsys.readouterr().err == f"buffer-rl: notice: {folder}/train.jsonl: {notice} (--label-key answer?)\n"
+    for argv in (["--label-key", "answer"], ["--label-key", "none"]):
+        assert train("--rm-type", "exact_match", *argv) == 0
+        assert "notice" not in capsys.readouterr().err
+    assert train("--custom-rm-path", "my_reward:score") == 0
+    assert "notice" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
