@@ -12,13 +12,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
+from buffer_rl.engine import http_server
 from buffer_rl.errors import ConfigError, DeadlineError, RolloutError
-from buffer_rl_rollout_service import server
 from buffer_rl_rollout_service.client import ServiceClient
 from buffer_rl_rollout_service.server import Service
 from buffer_rl_rollout_service.store import Rules, Store
+from harness.asgi import serving_app
 
 TOKEN = "a-token-of-32-characters-or-more"
 MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
@@ -31,13 +31,8 @@ def trajectory(uid: str = "a", **changes: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def serving(folder: Path, **rules: Any) -> AsyncIterator[str]:
     service = Service(Store(folder, Rules(**{"group_size": 2, **rules})), TOKEN, max_body_bytes=10_000)
-    runner = web.AppRunner(service.app(), shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving_app(service.app()) as url:
+        yield url
 
 
 async def ask(url: str, path: str, *, token: str | None = f"Bearer {TOKEN}", **request: Any) -> tuple[int, Any]:
@@ -159,7 +154,7 @@ async def test_other_requests_that_cannot_be_done_say_why(tmp_path: Path) -> Non
 
 
 async def test_a_body_that_does_not_come_ends_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.2)
     async with asyncio.timeout(60), serving(tmp_path) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         head = f"POST /write HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 99\r\n\r\n{{"
