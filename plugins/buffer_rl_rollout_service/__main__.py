@@ -58,7 +58,7 @@ def token_of(folder: Path) -> str:
     path = folder / TOKEN_FILE
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = folder / f".{TOKEN_FILE}.{os.getpid()}"
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_urlsafe(32))
