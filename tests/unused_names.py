@@ -26,6 +26,7 @@ ALLOWED: Mapping[str, str] = {
     "get_mask_sizes": "transformers asks a cache for it",
     "is_compileable": "transformers asks a cache for it",
     "forward": "torch calls it",
+    "timeout_keep_alive_handler": "uvicorn calls it when a connection has been idle for long",
     "picture_file": "docs/timelines.py and benchmarks/algorithms_page.py write pictures with it",
     "enter_working_directory": "Ray calls it by its path in each worker",
     "__getattr__": "Python asks a module for a name that is not there",

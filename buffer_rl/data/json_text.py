@@ -20,7 +20,7 @@ def json_value(text: str) -> Any:
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
     # Counting is quick, and hardly a row has so many brackets at all.
-    if text.count("{") + text.count("[") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+    if text.count("{") + text.count("[") > MAX_DEPTH and depth(value) > MAX_DEPTH:
         raise ValueError(_TOO_DEEP)
     return value
 
@@ -34,12 +34,13 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
+def depth(value: Any) -> int:
+    """The levels of lists and objects in a JSON value."""
+    levels, level = 0, [value]
     while level := [item for item in level if isinstance(item, list | dict)]:
-        depth += 1
+        levels += 1
         level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
-    return depth
+    return levels
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aiohttp import web
-
 from buffer_rl.config import env_of
+from buffer_rl.engine.http_server import http_server
 from buffer_rl.engine.process import base_url
 from buffer_rl.errors import BufferRLError, ConfigError
 from buffer_rl_rollout_service.server import Service
@@ -59,7 +58,7 @@ def token_of(folder: Path) -> str:
     path = folder / TOKEN_FILE
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = folder / f".{TOKEN_FILE}.{os.getpid()}"
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_urlsafe(32))
@@ -70,23 +69,18 @@ def token_of(folder: Path) -> str:
     return token
 
 
-async def serve(service: Service, folder: Path, host: str, port: int) -> None:
+def serve(service: Service, folder: Path, host: str, port: int) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError if the address cannot be listened on."""
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    runner = web.AppRunner(service.app(), access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
-        bound = runner.addresses[0][1]
-        print(f"rollout service on {base_url(host, bound)}, its token is in {TOKEN_VARIABLE} or {folder / TOKEN_FILE}")
-        sys.stdout.flush()
-        await stopped.wait()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=4096)
     except OSError as error:
         raise ConfigError(f"it cannot be listened on: {error}", where=f"--host {host} --port {port}") from error
-    finally:
-        await runner.cleanup()
+    url = base_url(host, listener.getsockname()[1])
+    print(f"rollout service on {url}, its token is in {TOKEN_VARIABLE} or {folder / TOKEN_FILE}", flush=True)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn ends at them, and raises them once more when it has
+        signal.signal(number, lambda *_: None)
+    http_server(service.app()).run(sockets=[listener])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         token = token_of(args.dir)
         service = Service(Store(args.dir, rules), token, max_body_bytes=args.max_body_mib * MIB)
-        asyncio.run(serve(service, args.dir, args.host, args.port))
+        serve(service, args.dir, args.host, args.port)
     except (BufferRLError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

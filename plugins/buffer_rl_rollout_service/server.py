@@ -16,31 +16,37 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import hmac
 import logging
+import re
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import orjson
-from aiohttp import web
 from pydantic import BaseModel, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from starlette.types import Scope
 
+from buffer_rl.engine.http_server import Front, JSONError, read_json
 from buffer_rl.errors import BufferStateError
 from buffer_rl_rollout_service.page import render_page
 from buffer_rl_rollout_service.store import FullError, Store, StoredGroup
 from buffer_rl_rollout_service.trajectory import Id, Trajectory
 
-BODY_TIMEOUT_S = 60.0
 STORE_TIMEOUT_S = 30.0
 TICK_S = 1.0
 MAX_WAIT_S = 60.0
 MAX_GROUPS = 1024
 _LOG = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 P = ParamSpec("P")
@@ -66,7 +72,7 @@ class AckRequest(BaseModel):
     dropped: dict[Count, Annotated[str, Field(max_length=256)]] = Field(default_factory=dict, max_length=MAX_GROUPS)
 
 
-def refusal(status: int, what: str, *, where: str = "", expected: str = "", hint: str = "") -> web.Response:
+def refusal(status: int, what: str, *, where: str = "", expected: str = "", hint: str = "") -> Response:
     """An error as the answer to a request."""
     error = {"what": what, "where": where, "expected": expected, "hint": hint}
     return _json({"error": {name: text for name, text in error.items() if text}}, status)
@@ -82,27 +88,29 @@ class Service:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._ready = asyncio.Condition()
 
-    def app(self) -> web.Application:
-        """The application; its clean-up closes the store."""
-        app = web.Application(
-            client_max_size=self._max_body_bytes, middlewares=[self._errors_as_json, self._require_token]
+    def app(self) -> Front:
+        """The application; the end of its lifespan closes the store."""
+        table: list[tuple[str, Any, str]] = [
+            ("/write", self._write, "POST"),
+            ("/buffer/write", self._write, "POST"),
+            ("/read", self._read, "POST"),
+            ("/ack", self._acknowledge, "POST"),
+            ("/peek", self._peek, "GET"),
+            ("/stats", self._stats, "GET"),
+            ("/health", self._health, "GET"),
+            ("/", self._page, "GET"),
+        ]
+        errors: Any = (HTTPException, ValidationError, JSONError, BufferStateError, sqlite3.Error, TimeoutError)
+        app = Starlette(
+            routes=[Route(path, endpoint, methods=[method]) for path, endpoint, method in table],
+            exception_handlers=dict.fromkeys(errors, self._answer_error),
+            lifespan=self._background,
         )
-        app.add_routes(
-            [
-                web.post("/write", self._write),
-                web.post("/buffer/write", self._write),
-                web.post("/read", self._read),
-                web.post("/ack", self._acknowledge),
-                web.get("/peek", self._peek),
-                web.get("/stats", self._stats),
-                web.get("/health", self._health),
-                web.get("/", self._page),
-            ]
-        )
-        app.cleanup_ctx.append(self._background)
-        return app
+        app.router.redirect_slashes = False
+        return Front(app, refusal=self._refusal, max_body_bytes=self._max_body_bytes, allows=self._is_authorized)
 
-    async def _background(self, app: web.Application) -> AsyncIterator[None]:
+    @contextlib.asynccontextmanager
+    async def _background(self, _: Starlette) -> AsyncIterator[None]:
         ticking = asyncio.create_task(self._tick())
         yield
         ticking.cancel()
@@ -129,7 +137,7 @@ class Service:
             work = partial(function, *args, **kwargs)
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def _write(self, request: web.Request) -> web.Response:
+    async def _write(self, request: Request) -> Response:
         given = await self._body(request, Trajectory)
         body = orjson.dumps(given.model_dump(exclude_unset=True))
         written = await self._call(self._store.write, given.instance_id, given.uid, given.reward, body)
@@ -145,7 +153,7 @@ class Service:
             }
         )
 
-    async def _read(self, request: web.Request) -> web.Response:
+    async def _read(self, request: Request) -> Response:
         asked = await self._body(request, ReadRequest)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + asked.wait_s
@@ -167,96 +175,91 @@ class Service:
                 except TimeoutError:
                     continue
 
-    async def _acknowledge(self, request: web.Request) -> web.Response:
+    async def _acknowledge(self, request: Request) -> Response:
         asked = await self._body(request, AckRequest)
         await self._call(self._store.acknowledge, asked.reader, asked.delivered, asked.dropped)
         return _json({"delivered": len(asked.delivered), "dropped": len(asked.dropped)})
 
-    async def _peek(self, request: web.Request) -> web.Response:
-        given = request.query.get("num_groups", "1")
-        if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= MAX_GROUPS:
+    async def _peek(self, request: Request) -> Response:
+        given = request.query_params.get("num_groups", "1")
+        if not re.fullmatch("[1-9][0-9]{0,3}", given) or int(given) > MAX_GROUPS:
             return refusal(422, f"num_groups is {given!r:.40}", where="GET /peek", expected=f"1 to {MAX_GROUPS}")
         groups = await self._call(self._store.peek, int(given))
         return _json({"groups": [_as_json(group) for group in groups]})
 
-    async def _stats(self, request: web.Request) -> web.Response:
+    async def _stats(self, request: Request) -> Response:
         return _json(await self._call(self._store.statistics))
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _health(self, request: Request) -> Response:
         await self._call(self._store.expire)
         return _json({"status": "ok"})
 
-    async def _page(self, request: web.Request) -> web.Response:
+    async def _page(self, request: Request) -> Response:
         statistics = await self._call(self._store.statistics)
         history = await self._call(self._store.history)
         page, policy = render_page(statistics, history)
-        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store"}
-        return web.Response(text=page, content_type="text/html", headers=headers)
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"})
 
-    async def _body(self, request: web.Request, model: type[M]) -> M:
-        """The request's body. What it raises is answered by ``_errors_as_json``."""
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                raw = await request.read()
-        except TimeoutError as error:
-            raise web.HTTPRequestTimeout from error
-        return model.model_validate(orjson.loads(raw))
+    async def _body(self, request: Request, model: type[M]) -> M:
+        """The request's body. What it raises is answered by ``_answer_error``."""
+        return model.model_validate(read_json(await request.body()))
 
-    @web.middleware
-    async def _require_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path != "/health" and not self._is_authorized(request):
-            scheme = 'Basic realm="rollout service"' if request.path == "/" else "Bearer"
-            answer = refusal(
-                401,
-                "the token is missing or wrong",
-                where=f"{request.method} {request.path}",
-                expected="the header Authorization: Bearer TOKEN",
-                hint="the service prints at its start which file has the token",
-            )
-            answer.headers["WWW-Authenticate"] = scheme
-            return answer
-        return await handler(request)
-
-    def _is_authorized(self, request: web.Request) -> bool:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        secret = given.strip().encode(errors="replace")
-        if scheme.lower() == "basic" and request.path == "/":  # a browser asks its user for a password
+    def _is_authorized(self, scope: Scope) -> bool:
+        if scope["path"] == "/health":
+            return True
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, secret = given.partition(b" ")
+        if scheme.lower() == b"basic" and scope["path"] == "/":  # a browser asks its user for a password
             try:
-                secret = base64.b64decode(secret, validate=True).partition(b":")[2]
+                secret = base64.b64decode(secret.strip(), validate=True).partition(b":")[2]
             except binascii.Error:
                 return False
-        elif scheme.lower() != "bearer":
+        elif scheme.lower() != b"bearer":
             return False
-        return hmac.compare_digest(secret, self._token)
+        return hmac.compare_digest(secret.strip(), self._token)
 
-    @web.middleware
-    async def _errors_as_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        where = f"{request.method} {request.path}"[:200]
-        try:
-            return await handler(request)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            field = ".".join(str(part) for part in first["loc"]) or "the body"
+    def _refusal(self, scope: Scope, status: int, what: str) -> Response:
+        where = _where(scope)
+        if status == 413:
+            most = f"at most {self._max_body_bytes} bytes (--max-body-mib)"
+            return refusal(status, "the body is too large", where=where, expected=most)
+        if status != 401:
+            return refusal(status, what, where=where)
+        answer = refusal(
+            status,
+            "the token is missing or wrong",
+            where=where,
+            expected="the header Authorization: Bearer TOKEN",
+            hint="the service prints at its start which file has the token",
+        )
+        answer.headers["WWW-Authenticate"] = 'Basic realm="rollout service"' if scope["path"] == "/" else "Bearer"
+        return answer
+
+    async def _answer_error(self, request: Request, error: Exception) -> Response:
+        where = _where(request.scope)
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            field = ".".join(str(part) for part in first["loc"])[:200] or "the body"
             return refusal(
                 422, f"{field}: {first['msg']}", where=where, expected="the fields of docs/rollout_service.md"
             )
-        except orjson.JSONDecodeError as error:
+        if isinstance(error, JSONError):
             return refusal(400, f"the body is no JSON: {error}", where=where, expected="a JSON object")
-        except FullError as error:
-            answer = refusal(429, error.what, where=error.where, expected=error.expected, hint=error.hint)
-            answer.headers["Retry-After"] = "5"
+        if isinstance(error, BufferStateError):
+            status = 429 if isinstance(error, FullError) else 409
+            answer = refusal(status, error.what, where=error.where, expected=error.expected, hint=error.hint)
+            if status == 429:
+                answer.headers["Retry-After"] = "5"
             return answer
-        except BufferStateError as error:
-            return refusal(409, error.what, where=error.where, expected=error.expected)
-        except web.HTTPRequestEntityTooLarge:
-            most = f"at most {self._max_body_bytes} bytes (--max-body-mib)"
-            return refusal(413, "the body is too large", where=where, expected=most)
-        except web.HTTPException as error:  # 404, 405, 408
-            return refusal(error.status, error.reason, where=where, expected="a route of the service, and its body")
-        except (sqlite3.Error, TimeoutError) as error:
-            _LOG.error("%s: the store failed: %s: %s", where, type(error).__name__, error)
-            hint = "send it again: what was written under a uid is not counted twice"
-            return refusal(503, f"the store failed: {error or 'it did not answer'}", where=where, hint=hint)
+        if isinstance(error, HTTPException):  # 404, 405
+            return refusal(error.status_code, error.detail, where=where, expected="a route of the service")
+        _LOG.error("%s: the store failed: %s: %s", where, type(error).__name__, error)
+        hint = "send it again: what was written under a uid is not counted twice"
+        return refusal(503, f"the store failed: {error or 'it did not answer'}", where=where, hint=hint)
+
+
+def _where(scope: Scope) -> str:
+    return f"{scope['method']} {scope['path']}"[:200]
 
 
 def _as_json(group: StoredGroup) -> dict[str, Any]:
@@ -268,5 +271,5 @@ def _as_json(group: StoredGroup) -> dict[str, Any]:
     }
 
 
-def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")

@@ -92,15 +92,19 @@ class FullError(BufferStateError):
 
 
 class Store:
-    """The groups in ``folder``. It is for one thread at a time. clock: seconds since 1970.
+    """The groups in ``folder``, whose files are for their owner alone. It is for one thread at a time. clock: seconds
+    since 1970.
 
     Raises ConfigError if the file is of another program or version, damaged, or another process has it."""
 
     def __init__(self, folder: Path, rules: Rules, clock: Callable[[], float] = time.time) -> None:
         self.rules = rules
         self._clock = clock
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / FILE
+        path.touch(mode=0o600)
+        for own in (path, *folder.glob(f"{FILE}-*")):  # SQLite makes what it has beside a file with the file's mode
+            own.chmod(0o600)
         self._db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
             self._open()

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from buffer_rl.engine.embedded.protocol import BadRequestError, GenerateCall
 from buffer_rl.engine.embedded.service import EngineService
+from buffer_rl.engine.http_server import JSONError, read_json
 from buffer_rl.errors import EngineError
 
 _JSON = [(b"content-type", b"application/json")]
@@ -35,8 +36,8 @@ class GenerateRoute:
         task = asyncio.current_task()
         assert task is not None
         try:
-            call = self.service.begin(orjson.loads(body), task.cancel)
-        except orjson.JSONDecodeError as error:
+            call = await self.service.begin(read_json(body), task.cancel)
+        except JSONError as error:
             return await _send(send, 400, {"error": {"message": f"the body is not JSON: {error}"}})
         except BadRequestError as error:
             return await _send(send, 400, {"error": {"message": str(error)}})

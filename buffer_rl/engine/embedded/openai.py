@@ -9,7 +9,6 @@ behind the very tokens that were sampled.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from buffer_rl.engine.embedded.protocol import BadRequestError
 from buffer_rl.engine.embedded.sampling import is_neutral
+from buffer_rl.engine.http_server import JSONError, read_json
 
 # Fields that would change the answer and are not implemented, with the values that change nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -163,6 +163,9 @@ def _templated(messages: list[dict[str, Any]], body: dict[str, Any], tokenizer: 
     """Token ids of a conversation, by the chat template of the tokenizer."""
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
     going_on = bool(body.get("continue_final_message"))
+    variables = _object(body, "chat_template_kwargs")
+    if body.get("chat_template") is not None or "chat_template" in variables:
+        raise BadRequestError("'chat_template' is not supported: the template is that of the model's folder")
     try:
         text = tokenizer.apply_chat_template(
             [_message(message) for message in messages],
@@ -170,7 +173,7 @@ def _templated(messages: list[dict[str, Any]], body: dict[str, Any], tokenizer: 
             tokenize=False,
             add_generation_prompt=not going_on,
             continue_final_message=going_on,
-            **(body.get("chat_template_kwargs") or {}),
+            **variables,
         )
     except Exception as error:  # fault boundary: a template is a program of the model's folder
         raise BadRequestError(f"the chat template: {error}") from error
@@ -182,18 +185,27 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     message = dict(message)
     content = message.get("content")
     if isinstance(content, list):
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             raise BadRequestError("only parts of type 'text' are supported in a message")
-        message["content"] = " ".join(part["text"] for part in content)
+        message["content"] = " ".join(str(part.get("text")) for part in content)
     elif content is None:
         message["content"] = ""
-    calls = []
-    for call in message.get("tool_calls") or []:
-        function = dict(call["function"])
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls} if calls else message
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    return message
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise BadRequestError("'tool_calls' must be a list of objects with a 'function'")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = read_json(arguments or "{}")
+        except JSONError as error:
+            raise BadRequestError(f"the arguments of a tool call are not JSON: {error}") from error
+    return {**call, "function": {**function, "arguments": arguments} if "arguments" in function else function}
 
 
 # ---------------------------------------------------------------------- answers

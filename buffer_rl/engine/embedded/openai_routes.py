@@ -15,6 +15,7 @@ from buffer_rl.engine.embedded.answers import meta_info
 from buffer_rl.engine.embedded.protocol import BadRequestError, GenerateCall
 from buffer_rl.engine.embedded.service import EngineService
 from buffer_rl.engine.embedded.streams import Piece
+from buffer_rl.engine.http_server import JSONError, read_json
 from buffer_rl.errors import EngineError
 
 _DONE = b"data: [DONE]\n\n"
@@ -44,9 +45,10 @@ class OpenAIRoutes:
     async def _answer(self, request: HttpRequest, read: Any) -> Response:
         done = asyncio.Event()
         try:
-            generate, reply = read(orjson.loads(await request.body()))
-            call = self.service.begin(generate, done.set)
-        except (BadRequestError, orjson.JSONDecodeError) as error:
+            body = read_json(await request.body())
+            generate, reply = await self.service.aside(lambda: read(body))  # a template takes its time
+            call = await self.service.begin(generate, done.set)
+        except (BadRequestError, JSONError) as error:
             return _json(openai.error_body(str(error)), 400)
         except EngineError as error:
             return _json(openai.error_body(str(error), 503), 503)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from buffer_rl.engine.embedded.log_probs import LogProbDetails
-from buffer_rl.engine.embedded.sampling import SamplingError, SamplingParams, is_neutral
+from buffer_rl.engine.embedded.sampling import MAX_ROWS, SamplingError, SamplingParams, is_neutral
 from buffer_rl.engine.embedded.scheduler import Request
 from buffer_rl.engine.rows import row_rid, row_seeds
 from buffer_rl.engine.text import TextCodec
@@ -50,6 +50,10 @@ _FIELDS = (
 
 MAX_TOP = 1024
 """Most of the likeliest tokens of a position that an answer has."""
+
+
+LONG_TEXT = 10_000
+"""Characters that are encoded in a few milliseconds."""
 
 
 class BadRequestError(ValueError):
@@ -105,6 +109,12 @@ class GenerateCall:
         return "; ".join([reason["message"] for reason in reasons if reason.get("status_code") == 500])
 
 
+def has_long_text(body: Any) -> bool:
+    """Whether the prompts of a request are texts that take a while to encode."""
+    text = body.get("text") if isinstance(body, dict) else None
+    return sum(len(item) for item in (text if isinstance(text, list) else [text]) if isinstance(item, str)) > LONG_TEXT
+
+
 def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
     """Raises BadRequestError naming the field that is wrong."""
     if not isinstance(body, dict):
@@ -121,6 +131,8 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
     details = _details(body, prompts, wanted, limits)
     params = _sampling_params(body.get("sampling_params"), len(prompts))
     one_for_all = not isinstance(body.get("sampling_params"), list)
+    if (num_rows := len(prompts) * params[0].n) > MAX_ROWS:
+        raise BadRequestError(f"the request is for {num_rows} rows, more than {MAX_ROWS}; send several")
     if any(own.n > 1 for own in params):
         if not one_for_all:
             raise BadRequestError("'n' above 1 needs one 'sampling_params' for all prompts")
@@ -136,6 +148,8 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
     for own in fitted.values():
         if own.stop and not limits.has_tokenizer:
             raise BadRequestError("stop strings need a tokenizer, and the model's folder has none")
+        if any(not 0 <= token < limits.vocab_size for token in own.stop_token_ids):
+            raise BadRequestError(f"'stop_token_ids' must be token ids in [0, {limits.vocab_size})")
     names_rows = limits.refuses or len(prompts) == 1 or params[0].n == 1  # SGLang makes up the ids of n samples
     rids = _rids(body.get("rid") if names_rows else None, len(prompts), batched)
     seeds = _seeds(rids, params, batched and one_for_all, limits)

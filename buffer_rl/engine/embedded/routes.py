@@ -1,4 +1,4 @@
-"""SGLang's HTTP routes over an ``EngineService``, and the check of the run's API key in front of them."""
+"""SGLang's HTTP routes over an ``EngineService``, and what stands in front of them: the run's API key, limits."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from buffer_rl.engine.embedded.generate_route import GenerateRoute
 from buffer_rl.engine.embedded.openai_routes import OpenAIRoutes
 from buffer_rl.engine.embedded.protocol import BadRequestError, weight_version
 from buffer_rl.engine.embedded.service import EngineService
+from buffer_rl.engine.http_server import Front, JSONError, read_json
 from buffer_rl.engine.process import auth_headers
 from buffer_rl.engine.replica import CACHE, WEIGHTS
 from buffer_rl.errors import EngineError
@@ -108,7 +109,7 @@ class _Handlers:
         probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
         done = asyncio.Event()
         try:
-            call = self.service.begin(probe, done.set)
+            call = await self.service.begin(probe, done.set)
             await asyncio.wait_for(done.wait(), PROBE_TIMEOUT_S)
         except TimeoutError:
             await self.service.abort(call.requests.__contains__)
@@ -278,8 +279,8 @@ async def _answering_errors(
 async def _object(request: HttpRequest) -> dict[str, Any]:
     raw = await request.body()
     try:
-        body = orjson.loads(raw) if raw else {}
-    except orjson.JSONDecodeError as error:
+        body = read_json(raw) if raw else {}
+    except JSONError as error:
         raise BadRequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
@@ -289,42 +290,34 @@ async def _object(request: HttpRequest) -> dict[str, Any]:
 def _tags(body: Mapping[str, Any]) -> Sequence[str]:
     """The kinds of memory that a body names, all where it names none."""
     known, tags = (*WEIGHTS, *CACHE), body.get("tags")
-    if tags and not (isinstance(tags, list) and set(tags) <= set(known)):
+    if tags and not (isinstance(tags, list) and all(tag in known for tag in tags)):
         raise BadRequestError(f"'tags' must be a list of some of {', '.join(known)}")
     return tags or known
 
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Answered without a key, as SGLang does: routers and supervisors ask them so, and the answer says nothing else."""
-_REFUSAL = orjson.dumps(
-    {
-        "error": {
-            "message": "the engine's API key is missing or wrong; expected the header 'Authorization: Bearer KEY', "
-            "where KEY is args.engine_api_key"
-        }
-    }
-)
+MAX_BODY_BYTES = 64 << 20
+"""Of one request: ten times ten prompts of 100,000 token ids. Weights are not in the bodies of their updates."""
 
 
-class RequireKey:
-    """ASGI middleware: HTTP 401 for every request to ``app`` without ``key``, ``OPEN_PATHS`` excepted."""
+def guarded(app: ASGIApp, key: str | None) -> Front:
+    """``app`` behind the limits of ``http_server``, and HTTP 401 for who has not ``key``, ``OPEN_PATHS`` excepted."""
+    expected = auth_headers(key)["Authorization"].encode() if key is not None else b""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._expected = auth_headers(key)["Authorization"].encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope.get("path") in OPEN_PATHS or self._allows(scope):
-            await self._app(scope, receive, send)
-            return
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(_REFUSAL)).encode()),
-            (b"www-authenticate", b"Bearer"),
-        ]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": _REFUSAL})
-
-    def _allows(self, scope: Scope) -> bool:
+    def allows(scope: Scope) -> bool:
+        if key is None or scope["path"] in OPEN_PATHS:
+            return True
         given: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)  # takes as long wherever the two differ
+        return hmac.compare_digest(given, expected)  # takes as long wherever the two differ
+
+    return Front(app, refusal=_refusal, max_body_bytes=MAX_BODY_BYTES, allows=allows)
+
+
+def _refusal(_: Scope, status: int, what: str) -> Response:
+    if status != 401:
+        return json_response(_plain_error(what), status)
+    what = f"the engine's API key: {what}; expected the header 'Authorization: Bearer KEY', where KEY is "
+    response = json_response(_plain_error(f"{what}args.engine_api_key"), status)
+    response.headers["www-authenticate"] = "Bearer"
+    return response

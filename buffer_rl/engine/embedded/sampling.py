@@ -23,6 +23,11 @@ from buffer_rl.engine.embedded.model import VOCAB_BLOCK
 from buffer_rl.engine.rows import GOLDEN, mix64
 
 GREEDY_BELOW = 1e-6  # SGLang's threshold for "temperature 0"
+MAX_ROWS = 4096
+"""Most rows of a request: its prompts times ``n``."""
+MAX_STOPS = 256
+MAX_STOP_CHARS = 4096
+"""Most stop strings of a request, and characters of one: each is searched for after every token."""
 
 
 class SamplingError(ValueError):
@@ -72,28 +77,23 @@ class SamplingParams:
                 try:
                     values[name] = _READERS[name](value)
                 except (TypeError, ValueError, OverflowError) as error:
-                    raise SamplingError(f"sampling parameter {name!r}: {value!r} ({error})") from error
+                    raise SamplingError(f"sampling parameter {name!r}: {value!r:.80} ({error})") from error
         params = cls(**values)
         params._check()
         return params
 
     def _check(self) -> None:
         wrong = [
-            message
-            for failed, message in (
-                (self.max_new_tokens < 0, f"max_new_tokens must be at least 0, got {self.max_new_tokens}"),
-                (
-                    not 0 <= self.min_new_tokens <= self.max_new_tokens,
-                    f"min_new_tokens must be in [0, max_new_tokens], got {self.min_new_tokens}",
-                ),
-                (not 0.0 <= self.temperature < float("inf"), f"temperature must be >= 0, got {self.temperature}"),
-                (not 0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}"),
-                (not 0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}"),
-                (self.top_k < -1, f"top_k must be -1 or 0 (all tokens) or at least 1, got {self.top_k}"),
-                (self.n < 1, f"n must be at least 1, got {self.n}"),
-            )
-            if failed
+            f"{name} must be in [{least}, {most}], got {value}"
+            for name, (least, most) in _RANGES.items()
+            if (value := getattr(self, name)) is not None and not least <= value <= most
         ]
+        if self.min_new_tokens > self.max_new_tokens:
+            wrong.append(f"min_new_tokens must be at most max_new_tokens, got {self.min_new_tokens}")
+        if not self.top_p:
+            wrong.append("top_p must be above 0")
+        if len(self.stop) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in self.stop):
+            wrong.append(f"stop must be at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
         if wrong:
             raise SamplingError("; ".join(wrong))
 
@@ -147,6 +147,17 @@ _READERS: Mapping[str, Any] = {
     "spaces_between_special_tokens": _flag,
     "no_stop_trim": _flag,
     "sampling_seed": _integer,
+}
+# What the engine computes with: int32, float32 and the 64 bits of a seed, whose sign does not matter.
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "max_new_tokens": (0, 2**31 - 1),
+    "min_new_tokens": (0, 2**31 - 1),
+    "temperature": (0, 1_000_000),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),  # -1 and 0: all tokens
+    "min_p": (0, 1),
+    "n": (1, MAX_ROWS),
+    "sampling_seed": (-(2**63), 2**64 - 1),
 }
 # Parameters of SGLang that this engine does not implement, with the values that change nothing (see is_neutral).
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {

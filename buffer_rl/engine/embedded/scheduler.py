@@ -7,6 +7,7 @@ and everything waits while paused (ended by ``resume``).
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import OrderedDict, deque
@@ -19,6 +20,8 @@ import torch
 from buffer_rl.engine.embedded.cache import CacheShape, Prefix, PrefixCache, Row, SlotCache
 from buffer_rl.engine.embedded.log_probs import LogProbDetails
 from buffer_rl.engine.embedded.sampling import SamplingParams, draw, uniforms
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -266,6 +269,26 @@ class Scheduler:
         return [prefix for prefix in found.values() if prefix is not None]
 
     def _draw(self, logits: torch.Tensor, batch: list[Request]) -> list[Request]:
+        """One token for each request; returns those that finished. What goes wrong here fails the batch alone: the same
+        request, sent again, would end engine after engine."""
+        finished: list[Request] = []
+        try:
+            for request, token, log_prob, kept in zip(batch, *self._drawn(logits, batch), strict=True):
+                if (end := self._take(request, token, log_prob, kept)) is not None:
+                    request.finish(end)
+                    finished.append(request)
+        except Exception as error:  # fault boundary: between what requests ask for and the engine
+            if logits.is_cuda:
+                torch.cuda.synchronize(logits.device)  # raises if the device has failed, which ends the engine
+            reason = f"no token could be drawn: {type(error).__name__}: {error}"
+            _LOG.exception("%s; requests %s", reason, ", ".join(repr(request.rid) for request in batch))
+            for request in batch:
+                request.finish(_failed(reason))
+            finished = batch
+        self._release(finished)
+        return finished
+
+    def _drawn(self, logits: torch.Tensor, batch: list[Request]) -> tuple[list[int], list[float], list[bytes]]:
         # A token's absolute position names, with the seed, the random number behind it.
         uniform = uniforms([r.seed for r in batch], [len(r.prompt_ids) + len(r.output_ids) for r in batch])
         held = [i for i, r in enumerate(batch) if len(r.output_ids) < r.params.min_new_tokens]
@@ -273,38 +296,25 @@ class Scheduler:
             logits = logits.clone()
             for i in held:
                 stops = self.eos_token_ids | batch[i].params.stop_token_ids
-                logits[i, sorted(t for t in stops if t < self.decoder.vocab_size)] = float("-inf")
+                logits[i, sorted(t for t in stops if 0 <= t < self.decoder.vocab_size)] = float("-inf")
         for i, r in enumerate(batch):
             if r.details is not None:
                 r.details.read_output(logits[i], 1.0 if r.params.greedy else r.params.temperature)
-        drawn = draw(logits, [r.params for r in batch], uniform, return_kept=self.return_kept)
-        finished = []
-        reason: dict[str, object] | None
-        for request, token, log_prob, kept in zip(batch, *drawn, strict=True):
-            if math.isfinite(log_prob):
-                request.output_ids.append(token)
-                request.log_probs.append(log_prob)
-                request.kept.append(kept)
-                request.row.token = token
-                reason = self._finish_reason(request, token)
-            else:
-                reason = self._non_finite(request, log_prob)
-            if reason is not None:
-                request.finish(reason)
-                finished.append(request)
-        self._release(finished)
-        return finished
+        return draw(logits, [r.params for r in batch], uniform, return_kept=self.return_kept)
 
-    def _non_finite(self, request: Request, log_prob: float) -> dict[str, object]:
-        """Why a request ends whose next token has no probability; nothing computed for its prompt is used again."""
-        self.prefixes.drop(request.sequence)
-        return {
-            "type": "abort",
-            "message": f"request {request.rid!r}: the log-probability of its output token {len(request.output_ids)} is "
-            f"{log_prob}; the weights (version {self.version}) or what they compute for this input are not finite",
-            "status_code": 500,
-            "err_type": "InternalServerError",
-        }
+    def _take(self, request: Request, token: int, log_prob: float, kept: bytes) -> dict[str, object] | None:
+        """Add a drawn token; why the request ends with it, or None."""
+        if not math.isfinite(log_prob):
+            self.prefixes.drop(request.sequence)  # nothing computed for its prompt is used again
+            return _failed(
+                f"request {request.rid!r}: the log-probability of its output token {len(request.output_ids)} is "
+                f"{log_prob}; the weights (version {self.version}) or what they compute for this input are not finite"
+            )
+        request.output_ids.append(token)
+        request.log_probs.append(log_prob)
+        request.kept.append(kept)
+        request.row.token = token
+        return self._finish_reason(request, token)
 
     def _finish_reason(self, request: Request, token: int) -> dict[str, object] | None:
         params, count = request.params, len(request.output_ids)
@@ -319,3 +329,8 @@ class Scheduler:
         if len(request.prompt_ids) + count >= self.decoder.shape.context_length:
             return {"type": "length", "length": count}
         return None
+
+
+def _failed(message: str) -> dict[str, object]:
+    """The end of a request that the engine cannot answer."""
+    return {"type": "abort", "message": message, "status_code": 500, "err_type": "InternalServerError"}

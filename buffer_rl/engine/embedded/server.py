@@ -103,24 +103,11 @@ def _build_service(args: argparse.Namespace) -> EngineService:
 
 
 def _serve(service: EngineService, args: argparse.Namespace, api_key: str | None) -> int:
-    import uvicorn
-
-    from buffer_rl.engine.embedded.routes import RequireKey, build_app
+    from buffer_rl.engine.embedded.routes import build_app, guarded
+    from buffer_rl.engine.http_server import http_server
 
     listener = socket.socket(fileno=args.fd) if args.fd is not None else _listen(args.host, args.port)
-    app = build_app(service)
-    config = uvicorn.Config(
-        app if api_key is None else RequireKey(app, api_key),
-        http="httptools",
-        access_log=False,
-        proxy_headers=False,
-        log_level="error",  # the router's HTTP/2 probe is a warning a second otherwise
-        log_config=None,
-        timeout_keep_alive=120,
-        timeout_graceful_shutdown=1,
-        backlog=4096,
-    )
-    server = uvicorn.Server(config)
+    server = http_server(guarded(build_app(service), api_key))
 
     def give_up() -> None:
         server.should_exit = True

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import traceback
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,7 +16,7 @@ from buffer_rl.engine.embedded.answers import answers, meta_info
 from buffer_rl.engine.embedded.engine_thread import EngineThread
 from buffer_rl.engine.embedded.loader import LoadedModel, StagedUpdate, checksum_answer
 from buffer_rl.engine.embedded.metrics import PREFIX, Counts, Sample, render
-from buffer_rl.engine.embedded.protocol import BadRequestError, GenerateCall, Limits, parse_generate
+from buffer_rl.engine.embedded.protocol import BadRequestError, GenerateCall, Limits, has_long_text, parse_generate
 from buffer_rl.engine.embedded.scheduler import Request, Scheduler
 from buffer_rl.engine.embedded.sglang_update import PartialWeights, SessionUpdate
 from buffer_rl.engine.embedded.streams import Piece, Stream
@@ -22,6 +25,7 @@ from buffer_rl.engine.replica import WEIGHTS
 from buffer_rl.engine.text import TextCodec
 from buffer_rl.errors import EngineError
 
+T = TypeVar("T")
 PAUSE_MODES = ("abort", "in_place", "retract")
 NEW_WEIGHTS = "new weights"
 """What an engine lacks between the resumption of their memory and an update."""
@@ -76,6 +80,7 @@ class EngineService:
         shapes = None if imitate else model.checkpoint_shapes
         self.groups = WeightGroups(shapes, self.staged, weight_update_timeout_s)
         self._in_flight: dict[str, Request] = {}
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._thread = EngineThread(self.scheduler, on_finished=self._finished, on_failure=self._failed)
 
     def start(self) -> None:
@@ -85,6 +90,7 @@ class EngineService:
     def stop(self) -> None:
         """End the engine thread; requests in flight are never answered."""
         self._thread.stop()
+        self._aside.shutdown(wait=False)
 
     @property
     def failure(self) -> BaseException | None:
@@ -93,9 +99,10 @@ class EngineService:
 
     # ------------------------------------------------------------------ generate
 
-    def begin(self, body: Any, on_done: Callable[[], object]) -> GenerateCall:
+    async def begin(self, body: Any, on_done: Callable[[], object]) -> GenerateCall:
         """Check and queue a request; ``on_done`` is called when all its rows are done. Raises BadRequestError."""
-        call = parse_generate(body, self.codec, self.limits)
+        parse = partial(parse_generate, body, self.codec, self.limits)
+        call = await self.aside(parse) if has_long_text(body) else parse()
         for request in call.requests:
             if request.rid in self._in_flight:
                 raise BadRequestError(f"Duplicate request ID detected: {request.rid}")
@@ -107,6 +114,10 @@ class EngineService:
             self._in_flight[request.rid] = request
         self._submit(call.requests)
         return call
+
+    async def aside(self, function: Callable[[], T]) -> T:
+        """``function``'s answer, from the one thread for texts and templates, which take time that the loop has not."""
+        return await asyncio.get_running_loop().run_in_executor(self._aside, function)
 
     def _submit(self, requests: list[Request]) -> None:
         self._thread.submit(requests)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import pytest
-from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from buffer_rl.engine import http_server
 from buffer_rl.errors import ConfigError, DeadlineError, RolloutError
-from buffer_rl_rollout_service import server
 from buffer_rl_rollout_service.client import ServiceClient
-from buffer_rl_rollout_service.server import Service
+from buffer_rl_rollout_service.server import AckRequest, ReadRequest, Service
 from buffer_rl_rollout_service.store import Rules, Store
+from buffer_rl_rollout_service.trajectory import Trajectory
+from harness.asgi import serving_app
 
 TOKEN = "a-token-of-32-characters-or-more"
 MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
@@ -31,13 +36,8 @@ def trajectory(uid: str = "a", **changes: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def serving(folder: Path, **rules: Any) -> AsyncIterator[str]:
     service = Service(Store(folder, Rules(**{"group_size": 2, **rules})), TOKEN, max_body_bytes=10_000)
-    runner = web.AppRunner(service.app(), shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving_app(service.app()) as url:
+        yield url
 
 
 async def ask(url: str, path: str, *, token: str | None = f"Bearer {TOKEN}", **request: Any) -> tuple[int, Any]:
@@ -158,8 +158,60 @@ async def test_other_requests_that_cannot_be_done_say_why(tmp_path: Path) -> Non
         assert (await ask(url, "/write"))[0] == 405
 
 
+@pytest.mark.parametrize(
+    "number", ["0001", "0", "1025", "9" * 5000, "00000000" + "9" * 5000, "+1", " 1", "1.0", "\u0661", ""]
+)
+async def test_a_number_of_groups_that_is_none_is_422(tmp_path: Path, number: str) -> None:
+    async with serving(tmp_path) as url:
+        status, answer = await ask(url, f"/peek?num_groups={quote(number)}")
+        assert (status, answer["error"]["expected"]) == (422, "1 to 1024")
+        assert (await ask(url, "/peek?num_groups=1024"))[0] == 200
+
+
+async def test_json_that_is_nested_deeply_is_400_wherever_it_is(tmp_path: Path) -> None:
+    async with serving(tmp_path) as url:
+        for levels in (200, 400, 900, 4000):
+            nested = "[" * levels + "]" * levels
+            for name in ("extra_info", "messages", "tools", "reader", "tokens"):
+                for path in ("/write", "/read", "/ack"):
+                    body = json.dumps(trajectory(extra_info={}))[:-1] + f', "{name}": {{"a": {nested}}}}}'
+                    status, answer = await ask(url, path, data=body.encode())
+                    assert (status, "levels" in answer["error"]["what"] or levels > 1000) == (400, True)
+
+
+hostile = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.text(max_size=8),
+        st.sampled_from([2**31, 2**53, 2**63, 2**64, -1, -(2**63), 10**300, 1e308, -1e308, 5e-324, 0, 1]),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    max_leaves=6,
+)
+fields = (*Trajectory.model_fields, *ReadRequest.model_fields, *AckRequest.model_fields)
+
+
+def test_no_json_value_is_an_error_of_the_server(tmp_path: Path) -> None:
+    with asyncio.Runner() as runner:
+        service = serving(tmp_path)
+        url = runner.run(service.__aenter__())
+
+        @settings(max_examples=80)
+        @given(
+            st.sampled_from(["/write", "/read", "/ack"]), st.dictionaries(st.sampled_from(fields), hostile, max_size=4)
+        )
+        def check(path: str, body: dict[str, Any]) -> None:
+            sent = trajectory(**body) if path == "/write" else {"reader": "run", **body, "wait_s": 0}
+            status, answer = runner.run(ask(url, path, json=sent))
+            assert status < 500, answer
+
+        check()
+        runner.run(service.__aexit__(None, None, None))
+
+
 async def test_a_body_that_does_not_come_ends_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.2)
     async with asyncio.timeout(60), serving(tmp_path) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         head = f"POST /write HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 99\r\n\r\n{{"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.config import compose
@@ -26,6 +25,7 @@ from buffer_rl_rollout_service import options as plugin
 from buffer_rl_rollout_service.rollout import ServiceRollout, kept_from
 from buffer_rl_rollout_service.server import Service
 from buffer_rl_rollout_service.store import Rules, Store
+from harness.asgi import serving_app
 
 TOKEN = "a-token-of-32-characters-or-more"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -75,13 +75,8 @@ class Bench:
 @asynccontextmanager
 async def bench(folder: Path, *, group_timeout_s: float = 600.0, **options: Any) -> AsyncIterator[Bench]:
     store = Store(folder / "store", Rules(group_size=2, min_group_size=1, timeout_s=group_timeout_s))
-    runner = web.AppRunner(Service(store, TOKEN, max_body_bytes=1 << 20).app(), shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield Bench(folder, f"http://127.0.0.1:{runner.addresses[0][1]}", store, **options)
-    finally:
-        await runner.cleanup()
+    async with serving_app(Service(store, TOKEN, max_body_bytes=1 << 20).app()) as url:
+        yield Bench(folder, url, store, **options)
 
 
 async def test_groups_become_rows_with_the_answers_unmasked(tmp_path: Path) -> None:

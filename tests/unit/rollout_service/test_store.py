@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import BufferStateError, ConfigError
+from buffer_rl_rollout_service.__main__ import token_of
 from buffer_rl_rollout_service.store import FILE, FullError, Rules, Store
 
 
@@ -261,3 +264,22 @@ def test_random_writes_reads_deaths_and_time_lose_and_double_nothing(seed: int, 
     assert len(delivered) == len(set(delivered)) == statistics["delivered"] > 20
     assert {f"{key}".encode() for key in written} >= set(delivered)
     assert statistics["dropped"] > 0
+
+
+def test_the_files_of_a_store_are_for_their_owner_alone_also_those_that_were_not(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = tmp_path / "store"
+        token_of(folder)
+        store = Store(folder, Rules(group_size=2))
+        store.write("p", "a", 1.0, b"{}")
+        assert {path.name for path in folder.iterdir()} == {"token", FILE, f"{FILE}-wal"}
+        assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        for path in folder.iterdir():
+            path.chmod(0o644)
+        store.close()
+        Store(folder, Rules(group_size=2)).write("p", "b", 1.0, b"{}")
+        assert {stat.S_IMODE((folder / name).stat().st_mode) for name in (FILE, f"{FILE}-wal")} == {0o600}
+    finally:
+        os.umask(before)
