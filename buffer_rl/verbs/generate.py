@@ -20,12 +20,14 @@ from buffer_rl.configuration.sources import resolve
 from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.engine.process import starts_engines
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, DataError
+from buffer_rl.lazy_list import prompt_copies
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.prompts import PromptEncoder, check_template_kwargs, load_tokenizer
 from buffer_rl.types import GroupUid, Sample
 from buffer_rl.verbs.engine_checks import check_engines
 from buffer_rl.verbs.preflight import check_folders
+from buffer_rl.verbs.rows import RowSource, encode_row
 from buffer_rl.verbs.train import plugins_named, sections_of
 
 if TYPE_CHECKING:
@@ -116,14 +118,14 @@ def _ask(args: Any, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
     from buffer_rl.engine.fleet import EngineFleet
     from buffer_rl.engine.process import with_engine_key
 
-    samples = _prompt_samples(args, texts, count)
+    samples, encoder = _prompt_samples(args, texts, count)
     registry = PluginRegistry.from_flags(args.plugin)
     check_engines(args, registry)
     args = with_engine_key(args)
     with tempfile.TemporaryDirectory(prefix="buffer-rl-") as logs, EngineFleet(args, logs, registry) as fleet:
         fleet.wait_ready()
         args = args.model_copy(update=fleet.addresses)
-        return asyncio.run(_while_engines_last(fleet, _answers_of_engine(args, samples)))
+        return asyncio.run(_while_engines_last(fleet, _answers_of_engine(args, samples, encoder)))
 
 
 async def _while_engines_last(fleet: EngineFleet, answers: Coroutine[Any, Any, T]) -> T:
@@ -134,33 +136,34 @@ async def _while_engines_last(fleet: EngineFleet, answers: Coroutine[Any, Any, T
     return task.result()
 
 
-def _prompt_samples(args: Any, texts: Sequence[str], count: int) -> list[Sample]:
-    """``count`` samples for each text, then for each row of ``args.prompt_data``. Raises DataError."""
-    prompts: list[tuple[GroupUid, Any, Any, dict[str, Any]]] = [
-        (GroupUid("prompt", row, 0), text, None, {}) for row, text in enumerate(texts)
-    ]
+def _prompt_samples(args: Any, texts: Sequence[str], count: int) -> tuple[list[Sample], PromptEncoder]:
+    """``count`` samples for each text, then for each row of ``args.prompt_data``, and what has encoded their prompts.
+    Raises DataError, naming the file and the line of a prompt that cannot be encoded: before an engine is started."""
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    encoder = PromptEncoder.from_args(args, tokenizer)
+    prompts = [Sample(uid=GroupUid("prompt", row, 0), prompt=text) for row, text in enumerate(texts)]
+    for number, sample in enumerate(prompts, start=1):
+        try:
+            encoder.encode(sample)
+        except DataError as error:
+            error.where = f"--prompt, number {number}"
+            raise
     for path in args.prompt_data or ():
-        dataset = read_dataset(path, RowKeys.from_args(args))
-        prompts += [(GroupUid(dataset.source_hash, row.row, 0), row.prompt, row.label, row.metadata) for row in dataset]
-    return [
-        Sample(uid=uid, sample_index=index, prompt=prompt, label=label, metadata=dict(metadata))
-        for uid, prompt, label, metadata in prompts
-        for index in range(count)
-    ]
+        source = RowSource(use="train", path=path, dataset=read_dataset(path, RowKeys.from_args(args)))
+        for row in source.dataset:
+            encode_row(encoder, source, row)
+            prompts.append(source.sample(row))
+    return [prompt for sample in prompts for prompt in prompt_copies(sample, count)], encoder
 
 
-async def _answers_of_engine(args: Any, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+async def _answers_of_engine(args: Any, samples: Sequence[Sample], encoder: PromptEncoder) -> list[dict[str, Any]]:
     """One answer a sample, in their order: uid, sample_index, prompt, label, response, status and its tokens' number.
 
-    args: with ``router_url`` and ``engine_urls``. Raises DataError for a prompt that cannot be rendered, EngineError
-    and DeadlineError.
+    args: with ``router_url`` and ``engine_urls``. Raises EngineError and DeadlineError.
     """
     from buffer_rl.engine.client import EngineClient
     from buffer_rl.rollout.generate import sampling_params_for
 
-    encoder = PromptEncoder.from_args(
-        args, load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
-    )
     gate = asyncio.Semaphore(args.rollout_concurrency)
     params = sampling_params_for(args, evaluation=False)
     async with EngineClient.from_args(args) as client:

@@ -6,6 +6,7 @@ import argparse
 import ast
 import json
 import keyword
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from string import Template
 from typing import Any
 
 from buffer_rl.config import compose
+from buffer_rl.configuration.sources import resolve
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds import KINDS, PluginKind, kind_named
 from buffer_rl.plugins import PluginInfo, PluginRegistry
@@ -29,7 +31,7 @@ _TEMPLATES_MODULE = "buffer_rl.verbs.plugin_templates"
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _CHECK = """Import one plugin and check its signature. A loss and an advantage estimator are also called, on rows made
 from a seed, and checked for what their unit or scope and needs promise: one line a property; the exit status is 1 where
-one fails."""
+one fails. With --on FILE a reward, a filter or a generate function is called, too, on rows of the file."""
 _PLUGIN = '''\
 """A $kind for buffer_rl: $signature."""
 
@@ -68,6 +70,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         "--kind", metavar="KIND", choices=list(KINDS), help="the kind to check for; guessed where absent"
     )
     check.add_argument("reference", metavar="REF", help="module:name, ./file.py:name or a registered name")
+    check.add_argument(
+        "--on",
+        metavar="FILE",
+        help="call a reward on a label, an empty and a truncated answer to rows of this file; a filter on groups with "
+        "rewards of 0 and 1; a generate function with an engine that answers with the label",
+    )
+    check.add_argument("--config", metavar="FILE", help="with --on: options of a run, such as label_key and reward_key")
     new = actions.add_parser("new", help="write a working plugin of your own, with its test")
     new.add_argument("kind", metavar="KIND", choices=list(KINDS), help=f"one of {', '.join(KINDS)}")
     new.add_argument("name", metavar="NAME", help="of the file and of the function in it")
@@ -91,7 +100,7 @@ def run(ns: argparse.Namespace) -> int:
         return _new(ns.kind, ns.name, Path(ns.output))
     registry = PluginRegistry.from_flags(ns.plugin)
     if ns.action == "check":
-        return _check(registry, ns.reference, ns.kind, ns.plugin)
+        return _check(registry, ns)
     rows = registry.infos(ns.kind)
     if ns.json:
         print(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
@@ -185,8 +194,9 @@ def _sorted(imports: Iterable[str]) -> str:
     return "\n\n".join("\n".join(block) for block in (standard, others, own) if block)
 
 
-def _check(registry: PluginRegistry, reference: str, kind: str | None, plugins: Sequence[str]) -> int:
-    kinds = [kind] if kind else _possible_kinds(registry, reference)
+def _check(registry: PluginRegistry, ns: argparse.Namespace) -> int:
+    reference = ns.reference
+    kinds = [ns.kind] if ns.kind else _possible_kinds(registry, reference)
     obj = registry.resolve(kinds[0], reference)
     origin = registry.locate(kinds[0], reference)
     print(f"{reference}: {kinds[0]}, {signature_of(obj)}")
@@ -194,11 +204,19 @@ def _check(registry: PluginRegistry, reference: str, kind: str | None, plugins: 
     print(f"  contract: {KINDS[kinds[0]].signature}, for {' or '.join(KINDS[kinds[0]].flags)}")
     if len(kinds) > 1:
         print(f"  also fits: {', '.join(kinds[1:])}")
-    if kinds[0] not in ("loss", "advantage"):
+    is_linted = kinds[0] in ("loss", "advantage")
+    if not is_linted and ns.on is None:
         return 0
     from buffer_rl.verbs.train import sections_of  # imports what a run needs
 
-    findings = _findings(kinds[0], obj, compose(sections_of(plugins))(), reference)
+    sections = compose(sections_of(ns.plugin))
+    if ns.on is not None:
+        from buffer_rl.verbs.plugin_trial import try_plugin
+
+        args = resolve(sections, flags={}, environ=os.environ, config_path=ns.config).args
+        print(*try_plugin(registry, kinds[0], reference, ns.on, args), sep="\n")
+        return 0
+    findings = _findings(kinds[0], obj, sections(), reference)
     print(*(f"  {finding}" for finding in findings), sep="\n")
     return 1 if failures(findings) else 0
 

@@ -105,23 +105,23 @@ def run(namespace: argparse.Namespace) -> int:
     check_row_lengths(args)
     check_devices(args)
     needs, scarce = check_resources(args)
-    plugins, sources = locate_plugins(resolved, registry), read_data(args, registry)
-    data = [source.facts() for source in sources]
+    plugins, rows = locate_plugins(resolved, registry), read_data(args, registry)
+    data = [source.facts() for source in rows]
     check_checkpoint(args, data)
     for use in plugins:
         if use.origin != "default":  # those are of this package: no mistakes to find, and seconds to import
             registry.resolve(use.kind, use.reference)
     check_row_rm_types(args, registry)
     check_roles(args, registry)
-    trial = _trial(args, registry, sources)
-    check_eval_prompts(args, engines, sources)
+    trial = _trial(args, registry, rows)
+    check_eval_prompts(args, engines, rows)
     for text in (*scarce, *trial.notices):
         print(f"buffer-rl: notice: {text}", file=sys.stderr)
     if namespace.dry_run:
         registry.call_hook("buffer_rl_configure", config=args)  # what plugins check; a run calls it itself
         if args.load is not None and not is_remote(local_path(args.load)):
             open_checkpoint(args.load)  # a run does it itself; it reads every byte
-        plan = DryRun(resolved=resolved, plugins=plugins, sources=sources, needs=needs, trial=trial)
+        plan = DryRun(resolved=resolved, plugins=plugins, sources=rows, needs=needs, trial=trial)
         resumed = read_manifest(args.load) if args.load is not None else None
         (print_json if namespace.json else print_text)(plan, resumed)
         return 0

@@ -194,8 +194,29 @@ async def test_a_filter_that_drops_everything_is_bounded_and_explained(kit: Any)
         "rollout_batch_size": 2,
     }
     async with kit.opened(kit.ScriptedEngine(), **options) as context:
-        with pytest.raises(RolloutError, match=r"7 dropped \(never_good_enough: 7\), 0 of 2 kept"):
+        with pytest.raises(RolloutError, match=r"7 dropped \(never_good_enough: 7\), 0 of 2 kept") as caught:
             await roll(context, buffer)
+    assert caught.value.hint.startswith("the filter drops nearly everything")
+
+
+@pytest.mark.parametrize(
+    ("options", "finish_reason", "words"),
+    [
+        ({"rollout_max_prompt_len": 3}, "stop", "more tokens than --rollout-max-prompt-len"),
+        ({}, "abort", "the generate function ends most groups as aborted"),
+    ],
+)
+async def test_drops_without_a_filter_are_not_explained_by_one(
+    kit: Any, options: Any, finish_reason: str, words: str
+) -> None:
+    buffer = make_buffer(kit, ["1"] * 30, wanted=2)
+    engine = kit.ScriptedEngine(respond=lambda ids, params: kit.answer([], finish_reason=finish_reason))
+    limits = {"dynamic_sampling_max_drops": 3, "rollout_batch_size": 2, "rm_type": "exact_match"}
+    async with kit.opened(engine, **limits, **options) as context:
+        with pytest.raises(RolloutError, match="7 dropped") as caught:
+            await roll(context, buffer)
+    assert words in caught.value.hint
+    assert "filter" not in caught.value.hint
 
 
 async def test_an_aborted_sample_without_reward_drops_its_group(kit: Any) -> None:

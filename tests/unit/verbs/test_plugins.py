@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.errors import PluginError
+from buffer_rl.errors import ConfigError, PluginError, RolloutError
 from buffer_rl.verbs.plugins import add_parser
 
 
@@ -101,3 +101,97 @@ def test_a_check_lints_losses_and_estimators(folder: Path, capsys: pytest.Captur
 def test_a_check_of_an_estimator_does_not_import_torch() -> None:
     code = "import sys; from buffer_rl.cli import main; assert main(['plugins', 'check', 'grpo']) == 0; "
     subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)
+
+
+TRIED = """
+from buffer_rl.rollout.generate import generate
+from buffer_rl.types import FilterDecision, Status
+
+def text(args, sample):
+    return "0.5"
+
+def right(args, sample):
+    return float(sample.status is Status.COMPLETED and sample.response == sample.label)
+
+def several(args, sample):
+    return {args.reward_key: right(args, sample)}
+
+def together(args, group):
+    return [right(args, sample) for sample in group]
+
+def spread(args, group):
+    return FilterDecision(keep=len({sample.get_reward_value(args) for sample in group}) > 1, reason="equal")
+
+def nothing(args, group):
+    pass
+
+async def twice(args, sample, sampling_params):
+    first = await generate(args, sample, sampling_params)
+    return [first.changed(), await generate(args, sample, sampling_params)]
+
+async def empty(args, sample, sampling_params):
+    sample.response, sample.status = "x", Status.COMPLETED
+    return sample
+"""
+
+
+@pytest.fixture
+def rows(folder: Path) -> Path:
+    """A file of two rows, of text and of chat messages, beside functions to call on them."""
+    (folder / "my_tried.py").write_text(TRIED)
+    (folder / "options.yaml").write_text("label_key: answer\nreward_key: right\n")
+    chat = [{"role": "user", "content": "dog"}]
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in (("cat", "tac"), (chat, "god"))))
+    return path
+
+
+def called(kind: str, name: str, *more: str) -> int:
+    more = more or ("--config", "options.yaml")
+    return run("check", "--kind", kind, f"./my_tried.py:{name}", "--on", "rows.jsonl", *more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("reward", "right"), ("reward", "several"), ("group_reward", "together")], ids=str
+)
+def test_a_reward_is_called_on_three_answers_to_each_row(
+    rows: Path, capsys: pytest.CaptureFixture[str], kind: str, name: str
+) -> None:
+    assert called(kind, name) == 0
+    *_, first, second = capsys.readouterr().out.splitlines()
+    scores = ["label", "1", "empty", "0", "truncated", "0"]
+    assert first.split() == ["answers", *scores, f"./my_tried.py:{name}", "rows.jsonl:1"]
+    assert second.endswith("rows.jsonl:2")
+
+
+def test_a_reward_that_returns_text_is_refused_with_row_and_answer(rows: Path) -> None:
+    words = r"rows\.jsonl:1, the label answer 'tac': the reward is '0.5' \(str\)"
+    with pytest.raises(PluginError, match=words) as caught:
+        called("reward", "text")
+    assert caught.value.hint == ""
+
+
+def test_a_filter_is_called_on_groups_of_equal_and_of_different_rewards(
+    rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert called("filter", "spread") == 0
+    lines = capsys.readouterr().out.splitlines()[-6:]
+    assert [line.split("  ")[-2].strip() for line in lines] == ["keep", "drop: equal", "drop: equal"] * 2
+    with pytest.raises(RolloutError, match=r"rows\.jsonl:1, filter .*: the filter returned None"):
+        called("filter", "nothing")
+
+
+def test_a_generate_function_asks_an_engine_that_knows_the_labels(
+    rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert called("generate", "twice") == 0
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    assert lines[0] == "  completed, 4 tokens, 2 requests, reward None: 'tac'  rows.jsonl:1"
+    assert [line.partition("None: ")[2] for line in lines[1:]] == ["'tac'  rows.jsonl:1", *["'god'  rows.jsonl:2"] * 2]
+    with pytest.raises(RolloutError, match=r"rows\.jsonl:1, .*its response has 0 tokens"):
+        called("generate", "empty")
+
+
+def test_a_kind_that_no_row_can_try_is_refused(rows: Path) -> None:
+    with pytest.raises(ConfigError, match="'logger' is not called on rows"):
+        run("check", "tensorboard", "--on", "rows.jsonl")

@@ -40,7 +40,7 @@ def test_parameters_and_the_bytes_of_a_run_are_those_of_the_shapes(model: Path) 
     found, notices = needs(model, weight_sync_mode="tensor", num_train_ranks=1)
     assert (found.parameters, found.disk) == (17, 17 * 4)  # the model at the end, in float32
     assert needs(model, weight_sync_mode="disk")[0].disk == 3 * 17 * 4  # and two versions for the engines
-    saves = {"save": str(model.parent / "saves"), "save_interval": 3, "weight_sync_mode": "tensor"}
+    saves: dict[str, Any] = {"save": str(model.parent / "saves"), "save_interval": 3, "weight_sync_mode": "tensor"}
     assert needs(model, **saves)[0].disk == 17 * 4 + 4 * (17 * 12 + on_disk)  # after steps 3, 6, 9 and 10
     assert needs(model, num_rollout=0)[0].disk == 0
     assert notices == []
@@ -60,7 +60,7 @@ def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_and_a_scarce_one_is_t
 
 
 def test_more_ranks_than_rows_of_a_step_are_refused_with_the_product(model: Path) -> None:
-    sizes = {"rollout_batch_size": 4, "n_samples_per_prompt": 2}
+    sizes: dict[str, Any] = {"rollout_batch_size": 4, "n_samples_per_prompt": 2}
     assert needs(model, **sizes, num_train_ranks=8)[0].rows == 8
     with pytest.raises(
         ConfigError, match=r"9 trainer ranks cannot share the 8 rows of a step \(--rollout-batch-size 4"

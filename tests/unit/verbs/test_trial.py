@@ -341,6 +341,16 @@ def test_an_evaluation_tries_its_own_sets_alone(folder: Path, run_verb: Callable
     assert [row["scores"] for row in trial["rows"]] == [{"label": 1.0, "empty": 0.0, "truncated": 0.0}]
 
 
+def test_generate_names_a_prompt_that_cannot_be_encoded_before_an_engine_starts(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, {"prompt": "a"}, {"prompt": [message("system", "a")]})
+    assert main(["generate", "--hf-checkpoint", "model", "--prompt-data", "train.jsonl"]) == 2
+    assert "train.jsonl:3: the chat template refuses the prompt" in capfd.readouterr().err
+    assert main(["generate", "--hf-checkpoint", "model", "--prompt", "a", "--prompt", ""]) == 2
+    assert "--prompt, number 2: the prompt has no tokens" in capfd.readouterr().err
+
+
 @pytest.fixture
 def run_verb(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def run(*argv: str) -> str:

@@ -1,0 +1,176 @@
+"""``buffer-rl plugins check --on FILE``: one function called on the rows of a file, and what it answered.
+
+A reward runs in a process of its own, a filter on groups with rewards made up here, a generate function against an
+engine that answers each prompt with the row's label. Answers are checked as a run checks them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from buffer_rl.config import dump_args
+from buffer_rl.data.dataset import PromptRow, RowKeys
+from buffer_rl.data.reader import read_dataset
+from buffer_rl.errors import BufferRLError, ConfigError, PluginError
+from buffer_rl.plugins import PluginRegistry
+from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.conversion import GroupConverter
+from buffer_rl.rollout.generate import sampling_params_for
+from buffer_rl.rollout.production import generate_group
+from buffer_rl.rollout.requests import Requests
+from buffer_rl.rollout.reward_pool import RewardPool
+from buffer_rl.rollout.reward_process import RewardTarget
+from buffer_rl.rollout.stats import RolloutStats
+from buffer_rl.rollout.user_functions import apply_filter
+from buffer_rl.types import Sample, SampleGroup, Ticket
+from buffer_rl.verbs.dry_run import score_lines
+from buffer_rl.verbs.reward_trial import NUM_SCORED, answers_to, judged, label_text, score_answers
+from buffer_rl.verbs.rows import RowSource, TriedRow
+
+if TYPE_CHECKING:
+    from buffer_rl.testing.fake_engine import FakeEngine
+
+CALL_S = 30.0
+"""Deadline of one call of a filter or a generate function."""
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+REWARDS = {"one of them right": (1.0, 0.0, 0.0), "all right": (1.0, 1.0, 1.0), "all wrong": (0.0, 0.0, 0.0)}
+"""Rewards of the groups that a filter sees."""
+
+
+def try_plugin(registry: PluginRegistry, kind: str, reference: str, path: str, args: Any) -> list[str]:
+    """Call the plugin on a few rows of the file ``path``; one line an answer, and notices.
+
+    args: the options of a run, which name the fields of the rows. Raises ConfigError for a kind that cannot be tried,
+    DataError for the file, and PluginError or RolloutError for a function that fails or answers what it must not.
+    """
+    trials: Mapping[str, Callable[..., Awaitable[list[str]]]] = {
+        "reward": _try_reward,
+        "group_reward": _try_reward,
+        "filter": _try_filter,
+        "generate": _try_generate,
+    }
+    if kind not in trials:
+        raise ConfigError(
+            f"a plugin of the kind {kind!r} is not called on rows", where="--on", expected=", ".join(trials)
+        )
+    source = RowSource(use="answers", path=path, dataset=read_dataset(path, RowKeys.from_args(args)))
+    return asyncio.run(_tried(trials[kind], registry, kind, reference, source, args))
+
+
+async def _tried(trial: Callable[..., Awaitable[list[str]]], *arguments: Any) -> list[str]:
+    return await trial(*arguments)
+
+
+async def _try_reward(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Any) -> list[str]:
+    target = RewardTarget(reference, registered=False, of_group=kind == "group_reward")
+    pool = RewardPool(dump_args(args), num_workers=1, timeout_s=args.rm_timeout_s)
+    rows = []
+    try:
+        for row in source.spread(NUM_SCORED):
+            where = source.dataset.where(row)
+            try:
+                scores = await score_answers(args, pool, target, _answers(source, row), where=where)
+            except PluginError as error:
+                error.hint = ""  # of a run
+                raise
+            if scores is None:
+                return ["  it needs what exists only while a rollout runs, so it was not called"]
+            rows.append(TriedRow(use=source.use, where=where, reward=reference, scores=scores))
+    finally:
+        await pool.aclose()
+    return [*score_lines(rows), *(f"  notice: {text}" for text in judged(rows))]
+
+
+def _answers(source: RowSource, row: PromptRow) -> dict[str, Sample]:
+    """Answers to the row, with a token for each byte of their text."""
+
+    def encode(text: str) -> list[int]:
+        return list(text.encode())
+
+    sample = source.sample(row)
+    return answers_to(sample, encode(str(sample.prompt)), encode, None)
+
+
+async def _try_filter(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Any) -> list[str]:
+    function = registry.resolve(kind, reference)
+    lines = []
+    for row in source.spread(NUM_SCORED):
+        for name, rewards in REWARDS.items():
+            samples = list(_answers(source, row).values())
+            for sample, reward in zip(samples, rewards, strict=False):
+                sample.reward = reward if args.reward_key is None else {args.reward_key: reward}
+            group = SampleGroup(uid=samples[0].row_id.uid, samples=samples)
+            with _naming(source.dataset.where(row)):
+                decision = await _in_time(apply_filter(function, reference, args, group), reference)
+            kept = "keep" if decision.keep else f"drop: {decision.reason}"
+            lines.append(f"  {name:<17}  {kept}  {source.dataset.where(row)}")
+    return lines
+
+
+async def _try_generate(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Any) -> list[str]:
+    from buffer_rl.engine.client import EngineClient
+    from buffer_rl.testing.fake_engine import FakeEngine
+    from buffer_rl.testing.tiny import DEFAULT_CHARACTERS, make_char_tokenizer
+
+    rows = list(source.spread(NUM_SCORED))
+    text = DEFAULT_CHARACTERS + "".join(f"{row.prompt}{row.label}{row.metadata}" for row in rows)
+    tokenizer = make_char_tokenizer(text)
+    tokenizer.chat_template = TEMPLATE
+    lines = []
+    with FakeEngine(decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))) as engine:
+        urls = {"router_url": engine.url, "engine_urls": [engine.url]}
+        options = {"custom_generate_function_path": reference, "custom_generate_timeout_s": CALL_S, **urls}
+        args = args.model_copy(update=options)
+        async with EngineClient(engine.url, [engine.url], timeout_s=CALL_S) as client:
+            context = RolloutContext.build(args, registry=registry, engine=client, tokenizer=tokenizer)
+            try:
+                with context.active():
+                    for row in rows:
+                        lines += await _generate(context, engine, source, row)
+            finally:
+                await context.aclose()
+    return lines
+
+
+async def _generate(context: RolloutContext, engine: FakeEngine, source: RowSource, row: PromptRow) -> list[str]:
+    """Generate one sample, make rows of it as a run does, and say what came out."""
+    where, sample = source.dataset.where(row), source.sample(row)
+    answer = [*context.prompts.encode_text(label_text(row.label) or "yes"), context.tokenizer.eos_token_id]
+    engine.respond = lambda input_ids, seed: answer
+    before = engine.log.num_posts
+    group = SampleGroup(uid=sample.row_id.uid, samples=[sample], incarnation="check")
+    ticket = Ticket(rollout_id=0, evaluation=False, num_groups=1, version=0, incarnation="check", max_staleness=None)
+    params = sampling_params_for(context.args, evaluation=False)
+    with _naming(where):
+        await generate_group(context, ticket, group, params, RolloutStats(), Requests())
+        scored = replace(group, samples=[part.changed(reward=0.0) for part in group])
+        GroupConverter(context.args).encode(scored, evaluation=False)
+    asked = engine.log.num_posts - before
+    requests = "1 request" if asked == 1 else f"{asked} requests"
+    return [
+        f"  {part.status}, {part.response_length} tokens, {requests}, reward {part.reward}: "
+        f"{part.response!r:.60}  {where}"
+        for part in group
+    ]
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Errors name the row's file and line first."""
+    try:
+        yield
+    except BufferRLError as error:
+        error.where = f"{where}, {error.where}" if error.where else where
+        raise
+
+
+async def _in_time(work: Awaitable[Any], reference: str) -> Any:
+    try:
+        async with asyncio.timeout(CALL_S):
+            return await work
+    except TimeoutError as error:
+        raise PluginError(f"no answer within {CALL_S:g} s", where=reference) from error
