@@ -20,6 +20,7 @@ checkpoint      checkpoints: whole or absent
 remote          paths that fsspec reaches, and checkpoints there
 parent          a process that ends with the one that started it
 redaction       what may be written down of options and addresses
+utf8            text that UTF-8 cannot encode
 model_config    what a model's configuration says of its longest sequence
 cli             the command ``buffer-rl``
 """

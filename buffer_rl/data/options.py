@@ -53,5 +53,10 @@ class DataOptions(Section):
         "answer rendered by itself, so that every answer keeps its thinking (qwen3), or the last answer alone, as it "
         "is written (distill_qwen)",
     )
+    accept_changed_rows: bool = option(
+        False,
+        "with --load: go on although rows of the training data, or the names of their fields, were changed; as many "
+        "rows in the same order, of which each keeps its place in the epoch",
+    )
     rollout_shuffle: bool = option(True, "shuffle the rows in each epoch")
     rollout_seed: int = option(42, "seed of the epoch order and of sampling")
