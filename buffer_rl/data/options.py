@@ -42,6 +42,11 @@ class DataOptions(Section):
     multimodal_keys: dict[str, str] | None = option(
         None, "fields to pass through into sample.multimodal_inputs: MEDIA=FIELD, for example image=images"
     )
+    decode_json: bool = option(
+        True,
+        "decode JSON text in prompts: the text of a list of chat messages, and the arguments of tool calls where they "
+        "are the text of an object, which chat templates would write as JSON once more, or refuse",
+    )
     apply_chat_template: bool = option(False, "render prompts with the tokenizer's chat template")
     apply_chat_template_kwargs: dict[str, Any] | None = option(
         None, 'what the chat template receives besides messages and tools, for example {"enable_thinking": false}'

@@ -167,16 +167,23 @@ def locate_plugins(resolved: Resolved, registry: PluginRegistry) -> list[PluginU
 
 
 def read_data(args: Any, registry: PluginRegistry) -> list[DataFile]:
-    """Read and validate every data file that the options name, and the rewards that its rows choose.
+    """Read and validate every data file that the options name, and the rewards that its rows choose. What the user
+    should know of how they were read is printed.
 
     Raises DataError.
     """
     files = []
+
+    def add(use: str, path: str, dataset: PromptDataset) -> None:
+        for text in dataset.notices:
+            print(f"buffer-rl: notice: {text}", file=sys.stderr)
+        files.append(DataFile(use=use, path=path, num_rows=len(dataset), source_hash=dataset.source_hash))
+
     own = args.data_source_path is not None  # the user's data source reads --prompt-data, in its own way
     for path, dataset in () if own else zip(args.prompt_data or (), read_sources(args), strict=True):
         if args.num_rollout != 0 and is_built_in_rollout(args):  # others score by themselves, not at all, or ask again
             check_row_rewards(dataset, args, registry)
-        files.append(DataFile(use="train", path=path, num_rows=len(dataset), source_hash=dataset.source_hash))
+        add("train", path, dataset)
     keys = RowKeys.from_args(args)
     for eval_set in eval_sets_of(args):
         dataset = read_dataset(eval_set.path, eval_set.row_keys(keys))
@@ -185,8 +192,7 @@ def read_data(args: Any, registry: PluginRegistry) -> list[DataFile]:
             check_row_rewards(dataset, args, registry)
         elif chosen and args.custom_rm_path is None:
             check_reward_name(chosen, f"the evaluation set {eval_set.name!r}", args.eval_config, registry)
-        use = f"eval/{eval_set.name}"
-        files.append(DataFile(use=use, path=eval_set.path, num_rows=len(dataset), source_hash=dataset.source_hash))
+        add(f"eval/{eval_set.name}", eval_set.path, dataset)
     return files
 
 
