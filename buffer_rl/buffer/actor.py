@@ -55,8 +55,6 @@ class BufferActor:
         # A trainer may have taken the step of what was selected: its commit comes, or the rollout's next ``generate``.
         self._ledger = Ledger(place.path, run=place.run, keep_selected=True)
         restarted = self._ledger.recall(PID) is not None
-        for dataset in source.datasets if isinstance(source, PromptDataSource) else ():
-            self._ledger.set_num_rows(dataset.source_hash, len(dataset))
         self._state = BufferState(
             source,
             ledger=self._ledger,
@@ -66,6 +64,8 @@ class BufferActor:
             max_staleness=None if args.debug_rollout_only else 0,  # that mode publishes no weights
             restarted=restarted,
         )
+        for dataset in source.datasets if isinstance(source, PromptDataSource) else ():
+            self._ledger.set_num_rows(dataset.source_hash, len(dataset))
         self._calls = CallLog()
         self._busy_since: float | None = None
         self._work_s = 0.0

@@ -48,7 +48,8 @@ class Feed(Protocol):
         ...
 
     def resize(self, group: SampleGroup, number: int) -> SampleGroup:
-        """A saved group as it is; made again, as prompts, where fresh groups have another number of samples now."""
+        """A saved group as it is; made again, as prompts, where fresh groups have another number of samples now, or it
+        has prompts alone and the rows were changed."""
         ...
 
     def position(self) -> str:
@@ -98,7 +99,9 @@ class LocalFeed:
             return group
         fresh = self.group_of(group.uid, number)
         saved = {sample.sample_index for sample in group}  # a sample may be there in several parts
-        return group if len(saved) == len(fresh) else replace(fresh, attempt=group.attempt)
+        begun = any(sample.response_length for sample in group)
+        same = len(saved) == len(fresh) and (begun or not self._source.has_changed)
+        return group if same else replace(fresh, attempt=group.attempt)
 
     def position(self) -> str:
         return orjson.dumps(self.state_dict()).decode()

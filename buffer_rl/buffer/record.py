@@ -48,7 +48,7 @@ class RunRecord:
         self.version = version
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Merge JSON values into the notes; lone surrogates in texts become escapes. Raises BufferStateError for what is
+        """Merge JSON values into the notes; lone surrogates become escapes. Raises BufferStateError for what is
         not JSON."""
         try:
             merged = self._metadata | orjson.loads(orjson.dumps(encodable(dict(metadata))))

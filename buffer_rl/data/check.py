@@ -55,6 +55,7 @@ class Findings:
             self.id_hashes.append(hash(row.id))
         self.facts.has_label = self.facts.has_label or row.label is not None
         self.facts.media.update(row.multimodal or ())
+        self.facts.decoded.update(row.decoded)
         if (name := row.metadata.get("rm_type")) and len(self.facts.rewards) < MAX_REWARD_NAMES:
             self.facts.rewards.setdefault(str(name), row.row)
 
@@ -68,7 +69,7 @@ class Findings:
         if list in label_types:
             labels = list(chain.from_iterable(label if type(label) is list else (label,) for label in labels))
         if not (
-            _are_plain_prompts(prompts)
+            _are_plain_prompts(prompts, may_hold_json=keys.decode_json)
             and _types(labels) <= {str, int, float, bool, _NONE}
             and _types(metadata) <= {dict, _NONE}
             and _types(rewards := [values.get("rm_type") if values else None for values in metadata]) <= {str, _NONE}
@@ -93,15 +94,19 @@ class Findings:
         return set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
 
 
-def _are_plain_prompts(prompts: list[Any]) -> bool:
-    """Whether all are text, or all are chat messages with role and content."""
+def _are_plain_prompts(prompts: list[Any], *, may_hold_json: bool) -> bool:
+    """Whether all are text, or all are chat messages with role and content. may_hold_json: those of which a part may be
+    JSON text are not."""
     types = _types(prompts)
     if types == {str}:
-        return all(map(str.strip, prompts))
+        stripped = list(map(str.strip, prompts))
+        return all(stripped) and not (may_hold_json and any(text[0] == "[" for text in stripped))
     if types != {list} or not all(prompts):
         return False
     messages = list(chain.from_iterable(prompts))
     if _types(messages) != {dict}:
+        return False
+    if may_hold_json and any("tool_calls" in message for message in messages):
         return False
     roles = [message.get("role") for message in messages]
     contents = [message.get("content") for message in messages]

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import bisect
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, Self, overload
 
-from buffer_rl.data.json_text import json_value
+from buffer_rl.data.json_text import json_value, messages_in, with_arguments
 from buffer_rl.data.options import DataOptions
 from buffer_rl.redaction import mask_url
 from buffer_rl.types import Prompt
@@ -37,6 +38,7 @@ class PromptRow:
     row: position among the rows that were read, from 0; it is the ``row`` of the group's uid.
     line: line of the file, from 1, blank lines counted; of formats without lines, the row of the file, from 0.
     multimodal: columns passed through as they are, by media type (``--multimodal-keys``); those that the row has.
+    decoded: which parts of the prompt were JSON text, as keys of ``DECODED``.
     """
 
     row: int
@@ -46,6 +48,13 @@ class PromptRow:
     metadata: dict[str, Any]
     multimodal: dict[str, Any] | None = None
     id: str | None = None
+    decoded: tuple[str, ...] = ()
+
+
+DECODED = {
+    "messages": "the prompts of {} are JSON text of chat messages, and are read as messages",
+    "arguments": "the arguments of tool calls in {} are JSON text of objects, and are read as objects",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +70,14 @@ class FilePart:
 class RowFacts:
     """What rows say all together. rewards: the first row of each reward that metadata choose (``rm_type``); at most
     a thousand of them. media: the multimodal fields that a row has. has_label: whether a row has one. likely_label: the
-    flag for the field that probably holds labels, if no row has one."""
+    flag for the field that probably holds labels, if no row has one. decoded: in how many rows a part of the prompt was
+    JSON text."""
 
     rewards: dict[str, int] = field(default_factory=dict)
     media: set[str] = field(default_factory=set)
     has_label: bool = False
     likely_label: str = ""
+    decoded: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +104,16 @@ class PromptDataset(Sequence[PromptRow]):
         part = self.parts[bisect.bisect_right(self.parts, row.row, key=lambda part: part.first) - 1]
         return row_label(part.path, part.unit, row.line)
 
+    @property
+    def notices(self) -> list[str]:
+        """What the user should know of how the rows were read."""
+        counts = self.facts.decoded
+        return [
+            f"{mask_url(self.path)}: {text.format('1 row' if counts[part] == 1 else f'{counts[part]} rows')} (--no-decode-json leaves them as text)"
+            for part, text in DECODED.items()
+            if counts[part]
+        ]
+
     @overload
     def __getitem__(self, index: int) -> PromptRow: ...
     @overload
@@ -111,8 +132,9 @@ class PromptDataset(Sequence[PromptRow]):
 class RowKeys:
     """The names of a row's fields. Without ``label`` no labels are read, without ``tools`` no tools.
 
-    multimodal: pairs of a media type and the field that holds it, in the order of the media types. flags: how the
-    flags begin that name the fields, for errors.
+    multimodal: pairs of a media type and the field that holds it, in the order of the media types.
+    flags: how the flags begin that name the fields, for errors.
+    decode_json: whether JSON text in prompts is decoded: chat messages, and the arguments of tool calls.
     """
 
     prompt: str = "prompt"
@@ -122,6 +144,7 @@ class RowKeys:
     id: str = "id"
     multimodal: tuple[tuple[str, str], ...] = ()
     flags: str = "--"
+    decode_json: bool = True
 
     @classmethod
     def from_args(cls, args: DataOptions) -> Self:
@@ -133,6 +156,7 @@ class RowKeys:
             tools=args.tool_key,
             id=args.id_key,
             multimodal=tuple(sorted((args.multimodal_keys or {}).items())),
+            decode_json=args.decode_json,
         )
 
     @classmethod
@@ -204,19 +228,33 @@ def build_row(record: dict[str, Any], keys: RowKeys, *, row: int, line: int) -> 
     if keys.prompt not in record:
         detail, hint = missing_field(keys, "input", record)
         raise RowError(f"no prompt: the field {keys.prompt!r} is missing", detail=detail, hint=hint)
+    value, decoded = _decoded(record[keys.prompt]) if keys.decode_json else (record[keys.prompt], ())
     found = PromptRow(
         row=row,
         line=line,
-        prompt=_prompt(record[keys.prompt], keys.prompt),
+        prompt=_prompt(value, keys.prompt),
         label=_label(record.get(keys.label), keys.label) if keys.label is not None else None,
         metadata=_metadata(record.get(keys.metadata), keys.metadata) | _tools(record, keys.tools),
         multimodal=_multimodal(record, keys),
         id=_id(record.get(keys.id), keys.id),
+        decoded=decoded,
     )
     for name in ("prompt", "label", "metadata", "multimodal", "id"):
         if surrogate := lone_surrogate(getattr(found, name)):
             raise RowError(f"the {name} holds {surrogate}, a lone surrogate, which UTF-8 cannot encode")
     return found
+
+
+def _decoded(value: Any) -> tuple[Any, tuple[str, ...]]:
+    """A prompt without JSON text, and which parts of it were such text."""
+    parts = []
+    if isinstance(value, str) and (messages := messages_in(value)) is not None:
+        value = messages
+        parts.append("messages")
+    if isinstance(value, list) and (messages := with_arguments(value)) is not value:
+        value = messages
+        parts.append("arguments")
+    return value, tuple(parts)
 
 
 def _prompt(value: Any, key: str) -> Prompt:

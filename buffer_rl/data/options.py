@@ -42,6 +42,11 @@ class DataOptions(Section):
     multimodal_keys: dict[str, str] | None = option(
         None, "fields to pass through into sample.multimodal_inputs: MEDIA=FIELD, for example image=images"
     )
+    decode_json: bool = option(
+        True,
+        "decode JSON text in prompts: the text of a list of chat messages, and the arguments of tool calls where they "
+        "are the text of an object, which chat templates would write as JSON once more, or refuse",
+    )
     apply_chat_template: bool = option(False, "render prompts with the tokenizer's chat template")
     apply_chat_template_kwargs: dict[str, Any] | None = option(
         None, 'what the chat template receives besides messages and tools, for example {"enable_thinking": false}'
@@ -52,6 +57,11 @@ class DataOptions(Section):
         "marks, without them as 'qwen' (auto), as what each answer appends to the text before it (qwen), with each "
         "answer rendered by itself, so that every answer keeps its thinking (qwen3), or the last answer alone, as it "
         "is written (distill_qwen)",
+    )
+    accept_changed_rows: bool = option(
+        False,
+        "with --load: go on although rows of the training data, or the names of their fields, were changed; as many "
+        "rows in the same order, of which each keeps its place in the epoch",
     )
     rollout_shuffle: bool = option(True, "shuffle the rows in each epoch")
     rollout_seed: int = option(42, "seed of the epoch order and of sampling")

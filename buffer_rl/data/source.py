@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from buffer_rl.data.dataset import PromptDataset, PromptRow, RowKeys
@@ -112,16 +113,28 @@ class PromptDataSource:
     def __init__(self, args: Any) -> None:
         options: DataOptions = args
         check_sources(options)
-        self.datasets: list[PromptDataset] = read_sources(options)
-        self._number_of = {dataset.source_hash: number for number, dataset in enumerate(self.datasets)}
+        datasets = read_sources(options)
+        self._hashes = [dataset.source_hash for dataset in datasets]  # of what was read; a name may be older
+        self._accept_changed_rows = options.accept_changed_rows
         self._seed = options.rollout_seed
         self._shuffle = options.rollout_shuffle
-        self._weights = None if len(self.datasets) == 1 else options.prompt_data_weights
-        self._order = _order(self.datasets, self._weights, seed=self._seed, shuffle=self._shuffle)
+        self._weights = None if len(datasets) == 1 else options.prompt_data_weights
+        self._use(datasets)
         self._samples_per_group: int = args.n_samples_per_prompt
         self._groups_per_rollout: int = args.rollout_batch_size
         self._group_index = 0
         self._index = 0
+
+    def _use(self, datasets: list[PromptDataset]) -> None:
+        """Begin with the first row of ``datasets``."""
+        self.datasets = datasets
+        self._number_of = {dataset.source_hash: number for number, dataset in enumerate(datasets)}
+        self._order = _order(datasets, self._weights, seed=self._seed, shuffle=self._shuffle)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the rows are others than those that gave the sources their names."""
+        return self._hashes != self.source_hashes
 
     @property
     def source_hashes(self) -> list[str]:
@@ -155,6 +168,7 @@ class PromptDataSource:
         return {
             "format": STATE_FORMAT,
             "sources": self.source_hashes,
+            **({"hashes": self._hashes} if self.has_changed else {}),
             "weights": self._weights,
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -166,17 +180,29 @@ class PromptDataSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state_dict``. Raises CheckpointError, changing nothing, if the state is of other data,
-        of another order or damaged."""
-        mine = self.state_dict()
-        for name in ("format", "sources", "weights", "seed", "shuffle", "returned"):
-            if name not in state or state[name] != mine[name]:
+        of another order or damaged.
+
+        Under ``--accept-changed-rows`` the data may be other data, of as many rows (which a run checks before it
+        starts). The sources get the names that they have in the state: these are in the uids of its groups, and in the
+        seeds of the order."""
+        state = {"hashes": state.get("sources"), **state}
+        datasets, names = self.datasets, state.get("sources")
+        if isinstance(names, list) and len(names) == len(datasets):
+            datasets = [replace(dataset, source_hash=str(name)) for dataset, name in zip(datasets, names, strict=True)]
+        mine = {**self.state_dict(), "sources": [dataset.source_hash for dataset in datasets], "hashes": self._hashes}
+        for name in ("format", "sources", "hashes", "weights", "seed", "shuffle", "returned"):
+            if (name not in state or state[name] != mine[name]) and not (
+                name == "hashes" and self._accept_changed_rows
+            ):
                 raise CheckpointError(
-                    f"the saved data source has {name} {state.get(name)!r}, this one {mine[name]!r}",
-                    hint="resume with the data, weights, field names and --rollout-seed of the saved run",
+                    f"the saved data sources have {name} {state.get(name)!r}, these {mine[name]!r}",
+                    hint="resume with the data, weights, field names and --rollout-seed of the saved run; rows that "
+                    "were mended since: --accept-changed-rows",
                 )
         cursors = _cursors(state.get("cursors"), self._order.lengths)
         group_index, index = (_count(state.get(name), name) for name in ("group_index", "index"))
         self._group_index, self._index = group_index, index
+        self._use(datasets)
         self._order.seek(cursors)
 
     def _next_group(self) -> SampleGroup:

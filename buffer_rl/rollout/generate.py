@@ -106,7 +106,7 @@ def room_for(args: Any, sample: Sample, prompt_length: int, max_new_tokens: int)
             f"the prompt has {prompt_length} tokens and leaves no room for a response",
             where=f"row {sample.row_id}",
             expected=f"fewer tokens than --rollout-max-context-len {limit}",
-            hint="raise the limit or remove the row",
+            hint="raise the limit; --rollout-max-prompt-len leaves longer prompts out",
         )
     return int(min(max_new_tokens, limit - prompt_length))
 

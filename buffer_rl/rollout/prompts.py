@@ -12,6 +12,7 @@ from buffer_rl.errors import BufferRLError, ConfigError, DataError, RolloutError
 from buffer_rl.sample import RenderedPrompt
 from buffer_rl.types import Prompt, Sample
 
+_DECODED = "a template that takes arguments of tool calls as text, not as objects, wants --no-decode-json"
 TOO_LONG = "prompt_too_long"  # why a training group is rejected; see --rollout-max-prompt-len
 OWN_KWARGS = ("conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
 CACHE_SIZE = 4096  # prompts; a rollout asks for each prompt n_samples_per_prompt times in close succession
@@ -56,7 +57,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 @contextmanager
-def data_errors(what: str, where: str, expected: str = "") -> Iterator[None]:
+def data_errors(what: str, where: str, expected: str = "", hint: str = "") -> Iterator[None]:
     """Whatever a tokenizer or a chat template raises in the block is the fault of the text: a DataError, which names
     the row ``where``. A panic of the Rust library is no ``Exception``."""
     try:
@@ -65,7 +66,7 @@ def data_errors(what: str, where: str, expected: str = "") -> Iterator[None]:
         raise
     except BaseException as error:
         text = f"{what}: {type(error).__name__}: {error}"
-        raise DataError(text, where=where, expected=expected) from error
+        raise DataError(text, where=where, expected=expected, hint=hint) from error
 
 
 class PromptEncoder:
@@ -140,7 +141,8 @@ class PromptEncoder:
         self._require_template("the prompt is a list of chat messages", where)
         asked = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **more, **self._template_kwargs}
         expected = "messages of the form {'role': ..., 'content': ...} in an order that the template accepts"
-        with data_errors("the chat template refuses the prompt", where, expected):
+        hint = _DECODED if any(message.get("tool_calls") for message in messages) else ""
+        with data_errors("the chat template refuses the prompt", where, expected, hint):
             return self.tokenizer.apply_chat_template(list(messages), tools=tools or None, **asked)
 
     def _encode(self, prompt: Prompt, tools: Any, *, where: str) -> list[int]:

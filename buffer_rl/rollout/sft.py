@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import DataError, RolloutError
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
+from buffer_rl.rollout.failure_policy import FailurePolicy
+from buffer_rl.rollout.failures import AttemptFailure
 from buffer_rl.rollout.loss_masks import encode_conversation, is_conversation
 from buffer_rl.rollout.production import run_all, within_deadline
-from buffer_rl.rollout.prompts import TOO_LONG
+from buffer_rl.rollout.prompts import TOO_LONG, PromptEncoder, data_errors
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.types import RolloutOutput, Sample, SampleGroup, Status
 
@@ -32,7 +35,8 @@ class SFTRollout:
     async def __call__(
         self, args: Any, rollout_id: int, buffer: RolloutBuffer, evaluation: bool = False
     ) -> RolloutOutput:
-        """Report every group through ``buffer``. Raises DataError, naming the row, for one without an answer."""
+        """Report every group through ``buffer``; one of which no row can be made goes into quarantine. Raises
+        RolloutError if nearly all are such groups, or too long."""
         context = current_context()
         if evaluation:
             return await evaluate(context, buffer)
@@ -40,31 +44,38 @@ class SFTRollout:
         work = _produce_all(context, buffer, stats)
         await within_deadline(work, args.rollout_timeout_s, buffer.ticket, stats)
         lengths = stats.response_lengths
+        counted = stats.metrics()
+        names = {"data_failures", "drop_quarantined"}
         return RolloutOutput(
             metrics={
                 "response_len/mean": sum(lengths) / len(lengths),
                 "response_len/max": float(max(lengths)),
+                **{name: value for name, value in counted.items() if name in names},
             }
         )
 
 
-def fill(context: RolloutContext, sample: Sample) -> bool:
+def fill(args: Any, prompts: PromptEncoder, sample: Sample) -> bool:
     """Make a training row of the sample, as described at ``SFTRollout``; False, with nothing changed, where it has more
-    than ``--rollout-max-prompt-len`` tokens before the first that is trained on."""
-    limit = context.args.rollout_max_prompt_len
+    than ``--rollout-max-prompt-len`` tokens before the first that is trained on.
+
+    Raises DataError, naming the row, if none can be made of it: it has no answer, the chat template or the tokenizer
+    refuses it, or it is too long; RolloutError for a tokenizer with which none can be made at all."""
+    limit = args.rollout_max_prompt_len
     if is_conversation(sample):
-        tokens, mask = encode_conversation(context.prompts, sample, context.args.loss_mask_type)
+        tokens, mask = encode_conversation(prompts, sample, args.loss_mask_type)
         start = mask.index(1)
         if limit is not None and start > limit:
             return False
-        response = context.tokenizer.decode(tokens[start:])
+        with data_errors("the tokenizer cannot decode the answers", f"row {sample.row_id}"):
+            response = prompts.tokenizer.decode(tokens[start:])
     else:
-        if context.prompts.too_long(sample, limit):
+        if prompts.too_long(sample, limit):
             return False
-        prompt_ids, answer_ids = context.prompts.encode(sample), _answer(context, sample)
+        prompt_ids, answer_ids = prompts.encode(sample), _answer(prompts, sample)
         tokens, start, response = prompt_ids + answer_ids, len(prompt_ids), sample.label
         mask = [0] * start + [1] * len(answer_ids)
-    longest = context.args.rollout_max_context_len
+    longest = args.rollout_max_context_len
     if longest is not None and len(tokens) > longest:
         raise DataError(
             f"prompt and answer have {len(tokens)} tokens",
@@ -82,28 +93,40 @@ def fill(context: RolloutContext, sample: Sample) -> bool:
     return True
 
 
-def _answer(context: RolloutContext, sample: Sample) -> list[int]:
+def _answer(prompts: PromptEncoder, sample: Sample) -> list[int]:
     """The label and the end token."""
     if not isinstance(sample.label, str) or not sample.label:
         raise DataError(
             f"the label is {sample.label!r}",
             where=f"row {sample.row_id}",
-            expected="the answer as text that is not empty, in the field that --label-key names; or a prompt of chat "
-            "messages that holds the answers, and no label",
+            expected="the answer as text that is not empty; or no label, and the answers among the prompt's messages",
         )
-    end_token = context.tokenizer.eos_token_id
+    end_token = prompts.tokenizer.eos_token_id
     if end_token is None:
         raise RolloutError("the tokenizer has no end token", where="--hf-checkpoint", expected="eos_token in it")
-    return [*context.prompts.encode_text(sample.label), end_token]
+    return [*prompts.encode_text(sample.label, where=f"row {sample.row_id}"), end_token]
 
 
 async def _produce_all(context: RolloutContext, buffer: RolloutBuffer, stats: RolloutStats) -> None:
+    failures = FailurePolicy(context, buffer, stats)
+
+    async def is_filled(group: SampleGroup) -> bool:
+        """Whether the group has its rows; else it was dropped."""
+        try:
+            if all(fill(context.args, context.prompts, sample) for sample in group):
+                return True
+        except DataError as error:  # at a second attempt, too
+            await failures.handle(group, replace(AttemptFailure.of_conversion(error), repeatable=False))
+            return False
+        await buffer.areject(group, TOO_LONG)
+        stats.drops[TOO_LONG] += 1
+        return False
+
     async def produce_one(group: SampleGroup) -> None:
-        while not all(fill(context, sample) for sample in group):
-            await buffer.areject(group, TOO_LONG)
-            stats.drops[TOO_LONG] += 1
+        while not await is_filled(group):
             (group,) = await _lease(context, buffer, stats, 1)
         await buffer.afinish(group)
+        failures.succeeded(group)
         stats.count_kept(group, [0.0] * len(group))
 
     groups = await _lease(context, buffer, stats, buffer.ticket.num_groups)

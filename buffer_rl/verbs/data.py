@@ -46,6 +46,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
                 help=f"{field.description} (default: {field.default})",
             )
         action.add_argument(
+            "--decode-json",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help=DataOptions.model_fields["decode_json"].description,
+        )
+        action.add_argument(
             "--multimodal-keys",
             type=_media,
             default=(),
@@ -65,6 +71,8 @@ def run_validate(namespace: argparse.Namespace) -> int:
             bad += 1
         else:
             print(f"{file}: {len(dataset)} rows, source {dataset.source_hash}")
+            for text in dataset.notices:
+                print(f"buffer-rl: notice: {text}", file=sys.stderr)
     return 2 if bad else 0
 
 
@@ -103,6 +111,7 @@ def _row_keys(namespace: argparse.Namespace) -> RowKeys:
         tools=tools,
         id=namespace.id_key,
         multimodal=namespace.multimodal_keys,
+        decode_json=namespace.decode_json,
     )
 
 

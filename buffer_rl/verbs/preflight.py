@@ -102,7 +102,7 @@ def check_checkpoint(args: Any, data: Sequence[Mapping[str, Any]]) -> None:
     """Raises CheckpointError if ``--load`` was written without the critic that is to go on, or with other training
     data, in another order.
 
-    data: use, path and source_hash of the sources that the options name now.
+    data: use, path, source_hash and num_rows of the sources that the options name now.
     """
     if args.load is None or args.num_rollout == 0:
         return  # the last: an evaluation, which reads no training data
@@ -120,13 +120,17 @@ def check_checkpoint(args: Any, data: Sequence[Mapping[str, Any]]) -> None:
     options = facts.get("options", {})
     if "data" not in facts or options.get("data_source_path") is not None:
         return  # of an earlier version, or of a data source that says so itself
-    before = {str(entry["source_hash"]): str(entry["path"]) for entry in facts["data"] if entry["use"] == "train"}
-    now = {str(entry["source_hash"]): str(entry["path"]) for entry in data if entry["use"] == "train"}
-    if list(before) != list(now) and before:
+    before, now = ([entry for entry in entries if entry["use"] == "train"] for entries in (facts["data"], data))
+    hashes, rows = (
+        [[entry.get(name) for entry in part] for part in (before, now)] for name in ("source_hash", "num_rows")
+    )
+    if hashes[0] != hashes[1] and before and not (args.accept_changed_rows and rows[0] == rows[1]):
         raise CheckpointError(
             f"it was written with other training data: {_list_sources(before)}; now {_list_sources(now)}",
             where=f"--load {mask_url(args.load)}",
-            hint="resume with the files, field names and slices of the saved run, or start again from its hf/ folder",
+            expected="as many rows in each source, which --accept-changed-rows asks for" * args.accept_changed_rows,
+            hint="resume with the files, field names and slices of the saved run (rows that were mended since, none "
+            "added and none taken out: --accept-changed-rows), or start again from its hf/ folder",
         )
     for name in ("rollout_seed", "rollout_shuffle", "prompt_data_weights"):
         if name in options and options[name] != getattr(args, name):
@@ -174,8 +178,9 @@ def make_folders(args: Any) -> None:
             raise ConfigError(f"the folder {path!r} cannot be made: {error.strerror}", where=flag) from error
 
 
-def _list_sources(sources: Mapping[str, str]) -> str:
-    return ", ".join(f"{path} ({source_hash})" for source_hash, path in sources.items()) or "none"
+def _list_sources(sources: Sequence[Mapping[str, Any]]) -> str:
+    texts = (f"{entry['path']} ({entry['source_hash']}, {entry.get('num_rows')} rows)" for entry in sources)
+    return ", ".join(texts) or "none"
 
 
 # Every file that a tokenizer of transformers keeps its vocabulary in, by the names that models use.

@@ -176,7 +176,8 @@ def locate_plugins(resolved: Resolved, registry: PluginRegistry) -> list[PluginU
 
 
 def read_data(args: Any, registry: PluginRegistry) -> list[RowSource]:
-    """Read and validate every data file that the options name, and the rewards that its rows choose.
+    """Read and validate every data file that the options name, and the rewards that its rows choose. What the user
+    should know of how they were read is printed.
 
     Raises DataError.
     """
@@ -196,6 +197,8 @@ def read_data(args: Any, registry: PluginRegistry) -> list[RowSource]:
             check_reward_name(chosen, f"the evaluation set {eval_set.name!r}", args.eval_config, registry)
         use = f"eval/{eval_set.name}"
         sources.append(RowSource(use=use, path=eval_set.path, dataset=dataset, eval_set=eval_set))
+    for text in [text for source in sources for text in source.dataset.notices]:
+        print(f"buffer-rl: notice: {text}", file=sys.stderr)
     return sources
 
 

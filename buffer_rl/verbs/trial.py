@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from buffer_rl.config import flag_of
@@ -145,7 +144,7 @@ def try_answers(context: RolloutContext, source: RowSource, trial: Trial) -> Tri
     """Make training rows of supervised rows: of all conversations; of the others, of which a label is all that is
     needed, the first, the longest, and as many as a limit of their length needs."""
     dataset, args = source.dataset, context.args
-    whole = replace(context, args=args.model_copy(update={"rollout_max_prompt_len": None}))
+    unlimited = args.model_copy(update={"rollout_max_prompt_len": None})
     chosen = {0, max(source.spread(MAX_WALKED), key=_size).row}
     chosen |= {row.row for row in source.spread(MAX_ENCODED)} if prompt_limits(args) else set()
     found = TriedPrompts(use=source.use)
@@ -158,7 +157,7 @@ def try_answers(context: RolloutContext, source: RowSource, trial: Trial) -> Tri
             break
         sample = source.sample(row)
         with at_row(source, row):
-            fill(whole, sample)
+            fill(unlimited, context.prompts, sample)
         found.masks += is_conversation(sample)
         if row.row == 0:
             found.text = context.tokenizer.decode(sample.tokens)

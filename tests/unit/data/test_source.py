@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from buffer_rl.buffer.feed import LocalFeed
 from buffer_rl.config import compose
 from buffer_rl.data.eval_sets import parse_eval_sets
 from buffer_rl.data.source import EvalSource, PromptDataSource
@@ -226,3 +227,52 @@ def test_two_evaluation_sets_of_one_file_have_groups_of_their_own(tmp_path: Path
     ]
     assert len({group.uid for group in groups}) == 4
     assert all(GroupUid.parse(str(group.uid)) == group.uid for group in groups)
+
+
+def mended(path: str) -> str:
+    """The file with its last row changed, under another name."""
+    text = Path(path).read_text(encoding="utf-8")
+    changed = Path(path).with_suffix(".mended.jsonl")
+    changed.write_text(text[: text.rindex('"label"')] + '"label": "mended"}', encoding="utf-8")
+    return str(changed)
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_data_weights": [1.0, 3.0]}], ids=["joined", "weighted"])
+def test_rows_that_were_mended_take_their_places_in_the_order_if_they_are_accepted(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    paths = [write(tmp_path, 3, "a.jsonl"), write(tmp_path, 5, "b.jsonl")]
+    source = source_of(paths, **options)  # type: ignore[arg-type]
+    source.get_samples(5)
+    state = source.state_dict()
+    rest = source.get_samples(20)
+    now = [paths[0], mended(paths[1])]
+    with pytest.raises(CheckpointError, match=r"--accept-changed-rows"):
+        source_of(now, **options).load_state_dict(state)  # type: ignore[arg-type]
+    resumed = source_of(now, **options, accept_changed_rows=True)  # type: ignore[arg-type]
+    resumed.load_state_dict(state)
+    assert resumed.source_hashes == source.source_hashes
+    groups = resumed.get_samples(7)
+    later = json.loads(json.dumps(resumed.state_dict()))
+    again = source_of(now, **options)  # type: ignore[arg-type]
+    again.load_state_dict(later)  # what this run saves is of its own data
+    groups += again.get_samples(13)
+    assert facts(groups) == facts(rest)
+    label = {group.uid: group[0].label for group in rest}
+    last = GroupUid(source.source_hashes[1], 4, 0)
+    differing = {group.uid.row for group in groups if group[0].label != label[group.uid]}
+    assert differing == {4}
+    assert again.group_of(last, 0)[0].label == "mended"
+    with pytest.raises(CheckpointError):
+        source_of(paths, **options).load_state_dict(later)  # type: ignore[arg-type]
+
+
+def test_a_queued_prompt_is_made_again_from_a_mended_row_and_a_begun_response_goes_on(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    source = source_of(path, rollout_shuffle=False)
+    groups = source.get_samples(3)
+    resumed = source_of(mended(path), rollout_shuffle=False, accept_changed_rows=True)
+    resumed.load_state_dict(source.state_dict())
+    assert LocalFeed(resumed).resize(groups[2], 2)[0].label == "mended"
+    groups[2][0].tokens, groups[2][0].response_length = [1, 2], 1
+    assert LocalFeed(resumed).resize(groups[2], 2)[0].label == 2

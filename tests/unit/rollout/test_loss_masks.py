@@ -275,9 +275,10 @@ async def test_a_conversation_with_too_much_before_its_first_answer_is_rejected_
     assert not (await roll(kit, [TALK], 1, rollout_max_prompt_len=start)).rejected
 
 
-async def test_a_conversation_that_exceeds_the_context_is_refused(kit: Any) -> None:
-    with pytest.raises(DataError, match="at most --rollout-max-context-len 50"):
-        await roll(kit, [TALK], 1, rollout_max_context_len=50)
+async def test_a_conversation_that_exceeds_the_context_is_in_quarantine(kit: Any) -> None:
+    buffer = await roll(kit, [TALK, TALK[1:3]], 1, rollout_max_context_len=50)
+    assert [(group.uid.row, reason) for group, reason in buffer.quarantined] == [(0, "conversion_failed")]
+    assert [group.uid.row for group in buffer.finished] == [1]
 
 
 async def test_the_options_type_is_used(kit: Any) -> None:

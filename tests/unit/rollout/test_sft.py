@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from buffer_rl.errors import DataError, RolloutError
+from buffer_rl.errors import RolloutError
 from buffer_rl.rollout.conversion import GroupConverter
+from buffer_rl.rollout.failure_policy import QUARANTINE_FILE
 from buffer_rl.rollout.sft import SFTRollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 
@@ -39,15 +42,37 @@ async def test_the_rows_convert_without_log_probs_or_versions(kit: Any) -> None:
     assert "rollout_log_probs" not in columns
 
 
-@pytest.mark.parametrize("label", [None, "", 42])
-async def test_a_label_that_is_no_text_is_refused_with_its_row(kit: Any, label: Any) -> None:
-    with pytest.raises(DataError, match=r"row source:3:0/0\.0"):
-        await roll(kit, [kit.make_group(3, labels=[label])])
+@pytest.mark.parametrize(
+    ("label", "error"),
+    [
+        (None, "the label is None"),
+        ("", "the label is ''"),
+        (42, "the label is 42"),
+        ("four", "prompt and answer have 13 tokens"),
+    ],
+)
+async def test_a_row_of_which_no_training_row_can_be_made_is_in_quarantine_and_another_takes_its_place(
+    kit: Any, tmp_path: Path, label: Any, error: str
+) -> None:
+    groups = [kit.make_group(row, labels=[label if row == 3 else "4"]) for row in (2, 3, 5)]
+    buffer = FakeBuffer(groups, kit.make_ticket(2))
+    async with kit.opened(rollout_max_context_len=12) as context:
+        context.run_dir = tmp_path
+        output = await SFTRollout(context.args)(context.args, 0, buffer)
+    assert buffer.finished_uids == [groups[0].uid, groups[2].uid]
+    assert [(group.uid.row, reason) for group, reason in buffer.quarantined] == [(3, "conversion_failed")]
+    assert (output.metrics["drop_quarantined"], output.metrics["data_failures"]) == (1.0, 1.0)
+    (line,) = (tmp_path / QUARANTINE_FILE).read_text().splitlines()
+    assert "row source:3:0/0.0" in json.loads(line)["error"]
+    assert error in json.loads(line)["error"]
 
 
-async def test_a_row_that_exceeds_the_context_is_refused(kit: Any) -> None:
-    with pytest.raises(DataError, match="11 tokens"):
-        await roll(kit, [kit.make_group(3, labels=["42"])], rollout_max_context_len=10)
+async def test_a_run_in_which_no_row_has_an_answer_ends_with_the_first_of_them(kit: Any) -> None:
+    buffer = FakeBuffer([kit.make_group(row, labels=[None]) for row in range(9)], kit.make_ticket(2))
+    words = r"the training rows of 2 groups[\s\S]*row source:0:0/0\.0: the label is None"
+    async with kit.opened() as context:
+        with pytest.raises(RolloutError, match=words):
+            await SFTRollout(context.args)(context.args, 0, buffer)
 
 
 async def test_it_declares_that_it_needs_no_engine_but_its_evaluation_does(kit: Any) -> None:

@@ -254,6 +254,15 @@ def test_a_checkpoint_of_other_data_or_of_another_order_is_refused(model: Path) 
         check_checkpoint(options(model, load=folder, rollout_seed=43), [source("aaa"), source("bbb")])
 
 
+def test_other_data_of_as_many_rows_is_accepted_where_the_user_says_that_rows_were_mended(model: Path) -> None:
+    folder = saved(model.parent / "saves", source("aaa"), source("bbb"))
+    args = options(model, load=folder, accept_changed_rows=True)
+    check_checkpoint(args, [source("aaa"), source("ccc")])
+    for now in ([source("aaa")], [source("aaa"), source("ccc") | {"num_rows": 4}]):
+        with pytest.raises(CheckpointError, match="as many rows in each source"):
+            check_checkpoint(args, now)
+
+
 def test_a_critic_does_not_go_on_from_a_checkpoint_that_has_none(model: Path) -> None:
     folder = saved(model.parent / "saves", source("aaa"))
     ppo = {"load": folder, "advantage_estimator": "ppo"}
