@@ -107,11 +107,12 @@ class PromptDataset(Sequence[PromptRow]):
     @property
     def notices(self) -> list[str]:
         """What the user should know of how the rows were read."""
-        counts = self.facts.decoded
+        path, counts = mask_url(self.path), self.facts.decoded
+        rows = {part: f"{number} row{'s' * (number != 1)}" for part, number in counts.items() if number}
         return [
-            f"{mask_url(self.path)}: {text.format('1 row' if counts[part] == 1 else f'{counts[part]} rows')} (--no-decode-json leaves them as text)"
+            f"{path}: {text.format(rows[part])} (--no-decode-json leaves them as text)"
             for part, text in DECODED.items()
-            if counts[part]
+            if part in rows
         ]
 
     @overload

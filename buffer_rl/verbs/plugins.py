@@ -213,7 +213,7 @@ def _check(registry: PluginRegistry, ns: argparse.Namespace) -> int:
     if ns.on is not None:
         from buffer_rl.verbs.plugin_trial import try_plugin
 
-        args = resolve(sections, flags={}, environ=os.environ, config_path=ns.config).args
+        args = resolve(sections, flags={}, environ=os.environ, config_paths=[ns.config] if ns.config else []).args
         print(*try_plugin(registry, kinds[0], reference, ns.on, args), sep="\n")
         return 0
     findings = _findings(kinds[0], obj, sections(), reference)

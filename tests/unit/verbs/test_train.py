@@ -176,7 +176,7 @@ def test_a_flag_replaces_the_option_of_the_file_that_it_excludes_with_a_notice(
     ]
     assert err.splitlines() == [
         "buffer-rl: notice: --rm-type exact_match (flag --rm-type) replaces --custom-rm-path my_reward:score "
-        "(file run.yaml:6)",
+        "(file run.yaml:7)",
         "buffer-rl: notice: --num-epoch 2 (file longer.yaml:1) replaces --num-rollout 3 (file run.yaml:3)",
     ]
 
