@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from safetensors.torch import load_file
 
 from buffer_rl.contracts import Topology
 from buffer_rl.token_loss import Sums
@@ -65,12 +66,13 @@ SETTINGS = {
 
 
 class SleepingTrainer:
-    """A trainer that sleeps. See ``buffer_rl.contracts.Trainer``."""
+    """A trainer that sleeps, and publishes the weights that it began with. See ``buffer_rl.contracts.Trainer``."""
 
     setting: ClassVar[Setting]
 
     def __init__(self, args: Any, rank: int, world_size: int, objective: Any) -> None:
         self.topology = Topology(dp_rank=rank, dp_size=world_size)
+        self._weights = load_file(Path(args.hf_checkpoint) / "model.safetensors")
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray]:
         """One forward pass."""
@@ -91,8 +93,8 @@ class SleepingTrainer:
         return {"grad_norm": 0.0, "lr": 0.0}
 
     def export(self) -> Iterator[dict[str, Any]]:
-        """No weights."""
-        yield from ()
+        """All weights in one bucket."""
+        yield self._weights
 
     def save_hf(self, path: str) -> None:
         """An empty folder."""

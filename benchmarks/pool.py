@@ -1,6 +1,7 @@
 """The pools: payloads from producers to consumers, and the time of one operation as a pool grows.
 
     python benchmarks/pool.py --transfer-queue-python VENV/bin/python      # about eight minutes
+    python benchmarks/pool.py --quick                                      # one size, once: does everything work?
 
 Payloads of 1 KB to 100 MB per (group, field) of 8 rows go from 1 to 8 producer processes to as many consumer
 processes: through the Buffer, which owns them as it does by default, through a plain Ray actor that holds lists, by
@@ -12,7 +13,7 @@ costs is printed by itself. Figures are medians of five rounds, those that have 
 
 Exit status 1 if 100 MB from one producer to one consumer are below 3 GB/s put or 1 GB/s get, or take more than twice as
 long, put and get together, as by ``ray.put`` and ``ray.get`` (a payload that outlives its producer is copied twice), or
-if an operation takes more than twice as long in the largest pool as in the smallest.
+if an operation takes more than twice as long in the largest pool as in the smallest. ``--quick`` judges nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pool_operations
-from pool_payloads import JUDGED_SIZE, ROUNDS, ROWS, SIZES, Found, measure_payloads
+from pool_operations import ROW_COUNTS, print_operations
+from pool_payloads import JUDGED_ROUNDS, JUDGED_SIZE, ROUNDS, ROWS, SIZES, Found, measure_payloads
 
 HERE = Path(__file__).resolve().parent
 TARGETS = {"put": 3.0, "get": 1.0}
@@ -94,15 +95,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--producers", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--transfer-queue-python", metavar="PATH", help="an interpreter with TransferQueue 0.1.11")
+    parser.add_argument("--quick", action="store_true", help="one size, once: does everything work?")
     args = parser.parse_args()
-    growth = pool_operations.print_operations()
-    ways, share, cold = measure_payloads(args.producers, OBJECT_STORE_BYTES)
+    row_counts, sizes, judged_rounds, store_bytes = ROW_COUNTS, list(SIZES), JUDGED_ROUNDS, OBJECT_STORE_BYTES
+    if args.quick:
+        row_counts, sizes, judged_rounds, store_bytes, args.producers = ROW_COUNTS[:1], [JUDGED_SIZE], 1, 10**9, [1]
+    growth = print_operations(row_counts)
+    ways, share, cold = measure_payloads(args.producers, store_bytes, sizes, judged_rounds)
     if peer := transfer_queue(args.transfer_queue_python, args.producers):
         ways["TransferQueue"] = peer
     print_payloads(ways, args.producers)
     print(f"put of 100 MB by a process that uses the store for the first time: {0.2 / cold:.2f} GB/s")
     rates = [rate(ways["Buffer"], (JUDGED_SIZE, args.producers[0]), which) or 0.0 for which in range(len(TARGETS))]
-    return verdict(growth, dict(zip(TARGETS, rates, strict=True)), share, args.producers[0])
+    status = verdict(growth, dict(zip(TARGETS, rates, strict=True)), share, args.producers[0])
+    return 0 if args.quick else status
 
 
 def verdict(growth: float, rates: dict[str, float], share: float, producers: int) -> int:

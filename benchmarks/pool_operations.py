@@ -7,7 +7,7 @@ import itertools
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +25,8 @@ READ = ReadRequest(reader="ref_log_probs", fields=frozenset({"tokens"}), num_row
 BLOCKED = ReadRequest(reader="train", fields=frozenset({"tokens", "ref_log_probs"}), num_rows=GROUP_ROWS)
 
 
-def measure_operations() -> dict[int, dict[str, float]]:
-    """Median seconds of each operation, by the number of rows in the pool; and ``bytes per row`` of the largest."""
-    return {num_rows: _measure(num_rows) for num_rows in ROW_COUNTS}
-
-
 def _measure(num_rows: int) -> dict[str, float]:
+    """Median seconds of each operation on a pool of so many rows, and ``bytes per row``."""
     gc.collect()
     before = _resident_bytes()
     pools = Pools()
@@ -59,9 +55,8 @@ def _measure(num_rows: int) -> dict[str, float]:
     for name, operation in operations.items():
         found[name] = _median(operation)
     chosen = [GroupUid("data", number, 0) for number in range(groups)]
-    surplus = [GroupUid("data", number, 0) for number in range(groups, groups + REPEATS)]
     started = time.perf_counter()
-    pools.close(ticket, chosen, surplus)
+    pool.select(chosen)  # the others leave it
     found["close per row"] = (time.perf_counter() - started) / num_rows
     found["get_meta, closed"] = _median(operations["get_meta"])
     number = 0
@@ -113,21 +108,17 @@ def _resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def print_operations() -> float:
-    """Print the table. Returns the largest ratio of a time at the most rows to that at the fewest."""
-    found = measure_operations()
+def print_operations(row_counts: Sequence[int]) -> float:
+    """Print the table. Returns the largest ratio of a time at the most rows, the last ones, to that at the first."""
+    found = {num_rows: _measure(num_rows) for num_rows in row_counts}
+    last = found[row_counts[-1]]
     names = ["finish", "put_fields", "get_meta", "plan", "get_meta, closed", "get_meta, none", "plan, closed"]
     print("Microseconds of one operation (of 8 rows; plan: of 32 rows of four groups), no Ray")
     print(f"{'rows in the pool':>18}" + "".join(f"{name:>18}" for name in names))
     for num_rows, times in found.items():
         print(f"{num_rows:>18,}" + "".join(f"{times[name] * 1e6:>18.1f}" for name in names))
-    ratios = {name: found[ROW_COUNTS[-1]][name] / found[ROW_COUNTS[0]][name] for name in names}
+    ratios = {name: last[name] / found[row_counts[0]][name] for name in names}
     print(f"{'last / first':>18}" + "".join(f"{ratios[name]:>18.2f}" for name in names))
-    last = found[ROW_COUNTS[-1]]
-    print(f"at {ROW_COUNTS[-1]:,} rows: {last['bytes per row']:.0f} bytes a row, without payloads; closing takes")
+    print(f"at {row_counts[-1]:,} rows: {last['bytes per row']:.0f} bytes a row, without payloads; closing takes")
     print(f"{last['close per row'] * 1e6:.1f} microseconds a row, once a rollout")
     return max(ratios.values())
-
-
-if __name__ == "__main__":
-    print_operations()

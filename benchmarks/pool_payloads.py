@@ -243,17 +243,20 @@ def warm_up(actors: Bench, object_store_bytes: int) -> float:
     return cold
 
 
-def measure_payloads(producers: Sequence[int], object_store_bytes: int) -> tuple[dict[str, Found], float, float]:
-    """By way, which take turns, so that all see the same machine. Also, at ``JUDGED_SIZE``, the Buffer's share of the
-    rate of ``ray.put`` and ``ray.get`` together, the median over the turns; and the seconds of two puts of 100 MB in a
-    process that is not warmed up."""
+def measure_payloads(
+    producers: Sequence[int], object_store_bytes: int, sizes: Sequence[str], judged_rounds: int
+) -> tuple[dict[str, Found], float, float]:
+    """By way, which take turns, so that all see the same machine. Also, at ``JUDGED_SIZE``, which must be one of
+    ``sizes``, the Buffer's share of the rate of ``ray.put`` and ``ray.get`` together, the median over the turns; and
+    the seconds of two puts of 100 MB in a process that is not warmed up."""
     judged = JUDGED_SIZE, producers[0]
     found: dict[str, dict[tuple[str, int], list[tuple[float, float]]]] = {}
     with bench(max(producers), object_store_bytes) as actors:
         cold = warm_up(actors, object_store_bytes)
-        for size, (num_bytes, count) in SIZES.items():
+        for size in sizes:
+            num_bytes, count = SIZES[size]
             for number in producers:
-                for _ in range(JUDGED_ROUNDS if (size, number) == judged else ROUNDS):
+                for _ in range(judged_rounds if (size, number) == judged else ROUNDS):
                     for name, way in actors.ways.items():
                         rounds = found.setdefault(name, {}).setdefault((size, number), [])
                         rounds.append(way(num_bytes, count, number))

@@ -23,3 +23,8 @@ def test_a_missed_target_ends_in_status_1(
     script: Callable[[str], ModuleType], growth: float, put: float, get: float, share: float, status: int
 ) -> None:
     assert script("pool").verdict(growth, {"put": put, "get": get}, share, producers=1) == status
+
+
+def test_every_operation_is_measured(script: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("pool_operations").print_operations((1000,)) == 1.0  # of the only size to itself
+    assert "at 1,000 rows" in capsys.readouterr().out

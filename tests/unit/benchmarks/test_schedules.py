@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, step_stats
+from buffer_rl.testing.tiny import make_tiny_model
+from buffer_rl.weights.names import PublishedNames
 
 GROUPS = st.lists(st.tuples(st.floats(0.01, 5.0), st.integers(1, 50_000)), min_size=1, max_size=8)
 KINDS = {
@@ -91,3 +94,12 @@ def test_a_row_whose_median_is_too_far_above_its_bound_is_named(module: ModuleTy
     slow = [(2.2, bound)]
     assert module.verdict("a row", module.SETTINGS["at once"], slow) == ["wall/path 1.100, above 1.05: a row"]
     assert module.verdict("a row", module.SETTINGS["at once"], [(float("nan"), bound)]) != []
+
+
+def test_the_trainer_of_known_costs_publishes_the_model_that_the_engines_serve(
+    script: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    args = SimpleNamespace(hf_checkpoint=make_tiny_model(tmp_path), trust_remote_code=False)
+    trainer = script("known_costs").QueuedTrainer(args, 0, 1, None)
+    (bucket,) = PublishedNames(args).checked(trainer.export())
+    assert bucket

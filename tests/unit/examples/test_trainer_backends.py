@@ -139,7 +139,7 @@ def test_both_tensor_parallel_ranks_have_the_log_probabilities_of_the_default_ba
         for expected, step in zip(alone["steps"], rank["steps"], strict=True):
             rows = [row for deal in step[model] for row in deal]
             for row, wanted in zip(rows, expected[model][0], strict=True):
-                np.testing.assert_allclose(row, wanted, atol=1e-5)
+                np.testing.assert_allclose(row, wanted, atol=5e-5)
 
 
 def test_a_replica_without_rows_has_no_log_probabilities(found: Found) -> None:
