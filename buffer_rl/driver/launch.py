@@ -267,7 +267,7 @@ class _Run:
         if "actor_fwd" not in self.roles:
             return publisher
         role = self.roles["actor_fwd"]
-        updates: RoleBroadcasts | FolderUpdates = FolderUpdates.of("actor_fwd", args, self.save_hf, train, role)
+        updates: RoleBroadcasts | FolderUpdates = FolderUpdates.of("actor_fwd", args, self._write_hf, train, role)
         if getattr(transport := self._transport(), "reaches_roles", False):
             limit, busy = args.update_weights_timeout_s, self._trainer_is_busy
             updates = RoleBroadcasts(role, transport, senders, timeout_s=limit, trainer_is_busy=busy)
@@ -289,15 +289,20 @@ class _Run:
         return 3 * self.args.update_weights_timeout_s + self.args.engine_start_timeout_s + GRACE_S
 
     def save_hf(self, path: str) -> None:
-        """Write the actor's weights as a Hugging Face folder."""
+        """Write the actor's weights as a Hugging Face folder in the number format of ``--save-dtype``."""
         assert self.train is not None
         self.train.call("save_hf", path, timeout_s=self.args.train_timeout_s)
+
+    def _write_hf(self, path: str) -> None:
+        """The same, as they are trained: for the run's own models."""
+        assert self.train is not None
+        self.train.call("write_hf", path, timeout_s=self.args.train_timeout_s)
 
     def _reference_updates(self) -> FolderUpdates | None:
         """What updates the reference model, which the trainer or a role has; None without one."""
         if self.train is None or not uses_reference(self.args) or self.num_rollouts == 0:
             return None
-        return FolderUpdates.of("ref", self.args, self.save_hf, self.train, self.roles.get("ref"))
+        return FolderUpdates.of("ref", self.args, self._write_hf, self.train, self.roles.get("ref"))
 
     def _num_rollouts(self) -> int:
         args = self.args

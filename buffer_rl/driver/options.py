@@ -28,6 +28,11 @@ class RunOptions(Section):
         "go on with the run while a checkpoint is written, from a copy in memory; it is whole before the next one "
         "begins, and before the run ends",
     )
+    save_dtype: Literal["input", "float32", "bfloat16", "float16"] = option(
+        "input",
+        "number format of the model in hf/ of checkpoints and of --run-dir; input: that of each weight in "
+        "--hf-checkpoint. What is trained, published and resumed from is float32",
+    )
     load: str | None = option(None, "resume from this checkpoint: a folder or a URL", metavar="PATH")
     max_global_restarts: int = option(
         3,

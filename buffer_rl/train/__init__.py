@@ -11,6 +11,7 @@ batch_sizes    how many optimizer steps a rollout has, and of how many samples
 steps          optimizer steps on a rollout; steps that are not finite
 stream         rows of a rollout that still runs: the torch dataset, the stages of roles
 model          loading, exporting and writing models
+save_dtype     the number format of the folders of models that are written for others
 converter      base class of model converters; reading a folder tensor by tensor
 state          files of a rank in a checkpoint
 torch_trainer  the default trainer backend

@@ -269,7 +269,15 @@ class TrainRank:
         cast(Any, self._trainer).wake_up()
 
     def save_hf(self, path: str) -> None:
-        """Write the weights as a Hugging Face folder."""
+        """Write the weights as a Hugging Face folder in the number format of ``--save-dtype``."""
+        from buffer_rl.train.save_dtype import cast_as_saved  # torch, which the driver does not import
+
+        self.write_hf(path)
+        if self._trainer.topology.is_source:
+            cast_as_saved(Path(path), self._args.save_dtype, self._args.hf_checkpoint)
+
+    def write_hf(self, path: str) -> None:
+        """Write the weights as a Hugging Face folder, as they are trained."""
         self._trainer.save_hf(path)
 
     @dispatch(collect=all_answers)

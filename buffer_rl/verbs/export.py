@@ -29,6 +29,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         help="a folder or URL step_NNNNNN, or --save's, then the newest in it",
     )
     parser.add_argument("--output", required=True, metavar="FOLDER", help="the folder to make; it must not be there")
+    parser.add_argument(
+        "--save-dtype",
+        choices=["input", "float32", "bfloat16", "float16"],
+        default="input",
+        help="number format of the weights; input: as the checkpoint has them, whose run had a --save-dtype too",
+    )
     parser.set_defaults(run=run)
 
 
@@ -40,14 +46,14 @@ def run(namespace: argparse.Namespace) -> int:
     if target.exists():
         raise ConfigError(f"{str(target)!r} is there already", where="--output", expected="a new folder")
     with opened_checkpoint(namespace.load) as checkpoint:
-        copy_model(checkpoint.folder / "hf", target)
+        copy_model(checkpoint.folder / "hf", target, namespace.save_dtype)
         origin = mask_url(namespace.load) if is_remote(namespace.load) else checkpoint.folder
         print(f"{target}: the model after {checkpoint.step} steps, from {origin}")
     return 0
 
 
-def copy_model(source: Path, target: Path) -> None:
-    """Copy the folder ``source``; ``target`` gets its name only once it is whole.
+def copy_model(source: Path, target: Path, save_dtype: str = "input") -> None:
+    """Copy the folder ``source``, its weights cast to ``save_dtype``; ``target`` gets its name only once it is whole.
 
     Raises CheckpointError if there is no model in ``source``, ConfigError if ``target`` cannot be written.
     """
@@ -58,6 +64,10 @@ def copy_model(source: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
         shutil.copytree(source, temporary, dirs_exist_ok=True)
+        if save_dtype != "input":
+            from buffer_rl.train.save_dtype import cast_folder  # torch takes seconds
+
+            cast_folder(Path(temporary), lambda _: save_dtype)
         os.chmod(temporary, 0o755)  # mkdtemp makes it private
         os.rename(temporary, target)
     except OSError as error:
