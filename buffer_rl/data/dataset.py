@@ -105,8 +105,9 @@ class PromptDataset(Sequence[PromptRow]):
     def notices(self) -> list[str]:
         """What the user should know of how the rows were read."""
         counts = self.facts.decoded
+        rows = {part: "1 row" if count == 1 else f"{count} rows" for part, count in counts.items()}
         return [
-            f"{mask_url(self.path)}: {text.format('1 row' if counts[part] == 1 else f'{counts[part]} rows')} (--no-decode-json leaves them as text)"
+            f"{mask_url(self.path)}: {text.format(rows[part])} (--no-decode-json leaves them as text)"
             for part, text in DECODED.items()
             if counts[part]
         ]
