@@ -47,6 +47,11 @@ class DataOptions(Section):
         "decode JSON text in prompts: the text of a list of chat messages, and the arguments of tool calls where they "
         "are the text of an object, which chat templates would write as JSON once more, or refuse",
     )
+    add_special_tokens: bool = option(
+        True,
+        "plain-text prompts get the special tokens that the tokenizer adds to a text, such as <bos>; a resumed run "
+        "does as the one before, unless this is given",
+    )
     apply_chat_template: bool = option(False, "render prompts with the tokenizer's chat template")
     apply_chat_template_kwargs: dict[str, Any] | None = option(
         None, 'what the chat template receives besides messages and tools, for example {"enable_thinking": false}'

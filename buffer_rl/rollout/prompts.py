@@ -72,24 +72,37 @@ def data_errors(what: str, where: str, expected: str = "", hint: str = "") -> It
 class PromptEncoder:
     """Renders prompts and turns them into token ids; the samples of a group share one encoding.
 
-    Plain text is encoded as it is, without special tokens. Chat messages, and plain text under
-    ``--apply-chat-template``, go through the tokenizer's chat template with a generation prompt. The template also
-    receives the tools of the row (``sample.metadata["tools"]``, see ``--tool-key``) and ``template_kwargs``.
+    Plain text is encoded with the special tokens that the tokenizer adds, unless it begins with ``<bos>`` itself or
+    ``add_special_tokens`` is false. Chat messages, and plain text under ``--apply-chat-template``, go through the
+    tokenizer's chat template with a generation prompt, and get no other special tokens than the template's. The
+    template also receives the tools of the row (``sample.metadata["tools"]``, see ``--tool-key``) and
+    ``template_kwargs``.
     """
 
     def __init__(
-        self, tokenizer: Any, *, apply_chat_template: bool = False, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        *,
+        apply_chat_template: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
+        self._add_special_tokens = add_special_tokens
         self._apply_chat_template = apply_chat_template
         self._template_kwargs = check_template_kwargs(template_kwargs)
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
 
     @classmethod
     def from_args(cls, args: Any, tokenizer: Any) -> PromptEncoder:
-        """From ``--apply-chat-template`` and ``--apply-chat-template-kwargs``. Raises ConfigError."""
-        kwargs = args.apply_chat_template_kwargs
-        return cls(tokenizer, apply_chat_template=args.apply_chat_template, template_kwargs=kwargs)
+        """From ``--apply-chat-template``, ``--apply-chat-template-kwargs`` and ``--add-special-tokens``. Raises
+        ConfigError."""
+        return cls(
+            tokenizer,
+            apply_chat_template=args.apply_chat_template,
+            template_kwargs=args.apply_chat_template_kwargs,
+            add_special_tokens=args.add_special_tokens,
+        )
 
     def encode(self, sample: Sample) -> list[int]:
         """Token ids of the sample's prompt; the caller gets a list of its own.
@@ -98,7 +111,7 @@ class PromptEncoder:
         """
         prompt, tools = sample.prompt, sample.metadata.get("tools")
         if isinstance(prompt, RenderedPrompt):
-            return self.encode_text(prompt, where=_where(sample))
+            return self.encode_text(prompt, where=_where(sample), as_prompt=self._is_plain(prompt.source))
         plain = isinstance(prompt, str) and not tools
         key = str(prompt) if plain else "\0" + json.dumps([prompt, tools], default=str)
         cached = self._cache.get(key)
@@ -120,10 +133,12 @@ class PromptEncoder:
         """Whether the sample's prompt has more tokens than ``limit``. Raises DataError as ``encode`` does."""
         return limit is not None and len(self.encode(sample)) > limit
 
-    def encode_text(self, text: str, *, where: str = "") -> list[int]:
-        """Token ids of ``text`` without special tokens. Raises DataError, naming ``where``, if it is refused."""
+    def encode_text(self, text: str, *, where: str = "", as_prompt: bool = False) -> list[int]:
+        """Token ids of ``text``, without added special tokens unless it is a prompt of plain text. Raises DataError,
+        naming ``where``, if it is refused."""
+        add = as_prompt and self._add_special_tokens and not self._begins(text)
         with data_errors("the tokenizer cannot encode the text", where):
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add)
         return ids
 
     def render(
@@ -146,19 +161,29 @@ class PromptEncoder:
             return self.tokenizer.apply_chat_template(list(messages), tools=tools or None, **asked)
 
     def _encode(self, prompt: Prompt, tools: Any, *, where: str) -> list[int]:
-        tokens = self.encode_text(self._render(prompt, tools, where=where), where=where)
+        text = self._render(prompt, tools, where=where)
+        tokens = self.encode_text(text, where=where, as_prompt=self._is_plain(prompt))
         if not tokens:
             raise DataError("the prompt has no tokens", where=where, expected="at least one token")
         return tokens
 
     def _render(self, prompt: Prompt, tools: Any, *, where: str) -> str:
-        if isinstance(prompt, str) and not self._apply_chat_template:
-            return prompt
+        if self._is_plain(prompt):
+            return str(prompt)
         if isinstance(prompt, str):
             self._require_template("--apply-chat-template is set", where)
             prompt = [{"role": "user", "content": prompt}]
         text: str = self.render(prompt, tools, where=where)
         return text
+
+    def _is_plain(self, prompt: Prompt) -> bool:
+        """Whether the prompt goes through no chat template."""
+        return isinstance(prompt, str) and not self._apply_chat_template
+
+    def _begins(self, text: str) -> bool:
+        """Whether the text has its ``<bos>`` already."""
+        token = getattr(self.tokenizer, "bos_token", None)
+        return isinstance(token, str) and bool(token) and text.startswith(token)
 
     def _require_template(self, asked: str, where: str) -> None:
         if not getattr(self.tokenizer, "chat_template", None):

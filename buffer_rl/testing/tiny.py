@@ -14,9 +14,11 @@ SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 DEFAULT_CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
-def make_char_tokenizer(characters: str = DEFAULT_CHARACTERS) -> PreTrainedTokenizerFast:
-    """One token a character, after ``<pad>`` (0), ``<eos>`` (1) and ``<unk>`` (2); decoding joins the characters."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+def make_char_tokenizer(characters: str = DEFAULT_CHARACTERS, *, bos: bool = False) -> PreTrainedTokenizerFast:
+    """One token a character, after ``<pad>`` (0), ``<eos>`` (1) and ``<unk>`` (2); decoding joins the characters.
+
+    bos: it has ``<bos>`` as its last token, and adds it before a text, as those of many base models do."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     tokens = [*SPECIAL_TOKENS, *dict.fromkeys(characters)]
@@ -31,6 +33,11 @@ def make_char_tokenizer(characters: str = DEFAULT_CHARACTERS) -> PreTrainedToken
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
+    if bos:
+        tokenizer.add_special_tokens({"bos_token": "<bos>"})
+        added = [("<bos>", tokenizer.convert_tokens_to_ids("<bos>"))]
+        backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=added)
+        tokenizer.backend_tokenizer.post_processor = backend.post_processor
     return tokenizer
 
 

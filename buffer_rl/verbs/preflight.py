@@ -14,6 +14,7 @@ from buffer_rl.checkpoint import make_folder, read_manifest
 from buffer_rl.cluster.demands import counts_devices, seating
 from buffer_rl.cluster.devices import Node
 from buffer_rl.config import flag_of
+from buffer_rl.configuration.sources import Resolved, Source
 from buffer_rl.driver.process import check_lineage
 from buffer_rl.driver.schedule import rollout_only, train_only
 from buffer_rl.errors import CheckpointError, ConfigError
@@ -138,6 +139,25 @@ def check_checkpoint(args: Any, data: Sequence[Mapping[str, Any]]) -> None:
                 f"it was written with {flag_of(name)} {options[name]}, now {getattr(args, name)}: another order",
                 where=f"--load {mask_url(args.load)}",
             )
+
+
+def with_special_tokens(resolved: Resolved) -> tuple[Resolved, str]:
+    """The options of a run that goes on from a checkpoint: where nothing says otherwise, plain-text prompts get special
+    tokens as they did in the run that wrote it; and a notice of that, or an empty text.
+
+    Runs of versions without ``--add-special-tokens`` added none. Raises CheckpointError."""
+    args: Any = resolved.args
+    if args.load is None or resolved.origins["add_special_tokens"].source is not Source.DEFAULT:
+        return resolved, ""
+    added = read_manifest(args.load).facts.get("options", {}).get("add_special_tokens", False)
+    if added == args.add_special_tokens:
+        return resolved, ""
+    notice = (
+        f"--load {mask_url(args.load)} was written by a run whose plain-text prompts got no special tokens such as "
+        "<bos>, and so do those of this run; --add-special-tokens adds what the tokenizer adds"
+    )
+    changed = args.model_copy(update={"add_special_tokens": added})
+    return Resolved(args=changed, origins=resolved.origins), notice
 
 
 def check_writable(flag: str, folder: Path) -> None:

@@ -44,6 +44,7 @@ from buffer_rl.verbs.preflight import (
     check_folders,
     check_row_lengths,
     make_folders,
+    with_special_tokens,
 )
 from buffer_rl.verbs.resources import check_resources
 from buffer_rl.verbs.rows import RowSource, Trial
@@ -97,7 +98,9 @@ def run(namespace: argparse.Namespace) -> int:
     origins = {**resolved.origins, **{name: resolved.origins[sources[name]] for name in changed}}
     resolved = replace(resolved, args=args, origins=origins)
     check_options(args)
-    for text in (*resolved.notices, *notices(args)):
+    resolved, notice = with_special_tokens(resolved)
+    args = resolved.args
+    for text in (*resolved.notices, *notices(args), *([notice] if notice else [])):
         print(f"buffer-rl: notice: {text}", file=sys.stderr)
     check_folders(args)
     registry = PluginRegistry.from_flags(args.plugin)

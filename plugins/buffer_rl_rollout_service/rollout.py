@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from buffer_rl.contracts import RolloutBuffer
+from buffer_rl.data.json_text import with_arguments
 from buffer_rl.errors import DataError, DeadlineError
 from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.rollout.context import RolloutContext, current_context
@@ -188,7 +189,8 @@ def to_sample(trajectory: Trajectory, uid: GroupUid, index: int, context: Rollou
 
 def _fill_from_messages(sample: Sample, trajectory: Trajectory, context: RolloutContext) -> None:
     assert trajectory.messages is not None
-    sample.prompt = [message.model_dump(exclude_unset=True) for message in trajectory.messages]
+    messages = [message.model_dump(exclude_unset=True) for message in trajectory.messages]
+    sample.prompt = with_arguments(messages) if context.args.decode_json else messages
     if trajectory.tools:
         sample.metadata["tools"] = trajectory.tools
     tokens, mask = encode_conversation(context.prompts, sample, context.args.loss_mask_type)

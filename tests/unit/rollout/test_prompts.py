@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.config import compose
 from buffer_rl.errors import ConfigError, DataError, RolloutError
+from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.testing.tiny import make_char_tokenizer
 from buffer_rl.types import Sample
@@ -40,7 +42,7 @@ def test_a_model_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> No
         load_tokenizer(str(tmp_path))
 
 
-def test_plain_text_is_encoded_without_special_tokens() -> None:
+def test_plain_text_is_encoded_as_it_is_by_a_tokenizer_that_adds_nothing() -> None:
     tokenizer = make_char_tokenizer("ab+")
     assert PromptEncoder(tokenizer).encode(Sample(prompt="a+b")) == [3, 5, 4]
 
@@ -138,3 +140,43 @@ def test_tools_that_the_template_cannot_show_name_the_row() -> None:
     encoder.tokenizer.chat_template = "{{ raise_exception('no tools here') if tools else 'x' }}"
     with pytest.raises(DataError, match="no tools here"):
         encoder.encode(Sample(prompt="hi", metadata={"tools": TOOLS}))
+
+
+def test_plain_text_gets_the_special_tokens_that_the_tokenizer_adds_unless_they_are_switched_off() -> None:
+    tokenizer = make_char_tokenizer(bos=True)
+    bos, bare = tokenizer.bos_token_id, tokenizer.encode("1+1=", add_special_tokens=False)
+    sample = Sample(prompt="1+1=")
+    assert PromptEncoder(tokenizer).encode(sample) == tokenizer("1+1=")["input_ids"] == [bos, *bare]
+    assert PromptEncoder(tokenizer, add_special_tokens=False).encode(sample) == bare
+    for on in (True, False):
+        args = compose(CORE_SECTIONS)(add_special_tokens=on)
+        assert PromptEncoder.from_args(args, tokenizer).encode(sample) == [bos] * on + bare
+    assert PromptEncoder(tokenizer).too_long(sample, len(bare))
+    assert not PromptEncoder(tokenizer).too_long(sample, len(bare) + 1)
+
+
+def test_no_bos_is_added_twice() -> None:
+    tokenizer = make_char_tokenizer(bos=True)
+    tokenizer.chat_template = "<bos>" + TEMPLATE
+    bos = tokenizer.bos_token_id
+    talk = Sample(prompt=[{"role": "user", "content": "hi"}])
+    as_text = Sample(prompt="hi")
+    written = Sample(prompt="<bos>hi")
+    for encoder, sample in (
+        (PromptEncoder(tokenizer), talk),
+        (PromptEncoder(tokenizer, apply_chat_template=True), as_text),
+        (PromptEncoder(tokenizer), written),
+        (PromptEncoder(tokenizer), as_text),
+    ):
+        tokens = encoder.encode(sample)
+        assert (tokens[0], tokens.count(bos)) == (bos, 1)
+        rendered = Sample(prompt=encoder.rendered(sample))
+        assert encoder.encode(rendered) == tokens
+
+
+def test_a_template_without_bos_gets_none_and_neither_does_a_piece_of_text() -> None:
+    tokenizer = make_char_tokenizer(bos=True)
+    tokenizer.chat_template = TEMPLATE
+    encoder = PromptEncoder(tokenizer)
+    assert tokenizer.bos_token_id not in encoder.encode(Sample(prompt=[{"role": "user", "content": "hi"}]))
+    assert tokenizer.bos_token_id not in encoder.encode_text("an answer")

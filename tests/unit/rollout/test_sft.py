@@ -11,6 +11,7 @@ from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.failure_policy import QUARANTINE_FILE
 from buffer_rl.rollout.sft import SFTRollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
+from buffer_rl.testing.tiny import make_char_tokenizer
 
 EOS = 1  # of the character tokenizer
 
@@ -98,3 +99,13 @@ async def test_only_too_long_prompts_end_the_rollout(kit: Any) -> None:
     async with kit.opened(rollout_max_prompt_len=1, dynamic_sampling_max_drops=2, rollout_batch_size=2) as context:
         with pytest.raises(RolloutError, match="prompt_too_long"):
             await SFTRollout(context.args)(context.args, 0, buffer)
+
+
+async def test_an_answer_follows_the_prompt_with_the_special_tokens_of_generation(kit: Any) -> None:
+    buffer = FakeBuffer([kit.make_group(7, labels=["42"])], kit.make_ticket(1))
+    async with kit.opened() as context:
+        context.prompts.tokenizer = tokenizer = make_char_tokenizer(bos=True)
+        await SFTRollout(context.args)(context.args, 0, buffer)
+    (sample,) = buffer.finished[0]
+    assert sample.tokens == [*tokenizer("prompt 7")["input_ids"], *tokenizer("42")["input_ids"][1:], EOS]
+    assert sample.loss_mask == [1, 1, 1]

@@ -102,6 +102,24 @@ async def test_groups_become_rows_with_the_answers_unmasked(tmp_path: Path) -> N
         assert run.counts() == {"written": 4, "delivered": 4}
 
 
+@pytest.mark.parametrize(("decode_json", "text"), [(True, '{"a": 1}'), (False, '"{\\"a\\": 1}"')])
+async def test_arguments_of_tool_calls_of_openais_form_are_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decode_json: bool, text: str
+) -> None:
+    own = "{% for m in messages %}{{ m.content or m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    monkeypatch.setattr(f"{__name__}.TEMPLATE", own)
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    async with bench(tmp_path, decode_json=decode_json, loss_mask_type="qwen") as run:
+        for problem in "pq":
+            run.write(problem, 1.0, 0.0, messages=turns)
+        ticket = run.state.generate(0)
+        await run.roll(ticket)
+        run.state.close_rollout(ticket)
+        tokens = run.state.get_data(0).columns["tokens"][0]
+    assert list(tokens) == make_char_tokenizer().encode(f"q{text}", add_special_tokens=False)
+
+
 async def test_a_rollout_that_is_made_again_has_the_same_groups_and_none_is_trained_twice(tmp_path: Path) -> None:
     async with bench(tmp_path, save=str(tmp_path / "saves"), save_interval=1) as run:
         for number in range(6):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.config import compose
+from buffer_rl.configuration.sources import Resolved, resolve
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
@@ -20,6 +21,7 @@ from buffer_rl.verbs.preflight import (
     check_folders,
     check_row_lengths,
     make_folders,
+    with_special_tokens,
 )
 from harness.checkpoints import write_checkpoint
 
@@ -261,6 +263,29 @@ def test_other_data_of_as_many_rows_is_accepted_where_the_user_says_that_rows_we
     for now in ([source("aaa")], [source("aaa"), source("ccc") | {"num_rows": 4}]):
         with pytest.raises(CheckpointError, match="as many rows in each source"):
             check_checkpoint(args, now)
+
+
+def resolved(model: Path, **flags: Any) -> Resolved:
+    """Options that were given as flags."""
+    given = {"hf_checkpoint": str(model), **flags}
+    return resolve(compose(CORE_SECTIONS), flags=given, environ={}, config_path=None)
+
+
+def test_a_resumed_run_adds_special_tokens_to_prompts_as_the_run_before_or_as_it_is_told(model: Path) -> None:
+    before = {"--load of an earlier version": {}, "--load": {"add_special_tokens": False}}
+    for number, options_before in enumerate(before.values()):
+        folder = saved(model.parent / f"saves{number}", source("aaa"), **options_before)
+        kept, notice = with_special_tokens(resolved(model, load=folder))
+        assert not kept.args.add_special_tokens  # type: ignore[attr-defined]
+        assert f"--load {folder}" in notice
+        assert "--add-special-tokens" in notice
+        for told in ("true", "false"):
+            chosen, notice = with_special_tokens(resolved(model, load=folder, add_special_tokens=told))
+            assert (chosen.args.add_special_tokens, notice) == (told == "true", "")  # type: ignore[attr-defined]
+    folder = saved(model.parent / "new", source("aaa"), add_special_tokens=True)
+    for run in (resolved(model, load=folder), resolved(model)):
+        assert with_special_tokens(run) == (run, "")
+        assert run.args.add_special_tokens  # type: ignore[attr-defined]
 
 
 def test_a_critic_does_not_go_on_from_a_checkpoint_that_has_none(model: Path) -> None:
