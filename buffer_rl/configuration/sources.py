@@ -120,11 +120,12 @@ def _keep_one_of_each_group(
 ) -> tuple[list[str], list[ConfigError]]:
     """Take out of ``values`` what a stronger source replaces by another option of its group (``option(one_of=…)``).
 
-    Returns a notice for each, and an error for options of a group from one source. An option that is none is not given.
+    Returns a notice for each, and an error for options of a group from one source. An option that is none, or an empty
+    list, is not given.
     """
     groups: dict[str, list[str]] = {}
     for name, field in known.items():
-        if (group := declared(field, "one_of")) and values.get(name) is not None:
+        if (group := declared(field, "one_of")) and values.get(name) not in (None, []):
             groups.setdefault(group, []).append(name)
     notices, errors = [], []
     for given in groups.values():

@@ -47,6 +47,7 @@ class EngineOptions(Section):
         "engines that run elsewhere, behind a router of this run's own; it starts none, publishes its weights to them "
         "first, and takes one that went away back when it answers again",
         metavar="HOST:PORT",
+        one_of="servers",
     )
     router_policy: Literal["manual", "consistent_hashing", "cache_aware", "round_robin", "power_of_two", "random"] = (
         option(
@@ -63,7 +64,10 @@ class EngineOptions(Section):
         prefix="router_",
     )
     router_url: str | None = option(
-        None, "the URL that every generation request goes to; set by the run where absent", metavar="URL"
+        None,
+        "the URL that every generation request goes to; set by the run where absent",
+        metavar="URL",
+        one_of="servers",
     )
     engine_urls: list[str] = option(
         [], "the engines behind --router-url; absent where the run starts its own: the router lists them", metavar="URL"

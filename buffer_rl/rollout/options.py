@@ -144,11 +144,13 @@ class RewardOptions(Section):
         None,
         "turns a group's rewards into those to train on (else normalised)",
         kind="reward_post_process",
+        one_of="rewards_to_train_on",
     )
     custom_convert_samples_to_train_data_path: str | None = option(
         None,
-        "turns a group's samples into training columns",
+        "turns a group's samples into training columns, the rewards to train on among them",
         kind="samples_to_train_data",
+        one_of="rewards_to_train_on",
     )
     rm_timeout_s: float = option(30.0, "deadline of one reward, in seconds", gt=0)
     on_reward_error: Literal["retry", "quarantine", "abort"] = option(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from buffer_rl.config import Options, Section, compose, option
+from buffer_rl.config import Options, Section, compose, declared, option
 from buffer_rl.configuration.help import (
     FlagParser,
     add_config_flag,
@@ -310,6 +310,31 @@ def test_of_options_that_exclude_each_other_the_one_from_the_strongest_source_co
         f"--style plain (environment BUFFER_RL_STYLE) replaces --own-style mine:style (file {path}:2)",
         f"--steps-too 0 (flag --steps-too) replaces --steps 5 (file {path}:3)",
     ]
+
+
+def test_what_a_run_would_read_in_place_of_another_option_is_in_a_group_with_it() -> None:
+    groups: dict[str, set[str]] = {}
+    for name, field in compose(CORE_SECTIONS).model_fields.items():
+        if group := declared(field, "one_of"):
+            groups.setdefault(group, set()).add(name)
+    assert sorted(map(sorted, groups.values())) == [
+        ["advantage_estimator", "custom_advantage_function_path"],
+        ["custom_convert_samples_to_train_data_path", "custom_reward_post_process_path"],
+        ["custom_group_rm_path", "custom_rm_path", "rm_model", "rm_type"],
+        ["custom_loss_function_path", "loss_type"],
+        ["custom_tis_function_path", "tis_mode"],
+        ["num_critic_only_steps", "num_freeze_actor_steps"],
+        ["num_epoch", "num_rollout"],
+        ["rollout_external_engine_addrs", "router_url"],
+    ]
+
+
+def test_an_empty_list_replaces_nothing() -> None:
+    flags: dict[str, Any] = {"rollout_external_engine_addrs": []}
+    environ = {"BUFFER_RL_ROUTER_URL": "http://r:1"}
+    resolved = resolve(compose(CORE_SECTIONS), flags=flags, environ=environ)
+    args: Any = resolved.args
+    assert (args.router_url, resolved.notices) == ("http://r:1", [])
 
 
 def test_an_option_that_is_none_replaces_nothing(tmp_path: Path) -> None:
