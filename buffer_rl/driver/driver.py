@@ -289,7 +289,12 @@ class Driver:
         self._observer.rollout_ended(self._version, True, metrics, samples)
         self._observer.evaluation(self._version, metrics)
         stop = self._plan.early_stop
-        self._result.stopped_early = stop is not None and stop.met(metrics)
+        if stop is not None and stop.met(metrics):
+            self._result.stopped_early = True
+            found = f"{stop.metric} is {metrics[stop.metric]:g}"
+            self._observer.notice(
+                f"--early-stop: the run ends after {self._version} steps: {found}, and the condition is {stop}"
+            )
 
     def _evaluated(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         self._memory.engines(evaluation=True)

@@ -71,6 +71,9 @@ class EarlyStop:
     op: str
     value: float
 
+    def __str__(self) -> str:
+        return f"{self.metric}{self.op}{self.value:g}"
+
     def met(self, metrics: Mapping[str, float]) -> bool:
         """Whether the metric is there and fulfils the condition (NaN never does)."""
         found = metrics.get(self.metric)

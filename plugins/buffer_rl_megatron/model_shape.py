@@ -149,9 +149,22 @@ def check_supported(configuration: Mapping[str, Any]) -> None:
         refuse(f"rotary embeddings of the type {kind}", ", ".join(ROTARY))
     if configuration.get("use_sliding_window") or "sliding_attention" in (configuration.get("layer_types") or ()):
         refuse("layers with sliding window attention", "full attention in all layers")
+    if configuration.get("model_type") == "qwen3_moe" and (dense := _dense_layers(configuration)):
+        refuse(
+            f"layers without experts among those with experts: {', '.join(map(str, dense[:8]))}"
+            f"{', …' if len(dense) > 8 else ''} (mlp_only_layers, decoder_sparse_step)",
+            "experts in every layer: mlp_only_layers [], decoder_sparse_step 1",
+        )
     activation = configuration.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         refuse(f"the activation {activation}", "silu")
+
+
+def _dense_layers(configuration: Mapping[str, Any]) -> list[int]:
+    """The layers that transformers builds without experts."""
+    named, step = configuration.get("mlp_only_layers") or (), configuration.get("decoder_sparse_step") or 1
+    layers = range(configuration.get("num_hidden_layers") or 0)
+    return [layer for layer in layers if layer in named or (layer + 1) % step]
 
 
 def check_shape(args: Any, configuration: Mapping[str, Any]) -> None:

@@ -286,6 +286,9 @@ def test_early_stop_ends_the_run_after_the_evaluation_that_reached_it_and_saves(
     result = world.driver(plan).run()
     assert (result.steps, result.stopped_early, result.evaluation) == (4, True, {"eval/held": 0.6})
     assert list(world.saves.saved) == [4]
+    assert world.recorder.said == [
+        "--early-stop: the run ends after 4 steps: eval/held is 0.6, and the condition is eval/held>=0.5"
+    ]
 
 
 def test_a_resumed_run_publishes_its_version_first_and_does_not_repeat_the_first_evaluation(tmp_path: Path) -> None:

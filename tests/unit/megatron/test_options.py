@@ -128,6 +128,24 @@ def test_models_that_megatron_does_not_have_are_refused(
         buffer_rl_configure(make_args(str(tmp_path)))
 
 
+@pytest.mark.skipif(not HAS_MEGATRON, reason=REASON)
+@pytest.mark.parametrize(
+    ("changes", "layers"), [({"mlp_only_layers": [1, 9]}, "1"), ({"decoder_sparse_step": 2}, "0, 2")]
+)
+def test_dense_layers_among_layers_of_experts_are_refused_by_number(
+    experts: str, tmp_path: Path, changes: dict[str, Any], layers: str
+) -> None:
+    """The model has 4 layers, and transformers gives experts to those whose number + 1 the step divides."""
+    configuration = {**read_configuration(experts), "num_hidden_layers": 4}
+    for own, harmless in (({}, True), ({"mlp_only_layers": [], "decoder_sparse_step": 1}, True), (changes, False)):
+        (tmp_path / "config.json").write_text(json.dumps({**configuration, **own}))
+        if harmless:
+            buffer_rl_configure(make_args(str(tmp_path)))
+            continue
+        with pytest.raises(ConfigError, match=rf"layers without experts among those with experts: {layers} \(mlp_only"):
+            buffer_rl_configure(make_args(str(tmp_path)))
+
+
 def test_options_of_megatron_in_a_run_without_it_are_refused(model: str) -> None:
     buffer_rl_configure(make_args(model, train_backend="torch", **{TP: 1}))
     buffer_rl_configure(make_args(model, train_backend="torch", num_layers=99, swiglu=True))
