@@ -21,7 +21,8 @@ LOW, HIGH = 0.2, 0.8
 def window(args: Any, group: SampleGroup) -> FilterDecision:
     """Keep the group if the mean of its rewards is from 0.2 to 0.8; else ``too_hard`` or ``too_easy``.
 
-    Samples without a reward (failed, aborted) do not count; a group without any is dropped as ``no_rewards``.
+    Samples without a reward (failed, aborted) do not count, and one of several parts counts once; a group without any
+    is dropped as ``no_rewards``.
     """
     return _decide(args, group, LOW, HIGH)
 
@@ -40,7 +41,7 @@ def between(low: float, high: float) -> Callable[[Any, SampleGroup], FilterDecis
 
 
 def _decide(args: Any, group: SampleGroup, low: float, high: float) -> FilterDecision:
-    rewards = [sample.get_reward_value(args) for sample in group if sample.reward is not None]
+    rewards = group.rewards(args)
     if not rewards:
         return FilterDecision(keep=False, reason="no_rewards")
     mean = math.fsum(rewards) / len(rewards)

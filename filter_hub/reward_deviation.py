@@ -19,9 +19,10 @@ def nonzero(args: Any, group: SampleGroup) -> FilterDecision:
     """Keep the group if the standard deviation of its rewards (divisor n - 1) is above ``MIN_STD``; else the reason is
     ``zero_std_{reward}``.
 
-    Samples without a reward (failed, aborted) do not count; a group without any is dropped as ``no_rewards``.
+    Samples without a reward (failed, aborted) do not count, and one of several parts has the mean of theirs; a group
+    without any is dropped as ``no_rewards``.
     """
-    rewards = [sample.get_reward_value(args) for sample in group if sample.reward is not None]
+    rewards = group.rewards(args)
     if not rewards:
         return FilterDecision(keep=False, reason="no_rewards")
     if len(rewards) < 2 or stdev(rewards) <= MIN_STD:
