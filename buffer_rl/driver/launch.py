@@ -306,7 +306,7 @@ class _Run:
         if self.source is not None:
             answers = SourceAnswers.from_args(args)
             self.buffer.set_source_length(answers.wait("num_rows", self.source.num_rows.remote))
-        return args.num_epoch * self.buffer.get_num_rollout_per_epoch()
+        return self.buffer.get_num_rollout_per_epoch(args.num_epoch)
 
     def _train_args(self, role: str) -> Args:
         """The options with the length of a trained role's decay of the learning rate, which may depend on that of the
