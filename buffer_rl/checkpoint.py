@@ -103,19 +103,23 @@ def read_manifest(path: str | Path) -> Manifest:
     looked at. Raises CheckpointError."""
     if is_remote(local_path(str(path))):
         return _newest_remote(RemoteFolder(str(path), MANIFEST))[1]
-    return _read_manifest(_chosen(path))
+    chosen = _chosen(path)
+    with _older_named(chosen):
+        return _read_manifest(chosen)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """The checkpoint at ``path``, or the newest one in the folder ``path``, with every hash checked.
 
-    Raises CheckpointError naming the file that is missing or damaged.
+    Raises CheckpointError naming the file that is missing or damaged, and the checkpoint before it, which is not taken
+    in its place.
     """
     chosen = _chosen(path)
-    manifest = _read_manifest(chosen)
-    folder = chosen / manifest.folder  # one that was copied from a store has its files a folder below
-    for name, (size, sha256) in manifest.files.items():
-        _verify(folder / name, size, sha256)
+    with _older_named(chosen):
+        manifest = _read_manifest(chosen)
+        folder = chosen / manifest.folder  # one that was copied from a store has its files a folder below
+        for name, (size, sha256) in manifest.files.items():
+            _verify(folder / name, size, sha256)
     return Checkpoint(folder=folder, step=manifest.step, facts=manifest.facts)
 
 
@@ -218,6 +222,19 @@ def _read_manifest(chosen: Path) -> Manifest:
         return parse_manifest(where.read_bytes(), str(where))
     except OSError as error:
         raise CheckpointError(f"the manifest cannot be read: {error}", where=str(where)) from error
+
+
+@contextmanager
+def _older_named(chosen: Path) -> Iterator[None]:
+    """Name the checkpoint before ``chosen`` in an error about it: only the user can say whether steps may be lost."""
+    try:
+        yield
+    except CheckpointError as error:
+        named = _STEP_NAME.fullmatch(chosen.name)
+        steps = _steps_in(chosen.parent) if named else {}
+        if named and (older := [step for step in steps if step < int(named[1])]):
+            error.hint = error.hint or f"copy it again, or resume from the one before it: --load {steps[max(older)]}"
+        raise
 
 
 def _newest_remote(remote: RemoteFolder) -> tuple[str, Manifest]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, overload
@@ -63,6 +64,20 @@ class SampleGroup(Sequence[Sample]):
     def is_fresh(self) -> bool:
         """Whether the samples are copies of one prompt that were not read yet, so that nothing was generated."""
         return isinstance(self.samples, LazyList) and not self.samples.is_made
+
+    def by_sample(self) -> list[list[Sample]]:
+        """The rows of each sample: its parts if it fanned out, else one."""
+        if not any(sample.part for sample in self):
+            return [[sample] for sample in self]
+        rows: dict[int, list[Sample]] = {}
+        for sample in self:
+            rows.setdefault(sample.sample_index, []).append(sample)
+        return list(rows.values())
+
+    def rewards(self, args: Any) -> list[float]:
+        """The reward of each sample that has one: the mean over its parts."""
+        known = [[row.get_reward_value(args) for row in rows if row.reward is not None] for rows in self.by_sample()]
+        return [math.fsum(values) / len(values) for values in known if values]
 
     def as_prompts(self, **changes: Any) -> SampleGroup:
         """A copy with the prompts alone: responses, rewards and versions are gone. changes: its other fields."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.types import FilterDecision, SampleGroup, equal_rewards
-from filter_hub.reward_deviation import sample_rewards
 
 LOW, HIGH = 0.2, 0.8
 """The window of ``window``; for rewards from 0 to 1."""
@@ -22,7 +21,8 @@ LOW, HIGH = 0.2, 0.8
 def window(args: Any, group: SampleGroup) -> FilterDecision:
     """Keep the group if the mean of its rewards is from 0.2 to 0.8; else ``too_hard`` or ``too_easy``.
 
-    Samples without a reward (failed, aborted) do not count; a group without any is dropped as ``no_rewards``.
+    Samples without a reward (failed, aborted) do not count, and one of several parts counts once; a group without any
+    is dropped as ``no_rewards``.
     """
     return _decide(args, group, LOW, HIGH)
 
@@ -41,7 +41,7 @@ def between(low: float, high: float) -> Callable[[Any, SampleGroup], FilterDecis
 
 
 def _decide(args: Any, group: SampleGroup, low: float, high: float) -> FilterDecision:
-    rewards = sample_rewards(args, group)
+    rewards = group.rewards(args)
     if not rewards:
         return FilterDecision(keep=False, reason="no_rewards")
     mean = math.fsum(rewards) / len(rewards)

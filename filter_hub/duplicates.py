@@ -16,7 +16,8 @@ from buffer_rl.types import FilterDecision, SampleGroup
 def distinct(args: Any, group: SampleGroup) -> FilterDecision:
     """Keep the group if at least two of its responses differ; else the reason is ``duplicates``.
 
-    White space around a response does not count. Samples without a reward (failed, aborted) are not looked at.
+    White space around a response does not count; a response of several parts is one. Samples without a reward (failed,
+    aborted) are not looked at.
     """
     return _decide(group, 2)
 
@@ -35,7 +36,8 @@ def at_least(num_distinct: int) -> Callable[[Any, SampleGroup], FilterDecision]:
 
 
 def _decide(group: SampleGroup, num_distinct: int) -> FilterDecision:
-    found = {sample.response.strip() for sample in group if sample.reward is not None}
+    texts = [tuple(part.response.strip() for part in parts if part.reward is not None) for parts in group.by_sample()]
+    found = set(filter(None, texts))
     if len(found) < num_distinct:
         return FilterDecision(keep=False, reason="duplicates")
     return FilterDecision(keep=True)

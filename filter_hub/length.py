@@ -29,7 +29,8 @@ def all_finished(args: Any, group: SampleGroup) -> FilterDecision:
 
 
 def at_most(num_tokens: int) -> Callable[[Any, SampleGroup], FilterDecision]:
-    """A filter that keeps groups whose mean response length is at most ``num_tokens`` (else ``overlong``).
+    """A filter that keeps groups whose mean response length is at most ``num_tokens`` (else ``overlong``). A sample of
+    several parts counts once, with the mean of their lengths.
 
     Raises ConfigError unless ``num_tokens`` is at least 1.
     """
@@ -37,8 +38,8 @@ def at_most(num_tokens: int) -> Callable[[Any, SampleGroup], FilterDecision]:
         raise ConfigError(f"num_tokens is {num_tokens!r}", where="filter_hub.length.at_most", expected="at least 1")
 
     def short_enough(args: Any, group: SampleGroup) -> FilterDecision:
-        total = sum(sample.response_length for sample in group)
-        keep = total <= num_tokens * len(group)
+        lengths = [sum(part.response_length for part in parts) / len(parts) for parts in group.by_sample()]
+        keep = sum(lengths) <= num_tokens * len(lengths)
         return FilterDecision(keep=keep, reason="" if keep else "overlong")
 
     return short_enough

@@ -34,7 +34,8 @@ def after_reasoning(text: str) -> str:
 
 
 def has_answer(sample: Sample) -> bool:
-    """Whether the reasoning of a response ends: what it began, or a prompt that ends with ``<think>``."""
+    """Whether the reasoning of a response ends: its own, or that of a prompt whose text ends with ``<think>``. What a
+    chat template adds to messages is not in the sample."""
     begun = isinstance(sample.prompt, str) and sample.prompt.rstrip().endswith(REASONING)
     text = f"{REASONING * begun}{sample.response}"
     return text.rfind(REASONING) <= text.rfind(END_OF_REASONING)

@@ -35,7 +35,7 @@ _LINK = (
 )
 # All of them are matched against tokens with a space after each.
 _BEFORE = re.compile(
-    rf"(?:\A|.* )(?:(?:not|never|cannot|neither|nor|except|unlike|instead|rather|other|\w+n['\u2019]t"
+    rf"(?:\A|.* )(?:(?:not|never|hardly|unlikely|cannot|neither|nor|except|unlike|instead|rather|other|\w+n['\u2019]t"
     rf"|rul(?:e|ed|ing)(?= out)|eliminat(?:e|ed|ing)|exclud(?:e|ed|ing)|reject(?:ed|ing)?)"
     rf"|(?<!is )(?<!was )(?<!am ){_REFUSED}(?= [a-z:])) (?:{_LINK} )*\Z",
     re.IGNORECASE,

@@ -339,9 +339,10 @@ class BufferState(PoolCalls):
         return len(self._rollouts.queue)
 
     @reads
-    def get_num_rollout_per_epoch(self) -> int:
-        """Steps that one pass over the training data takes, at least 1."""
-        return max(1, num_rows // self._groups_per_step) if (num_rows := self._feed.num_rows()) else 0
+    def get_num_rollout_per_epoch(self, num_epochs: int = 1) -> int:
+        """Whole steps in one pass over the training data, or in ``num_epochs`` of them together: at least 1. A step may
+        begin in one epoch and end in the next."""
+        return max(1, num_epochs * num_rows // self._groups_per_step) if (num_rows := self._feed.num_rows()) else 0
 
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display: of the newest open rollout, and of the queue."""

@@ -312,7 +312,7 @@ class _Run:
         if self.source is not None:
             answers = SourceAnswers.from_args(args)
             self.buffer.set_source_length(answers.wait("num_rows", self.source.num_rows.remote))
-        return args.num_epoch * self.buffer.get_num_rollout_per_epoch()
+        return self.buffer.get_num_rollout_per_epoch(args.num_epoch)
 
     def _plan(self) -> RunPlan:
         args = self.args

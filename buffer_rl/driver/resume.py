@@ -93,6 +93,5 @@ def _lengths(facts: Mapping[str, Any], then: Any, now: Any) -> tuple[int | None,
     before = facts.get("num_rollouts", then.num_rollout)
     if now.num_rollout is not None or before is None:
         return before, now.num_rollout
-    if not then.num_epoch or then.num_rollout is not None or then.rollout_batch_size != now.rollout_batch_size:
-        return before, None
-    return before, before // then.num_epoch * now.num_epoch
+    rows = sum(source["num_rows"] for source in facts.get("data", ()) if source["use"] == "train")
+    return before, max(1, now.num_epoch * rows // now.rollout_batch_size) if rows else None

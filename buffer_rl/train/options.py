@@ -38,7 +38,10 @@ class TrainOptions(Section):
     )
     num_rollout: int | None = option(None, "training steps (rollouts) of the run", ge=0, one_of="length")
     num_epoch: int | None = option(
-        None, "length of the run in epochs, in place of --num-rollout", ge=1, one_of="length"
+        None,
+        "length of the run in epochs, in place of --num-rollout: as many whole rollouts as these epochs have together",
+        ge=1,
+        one_of="length",
     )
     num_steps_per_rollout: int = option(
         1, "optimizer steps on each rollout: its groups are split, in order, into that many mini-batches", ge=1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from buffer_rl.types import Sample, equal_rewards
+from buffer_rl.types import Sample, SampleGroup, equal_rewards
 
 
 @dataclass
@@ -48,14 +49,20 @@ class MetricGatherer:
         return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._drops.items()}
 
 
-def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Keep groups whose rewards differ (``buffer_rl.types.equal_rewards``). The reason of a drop is slime's."""
-    rewards = [sample.get_reward_value(args) for sample in samples]
+def check_reward_nonzero_std(args: Any, samples: Sequence[Sample | list[Sample]], **kwargs: Any) -> DynamicFilterOutput:
+    """Keep groups whose rewards differ (``buffer_rl.types.equal_rewards``). The reason of a drop is slime's.
+
+    In place of a sample there may be the list of its parts, which counts once, with the mean of their rewards."""
+    entries = samples.by_sample() if isinstance(samples, SampleGroup) else samples
+    parts = [entry if isinstance(entry, list) else [entry] for entry in entries]
+    rewards = [statistics.fmean(part.get_reward_value(args) for part in own) for own in parts]
     keep = not equal_rewards(rewards)
     return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
 
 
-def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(
+    args: Any, samples: Sequence[Sample | list[Sample]], **kwargs: Any
+) -> DynamicFilterOutput:
     """The same, where a group that is not wanted may stay before others are generated."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
     output.keep_when_insufficient = True

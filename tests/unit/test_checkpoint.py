@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.checkpoint import newest_step, open_checkpoint
+from buffer_rl.checkpoint import newest_step, open_checkpoint, read_manifest
 from buffer_rl.errors import CheckpointError, DeadlineError
 from harness.checkpoints import write_checkpoint
 
@@ -66,6 +66,16 @@ def test_damage_is_named_and_no_older_checkpoint_is_taken_instead(tmp_path: Path
     with pytest.raises(CheckpointError, match=message) as caught:
         open_checkpoint(tmp_path)
     assert caught.value.where.endswith("step_000002/trainer/weights.bin")
+    assert caught.value.hint.endswith(f"--load {tmp_path}/step_000001")
+
+
+def test_a_copy_that_was_cut_off_is_named_with_the_checkpoint_before_it(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1, fill, {})
+    write_checkpoint(tmp_path, 2, fill, {})
+    (tmp_path / "step_000010").mkdir()
+    for read in (open_checkpoint, read_manifest):
+        with pytest.raises(CheckpointError, match=f"hint: .*--load {tmp_path}/step_000002$"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"format": 99}', "[]"])

@@ -183,6 +183,14 @@ def test_an_epochs_length_is_the_sources_once_it_is_told() -> None:
     assert state.get_num_rollout_per_epoch() == 1
 
 
+def test_what_epochs_leave_over_makes_whole_steps_together() -> None:
+    state = make_state(groups_per_step=4)
+    state.set_source_length(11)  # 2 steps and 3 groups
+    assert [state.get_num_rollout_per_epoch(num_epochs) for num_epochs in (1, 2, 3, 4)] == [2, 5, 8, 11]
+    state.set_source_length(3)
+    assert [state.get_num_rollout_per_epoch(num_epochs) for num_epochs in (1, 2, 4)] == [1, 1, 3]
+
+
 def test_a_buffer_with_data_of_its_own_takes_no_deliveries(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "label": "x"}\n')
     args: Any = compose(CORE_SECTIONS)(prompt_data=[str(tmp_path / "rows.jsonl")])

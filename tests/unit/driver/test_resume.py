@@ -49,7 +49,7 @@ def test_what_a_rollout_has_of_optimizer_steps_counts_and_so_do_epochs_and_a_cri
     """200 rows in batches of 20 are 10 rollouts an epoch, of 2 steps each; the policy takes none on the first 4."""
     run = {**COSINE, "rollout_batch_size": 20, "num_steps_per_rollout": 2, "num_critic_only_steps": 4}
     run |= {"advantage_estimator": "ppo", "critic_lr": 1e-2}
-    facts = facts_of(options(num_epoch=1, **run), num_rollouts=10)
+    facts = facts_of(options(num_epoch=1, **run), num_rollouts=10, data=[{"use": "train", "num_rows": 200}])
     _, actor, critic = resume_notices(facts, 7, options(num_epoch=2, **run))
     assert "of the policy" in actor
     assert actor.endswith(

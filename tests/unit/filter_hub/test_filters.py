@@ -11,6 +11,7 @@ from filter_hub.difficulty import between, window
 from filter_hub.duplicates import at_least, distinct
 from filter_hub.fallback import nonzero_or_some, with_fallback
 from filter_hub.length import all_finished, at_most, mask_truncated, some_finished
+from filter_hub.reward_deviation import nonzero
 
 ARGS = SimpleNamespace(reward_key=None)
 KEEP = FilterDecision(keep=True)
@@ -114,3 +115,44 @@ def test_the_fallback_keeps_what_the_filter_keeps_and_never_a_group_without_rewa
     assert every(ARGS, group(reward=[None, None])) == drop("no_rewards")
     with pytest.raises(ConfigError, match="keep_one_in"):
         with_fallback(window, keep_one_in=0)
+
+
+def fanned_out(*parts: list[tuple[float, str]]) -> SampleGroup:
+    """A group whose samples have these parts, each a reward and a response."""
+    uid = GroupUid("data", 0, 0)
+    rows = [(index, part, *own) for index, rows in enumerate(parts) for part, own in enumerate(rows)]
+    return SampleGroup(
+        uid=uid,
+        samples=[
+            Sample(uid=uid, sample_index=i, part=p, reward=reward, response=text, tokens=[1] * len(text))
+            for i, p, reward, text in rows
+        ],
+    )
+
+
+def test_a_sample_of_several_parts_counts_once_in_every_filter() -> None:
+    lone_success = fanned_out([(1.0, "a")] * 6, [(0.0, "b")], [(0.0, "c")])  # a mean of 1/3, and of 3/4 over rows
+    assert between(0.2, 0.5)(ARGS, lone_success) == KEEP
+    assert nonzero(ARGS, fanned_out([(1.0, "a"), (0.0, "b")], [(0.0, "c"), (1.0, "d")])) == drop("zero_std_0.5")
+    assert nonzero(ARGS, lone_success) == KEEP
+    assert distinct(ARGS, fanned_out([(1.0, "a"), (1.0, "b")], [(0.0, "a"), (0.0, "b")])) == drop("duplicates")
+    assert distinct(ARGS, lone_success) == KEEP
+
+
+def test_the_mean_length_counts_a_sample_of_several_parts_once() -> None:
+    group = fanned_out([(1.0, "a")] * 6, [(0.0, "b" * 9)])
+    for sample in group:
+        sample.response_length = len(sample.response)
+    assert at_most(4)(ARGS, group) == drop("overlong")  # a mean of 5, and of 15/7 over rows
+    assert at_most(5)(ARGS, group) == KEEP
+
+
+def test_the_filter_of_slimes_name_takes_lists_of_parts() -> None:
+    from buffer_rl_slime.filters import check_reward_nonzero_std
+
+    def entry(*rewards: float) -> list[Sample]:
+        return [Sample(reward=reward) for reward in rewards]
+
+    assert check_reward_nonzero_std(ARGS, [entry(1.0, 1.0), entry(0.0)]).keep
+    assert not check_reward_nonzero_std(ARGS, [entry(1.0, 1.0), entry(1.0)]).keep
+    assert not check_reward_nonzero_std(ARGS, fanned_out([(1.0, "a"), (0.0, "b")], [(0.5, "c")])).keep

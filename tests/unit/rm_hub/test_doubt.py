@@ -26,7 +26,7 @@ REFUSED = [
     "$34$ is wrong", "The answer is $34$, which is wrong.", "The answer is 34. That is wrong.", "It is not equal to 34",
     "The answer is 34. No wait, that's wrong.", r"\boxed{34} is wrong", r"The answer is not \boxed{34}.",
     r"\boxed{34}. No, that's not right", r"\boxed{34 \text{ is wrong}}", r"\boxed{\text{not } 34}", "Wrong answer: 34",
-    "This is not the answer: 34", "#### 34\nThat is wrong.", "34? No.", r"x \neq 34",
+    "This is not the answer: 34", "It is unlikely to be 34", "#### 34\nThat is wrong.", "34? No.", r"x \neq 34",
 ]  # fmt: skip
 OPEN = [
     "The answer is 33 or maybe 34", "33 or 34", "33 and 34", "33, 34", "either 33 or 34", "maybe 33, maybe 34",
