@@ -206,6 +206,10 @@ def test_tokens_that_the_model_does_not_have_are_refused_and_spare_rows_are_norm
     assert tried(folder).notices == []
     set_vocabulary(folder, size - 2)
     refused(ConfigError, f"--hf-checkpoint model: 2 tokens .* with {size - 2}", folder)
+    shutil.copytree(folder / "model", folder / "reference")
+    set_vocabulary(folder, size)
+    refused(ConfigError, "--ref-load reference: 2 tokens", folder, ref_load="reference")
+    shutil.rmtree(folder / "reference")
     path = folder / "model" / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     added = dict(tokenizer["added_tokens"][0], id=size, content="<image>")
