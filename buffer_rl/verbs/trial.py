@@ -106,7 +106,7 @@ async def _try_all(
                     raise
                 trial.unchecked.append(f"prompts of {source.use} ({own} may encode what fails here: {error.what})")
         check_lengths(args, trial)
-        await score_sources(context, scored, trial)
+        await score_sources(context, registry, scored, trial)
     finally:
         await context.aclose()
 
