@@ -44,8 +44,9 @@ class DryRun:
     @property
     def steps_per_epoch(self) -> int:
         """Steps in which each training row is used once, at least 1; 0 without rows."""
+        args: Any = self.resolved.args
         rows = sum(len(source.dataset) for source in self.sources if not is_evaluation(source))
-        return rows and max(1, rows // self.resolved.args.rollout_batch_size)
+        return rows and max(1, rows // args.rollout_batch_size)
 
 
 def print_json(plan: DryRun, resumed: Manifest | None = None) -> None:
@@ -118,8 +119,8 @@ def _prompt_lines(trial: Trial) -> Iterator[str]:
 
 
 def _need_lines(plan: DryRun) -> list[tuple[str, str, str]]:
-    needs, args = plan.needs, plan.resolved.args
-    lines = []
+    needs, lines = plan.needs, []
+    args: Any = plan.resolved.args
     if args.num_rollout != 0:
         step = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples"
         lines.append(("rows", f"{args.rollout_batch_size * args.n_samples_per_prompt} a step", step))

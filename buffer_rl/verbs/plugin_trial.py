@@ -73,7 +73,7 @@ async def _try_reward(registry: PluginRegistry, kind: str, reference: str, sourc
         for row in source.spread(NUM_SCORED):
             where = source.dataset.where(row)
             try:
-                scores = await score_answers(args, pool, target, _answers(source, row), where=where)
+                scores = await score_answers(args, registry, pool, target, _answers(source, row), where=where)
             except PluginError as error:
                 error.hint = ""  # of a run
                 raise

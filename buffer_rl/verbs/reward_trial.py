@@ -12,10 +12,12 @@ from typing import Any
 
 from buffer_rl.config import dump_args
 from buffer_rl.errors import ConfigError, PluginError
+from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.context import NO_CONTEXT, RolloutContext
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.scoring import MODEL
+from buffer_rl.rollout.user_functions import is_async
 from buffer_rl.types import Sample, SampleGroup, Status
 from buffer_rl.verbs.rows import RowSource, Trial, TriedRow, at_row
 
@@ -29,7 +31,9 @@ FORMS = ("\\boxed{{{}}}", "Answer: {}", "#### {}", "<answer>{}</answer>")
 OFF = "--no-trial starts without this trial"
 
 
-async def score_sources(context: RolloutContext, sources: Sequence[RowSource], trial: Trial) -> None:
+async def score_sources(
+    context: RolloutContext, registry: PluginRegistry, sources: Sequence[RowSource], trial: Trial
+) -> None:
     """Score answers to a few rows of each source. Raises PluginError for a reward that fails or returns what it must
     not; ConfigError if there is none."""
     args = context.args
@@ -37,7 +41,7 @@ async def score_sources(context: RolloutContext, sources: Sequence[RowSource], t
     try:
         for source in sources:
             try:
-                reason = await _score_source(context, pool, source, trial)
+                reason = await _score_source(context, registry, pool, source, trial)
             except PluginError as error:
                 if args.custom_generate_function_path is None:
                     raise
@@ -49,7 +53,9 @@ async def score_sources(context: RolloutContext, sources: Sequence[RowSource], t
         await pool.aclose()
 
 
-async def _score_source(context: RolloutContext, pool: RewardPool, source: RowSource, trial: Trial) -> str:
+async def _score_source(
+    context: RolloutContext, registry: PluginRegistry, pool: RewardPool, source: RowSource, trial: Trial
+) -> str:
     """Score a few rows. Returns why it was not done; empty if it was."""
     args, scorer = context.args, context.scorer
     if args.rm_url is not None:
@@ -60,7 +66,8 @@ async def _score_source(context: RolloutContext, pool: RewardPool, source: RowSo
         if args.use_opd and not scorer.scores(sample):
             return "the teacher is all that there is to learn from"
         try:
-            target = scorer.target_of(sample, source.eval_set.chosen_reward() or "" if source.eval_set else "")
+            with at_row(source, row):
+                target = scorer.target_of(sample, source.eval_set.chosen_reward() or "" if source.eval_set else "")
         except ConfigError:
             if args.custom_generate_function_path is None:
                 raise
@@ -69,7 +76,7 @@ async def _score_source(context: RolloutContext, pool: RewardPool, source: RowSo
             return "--rm-model scores them"
         with at_row(source, row):
             answers = _answers(context, sample)
-        found = await score_answers(args, pool, target, answers, where=source.dataset.where(row))
+        found = await score_answers(args, registry, pool, target, answers, where=source.dataset.where(row))
         if found is None:
             return f"{target.reference} needs what exists only while a rollout runs"
         scored.append(TriedRow(use=source.use, where=source.dataset.where(row), reward=target.reference, scores=found))
@@ -116,10 +123,16 @@ def label_text(label: Any) -> str:
 
 
 async def score_answers(
-    args: Any, pool: RewardPool, target: RewardTarget, answers: Mapping[str, Sample], *, where: str
+    args: Any,
+    registry: PluginRegistry,
+    pool: RewardPool,
+    target: RewardTarget,
+    answers: Mapping[str, Sample],
+    *,
+    where: str,
 ) -> dict[str, float] | None:
-    """The score of each answer to the row at ``where``; None if the reward needs a rollout. Raises PluginError if it
-    fails."""
+    """The score of each answer to the row at ``where``; None for an asynchronous reward that needs a rollout, within
+    which a run calls it. Raises PluginError if it fails."""
     samples = list(answers.values())
     items: Sequence[Sample | SampleGroup] = samples
     if target.of_group:
@@ -127,7 +140,7 @@ async def score_answers(
     outcomes = await pool.score(target, items)
     for name, outcome in zip(["group"] if target.of_group else answers, outcomes, strict=True):
         if outcome.kind is not None:
-            if NO_CONTEXT in outcome.text:
+            if NO_CONTEXT in outcome.text and is_async(target.resolve(registry)):
                 return None
             raise _failed(target, outcome, f"{where}, {_shown(name, answers)}")
     values = outcomes[0].value if target.of_group else [outcome.value for outcome in outcomes]

@@ -22,6 +22,7 @@ from buffer_rl.rollout.loss_masks import is_conversation
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import load_tokenizer
 from buffer_rl.rollout.sft import SFTRollout, fill
+from buffer_rl.verbs.preflight import MODEL_FOLDERS
 from buffer_rl.verbs.reward_trial import score_sources
 from buffer_rl.verbs.rows import RowSource, Trial, TriedPrompts, at_row, encode_row, is_evaluation
 
@@ -54,29 +55,30 @@ def try_rows(args: Any, registry: PluginRegistry, sources: Sequence[RowSource]) 
 
 
 def check_vocabulary(args: Any, tokenizer: Any, trial: Trial) -> None:
-    """Raises ConfigError if the tokenizer has tokens for which the model has no embedding. A model may have more rows
-    than there are tokens, and special tokens beyond them that no text uses are common."""
-    where = f"{flag_of('hf_checkpoint')} {args.hf_checkpoint}"
-    rows = vocab_size(read_config(flag_of("hf_checkpoint"), args.hf_checkpoint))
-    if rows is None:
-        return
+    """Raises ConfigError if the tokenizer has tokens for which a model of the run has no embedding. A model may have
+    more rows than there are tokens, and special tokens beyond them that no text uses are common."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special -= {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
-    used = [(number, token) for number, token in beyond if number not in special]
-    if used:
-        raise ConfigError(
-            f"{len(used)} tokens of the tokenizer have ids that the model does not have, such as {used[0][1]!r} with "
-            f"{used[0][0]}",
-            where=where,
-            expected=f"ids below {rows}, the vocab_size in config.json",
-            hint="the tokenizer of another model; or tokens were added and the embedding was not resized",
-        )
-    if beyond:
-        trial.notices.append(
-            f"{where}: the model has {rows} embedding rows, and none for {len(beyond)} special tokens, such as "
-            f"{beyond[0][1]!r}: a prompt that holds one cannot be computed"
-        )
+    tokens = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    for name in MODEL_FOLDERS:
+        folder = getattr(args, name)
+        rows = vocab_size(read_config(flag_of(name), folder)) if folder is not None else None
+        beyond = [(number, token) for number, token in tokens if rows is not None and number >= rows]
+        used = [(number, token) for number, token in beyond if number not in special]
+        where = f"{flag_of(name)} {folder}"
+        if used:
+            raise ConfigError(
+                f"{len(used)} tokens of the tokenizer have ids that the model does not have, such as {used[0][1]!r} "
+                f"with {used[0][0]}",
+                where=where,
+                expected=f"ids below {rows}, the vocab_size in config.json",
+                hint="the tokenizer of another model; or tokens were added and the embedding was not resized",
+            )
+        if beyond:
+            trial.notices.append(
+                f"{where}: the model has {rows} embedding rows, and none for {len(beyond)} special tokens, such as "
+                f"{beyond[0][1]!r}: a prompt that holds one cannot be computed"
+            )
 
 
 async def _try_all(
@@ -103,7 +105,7 @@ async def _try_all(
                     raise
                 trial.unchecked.append(f"prompts of {source.use} ({own} may encode what fails here: {error.what})")
         check_lengths(args, trial)
-        await score_sources(context, scored, trial)
+        await score_sources(context, registry, scored, trial)
     finally:
         await context.aclose()
 

@@ -62,6 +62,9 @@ async def later(args, sample):
 async def of_a_rollout(args, sample):
     return float(len(current_context().tokenizer))
 
+def without_a_rollout(args, sample):
+    return float(len(current_context().tokenizer))
+
 async def group(args, group):
     return [share(args, sample) for sample in group]
 
@@ -206,6 +209,10 @@ def test_tokens_that_the_model_does_not_have_are_refused_and_spare_rows_are_norm
     assert tried(folder).notices == []
     set_vocabulary(folder, size - 2)
     refused(ConfigError, f"--hf-checkpoint model: 2 tokens .* with {size - 2}", folder)
+    shutil.copytree(folder / "model", folder / "reference")
+    set_vocabulary(folder, size)
+    refused(ConfigError, "--ref-load reference: 2 tokens", folder, ref_load="reference")
+    shutil.rmtree(folder / "reference")
     path = folder / "model" / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     added = dict(tokenizer["added_tokens"][0], id=size, content="<image>")
@@ -252,6 +259,7 @@ def test_the_label_an_empty_and_a_truncated_answer_are_scored_where_prints_do_no
         ("raises", r"train\.jsonl:2, the label answer 'word': KeyError: 'length'(.|\n)*rewards\.py\", line \d+"),
         ("fails_on_empty", r"train\.jsonl:2, the empty answer '': ZeroDivisionError"),
         ("mapping", "the reward is a mapping with keys .* --reward-key"),
+        ("without_a_rollout", "there is no rollout context here"),  # a run calls it in a process of its own, too
         ("ends", "SystemExit: 3"),
         ("hangs", "no reward within --rm-timeout-s 0.2 s"),
     ],
@@ -308,6 +316,17 @@ def test_rewards_that_need_more_than_a_row_are_not_tried(folder: Path, options: 
     assert (trial.rows, trial.notices) == ([], [])
     assert words in trial.unchecked[0]
     assert trial.unchecked[0].startswith("rewards of train (")
+
+
+def test_with_a_generate_function_of_the_users_a_reward_may_need_what_that_function_adds(folder: Path) -> None:
+    write(folder, {"prompt": "a", "label": "word"})
+    (folder / "own.py").write_text("async def generate(args, sample, params): ...\n")
+    own = {"custom_generate_function_path": "./own.py:generate"}
+    (left_out,) = tried(folder, custom_rm_path=reward("raises"), **own).unchecked
+    assert re.search(r"rewards of train \(on an answer that \./own\.py:generate did not give: .*KeyError", left_out)
+    assert tried(folder, rm_type=None, **own).unchecked == ["rewards of train (./own.py:generate scores)"]
+    trial = tried(folder, custom_rm_path=reward("share"), **own)
+    assert (len(trial.rows), trial.unchecked) == (1, [])
 
 
 def test_a_dry_run_says_what_it_tried_and_no_trial_calls_nothing(
