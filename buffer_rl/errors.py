@@ -87,6 +87,10 @@ class DeadlineError(BufferRLError, TimeoutError):
     """A wait reached its deadline; ``where`` names what was waited for."""
 
 
+class ClusterError(BufferRLError):
+    """Ray does not start, or the cluster to join does not answer or refuses this run."""
+
+
 class WorkerError(BufferRLError):
     """A worker process died or raised something unexpected; ``where`` names its role."""
 

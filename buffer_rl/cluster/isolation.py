@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from buffer_rl.errors import WorkerError
+from buffer_rl.errors import ClusterError
 
 MODE = "RAY_AUTH_MODE"
 TOKEN = "RAY_AUTH_TOKEN"
@@ -38,25 +38,24 @@ def isolated_ray() -> Iterator[None]:
     Unless a flag says that there are no other machines, Ray replaces the node address 127.0.0.1 by the one that they
     reach, and its daemons listen on all interfaces.
 
-    Raises WorkerError where the installed version of Ray lacks one of the private names.
+    Raises ClusterError if the installed version of Ray lacks one of the private names.
     """
-    before = {name: os.environ.get(name) for name in _ALL}
+    own: dict[str, str | None] = {name: os.environ.get(name) for name in _ALL}
     constants, tokens = _private("_private.ray_constants"), _private("_raylet.AuthenticationTokenLoader")
     multiple_nodes = _private(
         "_private.ray_constants.ENABLE_RAY_CLUSTER"
     )  # read from the environment once, when ray was imported
     with tempfile.TemporaryDirectory(prefix="buffer_rl_token_") as folder:
-        try:
-            if before[TOKEN] is None and before[TOKEN_PATH] is None:
-                os.environ[TOKEN_PATH] = str(_write_token(Path(folder)))
-            os.environ[_MULTIPLE_NODES] = "0"
-            constants.ENABLE_RAY_CLUSTER = False
-            tokens.instance().reset_cache()  # a process keeps the token that it read first
-            yield
-        finally:
-            constants.ENABLE_RAY_CLUSTER = multiple_nodes
-            _restore(before)
-            tokens.instance().reset_cache()  # the next cluster has another one
+        if own[TOKEN] is None and own[TOKEN_PATH] is None:
+            own[TOKEN_PATH] = str(_write_token(Path(folder)))
+        with variables({**own, _MULTIPLE_NODES: "0"}):
+            try:
+                constants.ENABLE_RAY_CLUSTER = False
+                tokens.instance().reset_cache()  # a process keeps the token that it read first
+                yield
+            finally:
+                constants.ENABLE_RAY_CLUSTER = multiple_nodes
+        tokens.instance().reset_cache()  # the next cluster has another one
 
 
 def _write_token(folder: Path) -> Path:
@@ -71,15 +70,26 @@ def _private(name: str) -> Any:
     try:
         return attrgetter(name)(ray)
     except AttributeError as error:
-        raise WorkerError(
+        raise ClusterError(
             f"Ray {ray.__version__} has no ray.{name}, so a local Ray cannot be closed to other users",
             where="the local Ray",
             hint="install another version of Ray, or join a running cluster with --ray-address",
         ) from error
 
 
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
+@contextmanager
+def variables(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Variables of this process's environment for the length of the block; None removes one."""
+    before = {name: os.environ.get(name) for name in changes}
+    _set(changes)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(changes: Mapping[str, str | None]) -> None:
+    for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)
         else:

@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import os
 import signal
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray
-from buffer_rl.errors import ConfigError, WorkerError
+from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray, variables
+from buffer_rl.errors import ClusterError, ConfigError
 from buffer_rl.resolution.shipping import CodeBundle, use_shipped_code
 
 WORKING_DIRECTORY = "BUFFER_RL_WORKING_DIRECTORY"
 SETUP_HOOK = "buffer_rl.cluster.session.enter_working_directory"
+JOB_HOOK = "BUFFER_RL_JOB_SETUP_HOOK"
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray's name of the variable with which ``ray job submit`` gives a job's runtime environment to its command."""
+OVERRIDE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"
+"""Ray's name: at ``1``, the fields that ``ray.init`` is called with replace those of the job."""
+CODE_FOLDER = "buffer_rl_code"
+MAX_SOCKET_PATH = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+"""Bytes that a temporary folder may have, so that Ray's sockets below it can be bound on Linux (``unix(7)``)."""
 
 
 def enter_working_directory() -> None:
-    """Executed by each worker of a cluster that was joined: go to the driver's folder, where this node has it, and find
+    """Executed by each worker of a cluster that was joined: go to the driver's folder, if this node has it, and find
     the user's code that came with the run."""
     came = os.getcwd()  # Ray starts a worker in the folder that was sent to its node
     with contextlib.suppress(OSError):
         os.chdir(os.environ[WORKING_DIRECTORY])
-    use_shipped_code(came)
+    for folder in (came, *(os.path.join(entry, CODE_FOLDER) for entry in sys.path)):
+        use_shipped_code(folder)
+    if hook := os.environ.get(JOB_HOOK):
+        module, _, name = hook.rpartition(".")
+        getattr(importlib.import_module(module), name)()
 
 
 @contextmanager
@@ -43,54 +58,101 @@ def ray_session(
     code: the user's files to send to the nodes of a cluster that is joined.
     object_store_bytes: of the object store that is started. A laptop's rollout is a few megabytes; Ray's default is
     30% of the memory. What does not fit is spilled to disk.
-    Raises ConfigError where the machine has less memory, and WorkerError where the cluster at ``address`` does not
-    answer.
+    Raises ConfigError if the machine has less memory, ClusterError if Ray does not start or the cluster at ``address``
+    does not answer.
     """
     if ray.is_initialized():
         yield
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # CUDA_VISIBLE_DEVICES stays what it is
-    with isolated_ray() if address is None else contextlib.nullcontext():
-        try:
-            with _own_sigterm_handler(), tempfile.TemporaryDirectory(prefix="buffer_rl_code_") as folder:
-                if code is not None and code.files:
-                    code.write(Path(folder))
-                _connect(address, folder if code is not None and code.files else None, object_store_bytes)
-            yield
-        finally:
-            ray.shutdown()
+    with contextlib.ExitStack() as stack:
+        if address is None:
+            stack.enter_context(isolated_ray())
+            stack.enter_context(short_temporary_folder())
+        stack.callback(ray.shutdown)
+        with _own_sigterm_handler(), tempfile.TemporaryDirectory(prefix="buffer_rl_") as temporary:
+            folder = None
+            if code is not None and code.files:
+                folder = Path(temporary, CODE_FOLDER)
+                code.write(folder)
+            _connect(address, folder, object_store_bytes)
+        yield
 
 
-def _connect(address: str | None, code_folder: str | None, object_store_bytes: int) -> None:
+@contextmanager
+def short_temporary_folder() -> Iterator[None]:
+    """Let Ray reach a temporary folder with a long path through a short one, for the length of the block: sockets in it
+    could not be bound. Everything is still written to the folder itself.
+
+    Raises ClusterError if no short path can be made."""
+    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= MAX_SOCKET_PATH:
+        yield
+        return
+    try:
+        short = tempfile.TemporaryDirectory(prefix="ray_", dir="/tmp")  # mode 0700
+        os.symlink(os.path.abspath(folder), link := os.path.join(short.name, "t"))
+    except OSError as error:
+        raise ClusterError(
+            f"Ray cannot bind its sockets below {folder!r}, and a shorter path to it cannot be made: {error}",
+            where="TMPDIR",
+            expected=f"a folder whose path has at most {MAX_SOCKET_PATH} bytes",
+            hint="export RAY_TMPDIR=/path/to/a/short/folder",
+        ) from error
+    with short, variables({"RAY_TMPDIR": link}):
+        yield
+
+
+def worker_environment(code_folder: Path | None, job: Mapping[str, Any]) -> dict[str, Any]:
+    """The runtime environment of workers on a cluster that is joined, merged with that of the submitted job.
+
+    Workers go to the driver's folder, since relative paths of options mean that one. Code goes into the folder that
+    Ray starts a worker in, or beside it if the job has one of its own. The job's setup hook is called after ours.
+    """
+    ours = {WORKING_DIRECTORY: os.getcwd()}
+    if hook := job.get("worker_process_setup_hook"):
+        ours[JOB_HOOK] = str(hook)
+    there: dict[str, Any] = {
+        "env_vars": {**job.get("env_vars", {}), **ours},
+        "worker_process_setup_hook": SETUP_HOOK,
+    }
+    if code_folder is not None and job.get("working_dir"):
+        there["py_modules"] = [*(job.get("py_modules") or ()), str(code_folder)]
+    elif code_folder is not None:
+        there["working_dir"] = str(code_folder)
+    return there
+
+
+def _connect(address: str | None, code_folder: Path | None, object_store_bytes: int) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         if address is None:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                object_store_memory=object_store_bytes,
-                **ON_LOOPBACK,
-                **quiet,
-            )
+            with variables({JOB_CONFIG: None}):  # what a submitted job names is on its own cluster
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    object_store_memory=object_store_bytes,
+                    **ON_LOOPBACK,
+                    **quiet,
+                )
         else:
-            # Its workers start where the cluster was started; relative paths of options mean the caller's folder.
-            there: dict[str, Any] = {
-                "env_vars": {WORKING_DIRECTORY: os.getcwd()},
-                "worker_process_setup_hook": SETUP_HOOK,
-            }
-            if code_folder is not None:
-                there["working_dir"] = code_folder
-            ray.init(address=address, runtime_env=there, **quiet)
-    except ValueError as error:
-        if "object_store_memory" not in str(error):
-            raise
-        raise ConfigError(
-            f"Ray does not start with an object store of {object_store_bytes / 1e9:g} GB: {error}",
-            where="--object-store-gb",
-            expected="a part of this machine's memory",
-        ) from error
-    except ConnectionError as error:
-        raise WorkerError(f"no Ray cluster answers: {error}", where=f"--ray-address {address}") from error
+            job = json.loads(os.environ.get(JOB_CONFIG, "{}")).get("runtime_env") or {}
+            with variables({OVERRIDE: "1"}):
+                ray.init(address=address, runtime_env=worker_environment(code_folder, job), **quiet)
+    except Exception as error:  # fault boundary: Ray raises ValueError, OSError, RuntimeError, ConnectionError ...
+        if isinstance(error, ValueError) and "object_store_memory" in str(error):
+            raise ConfigError(
+                f"Ray does not start with an object store of {object_store_bytes / 1e9:g} GB: {error}",
+                where="--object-store-gb",
+                expected="a part of this machine's memory",
+            ) from error
+        if address is not None:
+            where, what = f"--ray-address {address}", "the Ray cluster does not answer, or refuses this run"
+            hint = "'ray status' shows whether it runs; its nodes need the version of Ray and Python of this machine"
+        else:
+            where, what = "the local Ray", "Ray does not start"
+            hint = "RAY_TMPDIR names another folder for its files; --ray-address joins a cluster that runs"
+        raise ClusterError(f"{what}: {type(error).__name__}: {error}", where=where, hint=hint) from error
 
 
 @contextmanager

@@ -22,6 +22,11 @@ LEFT_BEHIND = ("sglang_loads_", "sgl_shm_", "sem.mp-")
 """What killed servers leave in ``SHARED``."""
 
 
+MAX_UNIX_PATH = 107
+"""Bytes of the path of a Unix socket on Linux (``unix(7)``)."""
+_SOCKET_ROOM = len("/sglang_01234567/tmp01234567")  # what a server's sockets are named below the temporary folder
+
+
 class SglangServer:
     """A SGLang server that was started; meets ``buffer_rl.contracts.EngineProcess``.
 
@@ -30,7 +35,9 @@ class SglangServer:
 
     def __init__(self, args: Any, index: int, log_path: str) -> None:
         self._shared: set[Path] = set()
-        self._temporary = tempfile.mkdtemp(prefix="sglang_")
+        base = tempfile.gettempdir()
+        short = len(os.fsencode(base)) + _SOCKET_ROOM <= MAX_UNIX_PATH
+        self._temporary = tempfile.mkdtemp(prefix="sglang_", dir=base if short else "/tmp")
         variables = {**environment(args), **key_environment(args.engine_api_key), "TMPDIR": self._temporary}
         if on_cpu(args) and (ranks := args.rollout_num_gpus_per_engine) > 1:  # else one NUMA node for each is wanted
             cores = [str(rank % (os.cpu_count() or 1)) for rank in range(ranks)]

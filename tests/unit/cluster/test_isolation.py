@@ -8,13 +8,13 @@ import pytest
 import ray
 
 from buffer_rl.cluster.isolation import isolated_ray
-from buffer_rl.errors import WorkerError
+from buffer_rl.errors import ClusterError
 
 
 def test_a_version_of_ray_without_a_private_name_is_refused_and_the_environment_stays(monkeypatch):
     before = dict(os.environ)
     monkeypatch.delattr(ray._raylet, "AuthenticationTokenLoader")
     missing = rf"Ray {ray.__version__} has no ray\._raylet\.AuthenticationTokenLoader"
-    with pytest.raises(WorkerError, match=missing), isolated_ray():
+    with pytest.raises(ClusterError, match=missing), isolated_ray():
         raise AssertionError("the block is not entered")
     assert dict(os.environ) == before

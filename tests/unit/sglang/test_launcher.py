@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -40,7 +41,11 @@ def told(server: SglangServer) -> dict[str, Any]:
     return found
 
 
-def test_the_server_gets_the_options_of_the_run_and_its_own(start: Callable[..., SglangServer]) -> None:
+def test_the_server_gets_the_options_of_the_run_and_its_own_and_a_folder_that_sockets_fit_below(
+    start: Callable[..., SglangServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (long := tmp_path / ("t" * 90)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
     server = start(
         index=2,
         rollout_num_gpus_per_engine=4,
@@ -59,6 +64,7 @@ def test_the_server_gets_the_options_of_the_run_and_its_own(start: Callable[...,
     assert "secret" not in command
     assert "-secret" not in found["environ"].values()  # what its own children inherit
     assert found["environ"]["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert len(f"{found['environ']['TMPDIR']}/tmp01234567") <= 107  # AF_UNIX on Linux
 
 
 def test_on_a_gpu_its_memory_can_be_released_and_on_a_cpu_it_would_not_start_so(options: Callable[..., Any]) -> None:

@@ -1,0 +1,82 @@
+"""Real sessions of Ray: below a temporary folder with a long path, and inside a submitted job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+LOCAL = """
+import ray
+from buffer_rl.cluster.session import ray_session
+
+with ray_session(None):
+    print(ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=60))
+    print(ray._private.worker._global_node.get_session_dir_path())
+"""
+
+JOB = """
+import os, sys
+from pathlib import Path
+import ray
+from buffer_rl.cluster.session import ray_session
+from buffer_rl.resolution.shipping import CodeBundle
+
+code = CodeBundle(files={"shipped_module.py": Path(sys.argv[2])}, references={}, folders=())
+
+def look():
+    import shipped_module
+    return shipped_module.NUMBER, os.environ["OF_THE_JOB"], os.environ["HOOKED"], Path(sys.argv[3], "data.txt").name
+
+with ray_session(sys.argv[1], code):
+    os.unlink(sys.argv[2])  # as on a node that has not the file
+    print(*ray.get(ray.remote(num_cpus=0)(look).remote(), timeout=60))
+"""
+
+
+def test_ray_starts_below_a_temporary_folder_whose_path_is_too_long_for_sockets(tmp_path: Path) -> None:
+    folder = tmp_path / ("t" * 120)
+    folder.mkdir()
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", LOCAL]
+    ended = subprocess.run(
+        command, env={**own, "TMPDIR": str(folder)}, stdout=subprocess.PIPE, text=True, timeout=120, check=True
+    )
+    answer, session = ended.stdout.split()
+    assert answer == "7"
+    assert not Path(session).parents[1].exists()  # the short path
+    assert next(folder.glob("ray/session_*/logs/raylet.out"))
+
+
+@pytest.mark.slow
+def test_a_submitted_job_with_a_folder_variables_and_a_hook_of_its_own_gets_our_code_beside_them(
+    ray_cluster: object, tmp_path: Path
+) -> None:
+    working, shipped = tmp_path / "working", tmp_path / "user" / "shipped_module.py"
+    working.mkdir()
+    shipped.parent.mkdir()
+    (working / "data.txt").write_text("of the job")
+    (working / "their_hook.py").write_text("import os\ndef hook():\n    os.environ['HOOKED'] = os.getcwd()\n")
+    shipped.write_text("NUMBER = 41\n")
+    environment = {
+        "working_dir": str(working),
+        "env_vars": {"OF_THE_JOB": "yes"},
+        "worker_process_setup_hook": "their_hook.hook",
+    }
+    job = json.dumps({"runtime_env": environment, "metadata": {}})
+    address = ray.get_runtime_context().gcs_address
+    ended = subprocess.run(
+        [sys.executable, "-c", JOB, address, str(shipped), str(working)],
+        env={**os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR": job},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ended.stdout.split() == ["41", "yes", str(tmp_path), "data.txt"]

@@ -1,0 +1,141 @@
+"""How a run reaches Ray: temporary folders with long paths, submitted jobs, and what Ray raises."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from buffer_rl.cluster.session import (
+    CODE_FOLDER,
+    JOB_CONFIG,
+    JOB_HOOK,
+    MAX_SOCKET_PATH,
+    SETUP_HOOK,
+    WORKING_DIRECTORY,
+    ray_session,
+    short_temporary_folder,
+    worker_environment,
+)
+from buffer_rl.errors import ClusterError
+
+SOCKET = "ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+
+
+@pytest.fixture
+def long_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / ("t" * 120)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return folder
+
+
+def test_sockets_below_a_long_temporary_folder_are_bound_through_a_short_private_path(long_folder: Path) -> None:
+    with short_temporary_folder():
+        short = Path(os.environ["RAY_TMPDIR"])
+        place = short / SOCKET
+        place.parent.mkdir(parents=True)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(place))
+        assert (long_folder / SOCKET).is_socket()  # files are where the user wants them
+        assert stat.S_IMODE(short.parent.stat().st_mode) == 0o700
+    assert "RAY_TMPDIR" not in os.environ
+    assert not short.parent.exists()
+    assert (long_folder / SOCKET).is_socket()
+
+
+def test_a_temporary_folder_that_sockets_fit_below_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = "/tmp/" + "t" * (MAX_SOCKET_PATH - len("/tmp/"))
+    assert len(f"{longest}/{SOCKET}") == 107
+    monkeypatch.setenv("RAY_TMPDIR", longest)
+    with short_temporary_folder():
+        assert os.environ["RAY_TMPDIR"] == longest
+
+
+def test_a_folder_that_cannot_be_shortened_is_named_with_what_to_export(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "symlink", refuse)
+    with pytest.raises(ClusterError, match="RAY_TMPDIR") as caught, short_temporary_folder():
+        raise AssertionError("the block is not entered")
+    assert str(long_folder) in caught.value.what
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+JOB = {
+    "working_dir": "gcs://_ray_pkg_0.zip",
+    "py_modules": ["gcs://_ray_pkg_1.zip"],
+    "env_vars": {"TOKEN": "t"},
+    "worker_process_setup_hook": "their.hook",
+    "pip": ["nltk"],
+}
+
+
+def test_the_environment_of_a_submitted_job_and_ours_are_merged(tmp_path: Path) -> None:
+    code = tmp_path / CODE_FOLDER
+    alone = worker_environment(code, {})
+    here = {WORKING_DIRECTORY: os.getcwd()}
+    assert alone == {"env_vars": here, "worker_process_setup_hook": SETUP_HOOK, "working_dir": str(code)}
+    assert worker_environment(code, JOB) == {
+        "env_vars": {"TOKEN": "t", **here, JOB_HOOK: "their.hook"},
+        "worker_process_setup_hook": SETUP_HOOK,
+        "py_modules": ["gcs://_ray_pkg_1.zip", str(code)],
+    }
+    assert "working_dir" not in worker_environment(None, JOB)
+
+
+@pytest.mark.parametrize(
+    ("address", "raised", "says"),
+    [
+        (None, OSError("AF_UNIX path length cannot exceed 107 bytes: /scratch/x"), "RAY_TMPDIR"),
+        (None, ValueError("bad"), "Ray does not start: ValueError: bad"),
+        ("10.0.0.1:6379", ConnectionError("no answer"), "--ray-address 10.0.0.1:6379"),
+        ("auto", ValueError("Failed to merge the Job's runtime env"), "--ray-address auto"),
+        ("auto", RuntimeError("Version mismatch: Ray 2.0 and 3.0"), "Version mismatch"),
+    ],
+)
+def test_whatever_ray_raises_at_the_start_is_a_cluster_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, raised: Exception, says: str
+) -> None:
+    def init(**_: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    before = dict(os.environ)
+    with pytest.raises(ClusterError) as caught, ray_session(address):
+        raise AssertionError("the block is not entered")
+    assert says in str(caught.value)
+    assert caught.value.hint
+    assert {**before, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} == dict(os.environ)
+
+
+def test_a_joined_cluster_gets_the_merged_environment_and_a_local_one_nothing_of_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    def init(**given: Any) -> None:
+        calls.append((given.get("runtime_env"), os.environ.get(JOB_CONFIG)))
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setenv(JOB_CONFIG, json.dumps({"runtime_env": JOB, "metadata": {}}))
+    for address in ("auto", None):
+        with ray_session(address):
+            pass
+    assert calls == [(worker_environment(None, JOB), os.environ[JOB_CONFIG]), (None, None)]
