@@ -46,7 +46,7 @@ async def search(checkout: Checkout) -> None:
     question = "who? As in <answer>me</answer>"
     groups = groups_of([{"role": "user", "content": question}], {"ground_truth": {"target": ["3"]}})
     async with trial(checkout, say, groups, **options) as (run, server, buffer, _):
-        module = next(m for name, m in sys.modules.items() if name.startswith("buffer_rl_file_generate_with_search"))
+        module = next(m for name, m in sys.modules.items() if name.endswith("generate_with_search"))
         module.SEARCH_R1_CONFIGS["local"]["search_url"] = server.search_url
         await run()
     sample = buffer.finished[0][0]

@@ -280,7 +280,14 @@ def _import_submodule(search: Search, package: ModuleType, part: str) -> None:
 
 
 def _execute_file(file: Path) -> ModuleType:
-    """Run a file as a module of a name of its own, once a process. Its folder goes to the end of ``sys.path``."""
+    """Run a file as a module, once a process. Its folder goes to the end of ``sys.path``.
+
+    The module has the name under which ``import`` finds the file, so that processes that the user's code starts find
+    pickled functions of it. A file that another module hides gets a name that nothing else has.
+    """
+    append_to_path([str(file.parent)])
+    if "." not in file.stem and not file.stem.startswith("__") and _is_found_as(file.stem, file):
+        return importlib.import_module(file.stem)
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
     name = f"buffer_rl_file_{file.stem}_{digest}"
     if name in sys.modules:
@@ -288,7 +295,6 @@ def _execute_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is not Python source")
-    append_to_path([str(file.parent)])
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
     try:
@@ -297,6 +303,15 @@ def _execute_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _is_found_as(name: str, file: Path) -> bool:
+    loaded = sys.modules.get(name)
+    try:
+        found = getattr(loaded, "__file__", None) if loaded else getattr(importlib.util.find_spec(name), "origin", None)
+        return found is not None and os.path.samefile(found, file)
+    except (OSError, ValueError):  # "built-in", "frozen"; a module of the user's making
+        return False
 
 
 def _guarded(search: Search, load: Callable[[], ModuleType], file: str) -> ModuleType:

@@ -94,6 +94,38 @@ def test_a_file_that_another_module_hides_is_named_with_the_reference_to_it(
     assert registry.resolve("reward", own)(None, None) == 2.0
 
 
+IN_CHILDREN = """
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+def length(text):
+    return float(len(text))
+
+def score(args, sample):
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(length, sample).result(timeout=60)
+"""
+
+
+def test_processes_that_the_code_of_a_file_starts_find_its_functions(place: Any) -> None:
+    place.write("rewards/in_children.py", IN_CHILDREN)
+    score: Any = PluginRegistry().resolve("reward", "./rewards/in_children.py:score")
+    assert score(None, "four") == 4.0
+
+
+def test_files_of_one_name_are_modules_of_their_own_and_hide_nothing(place: Any) -> None:
+    for folder, number in (("one", 1.0), ("two", 2.0)):
+        place.write(f"{folder}/of_a_name.py", f"def score(args, sample):\n    return {number}\n")
+        place.write(f"{folder}/__init__.py", f"def score(args, sample):\n    return {number + 10}\n")
+    registry = PluginRegistry()
+    names = [f"./{folder}/{file}.py:score" for folder in ("one", "two") for file in ("of_a_name", "__init__")]
+    rewards: list[Any] = [registry.resolve("reward", name) for name in names]
+    assert [reward(None, None) for reward in rewards] == [1.0, 11.0, 2.0, 12.0]
+    import of_a_name  # type: ignore[import-not-found]
+
+    assert of_a_name.score is rewards[0]
+
+
 def test_a_file_with_the_text_of_the_installed_module_is_not_hidden(place: Any) -> None:
     import statistics
 
