@@ -75,7 +75,9 @@ def _refuse_unknown(extra: Sequence[str], flags: Sequence[str], registry: Plugin
     groups = _by_flag(extra)
     unknown = [group for group in groups if group[0].startswith("-")]
     if not unknown:
-        raise ConfigError(f"unexpected argument {extra[0]!r}", hint=f"see {prog} --help")
+        is_file = "--config" in flags and extra[0].endswith((".yaml", ".yml"))
+        hint = f"did you mean --config {extra[0]}?" if is_file else f"see {prog} --help"
+        raise ConfigError(f"unexpected argument {extra[0]!r}", hint=hint)
     known = {flag: explain(registry, flag.lstrip("-"), values) for flag, _, values in unknown}
     lines = {
         flag: f"{meaning.kind}: {meaning.reason}" if meaning else did_you_mean(flag, flags)

@@ -140,6 +140,7 @@ def _of_file(path: str) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ConfigError with ``file:line``."""
     from buffer_rl.configuration.yaml_file import parse_yaml, plain_value  # which reads its options with this module
 
+    path = os.path.expanduser(path)
     root = parse_yaml(path)
     value = {} if root is None else plain_value(path, root, os.environ)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):

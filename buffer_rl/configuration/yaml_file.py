@@ -86,7 +86,8 @@ def parse_yaml(path: str) -> yaml.Node | None:
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read the file: {error.strerror}", where=path) from error
+        hint = f"the current folder is {Path.cwd()}" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"cannot read the file: {error.strerror}", where=path, hint=hint) from error
     what, hint = not_text(content[:HEAD_BYTES], path)
     if what:
         raise ConfigError(f"this looks like {what}", where=path, expected="a YAML file", hint=hint)

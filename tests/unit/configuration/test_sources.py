@@ -225,7 +225,9 @@ def test_a_nested_file_is_refused_because_options_are_flat(tmp_path: Path) -> No
 
 
 def test_a_file_that_is_absent_or_not_text_is_refused(tmp_path: Path) -> None:
-    assert "cannot read the file" in refusal(["--config", str(tmp_path / "absent.yaml")])
+    text = refusal(["--config", str(tmp_path / "absent.yaml")])
+    assert "cannot read the file" in text
+    assert f"the current folder is {Path.cwd()}" in text
     (tmp_path / "run.yaml").write_bytes(b"name: \xff\n")
     assert "not UTF-8" in refusal(["--config", str(tmp_path / "run.yaml")])
 
@@ -265,7 +267,8 @@ def test_all_wrong_values_are_told_at_once() -> None:
         (["--cou", "3"], ["unknown flag --cou"]),
         (["--no-onn"], ["did you mean --no-on?"]),
         (["--no-count"], ["unknown flag --no-count"]),
-        (["stray"], ["unexpected argument 'stray'"]),
+        (["stray"], ["unexpected argument 'stray'", "--help"]),
+        (["run.yaml"], ["unexpected argument 'run.yaml'", "did you mean --config run.yaml?"]),
         (["--count"], ["--count", "expected one argument"]),
     ],
 )
@@ -424,6 +427,12 @@ def test_a_leading_tilde_of_a_path_is_the_home_folder(
     args: Any = rivals(flags, environ, "~/run.yaml").args
     assert (args.model, args.own_style) == (f"{tmp_path}/m", "~/no/path")
     assert path == f"{tmp_path}/run.yaml"
+
+
+def test_a_mapping_may_be_in_a_file_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("turns: 3\n")
+    assert read(["--extra", "~/mine.yaml"]).extra == {"turns": 3}
 
 
 def test_parsing_imports_neither_torch_nor_ray() -> None:
