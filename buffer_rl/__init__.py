@@ -19,6 +19,7 @@ errors          the errors
 checkpoint      checkpoints: whole or absent
 remote          paths that fsspec reaches, and checkpoints there
 parent          a process that ends with the one that started it
+terminal        what a terminal may show of text of models and data
 redaction       what may be written down of options and addresses
 model_config    what a model's configuration says of its longest sequence
 cli             the command ``buffer-rl``

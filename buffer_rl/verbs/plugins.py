@@ -21,6 +21,7 @@ from buffer_rl.plugins import PluginInfo, PluginRegistry
 from buffer_rl.resolution.calls import plugin_error
 from buffer_rl.resolution.reference import Form, form_of
 from buffer_rl.resolution.signature import fitting_kinds, signature_of
+from buffer_rl.terminal import say
 from buffer_rl.testing.lint import Finding, failures
 from buffer_rl.testing.lint_estimator import lint_estimator
 from buffer_rl.verbs.table import print_table
@@ -94,7 +95,7 @@ def run(ns: argparse.Namespace) -> int:
         return _check(registry, ns.reference, ns.kind, ns.plugin)
     rows = registry.infos(ns.kind)
     if ns.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
+        say(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
     else:
         _print_table(rows)
     return 0
@@ -103,9 +104,9 @@ def run(ns: argparse.Namespace) -> int:
 def _new(kind: str, name: str, folder: Path) -> int:
     plugin, test = write_plugin(kind, name, folder)
     row = KINDS[kind]
-    print(f"{plugin}: {row.signature}\n{test}: its test")
-    print(f"  try it:  python -m pytest {test}")
-    print(f"  use it:  {row.flags[0]} {plugin.resolve()}:{object_name(row, name)}")
+    say(f"{plugin}: {row.signature}\n{test}: its test")
+    say(f"  try it:  python -m pytest {test}")
+    say(f"  use it:  {row.flags[0]} {plugin.resolve()}:{object_name(row, name)}")
     return 0
 
 
@@ -189,17 +190,17 @@ def _check(registry: PluginRegistry, reference: str, kind: str | None, plugins: 
     kinds = [kind] if kind else _possible_kinds(registry, reference)
     obj = registry.resolve(kinds[0], reference)
     origin = registry.locate(kinds[0], reference)
-    print(f"{reference}: {kinds[0]}, {signature_of(obj)}")
-    print(f"  found in: {origin}")
-    print(f"  contract: {KINDS[kinds[0]].signature}, for {' or '.join(KINDS[kinds[0]].flags)}")
+    say(f"{reference}: {kinds[0]}, {signature_of(obj)}")
+    say(f"  found in: {origin}")
+    say(f"  contract: {KINDS[kinds[0]].signature}, for {' or '.join(KINDS[kinds[0]].flags)}")
     if len(kinds) > 1:
-        print(f"  also fits: {', '.join(kinds[1:])}")
+        say(f"  also fits: {', '.join(kinds[1:])}")
     if kinds[0] not in ("loss", "advantage"):
         return 0
     from buffer_rl.verbs.train import sections_of  # imports what a run needs
 
     findings = _findings(kinds[0], obj, compose(sections_of(plugins))(), reference)
-    print(*(f"  {finding}" for finding in findings), sep="\n")
+    say(*(f"  {finding}" for finding in findings), sep="\n")
     return 1 if failures(findings) else 0
 
 

@@ -36,6 +36,7 @@ from buffer_rl.resolution.calls import returned
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.scoring import check_row_choice, unmarked_reward
 from buffer_rl.scope import is_for_rows
+from buffer_rl.terminal import say
 from buffer_rl.train.batch_sizes import with_steps
 from buffer_rl.verbs.engine_checks import check_engines, check_eval_prompts
 from buffer_rl.verbs.preflight import (
@@ -87,7 +88,7 @@ def run(namespace: argparse.Namespace) -> int:
     args: Any = with_start(with_steps(with_counts(given)))
     if args.load != given.load:
         notice = f"--load {mask_url(given.load)} has no checkpoint yet: the run starts from --hf-checkpoint"
-        print(f"buffer-rl: notice: {notice}", file=sys.stderr)
+        say(f"buffer-rl: notice: {notice}", file=sys.stderr)
     sources = {name: derived.option for name, derived in derived_counts(args).items()}
     sources["num_steps_per_rollout"] = "global_batch_size"
     changed = {name for name in sources if getattr(args, name) != getattr(resolved.args, name)}
@@ -95,7 +96,7 @@ def run(namespace: argparse.Namespace) -> int:
     resolved = Resolved(args=args, origins=origins)
     check_options(args)
     for text in notices(args):
-        print(f"buffer-rl: notice: {text}", file=sys.stderr)
+        say(f"buffer-rl: notice: {text}", file=sys.stderr)
     check_folders(args)
     registry = PluginRegistry.from_flags(args.plugin)
     engines = check_engines(args, registry)
@@ -274,18 +275,18 @@ def print_json(plan: DryRun) -> None:
         "plugins": [asdict(use) for use in plan.plugins],
         "data": mask_secrets([asdict(file) for file in plan.data]),
     }
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    say(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 def print_text(plan: DryRun) -> None:
     """Print three tables."""
     for line in _option_lines(plan.resolved):
-        print(line)
-    print("\nPlugins")
+        say(line)
+    say("\nPlugins")
     _print_columns([(use.kind, use.reference, use.place) for use in plan.plugins])
-    print("\nData files")
+    say("\nData files")
     _print_columns([(file.use, mask_url(file.path), f"{file.num_rows} rows") for file in plan.data])
-    print("\nDry run: everything that can be checked before a run is right.")
+    say("\nDry run: everything that can be checked before a run is right.")
 
 
 def _option_lines(resolved: Resolved) -> Iterator[str]:
@@ -303,4 +304,4 @@ def _option_lines(resolved: Resolved) -> Iterator[str]:
 def _print_columns(rows: Sequence[tuple[str, str, str]]) -> None:
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
     for first, second, third in rows:
-        print(f"  {first:<{widths[0]}}  {second:<{widths[1]}}  {third}".rstrip())
+        say(f"  {first:<{widths[0]}}  {second:<{widths[1]}}  {third}".rstrip())
