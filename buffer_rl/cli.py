@@ -17,6 +17,7 @@ from buffer_rl.config import did_you_mean
 from buffer_rl.configuration.help import FlagParser, flags_of, normalise_flags, take_items
 from buffer_rl.configuration.unknown_flags import take_unknown
 from buffer_rl.errors import BufferRLError, ConfigError
+from buffer_rl.terminal import say
 from buffer_rl.verbs.table import VERBS, all_verbs, parser_of, summary_of
 
 
@@ -30,18 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except BufferRLError as error:
         if os.environ.get("BUFFER_RL_TRACEBACK") == "1":
-            traceback.print_exc()
-        print(f"buffer-rl: error: {error}", file=sys.stderr)
+            say(traceback.format_exc(), file=sys.stderr)
+        say(f"buffer-rl: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("buffer-rl: interrupted", file=sys.stderr)
+        say("buffer-rl: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter's last flush fails as well
         return 128 + signal.SIGPIPE
     except SystemExit as stop:  # argparse ends --help and --version so, and a run ends so on SIGTERM
         if stop.code == 128 + signal.SIGTERM:
-            print("buffer-rl: terminated", file=sys.stderr)
+            say("buffer-rl: terminated", file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else 0
 
 
@@ -73,7 +74,7 @@ def _run(arguments: Sequence[str]) -> int:
     namespace, extra = parser.parse_known_args(arguments)
     prog = f"buffer-rl {verb}".rstrip()
     for text in take_unknown(namespace, take_items(namespace, extra), flags_of(parser), prog=prog):
-        print(f"buffer-rl: notice: {text}", file=sys.stderr)
+        say(f"buffer-rl: notice: {text}", file=sys.stderr)
     if namespace.version:
         return _print_version()
     if not hasattr(namespace, "run"):
@@ -85,7 +86,7 @@ def _run(arguments: Sequence[str]) -> int:
 def _print_version() -> int:
     from importlib.metadata import version
 
-    print(f"buffer-rl {version('buffer-rl')}")
+    say(f"buffer-rl {version('buffer-rl')}")
     return 0
 
 

@@ -43,7 +43,7 @@ def check_options(args: Any) -> None:
     if not train_only(args):
         _check_reward(args)
     _check_evaluation(args)
-    _check_top_k(args)
+    _check_sampling(args)
     _check_replay(args)
     check_algorithm(args)
     require_local_engines(args.weight_sync_mode, [*args.engine_urls, *urls_of(args)])
@@ -137,8 +137,10 @@ def _check_evaluation(args: Any) -> None:
             )
 
 
-def _check_top_k(args: Any) -> None:
-    """SGLang refuses 0, which other libraries read as "all", at the first request."""
+def _check_sampling(args: Any) -> None:
+    """What an engine refuses at the first request; SGLang also a top-k of 0, which other libraries read as "all"."""
+    if wrong := [token for token in args.rollout_stop_token_ids if token < 0]:
+        raise ConfigError(f"{wrong[0]} is no token id", where="--rollout-stop-token-ids", expected="0 or more")
     given = {"--rollout-top-k": args.rollout_top_k, "--eval-top-k": args.eval_top_k}
     given |= {f"--eval-config {args.eval_config}, the set {s.name!r}": s.top_k for s in eval_sets_of(args)}
     if zero := [where for where, top_k in given.items() if top_k == 0]:

@@ -26,8 +26,9 @@ HEADER_TIMEOUT_S = 60.0
 BODY_TIMEOUT_S = 60.0
 """From the end of the headers to the end of the body."""
 KEEP_ALIVE_S = 120
-MAX_IDLE_CONNECTIONS = 1024
-"""Connections without a request under way; beyond them the one that is idle longest is closed."""
+MAX_IDLE_CONNECTIONS = 512
+"""Connections without a request under way; beyond them the one that is idle longest is closed. Many systems let a
+process have 1,024 files open, and connections with requests need some."""
 LINGER_S = 5.0
 """In which the rest of a refused body is thrown away, so that its sender gets to read the answer."""
 

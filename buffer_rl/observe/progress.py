@@ -23,6 +23,7 @@ from rich.text import Text
 
 from buffer_rl.observe.curve import sparkline
 from buffer_rl.observe.metrics import drops_of, eval_scores
+from buffer_rl.terminal import printable
 
 Mode = Literal["auto", "rich", "plain", "none"]
 _REFRESH_HZ = 4
@@ -179,7 +180,7 @@ class Progress:
     def notice(self, line: str) -> None:
         """One line that stays on the screen; may be called from any thread."""
         if self._mode != "none":
-            self._console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+            self._console.print(printable(line), style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def render(self) -> RenderableType:
         """The panel as it is now."""
@@ -188,7 +189,7 @@ class Progress:
 
     def _say(self, line: str) -> None:
         if self._mode == "plain":
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def _panel(board: Board, now: float) -> Panel:
@@ -198,7 +199,7 @@ def _panel(board: Board, now: float) -> Panel:
         left += f", about {format_duration(remaining)} to go"
     return Panel(
         Group(_bars(board, now), Text(""), _figures(board)),
-        title=Text(board.title, style="bold"),
+        title=Text(printable(board.title), style="bold"),
         subtitle=Text(left, style="dim"),
         title_align="left",
         subtitle_align="right",
@@ -240,7 +241,7 @@ def _figures(board: Board) -> Table:
             grid.add_row("", Text(more.strip(" ()")))
     if board.evals:
         scores = "  ".join(f"{name} {score:.3f}" for name, score in board.evals.items())
-        grid.add_row("eval", Text(f"{scores}  (after {board.eval_step} steps)"))
+        grid.add_row("eval", Text(printable(f"{scores}  (after {board.eval_step} steps)")))
     training = [
         f"{label} {metrics[name]:.3f}"
         for label, name in (("loss", "train/loss"), ("entropy", "train/entropy"), ("grad norm", "train/grad_norm"))
@@ -260,7 +261,7 @@ def _figures(board: Board) -> Table:
         drops.update(of_step)
     if drops:
         dropped = "  ".join(f"{count} {reason}" for reason, count in sorted(drops.items()))
-        grid.add_row("dropped", Text(f"{dropped}  (groups, whole run)"))
+        grid.add_row("dropped", Text(printable(f"{dropped}  (groups, whole run)")))
     return grid
 
 

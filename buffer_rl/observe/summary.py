@@ -16,6 +16,7 @@ from buffer_rl.observe.metrics import METRICS_FILE, read_metrics
 from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.run_folder import SAMPLES_FILE
 from buffer_rl.observe.timeline import TRACE_FILE
+from buffer_rl.terminal import printable
 
 REPORT_FILE = "report.html"
 
@@ -63,12 +64,12 @@ def gain_table(gains: Iterable[EvalGain], title: str = "Mean reward on evaluatio
         table.add_column(heading, justify="right")
     for gain in gains:
         if gain.first_step == gain.last_step:  # evaluated once: there is nothing to compare with
-            table.add_row(gain.name, "-", f"{gain.after:.3f}", "-", str(gain.last_step))
+            table.add_row(Text(printable(gain.name)), "-", f"{gain.after:.3f}", "-", str(gain.last_step))
             continue
         style = "green" if gain.gain > 0 else "red" if gain.gain < 0 else ""
         steps = f"{gain.first_step} → {gain.last_step}"
         change = Text(gain.shown_gain, style=style)
-        table.add_row(gain.name, f"{gain.before:.3f}", f"{gain.after:.3f}", change, steps)
+        table.add_row(Text(printable(gain.name)), f"{gain.before:.3f}", f"{gain.after:.3f}", change, steps)
     return table
 
 
@@ -115,5 +116,5 @@ def run_report(run_dir: str | Path, console: Console | None = None, title: str =
     if seconds:
         out.print(Text(f"training steps took {format_duration(seconds)} together"), highlight=False)
     for name, path in run_files(run_dir).items():
-        out.print(Text(f"{name:<21} {path}"), highlight=False, soft_wrap=True)
+        out.print(Text(printable(f"{name:<21} {path}")), highlight=False, soft_wrap=True)
     return gains

@@ -15,6 +15,7 @@ from buffer_rl.algo.kl_target import MEASURED_KL
 from buffer_rl.buffer.row_file import write_rollout
 from buffer_rl.contracts import Trainer
 from buffer_rl.errors import BufferRLError, NonFiniteError, TrainError
+from buffer_rl.terminal import say
 from buffer_rl.token_loss import Sums
 from buffer_rl.train.ranks import summed_over_ranks
 from buffer_rl.train.roles import is_supervised
@@ -155,7 +156,7 @@ class NonFiniteGuard:
             self._in_a_row += 1
             self.total += 1
             file = self._dump(rows, part)
-            print(f"{error}\nthe step is left out; its rows are in {file}", file=sys.stderr)
+            say(f"{error}\nthe step is left out; its rows are in {file}", file=sys.stderr)
             if self._in_a_row >= self._limit:
                 raise self._too_many(error, file) from error
             return None

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from buffer_rl.terminal import say
+
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
     """Add the verb."""
@@ -32,13 +34,13 @@ def run_verify(namespace: argparse.Namespace) -> int:
 
     if is_remote(local_path(namespace.path)):
         with opened_checkpoint(namespace.path) as checkpoint:
-            print(f"{mask_url(namespace.path)}: the checkpoint after {checkpoint.step} steps is whole")
+            say(f"{mask_url(namespace.path)}: the checkpoint after {checkpoint.step} steps is whole")
         return 0
     bad = 0
     for folder in checkpoints_at(namespace.path):
         faults = damaged_files(folder)
         bad += bool(faults)
-        print(f"{folder}: {f'DAMAGED, {len(faults)} faults' if faults else 'whole'}")
+        say(f"{folder}: {f'DAMAGED, {len(faults)} faults' if faults else 'whole'}")
         for fault in faults:
-            print(fault, file=sys.stderr)
+            say(fault, file=sys.stderr)
     return 2 if bad else 0

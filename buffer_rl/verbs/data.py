@@ -16,6 +16,7 @@ from buffer_rl.data.options import DataOptions
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.stats import dataset_stats, stats_text
 from buffer_rl.errors import DataError
+from buffer_rl.terminal import say
 
 _FILE_HELP = "a .jsonl or .parquet file, or a folder of Hugging Face datasets; file@[start:end] is a slice"
 _KEYS = ("input_key", "label_key", "metadata_key", "tool_key", "id_key")
@@ -67,12 +68,12 @@ def run_validate(namespace: argparse.Namespace) -> int:
         try:
             dataset = read_dataset(file, _row_keys(namespace))
         except DataError as error:
-            print(error, file=sys.stderr)
+            say(error, file=sys.stderr)
             bad += 1
         else:
-            print(f"{file}: {len(dataset)} rows, source {dataset.source_hash}")
+            say(f"{file}: {len(dataset)} rows, source {dataset.source_hash}")
             for text in dataset.notices:
-                print(f"buffer-rl: notice: {text}", file=sys.stderr)
+                say(f"buffer-rl: notice: {text}", file=sys.stderr)
     return 2 if bad else 0
 
 
@@ -90,7 +91,7 @@ def run_show(namespace: argparse.Namespace) -> int:
         }
         if row.multimodal is not None:
             shown["multimodal"] = row.multimodal
-        print(json.dumps(shown, ensure_ascii=False, default=lambda value: f"<{len(value)} bytes>"))
+        say(json.dumps(shown, ensure_ascii=False, default=lambda value: f"<{len(value)} bytes>"))
     return 0
 
 
@@ -98,7 +99,7 @@ def run_stats(namespace: argparse.Namespace) -> int:
     """Print what the rows of each file are like."""
     for file in namespace.files:
         facts = dataset_stats(file, read_dataset(file, _row_keys(namespace)))
-        print(json.dumps(asdict(facts), ensure_ascii=False) if namespace.json else stats_text(facts))
+        say(json.dumps(asdict(facts), ensure_ascii=False) if namespace.json else stats_text(facts))
     return 0
 
 

@@ -14,6 +14,7 @@ from buffer_rl.configuration.sources import Resolved
 from buffer_rl.driver.resume import option_changes, resume_notices
 from buffer_rl.engine.process import with_engine_key
 from buffer_rl.redaction import mask_secrets, mask_url
+from buffer_rl.terminal import say
 from buffer_rl.verbs.resources import Needs, bytes_text
 from buffer_rl.verbs.rows import RowSource, Trial, TriedRow, is_evaluation
 
@@ -70,35 +71,35 @@ def print_json(plan: DryRun, resumed: Manifest | None = None) -> None:
     }
     if resumed is not None:
         document["changed"] = [asdict(change) for change in option_changes(resumed.facts, with_engine_key(args))]
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    say(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 def print_text(plan: DryRun, resumed: Manifest | None = None) -> None:
     """Print tables, and what differs from the checkpoint that the run resumes from."""
     for line in _option_lines(plan.resolved):
-        print(line)
-    print("\nPlugins")
+        say(line)
+    say("\nPlugins")
     _print_columns([(use.kind, use.reference, use.place) for use in plan.plugins])
-    print("\nData files")
+    say("\nData files")
     _print_columns([(source.use, mask_url(source.path), f"{len(source.dataset)} rows") for source in plan.sources])
     if plan.trial.prompts:
-        print("\nPrompts")
-        print(*_prompt_lines(plan.trial), sep="\n")
+        say("\nPrompts")
+        say(*_prompt_lines(plan.trial), sep="\n")
     if plan.trial.rows:
-        print("\nScores of a trial")
-        print(*score_lines(plan.trial.rows), sep="\n")
-    print("\nThe run")
+        say("\nScores of a trial")
+        say(*score_lines(plan.trial.rows), sep="\n")
+    say("\nThe run")
     _print_columns(_need_lines(plan))
     if resumed is not None:
-        print(f"\nOptions that differ from those of the checkpoint of step {resumed.step}")
+        say(f"\nOptions that differ from those of the checkpoint of step {resumed.step}")
         args: Any = plan.resolved.args
         for line in resume_notices(resumed.facts, resumed.step, with_engine_key(args)) or ["none"]:
-            print(f"  {line}")
+            say(f"  {line}")
     unchecked = "; ".join(plan.trial.unchecked)
     if unchecked:
-        print(f"\nDry run: what was checked is right. Not checked: {unchecked}.")
+        say(f"\nDry run: what was checked is right. Not checked: {unchecked}.")
     else:
-        print("\nDry run: everything that can be checked before a run is right.")
+        say("\nDry run: everything that can be checked before a run is right.")
 
 
 def score_lines(rows: Sequence[TriedRow]) -> Iterator[str]:
@@ -148,4 +149,4 @@ def _option_lines(resolved: Resolved) -> Iterator[str]:
 def _print_columns(rows: Sequence[tuple[str, str, str]]) -> None:
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
     for first, second, third in rows:
-        print(f"  {first:<{widths[0]}}  {second:<{widths[1]}}  {third}".rstrip())
+        say(f"  {first:<{widths[0]}}  {second:<{widths[1]}}  {third}".rstrip())

@@ -13,6 +13,7 @@ from typing import Any
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.redaction import mask_url
 from buffer_rl.remote import is_remote
+from buffer_rl.terminal import say
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -48,7 +49,7 @@ def run(namespace: argparse.Namespace) -> int:
     with opened_checkpoint(namespace.load) as checkpoint:
         copy_model(checkpoint.folder / "hf", target, namespace.save_dtype)
         origin = mask_url(namespace.load) if is_remote(namespace.load) else checkpoint.folder
-        print(f"{target}: the model after {checkpoint.step} steps, from {origin}")
+        say(f"{target}: the model after {checkpoint.step} steps, from {origin}")
     return 0
 
 

@@ -24,6 +24,7 @@ from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.lazy_list import prompt_copies
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.rollout.prompts import PromptEncoder, check_template_kwargs, load_tokenizer
+from buffer_rl.terminal import say
 from buffer_rl.types import GroupUid, Sample
 from buffer_rl.verbs.engine_checks import check_engines
 from buffer_rl.verbs.preflight import check_folders
@@ -77,7 +78,7 @@ def run(namespace: argparse.Namespace) -> int:
         compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_paths=namespace.config
     )
     for text in resolved.notices:
-        print(f"buffer-rl: notice: {text}", file=sys.stderr)
+        say(f"buffer-rl: notice: {text}", file=sys.stderr)
     with ExitStack() as stack:
         args: Any = with_counts(resolved.args)
         if args.load and not starts_engines(args):
@@ -205,12 +206,12 @@ async def _answer_of_engine(
 
 def _print(answer: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(answer, ensure_ascii=False))
+        say(json.dumps(answer, ensure_ascii=False))
         return
     if answer["sample_index"] == 0:
         prompt = answer["prompt"] if isinstance(answer["prompt"], str) else json.dumps(answer["prompt"])
-        print(f"prompt: {prompt}")
-    print(f"  [{answer['sample_index']}, {answer['status']}, {answer['tokens']} tokens] {answer['response']}")
+        say(f"prompt: {prompt}")
+    say(f"  [{answer['sample_index']}, {answer['status']}, {answer['tokens']} tokens] {answer['response']}")
 
 
 def _count(text: str) -> int:

@@ -15,6 +15,7 @@ from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.errors import ConfigError
+from buffer_rl.terminal import say
 from buffer_rl.types import GroupUid
 from buffer_rl.verbs.table import print_table
 
@@ -49,11 +50,11 @@ def run(namespace: argparse.Namespace) -> int:
     if faults is not None:
         facts["faults"] = faults
     if namespace.json:
-        print(json.dumps(facts, indent=2, ensure_ascii=False))
+        say(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
         _print_group(facts) if uid else _print_run(facts)
         if faults is not None:
-            print("\n".join(["the accounting does not hold:", *faults]) if faults else "the accounting holds")
+            say("\n".join(["the accounting does not hold:", *faults]) if faults else "the accounting holds")
     return 1 if faults else 0
 
 
@@ -106,10 +107,10 @@ def _group_facts(audit: LedgerAudit, uid: GroupUid) -> dict[str, Any]:
 
 
 def _print_run(facts: dict[str, Any]) -> None:
-    print(f"{facts['path']}: run {facts['run'] or '(no name)'}, openings: {facts['openings']}")
+    say(f"{facts['path']}: run {facts['run'] or '(no name)'}, openings: {facts['openings']}")
     if facts["last_commit"]:
         last = facts["last_commit"]
-        print(f"{facts['commits']} rollouts committed, the last one is {last['rollout_id']} at step {last['step']}")
+        say(f"{facts['commits']} rollouts committed, the last one is {last['rollout_id']} at step {last['step']}")
     rows = [
         [
             row["source"],
@@ -121,18 +122,18 @@ def _print_run(facts: dict[str, Any]) -> None:
     ]
     print_table(["source", "epoch", "rows", *GroupState], rows)
     if lost := sum(row["counts"][GroupState.PENDING] for row in facts["epochs"] if row["epoch"] is None):
-        print(f"{lost} foreign groups were lost before their step, or not needed, and not imported again")
+        say(f"{lost} foreign groups were lost before their step, or not needed, and not imported again")
     _print_newest(facts)
 
 
 def _print_newest(facts: dict[str, Any]) -> None:
     if tickets := facts["newest_tickets"]:
         names = ("leased", "finished", "requeued", "rejected", "quarantined")
-        print("\nnewest tickets")
+        say("\nnewest tickets")
         rows = [[_task(row["rollout_id"]), *(str(row[name]) for name in names)] for row in tickets]
         print_table(["rollout", *names], rows)
     if selections := facts["newest_selections"]:
-        print("\nnewest selections")
+        say("\nnewest selections")
         rows = [
             [
                 _task(row["rollout_id"]),
@@ -151,9 +152,9 @@ def _task(rollout_id: int) -> str:
 
 def _print_group(facts: dict[str, Any]) -> None:
     if facts["entry"] is None:
-        print(f"group {facts['uid']} was never leased")
+        say(f"group {facts['uid']} was never leased")
         return
-    print(f"group {facts['uid']} is {facts['entry']['state']}")
+    say(f"group {facts['uid']} is {facts['entry']['state']}")
     headings = ("time", "from", "to", "attempt", "rollout", "step", "opening", "reason")
     rows = []
     for line in facts["history"]:

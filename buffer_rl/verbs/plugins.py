@@ -23,6 +23,7 @@ from buffer_rl.plugins import PluginInfo, PluginRegistry
 from buffer_rl.resolution.calls import plugin_error
 from buffer_rl.resolution.reference import Form, form_of
 from buffer_rl.resolution.signature import fitting_kinds, signature_of
+from buffer_rl.terminal import say
 from buffer_rl.testing.lint import Finding, failures
 from buffer_rl.testing.lint_estimator import lint_estimator
 from buffer_rl.verbs.table import print_table
@@ -103,7 +104,7 @@ def run(ns: argparse.Namespace) -> int:
         return _check(registry, ns)
     rows = registry.infos(ns.kind)
     if ns.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
+        say(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
     else:
         _print_table(rows)
     return 0
@@ -112,9 +113,9 @@ def run(ns: argparse.Namespace) -> int:
 def _new(kind: str, name: str, folder: Path) -> int:
     plugin, test = write_plugin(kind, name, folder)
     row = KINDS[kind]
-    print(f"{plugin}: {row.signature}\n{test}: its test")
-    print(f"  try it:  python -m pytest {test}")
-    print(f"  use it:  {row.flags[0]} {plugin.resolve()}:{object_name(row, name)}")
+    say(f"{plugin}: {row.signature}\n{test}: its test")
+    say(f"  try it:  python -m pytest {test}")
+    say(f"  use it:  {row.flags[0]} {plugin.resolve()}:{object_name(row, name)}")
     return 0
 
 
@@ -199,11 +200,11 @@ def _check(registry: PluginRegistry, ns: argparse.Namespace) -> int:
     kinds = [ns.kind] if ns.kind else _possible_kinds(registry, reference)
     obj = registry.resolve(kinds[0], reference)
     origin = registry.locate(kinds[0], reference)
-    print(f"{reference}: {kinds[0]}, {signature_of(obj)}")
-    print(f"  found in: {origin}")
-    print(f"  contract: {KINDS[kinds[0]].signature}, for {' or '.join(KINDS[kinds[0]].flags)}")
+    say(f"{reference}: {kinds[0]}, {signature_of(obj)}")
+    say(f"  found in: {origin}")
+    say(f"  contract: {KINDS[kinds[0]].signature}, for {' or '.join(KINDS[kinds[0]].flags)}")
     if len(kinds) > 1:
-        print(f"  also fits: {', '.join(kinds[1:])}")
+        say(f"  also fits: {', '.join(kinds[1:])}")
     is_linted = kinds[0] in ("loss", "advantage")
     if not is_linted and ns.on is None:
         return 0
@@ -214,10 +215,10 @@ def _check(registry: PluginRegistry, ns: argparse.Namespace) -> int:
         from buffer_rl.verbs.plugin_trial import try_plugin
 
         args = resolve(sections, flags={}, environ=os.environ, config_paths=[ns.config] if ns.config else []).args
-        print(*try_plugin(registry, kinds[0], reference, ns.on, args), sep="\n")
+        say(*try_plugin(registry, kinds[0], reference, ns.on, args), sep="\n")
         return 0
     findings = _findings(kinds[0], obj, sections(), reference)
-    print(*(f"  {finding}" for finding in findings), sep="\n")
+    say(*(f"  {finding}" for finding in findings), sep="\n")
     return 1 if failures(findings) else 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.errors import ConfigError
+from buffer_rl.terminal import say
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -29,5 +30,5 @@ def run(namespace: argparse.Namespace) -> int:
 
     if not Path(namespace.run_dir).is_dir():
         raise ConfigError(f"there is no folder {namespace.run_dir!r}", where="RUN_DIR", expected="a run's folder")
-    print(write_report(namespace.run_dir, namespace.output, namespace.title))
+    say(write_report(namespace.run_dir, namespace.output, namespace.title))
     return 0

@@ -12,6 +12,7 @@ from typing import Any
 from buffer_rl.errors import PluginError
 from buffer_rl.resolution.entry_points import AUTOLOAD_VARIABLE, EntryPointInfo, EntryPoints
 from buffer_rl.resolution.reference import find_module
+from buffer_rl.terminal import printable
 
 # Verb to summary. The module ``buffer_rl.verbs.VERB`` has ``add_parser(subparsers, argv)``, which sets ``run``.
 VERBS = {
@@ -86,7 +87,9 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], styles: 
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row, style in zip(rows, styles or [""] * len(rows), strict=True):
-        table.add_row(*(Text(cell, style=style) for cell in row))  # Text, not markup: a cell may hold square brackets
+        table.add_row(
+            *(Text(printable(cell), style=style) for cell in row)
+        )  # Text, not markup: a cell may hold square brackets
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH_OF_FILES

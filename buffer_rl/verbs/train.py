@@ -35,6 +35,7 @@ from buffer_rl.resolution.calls import returned
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.scoring import check_row_choice, unmarked_reward
 from buffer_rl.scope import is_for_rows
+from buffer_rl.terminal import say
 from buffer_rl.train.batch_sizes import with_steps
 from buffer_rl.verbs.dry_run import DryRun, PluginUse, print_json, print_text
 from buffer_rl.verbs.engine_checks import check_engines, check_eval_prompts
@@ -91,7 +92,7 @@ def run(namespace: argparse.Namespace) -> int:
     args: Any = with_start(with_steps(with_counts(given)))
     if args.load != given.load:
         notice = f"--load {mask_url(given.load)} has no checkpoint yet: the run starts from --hf-checkpoint"
-        print(f"buffer-rl: notice: {notice}", file=sys.stderr)
+        say(f"buffer-rl: notice: {notice}", file=sys.stderr)
     sources = {name: derived.option for name, derived in derived_counts(args).items()}
     sources["num_steps_per_rollout"] = "global_batch_size"
     changed = {name for name in sources if getattr(args, name) != getattr(resolved.args, name)}
@@ -101,7 +102,7 @@ def run(namespace: argparse.Namespace) -> int:
     resolved, notice = with_special_tokens(resolved)
     args = resolved.args
     for text in (*resolved.notices, *notices(args), *([notice] if notice else [])):
-        print(f"buffer-rl: notice: {text}", file=sys.stderr)
+        say(f"buffer-rl: notice: {text}", file=sys.stderr)
     check_folders(args)
     registry = PluginRegistry.from_flags(args.plugin)
     engines = check_engines(args, registry)
@@ -119,7 +120,7 @@ def run(namespace: argparse.Namespace) -> int:
     trial = _trial(args, registry, rows)
     check_eval_prompts(args, engines, rows)
     for text in (*scarce, *trial.notices):
-        print(f"buffer-rl: notice: {text}", file=sys.stderr)
+        say(f"buffer-rl: notice: {text}", file=sys.stderr)
     if namespace.dry_run:
         registry.call_hook("buffer_rl_configure", config=args)  # what plugins check; a run calls it itself
         if args.load is not None and not is_remote(local_path(args.load)):
@@ -201,7 +202,7 @@ def read_data(args: Any, registry: PluginRegistry) -> list[RowSource]:
         use = f"eval/{eval_set.name}"
         sources.append(RowSource(use=use, path=eval_set.path, dataset=dataset, eval_set=eval_set))
     for text in [text for source in sources for text in source.dataset.notices]:
-        print(f"buffer-rl: notice: {text}", file=sys.stderr)
+        say(f"buffer-rl: notice: {text}", file=sys.stderr)
     return sources
 
 
@@ -214,7 +215,7 @@ def check_row_rewards(dataset: PromptDataset, args: Any, registry: PluginRegistr
         notice = (
             f"{mask_url(dataset.path)}: no row has a label, which --rm-type {args.rm_type} may compare with ({flag}?)"
         )
-        print(f"buffer-rl: notice: {notice}", file=sys.stderr)
+        say(f"buffer-rl: notice: {notice}", file=sys.stderr)
     for name, row in sorted(dataset.facts.rewards.items(), key=lambda item: item[1]):
         where = dataset.where(dataset[row])
         if name not in (args.rm_type, *args.row_rm_types) and name not in registry.names("reward"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.errors import ConfigError
+from buffer_rl.terminal import say
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -84,7 +85,7 @@ def run(namespace: argparse.Namespace) -> int:
         else:
             load(chunks, None, str(source))
             write_folder(bridge.export(chunks), namespace.hf_checkpoint, str(folder))
-    print(f"{target}: the model of {source or namespace.hf_checkpoint}")
+    say(f"{target}: the model of {source or namespace.hf_checkpoint}")
     return 0
 
 

@@ -16,6 +16,7 @@ from buffer_rl.config import env_of
 from buffer_rl.engine.http_server import http_server
 from buffer_rl.engine.process import base_url
 from buffer_rl.errors import BufferRLError, ConfigError
+from buffer_rl.terminal import say
 from buffer_rl_rollout_service.server import Service
 from buffer_rl_rollout_service.store import Rules, Store
 
@@ -77,7 +78,8 @@ def serve(service: Service, folder: Path, host: str, port: int) -> None:
     except OSError as error:
         raise ConfigError(f"it cannot be listened on: {error}", where=f"--host {host} --port {port}") from error
     url = base_url(host, listener.getsockname()[1])
-    print(f"rollout service on {url}, its token is in {TOKEN_VARIABLE} or {folder / TOKEN_FILE}", flush=True)
+    say(f"rollout service on {url}, its token is in {TOKEN_VARIABLE} or {folder / TOKEN_FILE}")
+    sys.stdout.flush()
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn ends at them, and raises them once more when it has
         signal.signal(number, lambda *_: None)
     http_server(service.app()).run(sockets=[listener])
@@ -102,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         service = Service(Store(args.dir, rules), token, max_body_bytes=args.max_body_mib * MIB)
         serve(service, args.dir, args.host, args.port)
     except (BufferRLError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -15,6 +15,7 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.options import CORE_SECTIONS
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.redaction import MASK, is_secret
+from buffer_rl.terminal import say
 from buffer_rl.verbs.table import print_table
 from buffer_rl.verbs.train import plugins_named, sections_of
 from buffer_rl_slime.scripts.flags import Verdict
@@ -74,14 +75,14 @@ def run(namespace: argparse.Namespace) -> int:
     target = _target(namespace)
     translation = translate(launch, target)
     flags = [line for line in translation.lines if line.flag.startswith("--")]
-    print(f"{launch.where}: {Path(launch.program).name} with {len(flags)} flags")
+    say(f"{launch.where}: {Path(launch.program).name} with {len(flags)} flags")
     _report(translation, namespace.script)
     if folders := translation.python_path():
-        print(f"\nnotice: the job has PYTHONPATH={folders}; buffer-rl finds your functions if it has it too")
+        say(f"\nnotice: the job has PYTHONPATH={folders}; buffer-rl finds your functions if it has it too")
     for notice in script.notices:
-        print(f"\nnotice: {notice}")
+        say(f"\nnotice: {notice}")
     if names := translation.unknown_values():
-        print(f"\nnotice: only a run of the script knows {', '.join(names)}: --set {names[0]}=VALUE says it here")
+        say(f"\nnotice: only a run of the script knows {', '.join(names)}: --set {names[0]}=VALUE says it here")
     text = yaml_text(
         translation,
         target,
@@ -149,13 +150,13 @@ def _report(translation: Translation, script: str) -> None:
     for verdict, title in _TITLES.items():
         lines = [line for line in translation.lines if line.verdict is verdict]
         if lines:
-            print(f"\n{title} ({len(lines)})")
+            say(f"\n{title} ({len(lines)})")
             print_table(
                 ("flag", "value", "because" if verdict is not Verdict.SAME else "", "at"),
                 [_row(line, script) for line in lines],
             )
     if translation.added:
-        print(f"\nAdded, because slime does so by itself ({len(translation.added)})")
+        say(f"\nAdded, because slime does so by itself ({len(translation.added)})")
         print_table(("option", "value", "", ""), [_row(line, script) for line in translation.added])
 
 
@@ -169,10 +170,10 @@ def _row(line: Line, script: str) -> tuple[str, str, str, str]:
 
 def _write(out: Path | None, text: str) -> None:
     if out is None:
-        print("\nAdd --out FILE to write the options.")
+        say("\nAdd --out FILE to write the options.")
         return
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the file cannot be written: {error.strerror}", where=f"--out {out}") from error
-    print(f"\n{out} is written. Next: buffer-rl train --config {out} --dry-run")
+    say(f"\n{out} is written. Next: buffer-rl train --config {out} --dry-run")

@@ -158,6 +158,7 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
             ["--replay-kept-tokens: no tokens are cut off", "a temperature above 0"],
         ),
         ({"eval_top_k": 0}, ["--eval-top-k: top_k is 0"]),
+        ({"rollout_stop_token_ids": [3, -1]}, ["--rollout-stop-token-ids: -1 is no token id"]),
         ({"kl_loss_coef": 0.01}, ["--kl-loss-coef: the loss has no KL penalty that 0.01", "add --use-kl-loss"]),
         ({"kl_loss_coef": 0.01, **TRAIN_ONLY}, ["--kl-loss-coef"]),
         ({"kl_loss_coef": 0.01, "advantage_estimator": "rloo"}, ["--kl-loss-coef"]),
