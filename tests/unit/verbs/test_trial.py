@@ -346,7 +346,7 @@ def test_a_dry_run_says_what_it_tried_and_no_trial_calls_nothing(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTES", str(folder / "notes"))
-    write(folder, {"prompt": "a\x1b[2J", "label": "word"}, {"prompt": "abc", "label": "word"})
+    write(folder, {"prompt": "a\x1b[2Jäß", "label": "word"}, {"prompt": "abc", "label": "word"})
     flags = ["--hf-checkpoint", "model", "--prompt-data", "train.jsonl", "--num-rollout", "1", "--logger", "--dry-run"]
     assert main(["train", *flags, "--custom-rm-path", reward("noted"), "--no-trial"]) == 0
     assert not (folder / "notes").exists()
@@ -354,8 +354,8 @@ def test_a_dry_run_says_what_it_tried_and_no_trial_calls_nothing(
     assert main(["train", *flags, "--custom-rm-path", reward("noted")]) == 0
     out, err = capfd.readouterr()
     assert len((folder / "notes").read_text().splitlines()) >= 6
-    assert '  train  first: "a\\u001b[2J"' in out
-    assert "tokens: 5 in the first, 5 in the longest (train.jsonl:2)" in out
+    assert "  train  first: 'a\\x1b[2Jäß'" in out
+    assert "tokens: 7 in the first, 7 in the longest (train.jsonl:2)" in out
     assert "train  label 1       empty 1       truncated 1       ./rewards.py:noted  train.jsonl:2" in out
     assert "notice: the reward './rewards.py:noted' gives 1 to every answer" in err
     assert out.endswith("Dry run: everything that can be checked before a run is right.\n")
