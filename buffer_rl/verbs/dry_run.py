@@ -113,7 +113,7 @@ def score_lines(rows: Sequence[TriedRow]) -> Iterator[str]:
 def _prompt_lines(trial: Trial) -> Iterator[str]:
     for prompts in trial.prompts:
         text = prompts.text[:MAX_PROMPT] + ("…" if len(prompts.text) > MAX_PROMPT else "")
-        yield f"  {prompts.use}  first: {json.dumps(text, ensure_ascii=True)}"
+        yield f"  {prompts.use}  first: {text!r}"
         masks = f", {prompts.masks} loss masks" if prompts.masks else ""
         longest = f"{prompts.longest} in the longest ({mask_url(prompts.longest_at)})"
         yield f"  {prompts.use}  tokens: {prompts.lengths[0]} in the first, {longest}{masks}"

@@ -38,7 +38,7 @@ from buffer_rl.scope import is_for_rows
 from buffer_rl.terminal import say
 from buffer_rl.train.batch_sizes import with_steps
 from buffer_rl.verbs.dry_run import DryRun, PluginUse, print_json, print_text
-from buffer_rl.verbs.engine_checks import check_engines, check_eval_prompts
+from buffer_rl.verbs.engine_checks import ContextLimit, check_engines, check_eval_prompts
 from buffer_rl.verbs.preflight import (
     check_checkpoint,
     check_devices,
@@ -117,7 +117,7 @@ def run(namespace: argparse.Namespace) -> int:
             registry.resolve(use.kind, use.reference)
     check_row_rm_types(args, registry)
     check_roles(args, registry)
-    trial = _trial(args, registry, rows)
+    trial = _trial(args, registry, rows, engines)
     check_eval_prompts(args, engines, rows)
     for text in (*scarce, *trial.notices):
         say(f"buffer-rl: notice: {text}", file=sys.stderr)
@@ -243,12 +243,12 @@ def check_reward_name(name: str, whose: str, where: str, registry: PluginRegistr
         raise DataError(f"rm_type {name!r} in {whose}: {error.what}", where=where, hint=error.hint) from error
 
 
-def _trial(args: Any, registry: PluginRegistry, sources: Sequence[RowSource]) -> Trial:
+def _trial(args: Any, registry: PluginRegistry, sources: Sequence[RowSource], engines: Sequence[ContextLimit]) -> Trial:
     if not args.trial:
         return Trial(unchecked=["prompts and rewards (--no-trial)"])
     from buffer_rl.verbs.trial import try_rows  # imports what scores samples, which takes long
 
-    return try_rows(args, registry, sources)
+    return try_rows(args, registry, sources, [(limit.prompt, limit.of) for limit in engines])
 
 
 def _launch(args: Any, registry: PluginRegistry, data: Sequence[Mapping[str, Any]]) -> int:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from buffer_rl.config import flag_of
+from buffer_rl.data.check import MAX_PROBLEMS
 from buffer_rl.data.dataset import PromptRow
 from buffer_rl.driver.schedule import train_only
 from buffer_rl.errors import ConfigError, DataError
@@ -32,10 +33,16 @@ MAX_ENCODED = 1000
 """Prompts of a source whose lengths are compared with a limit."""
 MASKS_S = 30.0
 """Time for the answers of all supervised rows; those of others are checked as they are trained on."""
+Limit = tuple[int, str, str]
+"""Tokens that a training prompt may have, what says so, and what becomes of a longer one."""
 
 
-def try_rows(args: Any, registry: PluginRegistry, sources: Sequence[RowSource]) -> Trial:
+def try_rows(
+    args: Any, registry: PluginRegistry, sources: Sequence[RowSource], engines: Sequence[tuple[int, str]] = ()
+) -> Trial:
     """Encode and score a few rows of each source, and make the loss masks of all conversations.
+
+    engines: the most tokens of a prompt that engines take, and what says so.
 
     Raises DataError, naming file and line, for a row that cannot be used; ConfigError for a tokenizer that does not fit
     the model, and for a limit that no prompt meets; PluginError for a reward that fails or returns what it must not.
@@ -50,7 +57,7 @@ def try_rows(args: Any, registry: PluginRegistry, sources: Sequence[RowSource]) 
         check_vocabulary(args, tokenizer, trial)
     if args.data_source_path is not None and args.num_rollout != 0:
         trial.unchecked.append("training prompts (--data-source-path gives them)")
-    asyncio.run(_try_all(args, registry, tokenizer, sources, trial))
+    asyncio.run(_try_all(args, registry, tokenizer, sources, engines, trial))
     return trial
 
 
@@ -82,9 +89,15 @@ def check_vocabulary(args: Any, tokenizer: Any, trial: Trial) -> None:
 
 
 async def _try_all(
-    args: Any, registry: PluginRegistry, tokenizer: Any, sources: Sequence[RowSource], trial: Trial
+    args: Any,
+    registry: PluginRegistry,
+    tokenizer: Any,
+    sources: Sequence[RowSource],
+    engines: Sequence[tuple[int, str]],
+    trial: Trial,
 ) -> None:
     context = RolloutContext.build(args, registry=registry, engine=None, tokenizer=tokenizer)
+    limits = prompt_limits(args, () if _is_sft(args, registry) else engines)
     own, scored = args.custom_generate_function_path, []
     try:
         for source in sources:
@@ -96,15 +109,15 @@ async def _try_all(
             supervised = not is_evaluation(source) and _is_sft(args, registry)
             try:
                 if supervised:
-                    trial.prompts.append(try_answers(context, source, trial))
+                    trial.prompts.append(try_answers(context, source, limits, trial))
                     continue
-                trial.prompts.append(try_prompts(context, source))
+                trial.prompts.append(try_prompts(context, source, () if is_evaluation(source) else limits))
                 scored.append(source)
             except DataError as error:
                 if own is None or supervised:
                     raise
                 trial.unchecked.append(f"prompts of {source.use} ({own} may encode what fails here: {error.what})")
-        check_lengths(args, trial)
+        check_lengths(limits, trial)
         await score_sources(context, registry, scored, trial)
     finally:
         await context.aclose()
@@ -124,15 +137,19 @@ def _own_function(args: Any, registry: PluginRegistry, source: RowSource) -> str
     return f"the rollout function {reference} reads them in its own way"
 
 
-def try_prompts(context: RolloutContext, source: RowSource) -> TriedPrompts:
-    """Render and encode the first and the longest prompt, and as many others as a limit of their length needs."""
+def try_prompts(context: RolloutContext, source: RowSource, limits: Sequence[Limit]) -> TriedPrompts:
+    """Render and encode the first and the longest prompt, and many others if the longest exceeds a limit."""
     first, longest = source.dataset[0], max(source.spread(MAX_WALKED), key=_size)
-    limited = bool(prompt_limits(context.args)) and not is_evaluation(source)
-    rows = {row.row: row for row in (first, longest, *(source.spread(MAX_ENCODED) if limited else ()))}
     with at_row(source, first):
         found = TriedPrompts(use=source.use, text=str(context.prompts.rendered(source.sample(first))))
-    for row in rows.values():
-        found.add(len(encode_row(context.prompts, source, row)), source.dataset.where(row))
+
+    def encode(rows: Iterable[PromptRow]) -> None:
+        for row in rows:
+            found.add(len(encode_row(context.prompts, source, row)), source.dataset.where(row))
+
+    encode([first] if longest.row == first.row else [first, longest])
+    if any(found.longest > limit for limit, _, _ in limits):
+        encode(row for row in source.spread(MAX_ENCODED) if row.row not in (first.row, longest.row))
     return found
 
 
@@ -142,14 +159,14 @@ def _size(row: PromptRow) -> int:
     return len(prompt) if isinstance(prompt, str) else sum(len(str(message)) for message in prompt)
 
 
-def try_answers(context: RolloutContext, source: RowSource, trial: Trial) -> TriedPrompts:
+def try_answers(context: RolloutContext, source: RowSource, limits: Sequence[Limit], trial: Trial) -> TriedPrompts:
     """Make training rows of supervised rows: of all conversations; of the others, of which a label is all that is
     needed, the first, the longest, and as many as a limit of their length needs."""
     dataset, args = source.dataset, context.args
     unlimited = args.model_copy(update={"rollout_max_prompt_len": None})
     chosen = {0, max(source.spread(MAX_WALKED), key=_size).row}
-    chosen |= {row.row for row in source.spread(MAX_ENCODED)} if prompt_limits(args) else set()
-    found = TriedPrompts(use=source.use)
+    chosen |= {row.row for row in source.spread(MAX_ENCODED)} if limits else set()
+    found, bad = TriedPrompts(use=source.use), list[DataError]()
     ends = time.monotonic() + MASKS_S
     for row in dataset:
         if row.row not in chosen and isinstance(row.label, str) and row.label:
@@ -158,38 +175,49 @@ def try_answers(context: RolloutContext, source: RowSource, trial: Trial) -> Tri
             trial.unchecked.append(f"answers of the last {len(dataset) - row.row} rows of {mask_url(source.path)}")
             break
         sample = source.sample(row)
-        with at_row(source, row):
-            fill(unlimited, context.prompts, sample)
+        try:
+            with at_row(source, row):
+                fill(unlimited, context.prompts, sample)
+        except DataError as error:
+            bad.append(error)
+            continue
         found.masks += is_conversation(sample)
         if row.row == 0:
             found.text = context.tokenizer.decode(sample.tokens)
         found.add(len(sample.tokens) - sample.response_length, dataset.where(row))
+    if bad:
+        first, *others = bad
+        lines = [first.what, *(f"{error.where}: {error.what}" for error in others[: MAX_PROBLEMS - 1])]
+        lines += [f"... and {len(bad) - MAX_PROBLEMS} more rows"] if len(bad) > MAX_PROBLEMS else []
+        raise DataError("\n".join(lines), where=first.where, expected=first.expected, hint=first.hint)
     return found
 
 
-def prompt_limits(args: Any) -> list[tuple[int, str, str]]:
-    """Tokens that a training prompt may have, the option that says so, and what becomes of a longer one."""
-    limits = []
-    if args.rollout_max_prompt_len is not None:
-        limits.append((args.rollout_max_prompt_len, flag_of("rollout_max_prompt_len"), "is rejected (prompt_too_long)"))
+def prompt_limits(args: Any, engines: Sequence[tuple[int, str]]) -> list[Limit]:
+    """The limits of training prompts. engines: tokens of a prompt that an engine takes, and what says so."""
+    limits = [(limit, of, "is refused by the engines, so its group fails") for limit, of in engines]
     if args.rollout_max_context_len is not None:
         what = "leaves no room for a response, so its group fails"
         limits.append((args.rollout_max_context_len - 1, flag_of("rollout_max_context_len"), what))
-    return limits
+    longest: int | None = args.rollout_max_prompt_len
+    if longest is None:
+        return limits
+    others = [limit for limit in limits if limit[0] < longest]  # what is longer is rejected before it meets them
+    return [(longest, flag_of("rollout_max_prompt_len"), "is rejected (prompt_too_long)"), *others]
 
 
-def check_lengths(args: Any, trial: Trial) -> None:
+def check_lengths(limits: Sequence[Limit], trial: Trial) -> None:
     """Raises ConfigError if no training prompt is short enough; a notice counts those that are not."""
     lengths = [length for prompts in trial.prompts if prompts.use == "train" for length in prompts.lengths]
-    for limit, flag, what in prompt_limits(args) if lengths else ():
+    for limit, of, what in limits if lengths else ():
         long = sum(length > limit for length in lengths)
         counted = f"{long} of {len(lengths)} training prompts that were encoded have more than {limit} tokens"
         if long == len(lengths):
             raise ConfigError(
                 counted,
-                where=flag,
+                where=of,
                 expected=f"a limit that prompts meet: they have {min(lengths)} to {max(lengths)} tokens",
                 hint="the chat template and a row's tools are part of the prompt",
             )
         if long:
-            trial.notices.append(f"{counted} ({flag}); such a prompt {what}")
+            trial.notices.append(f"{counted} ({of}); such a prompt {what}")

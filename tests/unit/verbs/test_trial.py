@@ -114,12 +114,12 @@ def write(folder: Path, *rows: Any, name: str = "train.jsonl") -> None:
     (folder / name).write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def tried(folder: Path, **options: Any) -> Trial:
+def tried(folder: Path, engines: Any = (), **options: Any) -> Trial:
     scores = {} if any(name in options for name in ("custom_rm_path", "custom_group_rm_path")) else {"rm_type": "f1"}
     chosen = {"hf_checkpoint": "model", "prompt_data": ["train.jsonl"], "num_rollout": 1, **scores, **options}
     args = compose(CORE_SECTIONS).model_validate(chosen)
     registry = PluginRegistry()
-    return try_rows(args, registry, read_data(args, registry))
+    return try_rows(args, registry, read_data(args, registry), engines)
 
 
 def refused(error: type[BufferRLError], words: str, folder: Path, **options: Any) -> str:
@@ -192,6 +192,13 @@ def test_a_supervised_row_without_anything_to_train_on_is_named_wherever_it_stan
     refused(DataError, rf"train\.jsonl:5: .*{re.escape(words)}", folder, **SFT)
 
 
+def test_supervised_rows_that_cannot_be_used_are_in_one_error(folder: Path) -> None:
+    write(folder, *({"prompt": "a", "label": label} for label in ("b", None, "c", *[None] * 21)))
+    said = refused(DataError, r"^train\.jsonl:3: the label is None\ntrain\.jsonl:5: the label is None\n", folder, **SFT)
+    assert said.count("the label is None") == 20
+    assert "... and 2 more rows" in said
+
+
 def test_the_loss_masks_of_all_conversations_are_made(folder: Path) -> None:
     conversation = [message("user", "a"), message("assistant", "b")]
     write(folder, *({"prompt": conversation} for _ in range(3)), {"prompt": "a", "label": "b"})
@@ -230,6 +237,12 @@ def test_prompts_beyond_a_limit_are_counted_and_refused_if_no_other_is_left(fold
     (notice,) = tried(folder, rollout_max_context_len=9).notices
     assert notice.startswith("1 of 4 training prompts that were encoded have more than 8 tokens")
     assert tried(folder, rollout_max_prompt_len=9).notices == []
+    assert (
+        tried(folder, rollout_max_prompt_len=5, rollout_max_context_len=9).notices[1:] == []
+    )  # 9 tokens never meet it
+    (notice,) = tried(folder, engines=[(5, "the engine"), (9, "another")]).notices
+    assert "2 of 4" in notice
+    assert "more than 5 tokens (the engine); such a prompt is refused by the engines" in notice
     said = refused(
         ConfigError, "--rollout-max-prompt-len: 4 of 4 .* more than 3 tokens", folder, rollout_max_prompt_len=3
     )
@@ -333,7 +346,7 @@ def test_a_dry_run_says_what_it_tried_and_no_trial_calls_nothing(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTES", str(folder / "notes"))
-    write(folder, {"prompt": "a\x1b[2J", "label": "word"}, {"prompt": "abc", "label": "word"})
+    write(folder, {"prompt": "a\x1b[2Jäß", "label": "word"}, {"prompt": "abc", "label": "word"})
     flags = ["--hf-checkpoint", "model", "--prompt-data", "train.jsonl", "--num-rollout", "1", "--logger", "--dry-run"]
     assert main(["train", *flags, "--custom-rm-path", reward("noted"), "--no-trial"]) == 0
     assert not (folder / "notes").exists()
@@ -341,8 +354,8 @@ def test_a_dry_run_says_what_it_tried_and_no_trial_calls_nothing(
     assert main(["train", *flags, "--custom-rm-path", reward("noted")]) == 0
     out, err = capfd.readouterr()
     assert len((folder / "notes").read_text().splitlines()) >= 6
-    assert '  train  first: "a\\u001b[2J"' in out
-    assert "tokens: 5 in the first, 5 in the longest (train.jsonl:2)" in out
+    assert "  train  first: 'a\\x1b[2Jäß'" in out
+    assert "tokens: 7 in the first, 7 in the longest (train.jsonl:2)" in out
     assert "train  label 1       empty 1       truncated 1       ./rewards.py:noted  train.jsonl:2" in out
     assert "notice: the reward './rewards.py:noted' gives 1 to every answer" in err
     assert out.endswith("Dry run: everything that can be checked before a run is right.\n")
