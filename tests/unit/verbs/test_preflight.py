@@ -268,7 +268,7 @@ def test_other_data_of_as_many_rows_is_accepted_where_the_user_says_that_rows_we
 def resolved(model: Path, **flags: Any) -> Resolved:
     """Options that were given as flags."""
     given = {"hf_checkpoint": str(model), **flags}
-    return resolve(compose(CORE_SECTIONS), flags=given, environ={}, config_paths=[None)]
+    return resolve(compose(CORE_SECTIONS), flags=given, environ={})
 
 
 def test_a_resumed_run_adds_special_tokens_to_prompts_as_the_run_before_or_as_it_is_told(model: Path) -> None:
