@@ -58,7 +58,7 @@ test-all: $(VENV)/.stamp-dev
 
 # Twice, each with the kernels of another processor.
 test-processors: $(VENV)/.stamp-dev
-	$(BIN)/python tests/run.py --processors $(PYTEST_ARGS)
+	$(BIN)/python tests/run.py --all --processors $(PYTEST_ARGS)
 
 # Real servers, in an environment of their own (1.6 GB).
 $(VENV)-sglang/.stamp: plugins/buffer_rl_sglang/requirements-cpu.txt

@@ -24,9 +24,15 @@ ROOT = Path(__file__).parents[1]
 WITH_RAY = ("tests/integration", "tests/conformance", "tests/gpu")
 FAST = "not slow and not sglang and not megatron"
 ALL = "not campaign and not sglang and not megatron"
+EMBEDDED = "tests/unit/engine/embedded"
+OF_SERVERS = (
+    *("engine_thread", "generate_route", "openai_routes", "released_memory", "server", "sglang_service"),
+    *("sglang_update", "streams", "weight_groups", "weight_update"),
+)
 NUMERICAL = (
-    *("tests/unit/algo", "tests/unit/train", "tests/unit/engine/embedded", "tests/unit/megatron"),
+    *("tests/unit/algo", "tests/unit/train", EMBEDDED, "tests/unit/megatron"),
     *("tests/unit/examples/test_losses.py", "tests/unit/examples/test_trainer_backends.py"),
+    *(f"--ignore={EMBEDDED}/test_{name}.py" for name in OF_SERVERS),
 )
 # The kernels of torch itself, of MKL and of oneDNN that such a processor has. Each of them rounds in its own way.
 PROCESSORS: Mapping[str, Mapping[str, str]] = {
