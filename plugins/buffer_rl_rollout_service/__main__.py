@@ -74,7 +74,8 @@ async def serve(service: Service, folder: Path, host: str, port: int) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError if the address cannot be listened on."""
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGINT is in a script's background jobs
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     runner = web.AppRunner(service.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
