@@ -1,7 +1,7 @@
 """The command ``buffer-rl``: finds the verb, prints errors as one clear message, returns the exit status.
 
-Exit statuses: 0 done; 1 a check failed; 2 an error that was reported; 130 interrupted; 141 the reader of the output
-is gone; 143 terminated. Only the module of the requested verb is imported, so that help and mistakes answer at once.
+Exit statuses: 0 done; 1 a check failed; 2 an error that was reported; 141 the reader of the output is gone; 128 and its
+number after a signal. Only the module of the requested verb is imported, so that help and mistakes answer at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from buffer_rl.config import did_you_mean
 from buffer_rl.configuration.help import FlagParser, flags_of, normalise_flags, take_items
 from buffer_rl.configuration.unknown_flags import take_unknown
-from buffer_rl.errors import BufferRLError, ConfigError
+from buffer_rl.errors import BufferRLError, ConfigError, EndedBySignal
+from buffer_rl.signals import signals_as_exceptions
 from buffer_rl.terminal import say
 from buffer_rl.verbs.table import VERBS, all_verbs, parser_of, summary_of
 
@@ -28,21 +29,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # no text of data or user code may fail to be shown, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return _run(arguments)
+        with signals_as_exceptions():
+            return _run(arguments)
     except BufferRLError as error:
         if os.environ.get("BUFFER_RL_TRACEBACK") == "1":
             say(traceback.format_exc(), file=sys.stderr)
         say(f"buffer-rl: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        say("buffer-rl: interrupted", file=sys.stderr)
-        return 130
+    except EndedBySignal as end:
+        say(f"buffer-rl: ended by {signal.Signals(end.number).name}", file=sys.stderr)
+        return 128 + end.number
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter's last flush fails as well
         return 128 + signal.SIGPIPE
-    except SystemExit as stop:  # argparse ends --help and --version so, and a run ends so on SIGTERM
-        if stop.code == 128 + signal.SIGTERM:
-            say("buffer-rl: terminated", file=sys.stderr)
+    except SystemExit as stop:  # argparse ends --help and --version so
         return stop.code if isinstance(stop.code, int) else 0
 
 

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic.fields import FieldInfo
 
 from buffer_rl.errors import ConfigError
+from buffer_rl.resolution.calls import contained, error_name
 from buffer_rl.user_args import UserArgs
 
 ENV_PREFIX = "BUFFER_RL_"
@@ -136,11 +137,14 @@ def load_section(reference: str) -> type[Section]:
     """The section class that ``module:Class`` names. Raises ConfigError if there is none."""
     module_name, _, class_name = reference.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in class_name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"there is no option section {reference!r}: {error}", expected="module:Class") from error
+        with contained():
+            found: Any = importlib.import_module(module_name)
+            for part in class_name.split("."):
+                found = getattr(found, part)
+    except Exception as error:  # fault boundary: the module of a plugin
+        raise ConfigError(
+            f"there is no option section {reference!r}: {error_name(error)}", expected="module:Class"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Section)):
         raise ConfigError(f"{reference!r} is not a subclass of buffer_rl.config.Section")
     return found

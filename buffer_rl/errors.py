@@ -102,3 +102,12 @@ class WorkerDiedError(WorkerError):
 
 class PayloadLostError(WorkerError):
     """Payloads in the object store are gone with the process that owned them: the rollout is produced again."""
+
+
+class EndedBySignal(SystemExit):
+    """The process got a signal that ends it; raised in the main thread, and by nothing else. ``code`` is 128 and its
+    number, the exit status of a process that a signal ended."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number

@@ -34,7 +34,7 @@ import numpy as np
 
 from buffer_rl.errors import BufferRLError, BufferStateError, DataError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, construct, place
+from buffer_rl.resolution.calls import call, construct, contained_task, place
 from buffer_rl.types import GroupUid, Prompt, Sample, SampleGroup
 from buffer_rl.user_args import user_args
 from buffer_rl.utf8 import lone_surrogate
@@ -308,7 +308,7 @@ class CustomSource:
 
         def answer() -> Any:
             value = getattr(self._source, method)(*arguments)
-            return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+            return asyncio.run(contained_task(value)) if inspect.isawaitable(value) else value
 
         return call("data_source", self.reference, answer, at=method)
 
@@ -320,7 +320,3 @@ def _packed(folder: Path, files: Sequence[Path]) -> bytes:
         for path in files:
             archive.writestr(zipfile.ZipInfo(path.relative_to(folder).as_posix()), path.read_bytes())
     return packed.getvalue()
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer

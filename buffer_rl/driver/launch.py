@@ -24,7 +24,7 @@ from buffer_rl.cluster.placement import placed
 from buffer_rl.config import dump_args
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.local_roles import EngineFeed, RecordedRollouts, RolloutRecorder, RunCheckpoints
-from buffer_rl.driver.process import check_lineage, folder_lock, save_lock, termination_as_exception
+from buffer_rl.driver.process import check_lineage, folder_lock, save_lock
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, run_with_restarts
 from buffer_rl.driver.runtime import RayRuntime, Target
@@ -49,6 +49,7 @@ from buffer_rl.roles import ACTOR
 from buffer_rl.rollout.data_source import SourceAnswers, SourceWatch, start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
+from buffer_rl.signals import signals_as_exceptions
 from buffer_rl.train.batch_sizes import with_steps
 from buffer_rl.train.group import start_train_group
 from buffer_rl.train.learning_rate import with_decay_iters
@@ -89,7 +90,7 @@ def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping
     run_dir = Path(args.run_dir)
     args = with_engine_key(with_steps(with_counts(args)))
     with ExitStack() as stack:
-        stack.enter_context(termination_as_exception())
+        stack.enter_context(signals_as_exceptions())
         stack.enter_context(folder_lock(run_dir))
         stack.enter_context(save_lock(args))
         checkpoint = stack.enter_context(opened_checkpoint(args.load, run_dir)) if args.load is not None else None

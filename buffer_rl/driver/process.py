@@ -1,15 +1,12 @@
-"""The driver's process: signals that end it, and the folders that only one run may write to."""
+"""The folders of a run that only one driver may write to."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 from buffer_rl.checkpoint import make_folder, newest_step, remove_unfinished
@@ -22,28 +19,6 @@ from buffer_rl.remote import is_remote, local_path
 LOCK_NAME = ".lock"
 
 Run = TypeVar("Run", bound=Section)
-
-
-@contextmanager
-def termination_as_exception() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP (a closed terminal) into SystemExit for the length of the block, so that everything
-    is taken down.
-
-    Outside the main thread, where Python allows no handlers, the signals keep their meaning.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 @contextmanager

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import orjson
@@ -197,6 +199,19 @@ class _Connection(HttpToolsProtocol):
             self.transport.abort()
 
 
+class _Server(uvicorn.Server):
+    """A server that does not handle signals that its caller ignores, as SIGINT in a script's background jobs."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ignored = {number for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by uvicorn for SIGINT and SIGTERM."""
+        if sig not in self._ignored:
+            super().handle_exit(sig, frame)
+
+
 def http_server(app: ASGIApp) -> uvicorn.Server:
     """A server of ``app``, which is behind a ``Front``; run it with its listening socket."""
     idle: dict[_Connection, None] = {}
@@ -213,4 +228,4 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
         timeout_graceful_shutdown=1,
         backlog=4096,
     )
-    return uvicorn.Server(config)
+    return _Server(config)

@@ -1,16 +1,25 @@
-"""Calling plugins, and the one style of errors about them: kind, reference, origin; what is wrong; expected; names."""
+"""Calling plugins, and the one style of errors about them: kind, reference, origin; what is wrong; expected; names.
+
+Code of a user may raise anything. All of it is called inside ``contained``, or ``awaited`` if it is asynchronous, and
+so raises subclasses of Exception alone.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from types import TracebackType
 from typing import Any, TypeVar
 
-from buffer_rl.errors import BufferRLError, PluginError
+from buffer_rl.errors import BufferRLError, EndedBySignal, PluginError
 from buffer_rl.kinds import PluginKind, kind_named
 
 _MOST_NAMES_SHOWN = 12
+TAIL_LINES = 12
+_CALLERS = frozenset({__name__, "buffer_rl.rollout.user_functions", "asyncio.threads", "concurrent.futures.thread"})
+Answer = TypeVar("Answer")
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
@@ -67,16 +76,72 @@ def short_repr(value: object) -> str:
     return f"{text[:80]}{'…' if len(text) > 80 else ''} ({type(value).__name__})"
 
 
-TAIL_LINES = 12
-Answer = TypeVar("Answer")
+class UncommonError(Exception):
+    """Stands for an exception (``__cause__``) that ``except Exception`` does not catch, or a future cannot carry."""
+
+
+class contained:
+    """For a block that runs code of a user: SystemExit, KeyboardInterrupt, CancelledError and StopIteration of that
+    code become UncommonError. A signal that ends the run passes (EndedBySignal), and so do ``passing``."""
+
+    def __init__(self, *passing: type[BaseException]) -> None:
+        self._passing: tuple[type[BaseException], ...] = (EndedBySignal, *passing)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        common = isinstance(error, Exception) and not isinstance(error, StopIteration)
+        if error is not None and not common and not isinstance(error, self._passing):
+            raise UncommonError(error_name(error)) from error
+
+
+async def contained_task(work: Awaitable[Answer]) -> Answer:
+    """Await ``work`` as a task of its own: only the cancellation of that task passes."""
+    with contained(asyncio.CancelledError, GeneratorExit):
+        return await work
+
+
+async def awaited(work: Awaitable[Answer]) -> Answer:
+    """Await ``work`` of a user, in a task of its own. It is cancelled with the caller; a CancelledError of its own is
+    an UncommonError."""
+    task, caller = asyncio.ensure_future(contained_task(work)), asyncio.current_task()
+    assert caller is not None
+    before = caller.cancelling()  # in Python 3.11 a task group that failed leaves a count behind
+    try:
+        return await task
+    except asyncio.CancelledError as error:
+        if caller.cancelling() > before or not task.cancelled():
+            raise
+        raise UncommonError(error_name(error)) from error
+
+
+def original(error: BaseException) -> BaseException:
+    """What the code raised."""
+    return error.__cause__ or error if isinstance(error, UncommonError) else error
+
+
+def error_name(error: BaseException) -> str:
+    """``ValueError: its text``, of what the code raised."""
+    error = original(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def error_text(error: BaseException, *, skip_frames: int = 1) -> str:
+    """``error_name`` and the end of the traceback."""
+    return f"{error_name(error)}\n{traceback_tail(original(error), skip_frames=skip_frames)}"
 
 
 def traceback_tail(error: BaseException, *, skip_frames: int = 1) -> str:
-    """The last lines of the traceback, without the first ``skip_frames`` frames (the caller's own)."""
+    """The last lines of the traceback, without the first ``skip_frames`` frames (the caller's own), and without those
+    of the functions that call users' code."""
     frames = error.__traceback__
-    for _ in range(skip_frames):
-        if frames is not None and frames.tb_next is not None:
-            frames = frames.tb_next
+    while frames is not None and frames.tb_next is not None:
+        if skip_frames <= 0 and frames.tb_frame.f_globals.get("__name__") not in _CALLERS:
+            break
+        frames, skip_frames = frames.tb_next, skip_frames - 1
     lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip().splitlines()
     return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
 
@@ -89,14 +154,14 @@ def place(kind: str, reference: object, at: str = "") -> str:
 def raised(
     kind: str,
     reference: object,
-    error: Exception,
+    error: BaseException,
     *,
     at: str = "",
     error_class: type[BufferRLError] = PluginError,
     skip_frames: int = 1,
 ) -> BufferRLError:
     """The error that says that a plugin raised ``error``, with the end of its traceback; the caller raises it."""
-    text = f"it raised {type(error).__name__}: {error}\n{traceback_tail(error, skip_frames=skip_frames)}"
+    text = f"it raised {error_text(error, skip_frames=skip_frames)}"
     return error_class(text, where=place(kind, reference, at))
 
 
@@ -128,7 +193,8 @@ def call(
 ) -> Answer:
     """``function(*arguments)``; what it raises becomes ``raised``, errors of ``buffer_rl.errors`` pass as they are."""
     try:
-        return function(*arguments)
+        with contained():
+            return function(*arguments)
     except BufferRLError:
         raise
     except Exception as error:  # fault boundary: a plugin's code
@@ -195,7 +261,8 @@ class Guarded:
 
     def _run(self, name: str, step: Callable[[], Any]) -> Any:
         try:
-            return step()
+            with contained():
+                return step()
         except BufferRLError as error:
             if isinstance(error, PluginError) and not error.where:
                 error.where = place(self.kind, self.reference, name)

@@ -11,7 +11,7 @@ import pluggy
 
 from buffer_rl.errors import BufferRLError, PluginError
 from buffer_rl.hookspecs import PROJECT_NAME, Hooks, hookimpl
-from buffer_rl.resolution.calls import nearest, plugin_error, raised, short_repr
+from buffer_rl.resolution.calls import contained, error_name, nearest, plugin_error, raised, short_repr
 from buffer_rl.resolution.entry_points import EntryPoints, join_sources
 from buffer_rl.resolution.locate import Search, import_module, import_object
 from buffer_rl.resolution.reference import Form, Origin, form_of
@@ -120,7 +120,8 @@ class HookPlugins:
             others = [other for _, other in self.manager.list_name_plugin() if other not in (None, plugin)]
             caller = self.manager.subset_hook_caller(hook, remove_plugins=others)
             try:
-                answers.extend((name, answer) for answer in caller(**facts))
+                with contained():
+                    answers.extend((name, answer) for answer in caller(**facts))
             except BufferRLError:
                 raise
             except Exception as error:  # fault boundary: code of others
@@ -143,12 +144,13 @@ class HookPlugins:
     def _register(self, search: Search, plugin: object) -> None:
         name = search.shown
         try:
-            instance = plugin() if inspect.isclass(plugin) else plugin
-            self.manager.register(instance, name)
+            with contained():
+                instance = plugin() if inspect.isclass(plugin) else plugin
+                self.manager.register(instance, name)
         except Exception as error:  # the fault boundary around a constructor of others and pluggy's validation
             if name in dict(self.plugins()):  # pluggy registers first and validates then
                 self.manager.unregister(name=name)
-            raise search.error(f"it cannot be registered: {type(error).__name__}: {error}") from error
+            raise search.error(f"it cannot be registered: {error_name(error)}") from error
         hooks = self.manager.get_hookcallers(instance) or []
         unknown = [hook.name for hook in hooks if not hook.has_spec()]
         if unknown or not hooks:
@@ -169,12 +171,14 @@ class HookPlugins:
             caller = self.manager.subset_hook_caller("buffer_rl_provide", remove_plugins=others)
             answer: Mapping[str, object] = {}
             try:
-                for part in caller(kind=kind):
+                with contained():
+                    parts = caller(kind=kind)
+                for part in parts:
                     if not isinstance(part, Mapping):
                         raise TypeError(f"buffer_rl_provide returned {short_repr(part)}, not a mapping")
                     answer = part
             except Exception as error:  # the fault boundary around code of others, run while names are listed
-                problem = f"buffer_rl_provide({kind!r}) failed: {type(error).__name__}: {error}"
+                problem = f"buffer_rl_provide({kind!r}) failed: {error_name(error)}"
                 if provider in self._requested:
                     raise plugin_error(None, provider, problem) from error
                 self.manager.unregister(plugin)

@@ -20,7 +20,7 @@ from types import ModuleType
 
 from buffer_rl.errors import PluginError
 from buffer_rl.kinds import PluginKind
-from buffer_rl.resolution.calls import nearest, plugin_error
+from buffer_rl.resolution.calls import contained, error_name, nearest, original, plugin_error
 from buffer_rl.resolution.reference import (
     Form,
     FoundModule,
@@ -318,20 +318,20 @@ def _guarded(search: Search, load: Callable[[], ModuleType], file: str) -> Modul
     """The fault boundary around the import of foreign code: whatever it raises becomes a PluginError."""
     importlib.invalidate_caches()
     try:
-        return load()
+        with contained():  # a script without a main guard may call sys.exit
+            return load()
     except PluginError:
         raise
-    except (Exception, SystemExit) as error:  # a script without a main guard may call sys.exit
+    except Exception as error:
         raise search.error(
             f"its own import failed: {_describe(error)}",
-            origin=_place_of(error, file),
+            origin=_place_of(original(error), file),
             hint=_import_hint(error),
         ) from error
 
 
 def _describe(error: BaseException) -> str:
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}: {text}".removesuffix(": ")
+    return f"SyntaxError: {error.msg}" if isinstance(error, SyntaxError) else error_name(error)
 
 
 def _import_hint(error: BaseException) -> str:

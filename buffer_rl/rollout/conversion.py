@@ -13,7 +13,7 @@ from buffer_rl.algo.rewards import normalized, rewards_kind, shaped
 from buffer_rl.contracts import RewardPostProcess, SamplesToTrainData
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, place, returned, short_repr, traceback_tail
+from buffer_rl.resolution.calls import call, contained, error_text, place, returned, short_repr
 from buffer_rl.rollout.baseline import BASELINE, baseline_of, needs_baseline, rollout_log_probs_reader
 from buffer_rl.rollout.user_functions import resolve_function
 from buffer_rl.train.roles import is_supervised
@@ -79,12 +79,14 @@ class GroupConverter:
     def encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
         """The group's row ids and columns. Raises RolloutError, naming the row, for what cannot be used."""
         try:
-            return self._encode(group, evaluation)
+            with contained():
+                return self._encode(group, evaluation)
         except BufferRLError:
             raise
         except Exception as error:  # fault boundary: the user's code filled the samples, with whatever types
-            what = f"the group cannot be converted: {type(error).__name__}: {error}\n{traceback_tail(error)}"
-            raise RolloutError(what, where=f"group {group.uid}") from error
+            raise RolloutError(
+                f"the group cannot be converted: {error_text(error)}", where=f"group {group.uid}"
+            ) from error
 
     def _encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
         samples = group.samples if evaluation else [_with_a_token(sample) for sample in group]

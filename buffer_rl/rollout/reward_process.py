@@ -28,7 +28,7 @@ from buffer_rl.contract_check import check_group_rewards, check_reward
 from buffer_rl.errors import BufferRLError
 from buffer_rl.parent import die_with_parent
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import traceback_tail
+from buffer_rl.resolution.calls import contained, contained_task, error_text
 from buffer_rl.rollout.failures import FailureKind, kind_of
 from buffer_rl.types import Sample, SampleGroup
 from buffer_rl.user_args import user_args
@@ -107,19 +107,16 @@ def _outcome(
     function: Callable[..., Any], args: Any, target: RewardTarget, item: Sample | SampleGroup
 ) -> dict[str, Any]:
     try:
-        value = function(args, item)
-        if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
-    except BaseException as error:  # fault boundary: user code, which may also call sys.exit
-        return {"error": f"{type(error).__name__}: {error}\n{traceback_tail(error)}", "kind": kind_of(error)}
+        with contained():
+            value = function(args, item)
+            if inspect.isawaitable(value):
+                value = asyncio.run(contained_task(value))
+    except Exception as error:  # fault boundary: user code
+        return {"error": error_text(error), "kind": kind_of(error)}
     try:
         return {"ok": target.check(value, item)}
     except BufferRLError as error:
         return {"error": error.what, "expected": error.expected, "kind": FailureKind.INVALID}
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def _receive(channel: socket.socket) -> bytes:

@@ -6,16 +6,17 @@ import asyncio
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.config import dump_args
 from buffer_rl.contract_check import check_reward, check_statuses
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
-from buffer_rl.resolution.calls import traceback_tail
+from buffer_rl.resolution.calls import error_text
 from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
-from buffer_rl.rollout.user_functions import is_async
+from buffer_rl.rollout.user_functions import call_user, is_async
 from buffer_rl.scope import is_for_rows
 from buffer_rl.types import Sample, SampleGroup, Status
 from buffer_rl.user_args import user_args
@@ -192,12 +193,11 @@ class Scorer:
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
-                return Outcome(value=await call(user_args(self._args), sample))
+                return Outcome(value=await call_user(call, partial(call, user_args(self._args), sample)))
         except Exception as error:  # fault boundary: user code
             if isinstance(error, TimeoutError) and deadline.expired():
                 return Outcome(kind=FailureKind.TIMEOUT, text=f"no reward within --rm-timeout-s {timeout_s:g} s")
-            text = f"{type(error).__name__}: {error}\n{traceback_tail(error)}"
-            return Outcome(kind=kind_of(error), text=text)
+            return Outcome(kind=kind_of(error), text=error_text(error))
 
     def _set_reward(self, sample: Sample, origin: str, outcome: Outcome, failures: dict[int, RewardFailure]) -> None:
         kind, text, expected = outcome.kind, outcome.text, outcome.expected

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from buffer_rl.contract_check import check_filter_decision, check_metrics
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RolloutError
-from buffer_rl.resolution.calls import call, place, raised, returned, short_repr
+from buffer_rl.resolution.calls import awaited, call, contained, place, raised, returned, short_repr
 from buffer_rl.resolution.signature import takes
 from buffer_rl.rollout.failures import status_of
 from buffer_rl.types import FilterDecision, GroupUid, QueueHeader, SampleGroup, Status, Ticket
@@ -37,12 +37,19 @@ async def call_user(function: Callable[..., Any], invoke: Callable[[], Any]) -> 
     """``invoke()``, which calls ``function`` with its arguments.
 
     A synchronous function runs in a thread, so that it cannot hold up the event loop; an awaitable that it
-    returns is awaited.
+    returns is awaited. Raises subclasses of Exception alone, and CancelledError if the caller is cancelled.
     """
     if is_async(function):
-        return await invoke()
-    answer = await asyncio.to_thread(invoke)
-    return await answer if inspect.isawaitable(answer) else answer
+        with contained():
+            answer = invoke()
+        return await awaited(answer)
+    answer = await asyncio.to_thread(_run_contained, invoke)
+    return await awaited(answer) if inspect.isawaitable(answer) else answer
+
+
+def _run_contained(invoke: Callable[[], Any]) -> Any:
+    with contained():  # in the thread: a future that carries SystemExit stops the event loop
+        return invoke()
 
 
 async def call_plugin(

@@ -17,7 +17,7 @@ from buffer_rl.buffer.calling import blocking
 from buffer_rl.contract_check import as_leased_group, as_sample, check_reward, check_rollout_output, check_statuses
 from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, DataError, RewardError, RolloutError
-from buffer_rl.resolution.calls import short_repr, traceback_tail
+from buffer_rl.resolution.calls import error_text, short_repr
 from buffer_rl.resolution.signature import call_rollout
 from buffer_rl.rollout.context import context_or_none
 from buffer_rl.rollout.evaluate import eval_metrics
@@ -154,8 +154,7 @@ async def run_user_rollout(
     except Exception as error:  # the boundary to user code: name it, and keep its traceback
         if isinstance(error, TimeoutError) and deadline.expired():
             raise RolloutError(f"not done within {args.rollout_timeout_s:g} s", where=where) from error
-        text = f"the rollout function raised {type(error).__name__}: {error}\n{traceback_tail(error)}"
-        raise RolloutError(text, where=where) from error
+        raise RolloutError(f"the rollout function raised {error_text(error)}", where=where) from error
 
 
 def finished_metrics(

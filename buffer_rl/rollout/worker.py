@@ -6,12 +6,14 @@ call; the driver waits for ``run``, with a deadline for the whole rollout.
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.rollout_client import RolloutClient
@@ -22,9 +24,10 @@ from buffer_rl.cluster.placement import Placement
 from buffer_rl.config import load_args
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.engine.process import settle_garbage_collector
+from buffer_rl.errors import WorkerError
 from buffer_rl.observe.run_folder import sample_record
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, place
+from buffer_rl.resolution.calls import call, contained_task, error_text, place
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.data_source import SourceClient
@@ -37,6 +40,64 @@ if TYPE_CHECKING:
     from buffer_rl.options import Args
 
 NAMESPACES = ("rollout", "eval", "perf")
+T = TypeVar("T")
+
+
+class LoopGuard:
+    """Guards the running event loop from code that would end it, for example with ``sys.exit``; everything that
+    waits for the loop would wait for ever.
+
+    What a task raises reaches the task that awaits it, as an ordinary exception (``contained_task``). After what
+    something else raised, such as a callback of ``call_soon``, the loop runs again, and the work ``guarded`` fails.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.current_thread()
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._failure: BaseException | None = None
+        self._loop.set_task_factory(
+            lambda loop, work, **options: asyncio.Task(contained_task(work), loop=loop, **options)
+        )
+        self._next_hook, threading.excepthook = threading.excepthook, self._thread_ended
+
+    async def guarded(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await ``work`` as a task. Raises WorkerError, without waiting for it, if code ends the loop meanwhile."""
+        self._check()
+        task, ended = self._loop.create_task(work), self._loop.create_future()
+        self._waiting.add(ended)
+        try:
+            await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+            self._check()
+            return task.result()
+        finally:
+            self._waiting.discard(ended)
+            task.cancel()
+
+    def close(self) -> None:
+        """Leave the loop as it was."""
+        self._loop.set_task_factory(None)
+        threading.excepthook = self._next_hook
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            text = f"code ended the event loop of the process: {error_text(self._failure)}"
+            raise WorkerError(text, hint="no callback of an event loop may raise it") from self._failure
+
+    def _thread_ended(self, ended: threading.ExceptHookArgs) -> None:
+        """For ``threading.excepthook``, which is called in the thread that ends."""
+        if ended.thread is not self._thread:
+            self._next_hook(ended)
+            return
+        self._failure = ended.exc_value
+        while True:
+            for ended_now in [waiting for waiting in self._waiting if not waiting.done()]:
+                ended_now.set_result(None)
+            try:
+                self._loop.run_forever()
+                return
+            except BaseException as error:  # fault boundary: another callback
+                self._failure = error
 
 
 class RolloutWorker:
@@ -76,6 +137,7 @@ class RolloutWorker:
         self._buffer_filter = resolve_function(self._registry, "buffer_filter", self._args.buffer_filter_path)
         self._log_functions = LogFunctions(self._args, self._registry)
         self._opened: RolloutContext | None = None
+        self._guard: LoopGuard | None = None
 
     async def ready(self) -> None:
         """Answers once the worker's plugins are loaded."""
@@ -84,7 +146,8 @@ class RolloutWorker:
 
     async def close(self) -> None:
         """Stop the reward processes and close the connections to the engines."""
-        if self._opened is not None:
+        if self._opened is not None and self._guard is not None:
+            self._guard.close()
             await self._opened.aclose()
             if isinstance(self._opened.engine, EngineClient):
                 await self._opened.engine.aclose()
@@ -102,13 +165,16 @@ class RolloutWorker:
         where = place("rollout", self._reference(ticket), ticket.task)
         function = self._functions[ticket.evaluation]
         started = time.perf_counter()
-        with self._context().active():
-            output = await run_user_rollout(function, self._args, buffer, where=where)
+        context = self._context()
+        assert self._guard is not None
+        with context.active():
+            output = await self._guard.guarded(run_user_rollout(function, self._args, buffer, where=where))
         for group in output.groups:
             if group.uid not in buffer.finished:
                 await buffer.afinish(group)
         seconds = time.perf_counter() - started
-        metrics = await self._log_functions.metrics(ticket, buffer.finished.values(), _named(output.metrics), seconds)
+        logged = self._log_functions.metrics(ticket, buffer.finished.values(), _named(output.metrics), seconds)
+        metrics = await self._guard.guarded(logged)
         shown = self._shown(ticket, buffer)
         gc.collect()
         return _named(metrics), shown
@@ -117,6 +183,7 @@ class RolloutWorker:
         """The context, made on first use because it belongs to the event loop that runs the rollouts."""
         if self._opened is None:
             args = self._args
+            self._guard = LoopGuard()
             engine = EngineClient.from_args(args) if args.router_url else None
             self._opened = RolloutContext.build(
                 args,

@@ -20,7 +20,7 @@ from buffer_rl.config import flag_of
 from buffer_rl.contracts import ModelConverter
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, construct, place, raised, returned, short_repr
+from buffer_rl.resolution.calls import call, construct, contained, place, raised, returned, short_repr
 from buffer_rl.roles import CRITIC
 from buffer_rl.train.packing import pack_where_possible
 
@@ -346,7 +346,7 @@ class ModelFactory:
         kind, name, at = "model_provider", self._provider_name, "forward of its model"
         ids = torch.zeros((1, 2), dtype=torch.long, device=self._device)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), contained():
                 answer: Any = model(input_ids=ids, use_cache=False)
         except Exception as error:  # fault boundary: the user's model
             raise raised(kind, name, error, at=at) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.errors import PluginError
+from buffer_rl.resolution.calls import contained, error_name
 from buffer_rl.resolution.entry_points import AUTOLOAD_VARIABLE, EntryPointInfo, EntryPoints
 from buffer_rl.resolution.reference import find_module
 from buffer_rl.terminal import printable
@@ -58,11 +59,12 @@ def parser_of(verb: str) -> Callable[[Any, Sequence[str]], None]:
     """``add_parser`` of a verb of ``all_verbs``. Raises PluginError if a plugin's module has none."""
     module = _module_name(verb)
     try:
-        found: Callable[[Any, Sequence[str]], None] = importlib.import_module(module).add_parser
+        with contained():
+            found: Callable[[Any, Sequence[str]], None] = importlib.import_module(module).add_parser
     except Exception as error:  # fault boundary: code of a third party
         if verb in VERBS:
             raise
-        what = f"its module cannot be used: {type(error).__name__}: {error}"
+        what = f"its module cannot be used: {error_name(error)}"
         raise PluginError(what, where=f"verb {verb} of {module}", expected="add_parser(subparsers, argv)") from error
     return found
 

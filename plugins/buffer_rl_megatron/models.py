@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.plugins import PluginRegistry
+from buffer_rl.resolution.calls import contained, error_name
 from buffer_rl.train.model import checked_folder
 from buffer_rl_megatron.layers import local_block_spec
 from buffer_rl_megatron.model_shape import ENTRY_POINTS, check_mapped, check_supported
@@ -98,9 +99,10 @@ def mapping_class(model_type: str) -> Any:
     found = importlib.metadata.entry_points(group=ENTRY_POINTS, name=model_type)
     for entry in found:
         try:
-            return entry.load()
+            with contained():
+                return entry.load()
         except Exception as error:  # fault boundary: code of a third party
-            raise PluginError(f"it cannot be imported: {type(error).__name__}: {error}", where=entry.value) from error
+            raise PluginError(f"it cannot be imported: {error_name(error)}", where=entry.value) from error
     check_mapped(model_type)
     return _MODEL_REGISTRY[model_type]
 

@@ -80,9 +80,11 @@ def serve(service: Service, folder: Path, host: str, port: int) -> None:
     url = base_url(host, listener.getsockname()[1])
     say(f"rollout service on {url}, its token is in {TOKEN_VARIABLE} or {folder / TOKEN_FILE}")
     sys.stdout.flush()
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn ends at them, and raises them once more when it has
-        signal.signal(number, lambda *_: None)
-    http_server(service.app()).run(sockets=[listener])
+    server = http_server(service.app())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)  # the server ends at them, and raises them once more when it has
+    server.run(sockets=[listener])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,29 +79,6 @@ def test_help_and_mistakes_import_neither_torch_nor_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr.splitlines()[-1] == "[]"
-
-
-def test_an_interrupt_is_status_130(tmp_path: Path) -> None:
-    pipe = tmp_path / "data.jsonl"
-    os.mkfifo(pipe)
-    command = [sys.executable, "-m", "buffer_rl.cli", "data", "validate", str(pipe)]
-    # Jobs in the background of a script, and their children, ignore the signal unless they ask for it.
-    asks = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=asks)
-    with pipe.open("wb"):  # opens once the program has opened its end, and gives it nothing to read
-        process.send_signal(signal.SIGINT)
-    # The pipe is closed: a signal that comes just before the program reads would else be seen after the read alone.
-    _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "buffer-rl: interrupted\n")
-
-
-def test_a_termination_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended_by_sigterm(*_: object) -> int:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    monkeypatch.setattr("buffer_rl.verbs.data.run_validate", ended_by_sigterm)
-    assert main(["data", "validate", "x"]) == 143
-    assert capsys.readouterr().err == "buffer-rl: terminated\n"
 
 
 def test_a_reader_that_has_seen_enough_ends_the_command_quietly(tmp_path: Path) -> None:

@@ -1,42 +1,15 @@
-"""How a run's process is told to end, and that two runs never share a folder."""
+"""Two runs never share a folder."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from buffer_rl.driver.process import folder_lock, termination_as_exception
+from buffer_rl.driver.process import folder_lock
 from buffer_rl.errors import ConfigError
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_to_end_becomes_an_exit_with_its_status_and_the_handler_is_put_back(number: int, status: int) -> None:
-    before = signal.getsignal(number)
-    with pytest.raises(SystemExit) as caught, termination_as_exception():
-        os.kill(os.getpid(), number)
-    assert caught.value.code == status
-    assert signal.getsignal(number) is before
-
-
-def test_outside_the_main_thread_no_handler_is_set_and_none_is_needed() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    seen: list[object] = []
-
-    def run() -> None:
-        with termination_as_exception():
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == [before]
-
 
 HOLD = """
 import sys

@@ -219,6 +219,8 @@ def test_a_module_whose_own_import_fails_shows_that_error_and_its_line(place: An
     assert "install what provides 'not_installed_anywhere'" in text
     assert "(raises.py:5): its own import failed: ValueError: invalid literal" in message(registry, "./raises.py:score")
     assert "(leaves.py:6): its own import failed: SystemExit: 3" in message(registry, "leaves:score")
+    place.write("interrupts.py", REWARD + "\nraise KeyboardInterrupt\n")
+    assert "(interrupts.py:5): its own import failed: KeyboardInterrupt" in message(registry, "interrupts:score")
 
 
 def test_a_syntax_error_in_an_imported_neighbour_is_placed_there(place: Any) -> None:

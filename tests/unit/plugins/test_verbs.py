@@ -45,9 +45,10 @@ def test_a_verb_whose_module_is_broken_is_named(place: Any, capsys: pytest.Captu
     place.install("third-party", {"buffer_rl.verb": {"greet": "greeting"}}, greeting="def")
     assert main(["--help"]) == 0
     assert "its module cannot be read" in capsys.readouterr().out
-    place.install("third-party", {"buffer_rl.verb": {"greet": "greeting"}}, greeting="import nowhere_at_all")
-    assert main(["greet"]) == 2
-    assert "verb greet of greeting: its module cannot be used: ModuleNotFoundError" in capsys.readouterr().err
+    for text, problem in (("import nowhere_at_all", "ModuleNotFoundError"), ("raise SystemExit(3)", "SystemExit: 3")):
+        place.install("third-party", {"buffer_rl.verb": {"greet": "greeting"}}, greeting=text)
+        assert main(["greet"]) == 2
+        assert f"verb greet of greeting: its module cannot be used: {problem}" in capsys.readouterr().err
 
 
 def test_a_verb_of_a_plugin_is_off_with_autoload(

@@ -48,6 +48,7 @@ async def test_a_synchronous_reward_runs_in_another_process_and_keeps_the_order(
     [
         ("raise", FailureKind.EXCEPTION, "KeyError: 'no such answer'"),
         ("exit", FailureKind.EXCEPTION, "SystemExit: 3"),
+        ("interrupt", FailureKind.EXCEPTION, "KeyboardInterrupt"),
         ("nan", FailureKind.INVALID, r"nan \(float\), not finite"),
         ("inf", FailureKind.INVALID, r"inf \(float\), not finite"),
         ("none", FailureKind.INVALID, "None"),
@@ -113,9 +114,11 @@ async def test_what_a_reward_prints_is_not_lost_when_its_process_is_killed(
 
 
 async def test_an_asynchronous_reward_has_the_same_failures(kit: Any) -> None:
-    group, failures = await score_labels(kit, ["4", "hang", "raise", "none"], "slow_async", rm_timeout_s=1.0)
-    assert [s.reward for s in group] == [4.0, None, None, None]
-    assert [f.kind for f in failures] == [FailureKind.TIMEOUT, FailureKind.EXCEPTION, FailureKind.INVALID]
+    labels = ["4", "hang", "raise", "exit", "none"]
+    group, failures = await score_labels(kit, labels, "slow_async", rm_timeout_s=1.0)
+    assert [s.reward for s in group] == [4.0, None, None, None, None]
+    raised = [FailureKind.EXCEPTION] * 2
+    assert [f.kind for f in failures] == [FailureKind.TIMEOUT, *raised, FailureKind.INVALID]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ def told_by_label(args: Any, sample: Sample) -> Any:
             raise KeyError("no such answer")
         case "exit":
             raise SystemExit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
         case "die":
             os._exit(7)
         case "segfault":
@@ -75,6 +77,8 @@ async def slow_async(args: Any, sample: Sample) -> Any:
         await asyncio.sleep(3600)
     if sample.label == "raise":
         raise KeyError("no such answer")
+    if sample.label == "exit":
+        raise SystemExit(3)
     if sample.label == "none":
         return None
     return float(sample.label)
