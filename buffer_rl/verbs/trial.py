@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 from buffer_rl.config import flag_of
@@ -166,7 +167,8 @@ def try_answers(context: RolloutContext, source: RowSource, limits: Sequence[Lim
     unlimited = args.model_copy(update={"rollout_max_prompt_len": None})
     chosen = {0, max(source.spread(MAX_WALKED), key=_size).row}
     chosen |= {row.row for row in source.spread(MAX_ENCODED)} if limits else set()
-    found, bad = TriedPrompts(use=source.use), list[DataError]()
+    found, bad, endless = TriedPrompts(use=source.use), list[DataError](), list[str]()
+    special = {*context.tokenizer.all_special_ids}
     ends = time.monotonic() + MASKS_S
     for row in dataset:
         if row.row not in chosen and isinstance(row.label, str) and row.label:
@@ -181,7 +183,11 @@ def try_answers(context: RolloutContext, source: RowSource, limits: Sequence[Lim
         except DataError as error:
             bad.append(error)
             continue
-        found.masks += is_conversation(sample)
+        if is_conversation(sample):
+            found.masks += 1
+            answer = compress(sample.tokens[-sample.response_length :], sample.loss_mask or ())
+            if [*answer][-1] not in special:
+                endless.append(dataset.where(row))
         if row.row == 0:
             found.text = context.tokenizer.decode(sample.tokens)
         found.add(len(sample.tokens) - sample.response_length, dataset.where(row))
@@ -190,6 +196,11 @@ def try_answers(context: RolloutContext, source: RowSource, limits: Sequence[Lim
         lines = [first.what, *(f"{error.where}: {error.what}" for error in others[: MAX_PROBLEMS - 1])]
         lines += [f"... and {len(bad) - MAX_PROBLEMS} more rows"] if len(bad) > MAX_PROBLEMS else []
         raise DataError("\n".join(lines), where=first.where, expected=first.expected, hint=first.hint)
+    if endless:
+        trial.notices.append(
+            f"the last answer of {len(endless)} of {found.masks} conversations ends without a special token "
+            f"({endless[0]}), so it does not teach the model to stop: the chat template writes none there"
+        )
     return found
 
 

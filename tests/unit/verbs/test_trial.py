@@ -209,6 +209,16 @@ def test_the_loss_masks_of_all_conversations_are_made(folder: Path) -> None:
     assert (trial.rows, trial.unchecked) == ([], [])
 
 
+def test_conversations_whose_last_answer_has_no_end_token_are_counted(folder: Path) -> None:
+    write(folder, *({"prompt": [message("user", "a"), message("assistant", text)]} for text in "bcd"))
+    path = folder / "model" / "chat_template.jinja"
+    assert tried(folder, **SFT).notices == []
+    end = "{% if not loop.last or add_generation_prompt %}<eos>{% endif %}"
+    path.write_text(TEMPLATE.replace("<eos>", end))
+    (notice,) = tried(folder, **SFT).notices
+    assert "the last answer of 3 of 3 conversations ends without a special token (train.jsonl:2)" in notice
+
+
 def test_tokens_that_the_model_does_not_have_are_refused_and_spare_rows_are_normal(folder: Path) -> None:
     write(folder, {"prompt": "a", "label": "b"})
     size = len(make_char_tokenizer())
