@@ -1,12 +1,14 @@
 """All benchmarks in one run: steps by phase and process, publications of weights, the engine against ``generate``.
 
     python benchmarks/run.py            # about three minutes
+    python benchmarks/run.py --quick    # the shortest form of each: does everything work?
 
-Exit status 1 if the engine is less than 4 times as fast as ``generate``.
+Exit status 1 if the engine is less than 4 times as fast as ``generate``, which ``--quick`` does not judge.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -14,15 +16,23 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = (("step_time.py", ()), ("publication.py", ("--sizes", "10,100")), ("engine_decode.py", ("--http",)))
+QUICK = (
+    ("step_time.py", ("--steps", "1")),
+    ("publication.py", ("--sizes", "10", "--repeats", "1")),
+    ("engine_decode.py", ("--http", "--groups", "1", "--require", "0")),
+)
 
 
 def main() -> int:
     """Run each in a process of its own, one after another; the first exit status that is not 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the shortest form of each: does everything work?")
+    flags = parser.parse_args()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     statuses = []
-    for name, flags in BENCHMARKS:
+    for name, options in QUICK if flags.quick else BENCHMARKS:
         print(f"== {name}", flush=True)
-        statuses.append(subprocess.run([sys.executable, str(HERE / name), *flags], env=environment).returncode)
+        statuses.append(subprocess.run([sys.executable, str(HERE / name), *options], env=environment).returncode)
     return next((status for status in statuses if status), 0)
 
 

@@ -1,6 +1,7 @@
 """Step time of the three schedules with an engine and a trainer that really compute, on a core each.
 
     python benchmarks/schedule_step.py            # about three minutes; needs two cores
+    python benchmarks/schedule_step.py --quick    # one step of the last schedule: does everything work?
 
 A Qwen3 of about 1.5 million random parameters, 16 groups of 4 samples a step, with a KL penalty, so that there is
 reference work too. The engine process is pinned to one core and the trainer to another; driver, Buffer and rollout
@@ -126,8 +127,8 @@ def make_task(folder: Path) -> None:
     (folder / "train.jsonl").write_text("".join(rows))
 
 
-def run_schedule(folder: Path, run_dir: Path, kind: Overlap, num_steps: int) -> list[StepStats]:
-    """The measured steps of one run."""
+def run_schedule(folder: Path, run_dir: Path, kind: Overlap, num_steps: int, groups: int) -> list[StepStats]:
+    """The measured steps of one run, of so many groups each."""
     here = Path(__file__).resolve()
     args = compose(CORE_SECTIONS).model_validate(
         {
@@ -139,10 +140,10 @@ def run_schedule(folder: Path, run_dir: Path, kind: Overlap, num_steps: int) -> 
             "custom_generate_function_path": f"{here}:respond",
             "custom_rm_path": f"{here}:rewarded",
             "num_rollout": num_steps + 2,
-            "rollout_batch_size": GROUPS,
+            "rollout_batch_size": groups,
             "n_samples_per_prompt": SAMPLES,
             "rollout_max_response_len": MAX_LENGTH,
-            "engine_max_running_requests": GROUPS * SAMPLES,
+            "engine_max_running_requests": groups * SAMPLES,
             "use_kl_loss": True,
             "kl_loss_coef": 0.01,
             "lr": 1e-5,
@@ -160,12 +161,12 @@ def run_schedule(folder: Path, run_dir: Path, kind: Overlap, num_steps: int) -> 
     return [step_stats(spans, step, windows[step], kind) for step in range(1, num_steps + 1)]
 
 
-def measure(folder: Path, num_steps: int, rounds: int) -> list[Measured]:
+def measure(folder: Path, num_steps: int, rounds: int, groups: int, schedules: Sequence[Overlap]) -> list[Measured]:
     """Every schedule in turn, several times."""
-    steps: dict[Overlap, list[StepStats]] = {kind: [] for kind in SCHEDULES}
+    steps: dict[Overlap, list[StepStats]] = {kind: [] for kind in schedules}
     for number in range(rounds):
-        for place, kind in enumerate(SCHEDULES):
-            steps[kind] += run_schedule(folder, folder / f"run_{number}_{place}", kind, num_steps)
+        for place, kind in enumerate(schedules):
+            steps[kind] += run_schedule(folder, folder / f"run_{number}_{place}", kind, num_steps, groups)
     return [Measured(kind=kind, steps=found) for kind, found in steps.items()]
 
 
@@ -181,15 +182,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each run")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each schedule")
+    parser.add_argument("--quick", action="store_true", help="one step of the last schedule: does everything work?")
     flags = parser.parse_args()
+    steps, rounds, groups = (1, 1, 2) if flags.quick else (flags.steps, flags.rounds, GROUPS)
     if len(os.sched_getaffinity(0)) < 2:
         print("engine and trainer need a core each; there is one", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as name, ray_session(None):
         folder = Path(name)
         make_task(folder)
-        measured = measure(folder, flags.steps, flags.rounds)
-    print(f"{flags.steps * flags.rounds} steps of {GROUPS} x {SAMPLES} samples, lengths lognormal with sigma {SIGMA:g}")
+        measured = measure(folder, steps, rounds, groups, list(SCHEDULES)[-1:] if flags.quick else list(SCHEDULES))
+    print(f"{steps * rounds} steps of {groups} x {SAMPLES} samples, lengths lognormal with sigma {SIGMA:g}")
     print("\n".join(table(measured)))
     return 0
 

@@ -1,0 +1,72 @@
+"""Every benchmark works in its shortest form, where that takes seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+TIMEOUT_S = 240.0
+SHORTEST: dict[str, tuple[str, ...]] = {
+    "algorithms": ("--quick", "--out", "runs"),
+    "faults": ("rollout", "--kills", "1"),
+    "finish_depth": (),
+    "group_costs": ("--groups", "1000", "--rounds", "1", "--parts", "queue"),
+    "ledger": ("--groups", "1000"),
+    "ledger_kills": ("--kills", "2", "--every", "50"),
+    "pool": ("--quick",),
+    "preflight": ("--gb", "0.005"),
+    "run": ("--quick",),
+    "schedule_equality": ("--algorithms", "gspo", "--steps", "1"),
+    "schedule_step": ("--quick",),
+    "schedules": ("--quick",),
+}
+OF_CAMPAIGN = {"faults", "schedule_equality"}
+"""Several whole runs even so: ``make campaign`` has them, before it runs the long form of each."""
+
+
+def run(name: str, flags: tuple[str, ...], folder: Path) -> None:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *flags]
+    answer = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-3000:]
+    assert answer.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.campaign] if name in OF_CAMPAIGN else []) for name in SHORTEST]
+)
+def test_a_benchmark_works_in_its_shortest_form(name: str, tmp_path: Path) -> None:
+    run(name, SHORTEST[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: make bench-trl installs it")
+def test_the_comparison_with_trl_works_in_its_shortest_form(tmp_path: Path) -> None:
+    run("against_trl", ("--quick", "--out", "results"), tmp_path)
+
+
+def test_every_benchmark_that_can_be_started_is_among_them() -> None:
+    parts = {Path(name).stem for name, _ in runpy.run_path(str(BENCHMARKS / "run.py"))["QUICK"]}
+    children = {"comparison_ours", "comparison_trl", "pool_transfer_queue"}  # of against_trl and pool
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text(encoding="utf-8")}
+    assert SHORTEST.keys() | parts | children | {"against_trl", "campaign"} == scripts
+
+
+def test_every_part_of_the_campaign_is_among_them_or_a_golden_run(script: Callable[[str], ModuleType]) -> None:
+    """The campaign itself writes a page of an hour's results."""
+    files = {command[0] for command in script("campaign").CAMPAIGNS.values()}
+    assert {Path(file).stem for file in files if file.startswith("benchmarks/")} <= SHORTEST.keys()
+    assert {file for file in files if not file.startswith("benchmarks/")} == {
+        "tests/golden/runs.py", "tests/golden/mutants.py",
+    }  # fmt: skip
