@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple, cast
 
 from buffer_rl.errors import PluginError, RolloutError
@@ -37,12 +37,14 @@ _BOOT = (
 
 
 class Outcome(NamedTuple):
-    """One sample's reward, or why there is none."""
+    """One sample's reward, or why there is none. metadata: what the function changed of the metadata of each sample
+    that it was called with (``reward_process.changed_metadata``); empty if it changed none."""
 
     value: Any = None
     kind: FailureKind | None = None
     text: str = ""
     expected: str = ""
+    metadata: Sequence[Mapping[str, Any]] = ()
 
 
 class RewardPool:
@@ -293,7 +295,7 @@ def _memory_file() -> IO[bytes]:
 def _read_outcome(answer: dict[str, Any]) -> Outcome:
     if "kind" in answer:
         return Outcome(kind=FailureKind(answer["kind"]), text=answer["error"], expected=answer.get("expected", ""))
-    return Outcome(value=answer["ok"])
+    return Outcome(value=answer["ok"], metadata=answer.get("metadata", ()))
 
 
 def _skipped_outcome(kind: FailureKind | None) -> Outcome:

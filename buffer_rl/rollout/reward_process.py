@@ -10,6 +10,7 @@ the parent knows which sample was at work, and keeps the answers before it, with
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import io
 import json
@@ -106,6 +107,8 @@ def _serve(channel: socket.socket, answers_fd: int) -> None:
 def _outcome(
     function: Callable[..., Any], args: Any, target: RewardTarget, item: Sample | SampleGroup
 ) -> dict[str, Any]:
+    samples = [item] if isinstance(item, Sample) else list(item)
+    before = [pickle.dumps(sample.metadata) for sample in samples]
     try:
         with contained():
             value = function(args, item)
@@ -114,9 +117,49 @@ def _outcome(
     except Exception as error:  # fault boundary: user code
         return {"error": error_text(error), "kind": kind_of(error)}
     try:
-        return {"ok": target.check(value, item)}
+        answer: dict[str, Any] = {"ok": target.check(value, item)}
     except BufferRLError as error:
         return {"error": error.what, "expected": error.expected, "kind": FailureKind.INVALID}
+    changes = [changed_metadata(old, sample.metadata) for old, sample in zip(before, samples, strict=True)]
+    return answer | {"metadata": changes} if any(changes) else answer
+
+
+def changed_metadata(pickled: bytes, now: object) -> dict[str, Any]:
+    """What a reward changed of a sample's metadata, as JSON values; empty if nothing. pickled: them before it ran.
+
+    set: new or changed entries; removed: names; not_json: names of entries that JSON cannot hold, with their types.
+    """
+    if not isinstance(now, dict):
+        return {"not_json": {"metadata": type(now).__name__}}
+    with contextlib.suppress(Exception):  # an entry that is new and cannot be pickled
+        if pickle.dumps(now) == pickled:
+            return {}
+    before: dict[Any, Any] = pickle.loads(pickled)
+    new: dict[str, Any] = {}
+    not_json: dict[str, str] = {}
+    for name, value in now.items():
+        text, is_new = _json_text({name: value}), name not in before
+        if text is not None and (is_new or text != _json_text({name: before[name]})):
+            new |= json.loads(text)
+        elif text is None and (is_new or _copied(value) != _copied(before[name])):
+            not_json[str(name)] = type(value).__name__
+    found = {"set": new, "removed": [str(name) for name in before if name not in now], "not_json": not_json}
+    return found if any(found.values()) else {}
+
+
+def _json_text(value: object) -> str | None:
+    try:
+        return json.dumps(value)
+    except Exception:  # fault boundary: objects of the user's own, of any depth
+        return None
+
+
+def _copied(value: object) -> bytes | None:
+    """The value's pickle, of a copy, so that equal values have equal ones; None if it cannot be pickled."""
+    try:
+        return pickle.dumps(pickle.loads(pickle.dumps(value)))
+    except Exception:  # fault boundary: objects of the user's own
+        return None
 
 
 def _receive(channel: socket.socket) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -67,8 +68,8 @@ class Scorer:
     ``--custom-group-rm-path`` scores the samples of a prompt together. Else a sample's function is
     ``--custom-rm-path``, else what the row's metadata name as ``rm_type``, where ``--row-rm-types`` lists it or the
     evaluation set's own configuration chose it, else ``--rm-model`` or ``--rm-type``. Synchronous functions run in
-    processes that are killed at ``--rm-timeout-s``, so what they change on the sample is not seen here: they answer
-    with their return value. Asynchronous ones run on the event loop under the same deadline. A sample that already has
+    processes that are killed at ``--rm-timeout-s``: their return value and what they changed of ``sample.metadata``
+    come back, as JSON. Asynchronous ones run on the event loop under the same deadline. A sample that already has
     a reward keeps it, after the same check. With ``--use-opd`` one that nothing scores has the reward 0.
     """
 
@@ -78,6 +79,7 @@ class Scorer:
         self._registry = registry
         self._functions: dict[RewardTarget, _Function] = {}
         self._pool: RewardPool | None = None
+        self._not_json: set[tuple[str, str]] = set()
 
     async def score(self, samples: Sequence[Sample], *, of_set: str = "") -> list[RewardFailure]:
         """Set ``reward`` on every sample that can be scored; the others get status FAILED and no reward.
@@ -185,8 +187,31 @@ class Scorer:
             self._functions[target] = _Function(call, is_async(call))
         function = self._functions[target]
         if not function.is_async:
-            return await self.pool.score(target, samples)
+            outcomes = await self.pool.score(target, samples)
+            for item, outcome in zip(samples, outcomes, strict=True):
+                if outcome.metadata:
+                    own = [item] if isinstance(item, Sample) else item
+                    self._take_metadata(target, own, outcome.metadata)
+            return outcomes
         return await asyncio.gather(*(self._run_async(function.call, sample) for sample in samples))
+
+    def _take_metadata(
+        self, target: RewardTarget, samples: Sequence[Sample], changes: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Make a reward's changes of metadata on the samples here. What JSON cannot hold is reported once a name."""
+        for sample, change in zip(samples, changes, strict=True):
+            for name in change.get("removed", ()):
+                sample.metadata.pop(name, None)
+            sample.metadata |= change.get("set", {})
+            for name, kind in change.get("not_json", {}).items():
+                if (target.reference, name) not in self._not_json:
+                    self._not_json.add((target.reference, name))
+                    print(
+                        f"buffer-rl: notice: the reward {target.reference!r} sets sample.metadata[{name!r}] to a value "
+                        f"of type {kind}, which JSON cannot hold, so it is lost",
+                        file=sys.stderr,
+                        flush=True,
+                    )
 
     async def _run_async(self, call: Callable[..., Any], sample: Sample | SampleGroup) -> Outcome:
         timeout_s = self._args.rm_timeout_s

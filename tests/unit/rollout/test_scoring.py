@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import signal
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from buffer_rl.errors import ConfigError, DataError, PluginError
 from buffer_rl.rollout.failures import FailureKind
 from buffer_rl.rollout.reward_pool import MAX_LOST_PER_CALL
-from buffer_rl.rollout.reward_process import DONE
+from buffer_rl.rollout.reward_process import DONE, changed_metadata
 from buffer_rl.types import Status
 
 TIMEOUT_S = 2.0
@@ -41,6 +42,38 @@ async def test_a_synchronous_reward_runs_in_another_process_and_keeps_the_order(
     pids = {sample.reward for sample in group}
     assert len(pids) == 1
     assert os.getpid() not in pids
+
+
+async def test_what_a_synchronous_reward_writes_into_the_metadata_comes_back_with_the_number(
+    kit: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    group = kit.make_group(6, labels=["3", "4"])
+    for sample in group:
+        sample.metadata |= {"seen": {"times": 1}, "scratch": [1], "kept": (1, 2), "tests": b"\x00" * 1000}
+    async with kit.opened(custom_rm_path=kit.user("notes")) as context:
+        assert await context.scorer.score(group.samples) == []
+    assert [sample.metadata["parts"] for sample in group] == [{"format": 1.0, "steps": [n, None]} for n in (3, 4)]
+    assert [sample.metadata["seen"] for sample in group] == [{"times": 2}] * 2
+    assert all("scratch" not in sample.metadata and sample.metadata["kept"] == (1, 2) for sample in group)
+    assert group[0].metadata["tests"] == b"\x00" * 1000  # not JSON, and not changed
+    said = capfd.readouterr().err
+    assert said.count("sets sample.metadata['object'] to a value of type object, which JSON cannot hold") == 1
+    assert "'tests'" not in said
+
+
+async def test_a_group_reward_writes_into_the_metadata_of_each_sample(kit: Any) -> None:
+    group = kit.make_group(6, labels=["x"] * 3)
+    async with kit.opened(custom_group_rm_path=kit.user("notes_of_group")) as context:
+        assert await context.scorer.score(group.samples) == []
+    assert [sample.metadata["rank"] for sample in group] == [0, 1, 2]
+
+
+def test_only_changed_metadata_travel() -> None:
+    large = {"cases": ["x" * 1000] * 100, "flag": False}
+    assert changed_metadata(pickle.dumps(large), large) == {}
+    changed = changed_metadata(pickle.dumps(large), {**large, "flag": True})
+    assert changed == {"set": {"flag": True}, "removed": [], "not_json": {}}
+    assert changed_metadata(pickle.dumps({}), None) == {"not_json": {"metadata": "NoneType"}}
 
 
 @pytest.mark.parametrize(

@@ -348,3 +348,18 @@ def raises_a_lone_surrogate(args: Any, sample: Sample) -> float:
 def rewards_with_a_lone_surrogate(args: Any, sample: Sample) -> dict[str, Any]:
     print("\udcff")
     return {"score": 1.0, "why": "\ud800"}
+
+
+def notes(args: Any, sample: Any) -> float:
+    """Writes into the metadata what a filter may want to read."""
+    sample.metadata["parts"] = {"format": 1.0, "steps": [int(sample.label), None]}
+    sample.metadata["seen"]["times"] += 1
+    sample.metadata["object"] = object()
+    del sample.metadata["scratch"]
+    return 1.0
+
+
+def notes_of_group(args: Any, group: Any) -> list[float]:
+    for sample in group:
+        sample.metadata["rank"] = sample.sample_index
+    return [0.0 for _ in group]
