@@ -23,6 +23,7 @@ parent          a process that ends with the one that started it
 redaction       what may be written down of options and addresses
 utf8            text that UTF-8 cannot encode
 model_config    what a model's configuration says of its longest sequence
+environment     variables of the environment, and which addresses no proxy is for
 cli             the command ``buffer-rl``
 """
 
