@@ -24,6 +24,7 @@ terminal        what a terminal may show of text of models and data
 redaction       what may be written down of options and addresses
 utf8            text that UTF-8 cannot encode
 model_config    what a model's configuration says of its longest sequence
+environment     variables of the environment, and which addresses no proxy is for
 cli             the command ``buffer-rl``
 """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from buffer_rl.environment import variables
 from buffer_rl.errors import ClusterError
 
 MODE = "RAY_AUTH_MODE"
@@ -75,22 +76,3 @@ def _private(name: str) -> Any:
             where="the local Ray",
             hint="install another version of Ray, or join a running cluster with --ray-address",
         ) from error
-
-
-@contextmanager
-def variables(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Variables of this process's environment for the length of the block; None removes one."""
-    before = {name: os.environ.get(name) for name in changes}
-    _set(changes)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(changes: Mapping[str, str | None]) -> None:
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

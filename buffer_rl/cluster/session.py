@@ -17,7 +17,8 @@ from typing import Any
 
 import ray
 
-from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray, variables
+from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray
+from buffer_rl.environment import variables
 from buffer_rl.errors import ClusterError, ConfigError
 from buffer_rl.resolution.shipping import CodeBundle, use_shipped_code
 

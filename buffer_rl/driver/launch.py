@@ -43,6 +43,7 @@ from buffer_rl.driver.session import RunSession
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.engine.host import at_this_node, placed_launcher, places_engines
 from buffer_rl.engine.process import starts_engines, with_engine_key
+from buffer_rl.environment import direct_variables, variables
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import construct
 from buffer_rl.roles import ACTOR
@@ -91,6 +92,7 @@ def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping
     args = with_engine_key(with_steps(with_counts(args)))
     with ExitStack() as stack:
         stack.enter_context(signals_as_exceptions())
+        stack.enter_context(variables(direct_variables(args)))
         stack.enter_context(folder_lock(run_dir))
         stack.enter_context(save_lock(args))
         checkpoint = stack.enter_context(opened_checkpoint(args.load, run_dir)) if args.load is not None else None

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, cast
 
@@ -21,7 +23,7 @@ from buffer_rl.engine.registry import EngineRegistry, FleetControl
 from buffer_rl.engine.replica import EngineEvent, EngineState, Replica
 from buffer_rl.engine.router import Router
 from buffer_rl.engine.supervisor import Supervisor
-from buffer_rl.errors import ConfigError, EngineError
+from buffer_rl.errors import ConfigError, DeadlineError, EngineError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.resolution.calls import Guarded, call, returned
 
@@ -151,11 +153,10 @@ class EngineFleet:
             return
         deadline = time.monotonic() + self._args.engine_start_timeout_s
         try:
-            for replica in self._registry.all():
-                replica.engine.wait_ready(max(deadline - time.monotonic(), 0.0))
-            self._router.wait_ready(max(deadline - time.monotonic(), 0.0))
+            _wait_for_all([*(replica.engine for replica in self._registry.all()), self._router], deadline)
             self._router.check()  # it may have ended while the engines loaded
-            self._router.add(*self.engine_urls, timeout_s=max(deadline - time.monotonic(), 0.0))
+            left = max(deadline - time.monotonic(), 0.0)
+            self._router.add(*self.engine_urls, timeout_s=left, check=self._check_engines)
             for replica in self._registry.all():
                 replica.note(EngineEvent.HAS_WEIGHTS)
             args, registry = self._args, self._registry
@@ -166,6 +167,10 @@ class EngineFleet:
         except BaseException:
             self.stop()
             raise
+
+    def _check_engines(self) -> None:
+        for replica in self._registry.all():
+            replica.engine.check()
 
     def check(self) -> None:
         """Raises EngineError, with the end of the log, if the router has ended, or no engine is left and none will
@@ -224,6 +229,32 @@ class EngineFleet:
         self._log(line)
         if self._notice is not None:
             self._notice(line)
+
+
+def _wait_for_all(servers: Sequence[EngineProcess | Router], deadline: float) -> None:
+    """Return once all are ready. Raises the error of the first that fails, while others still load; where time is up,
+    that of the first in their order."""
+    answers: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
+
+    def wait(place: int, server: EngineProcess | Router) -> None:
+        try:
+            server.wait_ready(max(deadline - time.monotonic(), 0.0))
+        except BaseException as error:  # fault boundary: engines are plugins
+            answers.put((place, error))
+        else:
+            answers.put((place, None))
+
+    for place, server in enumerate(servers):
+        threading.Thread(target=wait, args=(place, server), name=f"start-{place}", daemon=True).start()
+    late: dict[int, BaseException] = {}
+    for _ in servers:
+        place, error = answers.get()
+        if isinstance(error, DeadlineError):
+            late[place] = error
+        elif error is not None:
+            raise error
+    if late:
+        raise late[min(late)]
 
 
 def named_launcher(launcher: EngineLauncher, reference: str) -> EngineLauncher:

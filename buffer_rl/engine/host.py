@@ -10,6 +10,7 @@ still takes connections where that answer is late. Ray takes seconds to say that
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from buffer_rl.config import dump_args, load_args
 from buffer_rl.contracts import EngineLauncher, EngineProcess
 from buffer_rl.engine.fleet import named_launcher
 from buffer_rl.engine.process import STOP_TIMEOUT_S, refuses_connections, starts_engines
+from buffer_rl.environment import direct_variables
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError, WorkerDiedError
 from buffer_rl.plugins import PluginRegistry
 from buffer_rl.weights.tensor import require_local_engines
@@ -65,7 +67,9 @@ class EngineHost:
         with self._named():
             reference = self._args.rollout_engine
             found = PluginRegistry.from_flags(self._args.plugin).resolve("engine", reference)
-            self._engine = named_launcher(found, reference)(at_this_node(self._args), self._index, self._log_path)
+            args = at_this_node(self._args)
+            os.environ.update(direct_variables(args))  # which its server inherits
+            self._engine = named_launcher(found, reference)(args, self._index, self._log_path)
 
     def wait_ready(self, timeout_s: float) -> str:
         """Wait until the server answers. Returns its URL."""

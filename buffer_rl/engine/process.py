@@ -11,6 +11,7 @@ import gc
 import http.client
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -39,6 +40,7 @@ KEY_BYTES = 32
 POLL_INTERVAL_S = 0.05
 CONNECT_TIMEOUT_S = 0.2
 START_ATTEMPTS = 3
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 PORT_IS_TAKEN = "address already in use"
 """In the log of a server whose port another process has, whatever the case; SGLang says it and goes on living."""
 
@@ -126,7 +128,12 @@ class ChildProcess:
                 text = log.read().decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
+        return "\n".join(_COLOR.sub("", text).splitlines()[-LOG_TAIL_LINES:])
+
+    def log_end(self) -> str:
+        """``log_tail`` as the last part of an error's text."""
+        tail = self.log_tail()
+        return f"the end of its log:\n{tail}" if tail else "its log is empty"
 
     def check(self) -> None:
         """Raises EngineError, with the end of the log, if the process has ended."""
@@ -134,9 +141,7 @@ class ChildProcess:
         if status is None:
             return
         how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        tail = self.log_tail()
-        log = f"the end of its log:\n{tail}" if tail else "its log is empty"
-        raise EngineError(f"{self.name} {how}; {log}", where=self.log_path, hint="read the log")
+        raise EngineError(f"{self.name} {how}; {self.log_end()}", where=self.log_path, hint="read the log")
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """SIGTERM, then SIGKILL for the whole group; returns when all of it is gone, so that its memory and devices are
@@ -222,8 +227,7 @@ def wait_until_ready(
         left = deadline - time.monotonic()
         if left <= 0:
             raise DeadlineError(
-                f"{process.name} did not answer {url} within {timeout_s:g} s; "
-                f"the end of its log:\n{process.log_tail()}",
+                f"{process.name} did not answer {url} within {timeout_s:g} s; {process.log_end()}",
                 where=process.log_path,
                 hint="read the log, or raise --engine-start-timeout-s",
             )
@@ -310,8 +314,7 @@ class ServerProcess:
     def _check(self) -> None:
         self.process.check()
         if self._has_no_port():
-            tail = self.process.log_tail()
-            raise EngineError(f"{self._name} has no port; the end of its log:\n{tail}", where=self._log_path)
+            raise EngineError(f"{self._name} has no port; {self.process.log_end()}", where=self._log_path)
 
     def _has_no_port(self) -> bool:
         return PORT_IS_TAKEN in self.process.log_tail().lower()

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from sglang_router.router_args import RouterArgs  # type: ignore[import-untyped]
@@ -102,15 +102,15 @@ class Router:
         answer = self._call("GET", "/workers")
         return {worker["url"]: worker["id"] for worker in answer["workers"]}
 
-    def add(self, *urls: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def add(self, *urls: str, timeout_s: float = CALL_TIMEOUT_S, check: Callable[[], None] | None = None) -> None:
         """Send requests to ``urls`` as well, which answer already; returns once they are listed, at most ``timeout_s``
-        later. Raises EngineError and DeadlineError."""
+        later. Raises EngineError and DeadlineError, and what ``check`` raises, which is called meanwhile."""
         deadline = time.monotonic() + timeout_s
         own_key = {"api_key": self._api_key} if self._api_key else {}  # added workers do not inherit the router's
         for url in urls:
             self._call("POST", "/workers", {"url": url, **own_key})
         for url in urls:
-            self._wait_for(url, deadline, listed=True)
+            self._wait_for(url, deadline, listed=True, check=check)
 
     def remove(self, url: str) -> None:
         """Send nothing to ``url`` any more; returns once it is off the list. Raises EngineError and DeadlineError."""
@@ -119,10 +119,17 @@ class Router:
             self._call("DELETE", f"/workers/{worker}")
             self._wait_for(url, time.monotonic() + CALL_TIMEOUT_S, listed=False)
 
-    def _wait_for(self, url: str, deadline: float, *, listed: bool) -> None:
+    def _wait_for(self, url: str, deadline: float, *, listed: bool, check: Callable[[], None] | None = None) -> None:
         while (url in self.workers()) is not listed:
+            if check is not None:
+                check()
             if time.monotonic() > deadline:
-                raise DeadlineError(f"the router did not {'list' if listed else 'drop'} {url} in time", where=self.url)
+                raise DeadlineError(
+                    f"the router at {self.url} did not {'list' if listed else 'drop'} {url} in time; "
+                    f"{self.process.log_end()}",
+                    where=self.process.log_path,
+                    hint=f"can the router's machine reach {url}? It connects directly, without a proxy",
+                )
             time.sleep(POLL_INTERVAL_S)
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
@@ -136,6 +143,7 @@ class Router:
             with self._opener.open(request, timeout=CALL_TIMEOUT_S) as response:
                 return json.loads(response.read())
         except (http.client.HTTPException, OSError, ValueError) as error:  # urllib's errors are OSErrors
+            self.check()  # a router that has ended gives the reason in its log
             raise EngineError(f"{type(error).__name__}: {error}", where=f"{method} {self.url}{path}") from error
 
 

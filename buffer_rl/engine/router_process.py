@@ -2,7 +2,7 @@
 
 The router takes its API key as an argument alone, which every user of the machine could read. So the key comes in the
 environment, and is put among the arguments that the router parses inside this process. Its command line knows fewer
-policies than it has, so the policy is set afterwards.
+policies than it has, so the policy is set afterwards. It calls engines alone, and never through a proxy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from buffer_rl.engine.process import PARENT_FD_FLAG, pop_key
+from buffer_rl.environment import drop_proxies
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     at = rest.index("--policy")
     policy = rest[at + 1]
     del rest[at : at + 2]
+    drop_proxies()
     if (key := pop_key()) is not None:
         rest += [f"--api-key={key}"]  # a key may begin with a dash
     from sglang_router.launch_router import launch_router, parse_router_args  # type: ignore[import-untyped]

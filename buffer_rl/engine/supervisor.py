@@ -114,7 +114,7 @@ class Supervisor:
                     self._listed.remove(url)
             except BufferRLError as error:
                 verb = "does not list" if url in wanted else "still lists"
-                self._say(f"the router {verb} {url}: {error}")
+                self._say(f"the router {verb} {url}: {_without_log(error)} ({error.where})")
 
     def _say_back(self, replica: Replica) -> None:
         if replica in self._back:  # it was suspect
@@ -130,9 +130,8 @@ class Supervisor:
         self._last_death = death
         self._registry.remove(lost)
         restarts = self._used_restart()
-        reason = death.what.splitlines()[0].partition("; ")[0]  # without the log
         left = len(self._registry.in_state(*SERVES))
-        goes_on = f"{reason} ({death.where}); the run goes on with {left} engine{'s' if left != 1 else ''}"
+        goes_on = f"{_without_log(death)} ({death.where}); the run goes on with {left} engine{'s' if left != 1 else ''}"
         limit = self._args.engine_max_restarts
         if restarts is None:
             self._say(f"{goes_on}, and none is started in its place (--engine-max-restarts {limit})")
@@ -230,3 +229,8 @@ class Supervisor:
             replica.note(EngineEvent.HAS_WEIGHTS)
         finally:
             self._registry.publication.release()
+
+
+def _without_log(error: BufferRLError) -> str:
+    """What is wrong, in one line, without the end of a process's log."""
+    return error.what.splitlines()[0].partition("; ")[0]

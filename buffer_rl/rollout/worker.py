@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -24,6 +25,7 @@ from buffer_rl.cluster.placement import Placement
 from buffer_rl.config import load_args
 from buffer_rl.engine.client import EngineClient
 from buffer_rl.engine.process import settle_garbage_collector
+from buffer_rl.environment import direct_variables
 from buffer_rl.errors import WorkerError
 from buffer_rl.observe.run_folder import sample_record
 from buffer_rl.plugins import PluginRegistry
@@ -119,6 +121,7 @@ class RolloutWorker:
         redirect_output(log_path)
         self._run_dir = Path(log_path).parent.parent  # absolute, unlike --run-dir
         self._args = cast("Args", load_args(args_text))
+        os.environ.update(direct_variables(self._args))
         self._client = BufferClient(
             buffer,
             timeout_s=self._args.buffer_timeout_s,

@@ -20,6 +20,7 @@ from buffer_rl.configuration.sources import resolve
 from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.engine.process import starts_engines
+from buffer_rl.environment import direct_variables, variables
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.lazy_list import prompt_copies
 from buffer_rl.plugins import PluginRegistry
@@ -123,7 +124,11 @@ def _ask(args: Any, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
     registry = PluginRegistry.from_flags(args.plugin)
     check_engines(args, registry)
     args = with_engine_key(args)
-    with tempfile.TemporaryDirectory(prefix="buffer-rl-") as logs, EngineFleet(args, logs, registry) as fleet:
+    with (
+        variables(direct_variables(args)),
+        tempfile.TemporaryDirectory(prefix="buffer-rl-") as logs,
+        EngineFleet(args, logs, registry) as fleet,
+    ):
         fleet.wait_ready()
         args = args.model_copy(update=fleet.addresses)
         return asyncio.run(_while_engines_last(fleet, _answers_of_engine(args, samples, encoder)))

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -19,6 +20,7 @@ from buffer_rl.engine.client import EngineClient
 from buffer_rl.engine.embedded.launcher import launch
 from buffer_rl.engine.fleet import EngineFleet
 from buffer_rl.engine.process import ChildProcess, ServerProcess, reserved_port
+from buffer_rl.engine.router import Router
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine
 
@@ -144,6 +146,71 @@ def test_an_engine_that_cannot_load_fails_the_start_with_its_log_and_stops_the_o
         fleet.wait_ready()
     assert not any(alive(pid) for pid in pids)
     assert fleet.engine_urls == []
+
+
+class Loading:
+    """An engine that loads until it is stopped, or ends at once with ``failure``."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self, failure=None):
+        self.failure, self.stopped = failure, threading.Event()
+
+    def wait_ready(self, timeout_s):
+        if self.failure is not None:
+            raise self.failure
+        self.stopped.wait(timeout_s)
+        raise DeadlineError("still loading")
+
+    def check(self):
+        pass
+
+    def stop(self):
+        self.stopped.set()
+
+
+def test_an_engine_that_ends_fails_the_start_while_those_before_it_still_load(engine_args, tmp_path):
+    engines = [Loading(), Loading(EngineError("no device; the end of its log:\nCUDA"))]
+    args = engine_args(rollout_num_engines=2, engine_start_timeout_s=600.0)
+    fleet = EngineFleet(args, str(tmp_path), lambda _, index, __: engines[index])
+    fleet.start()
+    with pytest.raises(EngineError, match="no device; the end of its log:\nCUDA"):
+        fleet.wait_ready()
+    assert all(engine.stopped.is_set() for engine in engines)
+
+
+def test_a_router_that_ends_fails_the_start_while_engines_still_load(engine_args, tmp_path):
+    args = engine_args(engine_start_timeout_s=600.0)
+    with EngineFleet(args, str(tmp_path), lambda *_: Loading()) as fleet:
+        os.kill(fleet.router.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"sglang-router was killed by signal 9; its log is empty"):
+            fleet.wait_ready()
+
+
+def test_a_router_that_lists_no_engine_or_has_ended_fails_the_call_with_the_end_of_its_log(tmp_path):
+    log = tmp_path / "router.log"
+    router = Router(str(log), request_timeout_s=30)
+    try:
+        router.wait_ready(60.0)
+        with log.open("a") as file:
+            file.write("\x1b[33m WARN\x1b[0m no route to it\n")
+        unreachable = "http://127.0.0.1:1"
+        with pytest.raises(DeadlineError, match=f"did not list {unreachable} in time; the end of its log:") as caught:
+            router.add(unreachable, timeout_s=0.0)
+        assert "\n WARN no route to it" in caught.value.what
+        assert caught.value.where == str(log)
+
+        def ended():
+            raise EngineError("the engine has ended")
+
+        with pytest.raises(EngineError, match="the engine has ended"):
+            router.add("http://127.0.0.1:2", timeout_s=600.0, check=ended)
+        os.kill(router.pid, signal.SIGKILL)
+        wait_until(lambda: router.process.exit_status is not None, "the router's end")
+        with pytest.raises(EngineError, match="was killed by signal 9; the end of its log:"):
+            router.workers()
+    finally:
+        router.stop()
 
 
 def test_a_launch_that_fails_stops_what_was_started(engine_args, tmp_path):

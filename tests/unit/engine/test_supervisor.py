@@ -115,3 +115,16 @@ def test_what_the_supervisor_cannot_handle_ends_the_run() -> None:
         odd.failure = KeyError("nobody expects it")
         assert holds_within(60, lambda: registry.over is not None)
     assert "KeyError: 'nobody expects it'" in str(registry.over)
+
+
+def test_a_notice_of_a_router_that_lists_no_engine_is_one_line_and_names_its_log() -> None:
+    one, other = Process("a"), Process("b")
+    with supervised(lambda index, name: other, one) as (_, router, said):
+
+        def refuse(url: str, timeout_s: float) -> None:
+            raise DeadlineError(f"the router did not list {url}; the end of its log:\nWARN", where="router.log")
+
+        router.add = refuse  # type: ignore[method-assign]
+        one.failure = EngineError("it was killed", where="engine_0.log")
+        expected = "the router does not list http://b: the router did not list http://b (router.log)"
+        assert holds_within(20, lambda: expected in said)

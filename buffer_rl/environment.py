@@ -1,0 +1,67 @@
+"""Variables of the environment: changed for a while, and those that name proxies.
+
+A run reaches its own servers directly. Its HTTP clients read no proxies, its router drops them. Code of the user, and
+what an engine downloads, keep the user's proxies for every other address: ``no_proxy`` names the run's own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+NO_PROXY = ("no_proxy", "NO_PROXY")
+NO_GRPC_PROXY = "no_grpc_proxy"
+"""Where set, gRPC reads it in place of ``no_proxy``."""
+LOOPBACK = ("localhost", "127.0.0.1")
+
+
+@contextmanager
+def variables(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Variables of this process's environment for the length of the block; None removes one."""
+    before = {name: os.environ.get(name) for name in changes}
+    _set(changes)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(changes: Mapping[str, str | None]) -> None:
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def direct_variables(args: Any, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables with which a process and its children reach this machine, and the engines and the router that
+    ``args`` name, without a proxy. The user's own exceptions stay: the union of both spellings of ``no_proxy``."""
+    hosts = list(dict.fromkeys([*LOOPBACK, args.engine_host, *_hosts_of(args)]))
+    of_both = _joined(hosts, *(environ.get(name, "") for name in NO_PROXY))
+    found = dict.fromkeys(NO_PROXY, of_both)
+    if own := environ.get(NO_GRPC_PROXY):
+        found[NO_GRPC_PROXY] = _joined(hosts, own)
+    return found
+
+
+def _hosts_of(args: Any) -> list[str]:
+    urls = [args.router_url, *args.engine_urls, *args.rollout_external_engine_addrs]
+    found = [urlsplit(url if "://" in url else f"//{url}").hostname for url in urls if url]
+    return [host for host in found if host]
+
+
+def _joined(hosts: list[str], *lists: str) -> str:
+    own = [entry.strip() for text in lists for entry in text.split(",")]
+    if "*" in own:  # all addresses; clients know it only if it is alone
+        return "*"
+    return ",".join(dict.fromkeys(entry for entry in [*own, *hosts] if entry))
+
+
+def drop_proxies(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Remove every variable that names a proxy, in either case, for a process that calls only servers of the run."""
+    for name in [name for name in environ if name.lower().endswith("_proxy")]:
+        del environ[name]
