@@ -65,10 +65,10 @@ class LoopGuard:
 
     async def guarded(self, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work`` as a task. Raises WorkerError, without waiting for it, if code ends the loop meanwhile."""
-        self._check()
         task, ended = self._loop.create_task(work), self._loop.create_future()
         self._waiting.add(ended)
         try:
+            self._check()
             await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
             self._check()
             return task.result()
