@@ -20,6 +20,7 @@ checkpoint      checkpoints: whole or absent
 file_kind       what a file is that is not what its place asks for
 remote          paths that fsspec reaches, and checkpoints there
 parent          a process that ends with the one that started it
+signals         signals that end a run or a command
 terminal        what a terminal may show of text of models and data
 redaction       what may be written down of options and addresses
 utf8            text that UTF-8 cannot encode

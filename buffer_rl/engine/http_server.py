@@ -39,7 +39,11 @@ Refusal = Callable[[Scope, int, str], Response]
 
 
 class JSONError(ValueError):
-    """A body that is no JSON, or is nested too deeply."""
+    """A body that is no JSON, or is nested too deeply (``is_deep``)."""
+
+    def __init__(self, what: str, *, is_deep: bool = False) -> None:
+        super().__init__(what)
+        self.is_deep = is_deep
 
 
 def read_json(raw: bytes | bytearray | str) -> Any:
@@ -47,11 +51,11 @@ def read_json(raw: bytes | bytearray | str) -> Any:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise JSONError(str(error)) from error
+        raise JSONError(str(error), is_deep="depth" in error.msg) from error
     open_list, open_object = ("[", "{") if isinstance(raw, str) else (b"[", b"{")
     # Counting is quick, and hardly a body has so many brackets at all.
     if raw.count(open_list) + raw.count(open_object) > MAX_DEPTH and depth(value) > MAX_DEPTH:  # type: ignore[arg-type]
-        raise JSONError(f"it has more than {MAX_DEPTH} levels")
+        raise JSONError(f"it has more than {MAX_DEPTH} levels", is_deep=True)
     return value
 
 

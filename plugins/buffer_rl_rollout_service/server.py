@@ -244,6 +244,8 @@ class Service:
                 422, f"{field}: {first['msg']}", where=where, expected="the fields of docs/rollout_service.md"
             )
         if isinstance(error, JSONError):
+            if error.is_deep:
+                return refusal(422, f"the body is nested too deeply: {error}", where=where, expected="fewer levels")
             return refusal(400, f"the body is no JSON: {error}", where=where, expected="a JSON object")
         if isinstance(error, BufferStateError):
             status = 429 if isinstance(error, FullError) else 409
