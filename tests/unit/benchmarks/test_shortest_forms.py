@@ -29,8 +29,6 @@ SHORTEST: dict[str, tuple[str, ...]] = {
     "schedule_step": ("--quick",),
     "schedules": ("--quick",),
 }
-OF_CAMPAIGN = {"faults", "schedule_equality"}
-"""Several whole runs even so: ``make campaign`` has them, before it runs the long form of each."""
 
 
 def run(name: str, flags: tuple[str, ...], folder: Path) -> None:
@@ -43,9 +41,7 @@ def run(name: str, flags: tuple[str, ...], folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 30)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.campaign] if name in OF_CAMPAIGN else []) for name in SHORTEST]
-)
+@pytest.mark.parametrize("name", SHORTEST)
 def test_a_benchmark_works_in_its_shortest_form(name: str, tmp_path: Path) -> None:
     run(name, SHORTEST[name], tmp_path)
 
