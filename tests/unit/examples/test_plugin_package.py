@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.types import GroupUid
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,10 +47,7 @@ def command(site: Path, tmp_path: Path) -> Command:
 
 @pytest.fixture
 def run_yaml(tmp_path: Path) -> str:
-    (tmp_path / "model").mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / "model" / name).write_text("{}")
-    (tmp_path / "model" / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    make_tiny_model(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+2=", "label": "3"}\n')
     (tmp_path / "run.yaml").write_text(
         "prompt_data: ${here}/train.jsonl\nhf_checkpoint: ${here}/model\nnum_rollout: 1\nlogger: []\n"
