@@ -50,8 +50,8 @@ def run_yaml(tmp_path: Path) -> str:
     make_tiny_model(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+2=", "label": "3"}\n')
     (tmp_path / "run.yaml").write_text(
-        "prompt_data: ${here}/train.jsonl\nhf_checkpoint: ${here}/model\nnum_rollout: 1\nlogger: []\n"
-        "rm_type: sum_distance\ndynamic_sampling_filter_path: some_answered\n"
+        "prompt_data: ${here}/train.jsonl\nhf_checkpoint: ${here}/model\nnum_rollout: 1\n"
+        "rollout_max_response_len: 8\nlogger: []\nrm_type: sum_distance\ndynamic_sampling_filter_path: some_answered\n"
     )
     return "run.yaml"
 
