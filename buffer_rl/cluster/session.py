@@ -29,6 +29,8 @@ JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray's name of the variable with which ``ray job submit`` gives a job's runtime environment to its command."""
 OVERRIDE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"
 """Ray's name: at ``1``, the fields that ``ray.init`` is called with replace those of the job."""
+PACKAGES = ("working_dir", "py_modules")
+"""Fields of a runtime environment whose values are addresses on the cluster that they were sent to."""
 CODE_FOLDER = "buffer_rl_code"
 MAX_SOCKET_PATH = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 """Bytes that a temporary folder may have, so that Ray's sockets below it can be bound on Linux (``unix(7)``)."""
@@ -124,11 +126,20 @@ def worker_environment(code_folder: Path | None, job: Mapping[str, Any]) -> dict
     return there
 
 
+def job_without_packages(config: str | None) -> str | None:
+    """A submitted job's configuration without the packages that only its own cluster has."""
+    if config is None:
+        return None
+    job: dict[str, Any] = json.loads(config)
+    kept = {name: value for name, value in (job.get("runtime_env") or {}).items() if name not in PACKAGES}
+    return json.dumps({**job, "runtime_env": kept})
+
+
 def _connect(address: str | None, code_folder: Path | None, object_store_bytes: int) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         if address is None:
-            with variables({JOB_CONFIG: None}):  # what a submitted job names is on its own cluster
+            with variables({JOB_CONFIG: job_without_packages(os.environ.get(JOB_CONFIG))}):
                 ray.init(
                     address="local",
                     include_dashboard=False,

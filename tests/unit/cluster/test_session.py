@@ -123,7 +123,7 @@ def test_whatever_ray_raises_at_the_start_is_a_cluster_error_that_says_what_to_d
     assert {**before, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} == dict(os.environ)
 
 
-def test_a_joined_cluster_gets_the_merged_environment_and_a_local_one_nothing_of_the_job(
+def test_a_joined_cluster_gets_the_merged_environment_and_a_local_one_none_of_the_jobs_packages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
@@ -138,4 +138,7 @@ def test_a_joined_cluster_gets_the_merged_environment_and_a_local_one_nothing_of
     for address in ("auto", None):
         with ray_session(address):
             pass
-    assert calls == [(worker_environment(None, JOB), os.environ[JOB_CONFIG]), (None, None)]
+    (joined, given), (none, local) = calls
+    assert (joined, given, none) == (worker_environment(None, JOB), os.environ[JOB_CONFIG], None)
+    kept = {name: value for name, value in JOB.items() if name not in ("working_dir", "py_modules")}
+    assert json.loads(local) == {"runtime_env": kept, "metadata": {}}
