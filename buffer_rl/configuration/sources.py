@@ -133,8 +133,8 @@ def _keep_one_of_each_group(
         kept = [name for name in given if ranks[name] == strongest]
         rivals = [name for name in kept if known[name].default or str(values[name]) != str(known[name].default)]
         if len(rivals) > 1:
-            told = " and ".join(f"{flag_of(name)} {_shown(values, name)} ({origins[name]})" for name in rivals)
-            errors.append(ConfigError(f"these options exclude each other: {told}", hint="keep one of them"))
+            given_options = " and ".join(f"{flag_of(name)} {_shown(values, name)} ({origins[name]})" for name in rivals)
+            errors.append(ConfigError(f"these options exclude each other: {given_options}", hint="keep one of them"))
         for name in [name for name in given if name not in kept]:
             stronger = (rivals or kept)[0]
             notices.append(

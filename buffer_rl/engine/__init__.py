@@ -6,7 +6,7 @@ external        engines that run elsewhere
 fleet           starts and stops the engines and the router of a run
 heartbeat       finds engines that hang
 host            engines behind actors, on the nodes and devices that Ray gives them
-http_server     what HTTP servers bear of their clients: sizes, deadlines, idle connections
+http_server     limits of HTTP servers for their clients: sizes, deadlines, idle connections
 registry        the engines of a fleet now, and the control calls of a publication
 replica         the states of one engine
 router          the router and its list of workers

@@ -1,4 +1,4 @@
-"""What an HTTP server of the project bears of its clients: the embedded engine's and the rollout service's.
+"""The limits of an HTTP server of the project for its clients: the embedded engine's and the rollout service's.
 
 uvicorn bounds the time between two requests of a connection. It has no deadline for the first request, nor for the
 rest of one, and no bound on the size of headers and bodies: ``_Connection`` and ``Front`` add these.
@@ -175,7 +175,7 @@ class _Connection(HttpToolsProtocol):
             self._becomes_idle()
 
     def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()  # an answer that nobody reads would keep it open
+        self.transport.abort()  # an unread answer would keep it open
 
     def _becomes_idle(self) -> None:
         self._idle.pop(self, None)
